@@ -31,7 +31,7 @@ from kvq.config import compose, resolve
 from kvq.diagnostic_config import TniConfig
 from kvq.methods.build import Method, build_method
 from kvq.models import LoadedModel, load_model
-from kvq.results.provenance import PeakMemory, cpu_name, device_name, package_versions
+from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, package_versions
 from kvq.task_config import Prefill
 from kvq.tasks.capture import capture
 from kvq.tasks.generate import Reader
@@ -189,29 +189,28 @@ def peak(name: str) -> int:
 def _norms_peak(loaded: LoadedModel, tokens: torch.Tensor, norms: bool) -> int:
     """Peak bytes above the loaded model of one forward of a window, plain or with `task=tni` looking on."""
     capture(loaded, tokens[0, :256], lambda layer: None)
-    look = Norms(TniConfig(context=CONTEXT, windows=1)).add
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    memory = PeakMemory(loaded.device)
     if norms:
-        capture(loaded, tokens[0], look)
-    else:
-        with torch.no_grad():
-            loaded.model.base_model(input_ids=tokens, use_cache=False)
-    return (memory.read() or 0) - (resident if loaded.device.type == "cpu" else 0)
+        look = Norms(TniConfig(context=CONTEXT, windows=1)).add
+        return _above_model(loaded, lambda: capture(loaded, tokens[0], look))
+    with torch.no_grad():
+        return _above_model(loaded, lambda: loaded.model.base_model(input_ids=tokens, use_cache=False))
+
+
+def _above_model(loaded: LoadedModel, work: Callable[[], object]) -> int:
+    """The high-water mark of this process during `work`, less what it held before."""
+    before, memory = bytes_in_use(loaded.device), PeakMemory(loaded.device)
+    work()
+    return (memory.read() or 0) - before
 
 
 def measure_peak(name: str) -> int:
-    """See `peak`: the high-water mark of this process during one scored window, less what it held before."""
+    """See `peak`: of one scored window, or of a forward."""
     loaded, tokens = inputs()
     if name in ("forward", "tni"):
         return _norms_peak(loaded, tokens, name == "tni")
     method = parallel_method(build_method(name, bits=BITS)) if name != "fp16" else build_method("fp16")
-    whole = [(0, tokens.shape[1])]
     consume(loaded, method, tokens[:, :256], [(0, 256)])
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    memory = PeakMemory(loaded.device)
-    consume(loaded, method, tokens, whole)
-    return (memory.read() or 0) - (resident if loaded.device.type == "cpu" else 0)
+    return _above_model(loaded, lambda: consume(loaded, method, tokens, [(0, tokens.shape[1])]))
 
 
 def inputs() -> tuple[LoadedModel, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import mmap
 import platform
 import shlex
 import subprocess
@@ -132,6 +133,16 @@ def device_name(device: str | torch.device) -> str:
     """'cpu', or the accelerator's name as its driver gives it."""
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def bytes_in_use(device: str | torch.device) -> int:
+    """Bytes held now: the allocator's on a GPU, the resident set on a CPU (0 where the system does not say)."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+    return 0
 
 
 class PeakMemory:

@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from kvq.cache import KVCache
+from kvq.cache.cache import head_dims_of
 from kvq.cache.packed import check_codecs
 from kvq.cache.preallocated import PreallocatedCache
 from kvq.config import Attention, Config
@@ -26,7 +26,7 @@ from kvq.errors import ConfigError
 from kvq.methods.build import Method, method_of
 from kvq.models import LoadedModel, load_model
 from kvq.models.load import pick_device
-from kvq.results.provenance import PeakMemory, cpu_name, device_name
+from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
 from kvq.speed_config import References, SpeedConfig
 from kvq.tasks.inputs import Inputs
 
@@ -81,7 +81,7 @@ def cell(config: Config, batch: int, tokens: int) -> list[dict[str, Any]]:
 
 
 def _makers(config: Config, loaded: LoadedModel, room: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    method = method_of(config, _head_dim(loaded))
+    method = method_of(config, head_dims_of(loaded.text_config)[0])
     # Full precision has no codes to attend to.
     attention = "dense" if method.is_full_precision else config.cache.attention.value
     yield SUBJECT, lambda: KVCache(loaded.model, method, config.cache.keep_decoded, attention=attention)
@@ -92,14 +92,9 @@ def _makers(config: Config, loaded: LoadedModel, room: int) -> Iterator[tuple[st
         yield References.dynamic.value, DynamicCache
 
 
-def _head_dim(loaded: LoadedModel) -> int:
-    config = loaded.text_config
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def timed(loaded: LoadedModel, cache: Any, prompt: Tensor, new_tokens: int) -> dict[str, Any]:
     """Read prompts and decode greedily; seconds and peak bytes of both, above what was there before."""
-    before, peak = _resident(loaded), PeakMemory(loaded.device)
+    before, peak = bytes_in_use(loaded.device), PeakMemory(loaded.device)
     start = _now(loaded)
     hidden = loaded.hidden_states(prompt, cache)
     token = loaded.logits(hidden[:, -1:]).argmax(-1)
@@ -124,16 +119,6 @@ def _now(loaded: LoadedModel) -> float:
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)
     return time.perf_counter()
-
-
-def _resident(loaded: LoadedModel) -> int:
-    """Bytes in use before: the allocator's on a GPU, this process's own on a CPU."""
-    if loaded.device.type == "cuda":
-        return int(torch.cuda.memory_allocated(loaded.device))
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    except OSError:
-        return 0
 
 
 def _bytes(cache: Any) -> int:
