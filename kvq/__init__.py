@@ -8,16 +8,18 @@ if TYPE_CHECKING:
     from kvq.cache import KVCache
     from kvq.calibration import bind_calibration
     from kvq.methods.build import Method, build_method
+    from kvq.methods.kept import bind_kept_keys
     from kvq.methods.packed_tensor import PackedTensor
 
 __version__ = "0.1.0"
-__all__ = ["KVCache", "Method", "PackedTensor", "__version__", "bind_calibration", "build_method"]
+__all__ = ["KVCache", "Method", "PackedTensor", "__version__", "bind_calibration", "bind_kept_keys", "build_method"]
 
 _HOMES = {
     "KVCache": "kvq.cache",
     "Method": "kvq.methods.build",
     "PackedTensor": "kvq.methods.packed_tensor",
     "bind_calibration": "kvq.calibration",
+    "bind_kept_keys": "kvq.methods.kept",
     "build_method": "kvq.methods.build",
 }
 

@@ -19,6 +19,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.identity import canonical
 from kvq.methods.build import Method
 from kvq.methods.calibrated import Calibration
+from kvq.methods.kept import bind_kept_keys
 from kvq.results import source_hash
 from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Measurement
@@ -70,6 +71,8 @@ def check(inputs: Inputs, method: Method) -> None:
     """
     if method.sink_tokens and not inputs.reads_weights:
         raise Unsupported(f"method.sink_tokens={method.sink_tokens}: task={inputs.config.task.name} counts no sinks")
+    if method.kept_keys is not None:
+        bind_kept_keys(method, inputs.tokenizer)  # complains of a text that is not one token
     if not method.is_calibrated:
         return
     settings, longest = inputs.config.method.calibration, inputs.longest_context
@@ -87,7 +90,7 @@ def file_of(inputs: Inputs, modules: tuple[ModuleType, ...]) -> Path:
     """Where the run's calibration lies, made or not. `modules`: those that decide its tables."""
     text = text_of(inputs)
     whole = canonical(inputs.config, inputs.model_fingerprint, "", None if text is None else text.fingerprint)
-    method = {name: item for name, item in whole["method"].items() if name != "sink_tokens"}
+    method = {name: item for name, item in whole["method"].items() if name not in ("sink_tokens", "kept_keys")}
     decides = {"model": whole["model"], "method": method, "source": source_hash(modules)}
     return files.path_of(Path(inputs.config.results_dir), files.name_of(decides))
 

@@ -156,6 +156,14 @@ class FirstLayersConfig:
 
 
 @dataclass
+class KeptKeysConfig:
+    """Tokens by their texts, whose keys `layers` keep in full precision (none: no tokens)."""
+
+    texts: list[str] = field(default_factory=list)
+    layers: list[int] = field(default_factory=lambda: [0])
+
+
+@dataclass
 class MethodConfig:
     """A method: one codec each for keys and values (None = full precision), and its default residual.
 
@@ -164,7 +172,7 @@ class MethodConfig:
     (`kvq.methods.plan`).
     `full_precision_layers`: layers whose keys or values are not quantized, by side; negative ones count from the end.
     `backend`: another library's cache in the place of codecs, which are then null (a `BackendConfig` once checked).
-    `sink_tokens`: so many first tokens stay in full precision.
+    `sink_tokens`: so many first tokens stay in full precision. `kept_keys`: and the keys of these, in some layers.
     """
 
     name: str = MISSING
@@ -180,6 +188,7 @@ class MethodConfig:
     first_layers: FirstLayersConfig = field(default_factory=FirstLayersConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     sink_tokens: int = 0
+    kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
     eviction: Any = None
     plan: Any = None
 

@@ -53,6 +53,7 @@ def canonical(
             | _backend(config)
             | _first_layers(config)
             | _sinks(config)
+            | _kept_keys(config)
             | _more(config)
             | _calibration(config, calibration_fingerprint),
             "residual": {
@@ -94,6 +95,14 @@ def _sinks(config: Config) -> dict[str, Any]:
     """First tokens in full precision; nothing where there are none, as before they could be."""
     kept = 0 if config.method.is_full_precision else config.method.sink_tokens
     return {"sink_tokens": kept} if kept else {}
+
+
+def _kept_keys(config: Config) -> dict[str, Any]:
+    """Tokens whose keys stay in full precision; nothing where there are none, as before they could be."""
+    kept = config.method.kept_keys
+    if not kept.texts or config.method.key is None:
+        return {}
+    return {"kept_keys": {"texts": sorted(set(kept.texts)), "layers": sorted(set(kept.layers))}}
 
 
 def _calibration(config: Config, fingerprint: str | None) -> dict[str, Any]:

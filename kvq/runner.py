@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import kvq.cache.foreign
+import kvq.cache.kept
 import kvq.cache.sinks
 import kvq.codecs.codec
 import kvq.codecs.hadamard
@@ -23,6 +24,7 @@ from kvq.errors import KvqError, RecordError, Unsupported
 from kvq.identity import canonical
 from kvq.methods.build import Method, method_of
 from kvq.methods.calibrated import Calibration
+from kvq.methods.kept import bind_kept_keys
 from kvq.results import Record, Store, is_stale, run_key, source_hash
 from kvq.results.journal import Journal
 from kvq.results.provenance import PeakMemory, collect, utc_now
@@ -226,11 +228,14 @@ def _codec_modules(method: Method) -> tuple:
     chain = {module.__name__: module for module in _CODEC_MODULES}
     codecs = tuple((chain | {name: sys.modules[name] for name in names}).values()) if names else ()
     sinks = (kvq.cache.sinks,) if method.sink_tokens else ()
-    return (*codecs, *sinks, *(calibrated_run.MODULES if method.is_calibrated else ()))
+    kept = (kvq.cache.kept,) if method.kept_keys is not None else ()
+    return (*codecs, *sinks, *kept, *(calibrated_run.MODULES if method.is_calibrated else ()))
 
 
 def _bound(inputs: Inputs, method: Method, clock: dict[str, float]) -> tuple[Method, Calibration | None]:
-    """The method with its tables, where it has any."""
+    """The method with its tables and the ids of kept tokens, where it has any."""
+    if method.kept_keys is not None:
+        method = bind_kept_keys(method, inputs.tokenizer)
     if not method.is_calibrated:
         return method, None
     with _timed(clock, "calibrate"):

@@ -34,6 +34,10 @@ class WatchfulCache(Cache, abc.ABC):
         """
 
     @abc.abstractmethod
+    def begin(self, input_ids: Tensor | None) -> None:
+        """Hear of a forward of the model, with the tokens it is given (None: it is given embeddings)."""
+
+    @abc.abstractmethod
     def observes(self, module: nn.Module) -> bool:
         """The attention about to happen is to be shown to `observe`."""
 
@@ -45,7 +49,7 @@ class WatchfulCache(Cache, abc.ABC):
 def watch(model: nn.Module) -> None:
     """Hook a model's forward and its attentions, once; other caches are left alone."""
     base: nn.Module = getattr(model, "base_model", model)  # also sees calls that leave out the output embedding
-    hooks: list[tuple[nn.Module, Any]] = [(base, _refuse_padding)]
+    hooks: list[tuple[nn.Module, Any]] = [(base, _begin)]
     hooks += [(module, _announce) for module in attentions(base)]
     for module, hook in hooks:
         if hook not in module._forward_pre_hooks.values():
@@ -124,12 +128,13 @@ def _observe(module: Any, cache: WatchfulCache) -> None:
     handle = module.register_forward_hook(finish, always_call=True)
 
 
-def _refuse_padding(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    mask = kwargs.get("attention_mask")
-    if not isinstance(kwargs.get("past_key_values"), WatchfulCache) or not isinstance(mask, Tensor) or mask.ndim != 2:
+def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if not isinstance(cache, WatchfulCache):
         return
-    if not bool(mask.all()):
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
         raise Unsupported(
             "attention_mask: padding shifts block boundaries and would enter their statistics; "
             "batch prompts of equal length, or run them one by one"
         )
+    cache.begin(kwargs.get("input_ids", args[0] if args else None))

@@ -12,6 +12,7 @@ from typing_extensions import override
 from kvq.cache.attention import WatchfulCache, watch
 from kvq.cache.evict import EvictingLayer, check_attention, check_eviction
 from kvq.cache.foreign import ForeignLayer
+from kvq.cache.kept import KeptSide
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_packed, packed_layer, use_packed_attention
@@ -135,7 +136,12 @@ class KVCache(WatchfulCache):
 
     def _side(self, side: str, layer: int, layers: int, keep_decoded: bool) -> CacheSide:
         codec, residual = self.method.codec(side, layer, layers), getattr(self.method.residual, side)
-        return side_of(codec, residual, f"layer {layer} {side}s", keep_decoded, self.method.sink_tokens)
+        label, kept = f"layer {layer} {side}s", self.method.kept_keys
+        if kept is None or side != "key" or not kept.holds(layer, layers):
+            return side_of(codec, residual, label, keep_decoded, self.method.sink_tokens)
+        if kept.ids is None:
+            raise ConfigError("method.kept_keys: texts, not yet tokens; kvq.bind_kept_keys(method, tokenizer)")
+        return KeptSide(codec, residual, label, keep_decoded, kept.ids)
 
     @property
     def one_by_one(self) -> bool:
@@ -164,6 +170,12 @@ class KVCache(WatchfulCache):
             )
         self._columns = layers[index].announce(hidden.shape[1], hidden.device, self._columns)
         return self._columns
+
+    @override
+    def begin(self, input_ids: Tensor | None) -> None:
+        for side in self._sides("key"):
+            if isinstance(side, KeptSide):
+                side.note(input_ids)
 
     @override
     def observes(self, module: nn.Module) -> bool:

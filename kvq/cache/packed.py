@@ -125,7 +125,7 @@ def check_packed(model: nn.Module, method: Method) -> None:
 
 def check_codecs(method: Method) -> None:
     """Raise `Unsupported`, in one line, where attention cannot read the codes of `method`."""
-    for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers"):
+    for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers", "kept_keys"):
         if getattr(method, name):
             raise Unsupported(f"cache.attention=packed: method={method.name} has {name}; use cache.attention=dense")
     for codec in (method.key, method.value):

@@ -59,11 +59,7 @@ def experiment_of(name: str, present: Present = ()) -> Experiment | None:
         cells=tuple(_asked(cell, present) for cell in cells),
         runs=len(jobs),
         baselines=_baselines(jobs),
-        stand_ins={
-            model: _stand_ins(layout, cells, model, present)
-            for model in sorted({model for model, _ in present})
-            if _embedded(model)
-        },
+        stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(jobs, present)},
         waiting=dict(sorted(Counter(missing for job in jobs for missing in missing_choices(job, _choices())).items())),
     )
 
@@ -71,6 +67,14 @@ def experiment_of(name: str, present: Present = ()) -> Experiment | None:
 @functools.cache
 def _choices() -> dict[str, dict[str, str]]:
     return choices()
+
+
+def _small(jobs: Iterable[Overrides], present: Present) -> list[str]:
+    """Embedded models that have runs; none for an experiment that is one of embedded models itself."""
+    own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
+    if own and all(_embedded(model) for model in own):
+        return []
+    return [model for model in sorted({model for model, _ in present}) if _embedded(model)]
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from kvq.explain import COMPOSE_ERRORS, explain
 from kvq.methods.backend import BackendConfig, check_backend
 from kvq.methods.bits import Bits, parse_bits
 from kvq.methods.eviction import Eviction
+from kvq.methods.kept import KeptKeys
 from kvq.methods.plan import Plan
 from kvq.methods.residual import Residual, ResidualConfig, effective_residual
 
@@ -43,8 +44,8 @@ class Method:
     """A codec for keys and one for values (None = full precision), and when tokens leave full precision.
 
     `bits` is None for a fixed-rate method. `backend`: another library's cache in the place of codecs. `sink_tokens`
-    first tokens stay in full precision. `bound`: of a calibrated method, the codecs of each layer with their tables
-    (`kvq.methods.calibrated.bind`).
+    first tokens stay in full precision. `kept_keys`: so do the keys of chosen tokens. `bound`: of a calibrated method,
+    the codecs of each layer with their tables (`kvq.methods.calibrated.bind`).
     """
 
     name: str
@@ -59,6 +60,7 @@ class Method:
     bound: Mapping[str, Sequence[Codec | None]] = field(default_factory=dict)
     eviction: Eviction | None = None
     plan: Plan | None = None
+    kept_keys: KeptKeys | None = None
 
     def codec(self, side: str, layer: int, layers: int) -> Codec | None:
         """The codec of `key` or `value` in one of `layers` layers; None where that layer stays in full precision.
@@ -186,10 +188,20 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         0 if method.is_full_precision else method.sink_tokens,
         eviction=eviction,
         plan=plan,
+        kept_keys=_kept_keys(method, codecs["key"]),
     )
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built
+
+
+def _kept_keys(method: MethodConfig, key: Codec | None) -> KeptKeys | None:
+    texts, layers = method.kept_keys.texts, method.kept_keys.layers
+    if not texts or key is None:
+        return None
+    if method.sink_tokens or method.plan is not None or method.eviction is not None:
+        raise ConfigError(f"method.kept_keys of {method.name}: not beside sink_tokens, a plan or eviction")
+    return KeptKeys(tuple(texts), tuple(layers))
 
 
 def _first_layers(method: MethodConfig, head_dim: int) -> FirstLayers | None:

@@ -97,7 +97,9 @@ def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> s
         mark = f" [{numbers.setdefault(cell.reason, len(numbers) + 1)}]" if cell.reason else ""
         measured = f"{DASH}{mark}"
     else:
-        measured = f"{'≈ ' if cell.within_noise else ''}{fixed(cell.value, digits)}{' †' if cell.stale else ''}"
+        digits += cell.error is not None and not printed  # or the error would be one figure
+        error = "" if cell.error is None else f" ± {fixed(cell.error, digits)}"
+        measured = f"{'≈ ' if cell.within_noise else ''}{fixed(cell.value, digits)}{error}{' †' if cell.stale else ''}"
     if not printed:
         return measured
     published = (
@@ -112,6 +114,8 @@ def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str,
         yield f"[{number}] {reason}"
     for note in dict.fromkeys(cell.published.note for cell in cells if cell.published and cell.published.note):
         yield f"* {note}"
+    if any(cell.error is not None for cell in cells):
+        yield "± standard error."
     if any(cell.within_noise for cell in cells):
         yield "≈ within noise of full precision."
     if any(cell.stale for cell in cells):
@@ -177,6 +181,7 @@ def csv(experiment: Experiment, records: Answers, reference: Reference) -> str:
             "read": cell.asked.metric,
             "units": experiment.units,
             "measured": cell.value,
+            "standard_error": cell.error,
             "published": cell.published.value if cell.published else None,
             "difference": cell.difference,
             "published_bits": cell.published.avg_bits if cell.published else "",

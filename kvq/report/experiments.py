@@ -62,11 +62,15 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Shown:
-    """A cell with its numbers, `value` and `published` in the table's units. `reason`: why there is no value."""
+    """A cell with its numbers, `value`, its standard `error` and `published` in the table's units.
+
+    `error` is that of a single run whose record has one; `reason`: why there is no value.
+    """
 
     asked: Asked
     published: Published | None
     value: float | None = None
+    error: float | None = None
     bits: float | None = None
     effective_bits: float | None = None
     within_noise: bool = False
@@ -183,10 +187,12 @@ def _shown(
     if len(known) < len(values):
         return Shown(asked, published, reason=f"the run has no metric '{asked.metric}'")
     alone = found[0] if len(found) == 1 else None
+    error = None if alone is None else alone.metrics.get(f"{asked.metric}_se")
     return Shown(
         asked,
         published,
         value=experiment.scale * sum(known) / (1 if experiment.pool == "sum" else len(known)),
+        error=None if error is None else abs(experiment.scale) * error,
         bits=_same(record.metrics.get("bits_per_element") for record in found),
         effective_bits=_same(record.metrics.get("effective_bits") for record in found),
         within_noise=alone is not None

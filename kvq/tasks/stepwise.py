@@ -47,7 +47,7 @@ def _flushes(method: Method, length: int, chunk: int | None) -> list[tuple[int, 
 
 def check_codecs_alone(method: Method, task: str) -> None:
     """Raise `Unsupported` for a method that is more than its codecs, in a task that tries those without a cache."""
-    if method.plan is not None or method.eviction is not None:
+    if method.plan is not None or method.eviction is not None or method.kept_keys is not None:
         raise Unsupported(f"task={task}: tries codecs alone; {method.name} also chooses tokens in a cache")
 
 

@@ -43,7 +43,9 @@ def test_every_published_table_has_one_experiment_and_every_number_one_cell() ->
 
 
 def test_what_the_review_asks_for_is_there() -> None:
-    assert {f"oscar/{name}" for name in REVIEW} == {name for name, layout in LAYOUTS.items() if layout.table is None}
+    ours = {"embedded/methods", "embedded/nsnquant_steps", "nsnquant/punctuation"}
+    asked = {f"oscar/{name}" for name in REVIEW}
+    assert asked | ours == {name for name, layout in LAYOUTS.items() if layout.table is None}
 
 
 def test_runs_choose_what_exists_or_is_said_to_be_missing(experiments: list[Experiment]) -> None:
@@ -101,6 +103,14 @@ def test_small_is_the_same_shape(experiments: list[Experiment]) -> None:
     for layout in LAYOUTS.values():
         for job in jobs_of(cells_of(layout), ["model=tiny"], layout.small):
             assert not {"dataset=wikitext2", "dataset=c4", "task=longbench"} & set(job)
+
+
+def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Experiment]) -> None:
+    own = {each.name: each for each in experiments if each.paper == "embedded"}
+    assert {name.partition("/")[0] for name in own} == {"embedded"}
+    assert all(not each.stand_ins and each.table is None for each in own.values())
+    assert own["embedded/methods"].sections == ("setting",)
+    assert own["embedded/nsnquant_steps"].runs == 12
 
 
 def test_a_record_is_found_by_what_it_measures(tmp_path: Path) -> None:

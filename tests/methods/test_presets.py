@@ -77,6 +77,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "plan",
         "calibration",
         "sink_tokens",
+        "kept_keys",
     }
 
 

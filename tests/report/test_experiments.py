@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as csv_reader
 import io
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def test_measured_published_difference_and_dashes_with_reasons() -> None:
     assert "Not measured: 1 runs" in notes
     assert "python run.py method=three" in notes
     assert "python run.py +experiment=paper/table1" in notes
+
+
+def test_a_standard_error_stands_beside_its_number() -> None:
+    records = [record("one")]
+    asked = replace(experiment(records).cells[0], metric="delta_nll")
+    alone = experiment(records, cells=(asked,), table=None, scale=-100.0)
+    [grid] = grids_of(alone, by_signature(records), REFERENCE)
+    assert grid.rows[0][3] == "≈ -10.0000 ± 20.0000"
+    assert "± standard error." in grid.notes
+    [row] = csv_reader.DictReader(io.StringIO(csv(alone, by_signature(records), REFERENCE)))
+    assert float(row["standard_error"]) == 20
+    two = experiment(records, cells=(replace(asked, runs=2 * asked.runs),), table=None)
+    assert [cell.error for cell in shown_cells(two, by_signature(records), REFERENCE)] == [None]
 
 
 def test_a_run_that_failed_says_why() -> None:

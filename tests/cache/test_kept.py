@@ -1,0 +1,101 @@
+"""Keys of chosen tokens that stay as they came, in chosen layers, whatever becomes of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvq import bind_kept_keys
+from kvq.cache import KVCache
+from kvq.cache.kept import KeptSide
+from kvq.config import compose, resolve
+from kvq.errors import ConfigError, Unsupported
+from kvq.methods.build import Method, build_method
+from kvq.methods.kept import KeptKeys
+from kvq.models import load_tokenizer
+from kvq.tasks.scoring import generation_bounds
+from tests.calibrated import bound, random_states
+from tests.random_models import in_double_precision, random_llama, token_ids
+from tests.tasks.test_scoring import chunked, token_by_token
+
+IDS = (3, 17, 40, 41, 42)
+
+
+def keeping(name: str, *overrides: str, layers: tuple[int, ...] = (0,)) -> Method:
+    method = build_method(name, bits=2, head_dim=32, overrides=["residual.size=16", *overrides])
+    method = bound(method, random_states(2, 32), 2) if method.is_calibrated else method
+    return replace(method, kept_keys=KeptKeys((), layers, IDS))
+
+
+@pytest.mark.parametrize("residual", [[], ["residual.policy=sliding"]])
+@pytest.mark.parametrize("name", ["kivi", "nsnquant", "rtn", "cq"])
+def test_generation_is_token_by_token_in_fp64(name, residual, monkeypatch):
+    loaded = in_double_precision(random_llama(), monkeypatch)
+    tokens = token_ids(75)
+    method = keeping(name, *residual, layers=(0, -1))
+    assert torch.isin(tokens, torch.tensor(IDS)).any()
+    expected = token_by_token(loaded, method, tokens)
+    for chunk in (None, 7):
+        got = chunked(loaded, method, tokens, generation_bounds(method, 74, chunk))
+        assert (got - expected).abs().max() < 1e-9, chunk
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep_decoded", [False, True])
+def test_what_the_cache_holds(keep_decoded):
+    loaded, tokens = random_llama(), token_ids(60, batch=2)
+    cache = KVCache(loaded.model, keeping("kivi", "residual.key.policy=block"), keep_decoded)
+    plain = KVCache(loaded.model, build_method("fp16", head_dim=32))
+    for each in (cache, plain):
+        loaded.model(input_ids=tokens, past_key_values=each, use_cache=True)
+    first, second = cache.layers[0].key, cache.layers[1].key
+    assert isinstance(first, KeptSide)
+    assert not isinstance(second, KeptSide)
+    assert first.packed_tokens == 48
+    chosen = torch.isin(tokens, torch.tensor(IDS))[:, :48]
+    count = int(chosen.sum())
+    assert 0 < count < chosen.numel()
+    exact = plain.layers[0].key._full.view[:, :, :48].transpose(1, 2)
+    for side in (first, first.fork()):
+        read = side._past().transpose(1, 2)
+        assert torch.equal(read[chosen], exact[chosen])
+        assert not torch.isclose(read[~chosen], exact[~chosen]).all(-1).any()
+    assert first.packed_bytes - second.packed_bytes == count * (2 * 32 * 4 + 4)
+
+    fork = cache.fork()
+    fork.layers[0].key.select(torch.tensor([1, 1, 0]))
+    assert torch.equal(fork.layers[0].key._past(), first._past()[[1, 1, 0]])
+    loaded.model(input_ids=tokens[:, :20], past_key_values=cache, use_cache=True)
+    assert first.packed_tokens == 80
+    cache.reset()
+    assert (cache.nbytes, first.tokens) == (0, 0)
+    loaded.model(input_ids=tokens[:1, :20], past_key_values=cache, use_cache=True)
+    cache.crop(-3)
+    loaded.model(input_ids=tokens[:1, :5], past_key_values=cache, use_cache=True)
+    assert first.tokens == 22
+
+
+@torch.no_grad()
+def test_without_ids_it_refuses():
+    loaded = random_llama()
+    cache = KVCache(loaded.model, keeping("kivi"))
+    with pytest.raises(Unsupported, match=r"layer 0 keys: method.kept_keys chooses tokens by input_ids"):
+        loaded.model(inputs_embeds=torch.randn(1, 4, 128), past_key_values=cache, use_cache=True)
+    with pytest.raises(ConfigError, match="bind_kept_keys"):
+        KVCache(loaded.model, replace(keeping("kivi"), kept_keys=KeptKeys((",",), (0,))))
+    with pytest.raises(Unsupported, match="has kept_keys"):
+        KVCache(loaded.model, keeping("kivi"), attention="packed")
+
+
+def test_texts_become_tokens():
+    tokenizer = load_tokenizer(resolve(compose(["model=tiny"])).model)
+    method = bind_kept_keys(build_method("cq/kept_punctuation"), tokenizer)
+    assert tokenizer.convert_ids_to_tokens(list(method.kept_keys.ids)) == list(method.kept_keys.texts)
+    assert len(method.kept_keys.ids) == 32
+    plain = build_method("kivi")
+    assert bind_kept_keys(plain, tokenizer) is plain
+    method = build_method("kivi", overrides=["kept_keys.texts=[zebra crossing]"])
+    with pytest.raises(ConfigError, match=r"'zebra crossing' is [0-9]+ tokens of this model; each one token"):
+        bind_kept_keys(method, tokenizer)
