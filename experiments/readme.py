@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PLACE = re.compile(r"(<!-- table: ([\w-]+)(?: of ([\w/ ]+))?(?: at ([\w ]+))? -->\n)(.*?)(<!-- end -->)", re.S)
+PLACE = re.compile(r"(<!-- table: ([\w-]+)(?: of ([\w/ ]+?))?(?: at ([\w ]+))? -->\n)(.*?)(<!-- end -->)", re.S)
 HEAD = 3
 """Lines of a table before its methods: titles, alignment, full precision."""
 

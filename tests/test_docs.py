@@ -77,4 +77,9 @@ def test_links_and_named_files_exist(page: Path) -> None:
 def test_the_readme_shows_the_committed_tables() -> None:
     """Every number of the README's tables is that of results/tables; `python experiments/readme.py` puts them there."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert runpy.run_path(str(ROOT / "experiments" / "readme.py"))["filled"](text) == text
+    script = runpy.run_path(str(ROOT / "experiments" / "readme.py"))
+    assert script["filled"](text) == text
+    for place in script["PLACE"].finditer(text):
+        rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in place[5].splitlines()[3:]]
+        assert {name for name, _ in rows} == set(place[3].split())
+        assert {bits for _, bits in rows} == set(place[4].split())
