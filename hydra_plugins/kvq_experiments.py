@@ -16,3 +16,7 @@ class ExperimentSweeper(BasicSweeper):
         from kvq.experiments.sweep import sweep_of
 
         return [[list(job) for job in sweep_of(self.config, overrides).jobs]]
+
+    def validate_batch_is_legal(self, batch):
+        """Compose the first job ahead of time, not all: what a command line adds is in each, a table's own are tested."""
+        super().validate_batch_is_legal(batch[:1])
