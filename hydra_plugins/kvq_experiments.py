@@ -18,5 +18,5 @@ class ExperimentSweeper(BasicSweeper):
         return [[list(job) for job in sweep_of(self.config, overrides).jobs]]
 
     def validate_batch_is_legal(self, batch):
-        """Compose the first job ahead of time, not all: what a command line adds is in each, a table's own are tested."""
+        """Compose the first job ahead of time: what a command line adds is in each, and a table's own are tested."""
         super().validate_batch_is_legal(batch[:1])
