@@ -24,10 +24,11 @@ from kvq.cache.attention import attentions
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.side import CacheSide
 from kvq.cache.store import narrowed
+from kvq.codecs import Codec
 from kvq.errors import Unsupported
-from kvq.kernels import PackedStates, attend, form_of
+from kvq.kernels import PackedStates, attend, form_of, fused
 from kvq.methods.build import Method
-from kvq.methods.residual import PrefillBlock
+from kvq.methods.residual import PrefillBlock, ResidualSide
 
 PREFIX = "kvq_"
 ORIGINALS = ("sdpa", "eager")
@@ -65,7 +66,10 @@ class PackedKeys(Held):
 
 
 class PackedSide(CacheSide):
-    """A side that can hand over its tokens as they are stored."""
+    """A side that can hand over its tokens as they are stored, and encodes them in one pass where it can."""
+
+    def __init__(self, codec: Codec | None, residual: ResidualSide, label: str) -> None:
+        super().__init__(None if codec is None else fused(codec), residual, label)
 
     def fork(self) -> PackedSide:
         """A copy that shares everything held so far and grows on its own."""

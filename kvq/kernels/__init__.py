@@ -1,6 +1,7 @@
-"""Attention on packed codes: the arithmetic that makes a packed cache fast, not only small."""
+"""Attention on packed codes, and encoding in one pass: what makes a packed cache fast, not only small."""
 
 from kvq.kernels.attention import attend, form_for
+from kvq.kernels.encode import FusedCodec, fused
 from kvq.kernels.form import Form, PackedStates, form_of
 
-__all__ = ["Form", "PackedStates", "attend", "form_for", "form_of"]
+__all__ = ["Form", "FusedCodec", "PackedStates", "attend", "form_for", "form_of", "fused"]

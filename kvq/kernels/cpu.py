@@ -88,7 +88,7 @@ def _each(work: Callable[[tuple[int, int]], None], places: list[tuple[int, int]]
         for place in places:
             work(place)
     else:
-        list(_pool(threads).map(work, places))
+        list(pool(threads).map(work, places))
 
 
 def _scratch(group: int, tokens: int) -> Any:
@@ -103,7 +103,8 @@ _KEPT = threading.local()
 
 
 @functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def pool(threads: int) -> ThreadPoolExecutor:
+    """Threads that run the loops, which hold no lock."""
     return ThreadPoolExecutor(threads, "kvq-attention")
 
 

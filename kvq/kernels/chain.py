@@ -1,0 +1,127 @@
+"""What a fused encoding must know of a codec, and the statistics of its grid: the same formulas, on ranges alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvq.codecs import Codec, Gain, Hadamard, Scope, TokenNorm, UniformQuantizer, plane_widths
+from kvq.codecs.quantizers import Axis, ZeroPoint, to_stored
+from kvq.codecs.stages import Stage
+from kvq.kernels.form import is_rotation
+
+INT16_MAX = 32767
+FP16_TINY = 2.0**-24
+"""The smallest positive number."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """At most one rotation and one norm per head and token, in either order, in front of a uniform grid of 1-8 bits.
+
+    Attributes:
+        rotation: None: none.
+        norm: its name; None: none.
+        rms: the norm is divided by the square root of the head dim.
+    """
+
+    rotation: Stage | None
+    norm: str | None
+    rms: bool
+    quantizer: UniformQuantizer
+
+    @property
+    def per_channel(self) -> bool:
+        """Statistics are shared along tokens."""
+        return self.quantizer.axis is Axis.per_channel
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of the planes."""
+        return plane_widths(self.quantizer.bits)
+
+    @property
+    def top(self) -> int:
+        """The highest code."""
+        return 2**self.quantizer.bits - 1 - self.quantizer.symmetric
+
+    @property
+    def gain_name(self) -> str | None:
+        """The part that takes the gain: the norm, or one of its own; None: there is no gain."""
+        if self.quantizer.gain is Gain.none:
+            return None
+        return "gain" if self.norm is None else f"{self.norm}.scale"
+
+    def group(self, tokens: int, head_dim: int) -> tuple[int, int]:
+        """Elements of a group, and groups, in a block of `tokens`: along tokens or along channels."""
+        along = tokens if self.per_channel else head_dim
+        size = min(self.quantizer.group_size or along, along)
+        return size, -(-along // size)
+
+    def matrix(self, head_dim: int, like: Tensor) -> Float[Tensor, "dim dim"] | None:
+        """The rotation in the dtype of `like`."""
+        return None if self.rotation is None else self.rotation.matrix(head_dim, like)  # type: ignore[attr-defined]
+
+    @property
+    def signs(self) -> bool:
+        """Entries of the rotation are all of one magnitude, so that its signs are exact in any dtype."""
+        return isinstance(self.rotation, Hadamard)
+
+
+def chain_of(codec: Codec) -> Chain | None:
+    """A codec taken apart; None: it has more than fused encoding does."""
+    rotation, norm, rms = None, None, False
+    for name, stage in codec.stages:
+        if type(stage) is TokenNorm and norm is None and stage.scope is Scope.head and stage.double_quant is None:
+            norm, rms = name, stage.rms
+        elif is_rotation(stage) and rotation is None:
+            rotation = stage
+        else:
+            return None
+    if type(codec.quantizer) is not UniformQuantizer or codec.quantizer.bits > 8:
+        return None
+    return Chain(rotation, norm, rms, codec.quantizer)
+
+
+@dataclass(frozen=True)
+class Grids:
+    """Groups' statistics, all of one shape: `code = clamp(round((y - base) / step) + zero)`.
+
+    Attributes:
+        stored: `scale` and, when asymmetric, `zero_point`, as a codec stores them.
+        step, base, zero: in fp32, with unrounded statistics.
+        low, scale: in fp32, of what is stored: a code stands for `low + (code - zero) · scale`.
+    """
+
+    stored: dict[str, Tensor]
+    step: Tensor
+    base: Tensor
+    zero: Tensor
+    low: Tensor
+    scale: Tensor
+
+
+def grids(quantizer: UniformQuantizer, low: Tensor, high: Tensor) -> Grids:
+    """The statistics of groups between `low` and `high` (fp32), by the formulas of `UniformQuantizer`."""
+    nothing = torch.zeros_like(low)
+    if quantizer.symmetric:
+        top = 2 ** (quantizer.bits - 1) - 1
+        step = torch.maximum(low.abs(), high.abs()) * quantizer.clip / top
+        stored = to_stored(step, torch.float16)
+        used = step.masked_fill(step == 0, 1)
+        return Grids({"scale": stored}, used, nothing, nothing + top, nothing, stored.float())
+    if quantizer.clip != 1:
+        low, high = low * quantizer.clip, high * quantizer.clip
+    step = (high - low) / (2**quantizer.bits - 1)
+    if quantizer.zero_point is ZeroPoint.float:
+        stored, offset = to_stored(step, torch.float16), to_stored(low, torch.float16)
+        parts = {"scale": stored, "zero_point": offset}
+        return Grids(parts, step.masked_fill(step == 0, 1), low, nothing, offset.float(), stored.float())
+    least = low.abs() / INT16_MAX
+    step = torch.where(step < least, torch.exp2(torch.log2(least).ceil()), step).clamp_min(FP16_TINY)
+    zero = low.neg().div_(step).round_()
+    stored = to_stored(step, torch.float16)
+    return Grids({"scale": stored, "zero_point": zero.to(torch.int16)}, step, nothing, zero, nothing, stored.float())

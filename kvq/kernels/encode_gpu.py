@@ -1,0 +1,133 @@
+"""Encoding in one pass on a GPU: launches of `triton_encode` over the groups or tiles of all blocks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from kvq.codecs import Gain
+from kvq.codecs.quantizers import Parts, ZeroPoint
+from kvq.kernels import triton_encode, triton_loops
+from kvq.kernels.chain import Chain
+
+TILE = 32
+"""Tokens of a program where statistics are per token, or of groups that no program can hold."""
+LONGEST = 128
+"""Tokens of the longest group that a program holds at once."""
+SHARED = 32 * 1024
+"""Bytes of a rotation's rows that a program may keep beside its tokens."""
+GAINS = {Gain.none: 0, Gain.l2: 1, Gain.norm: 2, Gain.parallel: 3, Gain.unit: 4}
+
+
+def fits(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> bool:
+    """Whether groups continue each other's bytes and tiles."""
+    tokens, dim = blocks.shape[-2:]
+    size, groups = chain.group(tokens, dim)
+    if not chain.per_channel:
+        return groups == 1 or (size.bit_count() == 1 and dim % size == 0)
+    return groups == 1 or size % (8 if size <= LONGEST else TILE) == 0
+
+
+def encode(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> Parts:
+    """The parts of `Codec.encode_block`, each `[batch, blocks, heads, rows, columns]`."""
+    x = blocks.detach()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, count, heads, tokens, dim = x.shape
+    quantizer, (size, groups) = chain.quantizer, chain.group(tokens, dim)
+
+    def room(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(batch, heads, count, rows, columns, dtype=dtype, device=x.device)
+
+    planes = [room(-(-tokens * width // 8), dim, torch.uint8) for width in chain.widths]
+    shape = (groups, dim) if chain.per_channel else (tokens, groups)
+    parts = {f"codes.{index}": plane for index, plane in enumerate(planes)}
+    parts["scale"] = low = room(*shape, torch.float16)
+    if not quantizer.symmetric:
+        integer = quantizer.zero_point is ZeroPoint.integer
+        parts["zero_point"] = low = room(*shape, torch.int16 if integer else torch.float16)
+    norm = chain.gain_name if chain.norm is None else f"{chain.norm}.scale"
+    if norm is not None:
+        parts[norm] = room(tokens, 1, torch.float16)
+    turn, d = _Turn.of(chain, x), max(16, triton.next_power_of_2(dim))
+    held = chain.per_channel and size <= LONGEST
+    known = chain.per_channel and not held
+    given = _ranges(chain, x, turn, d, size) if known else (x, x)
+    step = size if held else min(TILE, tokens)
+    n, tiles = max(16, triton.next_power_of_2(step)), triton.cdiv(tokens, step)
+    levels = 2 ** (quantizer.bits - 1) - 1 if quantizer.symmetric else 2**quantizer.bits - 1
+    triton_encode.encode_tile[(count * tiles, batch * heads)](
+        x, turn.matrix, *planes, *[planes[0]] * (3 - len(planes)), parts["scale"], low,
+        parts["scale"] if norm is None else parts[norm], *given,
+        *x.stride()[:4], heads, count, tokens, tiles, size, groups, quantizer.clip, float(levels), float(chain.top),
+        turn.root, turn.norm_root, dim, *chain.widths, *(0,) * (3 - len(chain.widths)),
+        chain.per_channel, d if groups == 1 else size, known, _kind(chain), GAINS[quantizer.gain],
+        turn.rotated, chain.signs, chain.norm is not None, step, n, d, _inner(turn.matrix, d),
+        num_warps=8 if n * d > 8192 else 4,
+    )  # fmt: skip
+    return {name: part.transpose(1, 2) for name, part in parts.items()}
+
+
+def _ranges(chain: Chain, x: Tensor, turn: _Turn, d: int, size: int) -> tuple[Tensor, Tensor]:
+    """Lowest and highest values `[batch, heads, blocks, groups, dim]` of groups of several tiles."""
+    batch, count, heads, tokens, dim = x.shape
+    tiles = triton.cdiv(tokens, TILE)
+    low, high = torch.empty(2, batch, heads, count, tiles, dim, device=x.device)
+    triton_encode.ranges[(count * tiles, batch * heads)](
+        x, turn.matrix, low, high, *x.stride()[:4], heads, count, tokens, tiles, turn.root, turn.norm_root, dim,
+        turn.rotated, chain.signs, chain.norm is not None, TILE, d, _inner(turn.matrix, d),
+    )  # fmt: skip
+    together = triton.cdiv(min(size, tokens), TILE)
+    short = (0, 0, 0, -tiles % together)
+    grouped = (
+        functional.pad(part, short, value=value).unflatten(3, (-1, together))
+        for part, value in ((low, math.inf), (high, -math.inf))
+    )
+    least, most = grouped
+    return least.amin(4).contiguous(), most.amax(4).contiguous()
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Rotation and norm as kernels take them: signs in the states' dtype, times `root`; any other matrix in fp32."""
+
+    rotated: bool
+    matrix: Tensor
+    root: float
+    norm_root: float
+
+    @staticmethod
+    def of(chain: Chain, x: Tensor) -> _Turn:
+        dim = x.shape[-1]
+        norm_root = dim**0.5 if chain.rms else 1.0
+        if chain.rotation is None:
+            return _Turn(False, x, 1.0, norm_root)
+        if chain.signs:
+            return _Turn(True, _signs(chain, dim, x.dtype, x.device), dim**-0.5, norm_root)
+        matrix = chain.matrix(dim, torch.empty(0, device=x.device))
+        assert matrix is not None
+        return _Turn(True, matrix, 1.0, norm_root)
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(chain: Chain, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    matrix = chain.matrix(dim, torch.empty(0, device=device))
+    assert matrix is not None
+    return matrix.sign().to(dtype)
+
+
+def _inner(matrix: Tensor, d: int) -> int:
+    """Rows of a rotation that a program multiplies by at a time."""
+    return min(d, max(16, SHARED // (d * matrix.element_size())))
+
+
+def _kind(chain: Chain) -> int:
+    if chain.quantizer.symmetric:
+        return triton_loops.SYMMETRIC
+    return getattr(triton_loops, chain.quantizer.zero_point.name.upper())

@@ -1,0 +1,234 @@
+"""Encoding in one pass (Triton): a program turns a tile of tokens of one head into codes and statistics.
+
+States are read once, where a group of tokens fits a tile; longer groups are read twice, for their ranges and for their
+codes. Divisions and roundings are those of IEEE, as in a codec. No autotuning: sizes are arguments.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+HALF_MAX = tl.constexpr(65504.0)
+EVEN = tl.constexpr(12582912.0)
+"""1.5 · 2^23: added and taken away again, it rounds half to even."""
+INT16_MAX = tl.constexpr(32767.0)
+FP16_TINY = tl.constexpr(2.0**-24)
+
+
+@triton.jit
+@no_type_check
+def _rounded(x):
+    """To whole numbers, halves to even; those of 2^22 and more are left as they are."""
+    return tl.where(tl.abs(x) < 4194304.0, (x + EVEN) - EVEN, x)
+
+
+@triton.jit
+@no_type_check
+def _half(x):
+    """As it is stored: fp16, saturating."""
+    return tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX).to(tl.float16)
+
+
+@triton.jit
+@no_type_check
+def _turned(
+    x, matrix, offsets, inside, dim, root, norm_root,
+    rotated: tl.constexpr, signs: tl.constexpr, normed: tl.constexpr, n: tl.constexpr, d: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
+    """Tokens behind rotation and norm, and the norms; a rotation of signs alone is exact in the states' own dtype."""
+    channels = tl.arange(0, d)
+    squares = tl.zeros((n,), tl.float32)
+    if rotated:
+        y = tl.zeros((n, d), tl.float32)
+        for start in range(0, dim, k):
+            some = start + tl.arange(0, k)
+            part = tl.load(
+                x + offsets[:, None] + some[None, :], mask=inside[:, None] & (some[None, :] < dim), other=0.0
+            )
+            turn = tl.load(
+                matrix + some[:, None] * dim + channels[None, :],
+                mask=(some[:, None] < dim) & (channels[None, :] < dim), other=0.0,
+            )  # fmt: skip
+            if signs:
+                y += tl.dot(part, turn.to(part.dtype), input_precision="ieee")
+            else:
+                y += tl.dot(part.to(tl.float32), turn, input_precision="ieee")
+            squares += tl.sum(part.to(tl.float32) * part.to(tl.float32), 1)
+        if signs:
+            y = y * root
+    else:
+        fits = inside[:, None] & (channels[None, :] < dim)
+        y = tl.load(x + offsets[:, None] + channels[None, :], mask=fits, other=0.0).to(tl.float32)
+        squares = tl.sum(y * y, 1)
+    norms = tl.div_rn(tl.sqrt_rn(squares), norm_root)
+    if normed:
+        y = tl.div_rn(y, tl.where(norms == 0, 1.0, norms)[:, None])
+    return y, norms
+
+
+@triton.jit
+@no_type_check
+def _grid(low, high, clip, levels, kind: tl.constexpr):
+    """Step, base and zero by which codes are chosen, and what is stored: `kvq.kernels.chain.grids`."""
+    if kind == 2:
+        step = tl.div_rn(tl.maximum(tl.abs(low), tl.abs(high)) * clip, levels)
+        base, zero, used = low * 0.0, low * 0.0 + levels, tl.where(step == 0, 1.0, step)
+    else:
+        low, high = low * clip, high * clip
+        step = tl.div_rn(high - low, levels)
+        if kind == 0:
+            base, zero, used = low, low * 0.0, tl.where(step == 0, 1.0, step)
+        else:
+            least = tl.div_rn(tl.abs(low), INT16_MAX)
+            # The next power of two, from the bits of the number.
+            up = ((least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+            step = tl.maximum(tl.where(step < least, up, step), FP16_TINY)
+            base, zero, used = low * 0.0, _rounded(tl.div_rn(-low, step)), step
+    return used, base, zero, step, low
+
+
+@triton.jit
+@no_type_check
+def _store_grid(scale, low_at, where, mask, step, low, zero, kind: tl.constexpr):
+    tl.store(scale + where, _half(step), mask=mask)
+    if kind == 0:
+        tl.store(low_at + where, _half(low), mask=mask)
+    if kind == 1:
+        tl.store(low_at + where, zero.to(tl.int16), mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _read_as(codes, step, low, zero, kind: tl.constexpr):
+    """What codes stand for, by what is stored."""
+    scale = _half(step).to(tl.float32)
+    if kind == 0:
+        return codes * scale + _half(low).to(tl.float32)
+    return (codes - zero) * scale
+
+
+@triton.jit
+@no_type_check
+def _pack(
+    codes, plane, line, first, left, tokens, dim,
+    shift: tl.constexpr, width: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
+    """One plane of `left` tokens from `first` on: `8 / width` consecutive tokens of a channel to a byte."""
+    per: tl.constexpr = 8 // width
+    channels, rows = tl.arange(0, d), tl.arange(0, n // per)
+    base = (line * ((tokens * width + 7) // 8) + first * width // 8) * dim
+    bits = tl.reshape((codes >> shift) & ((1 << width) - 1), (n // per, per, d))
+    out = tl.sum(bits << (tl.arange(0, per) * width)[None, :, None], 1)
+    mask = (rows[:, None] * per < left) & (channels[None, :] < dim)
+    tl.store(plane + base + rows[:, None] * dim + channels[None, :], out.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _gained(y, read, norms, fits, gain: tl.constexpr):
+    """The factor of each token, 1 where its denominator is zero."""
+    y, read = tl.where(fits, y, 0.0), tl.where(fits, read, 0.0)
+    if gain == 1:  # l2
+        top, bottom = tl.sum(y * read, 1), tl.sum(read * read, 1)
+    elif gain == 2:  # norm
+        top, bottom = tl.sqrt_rn(tl.sum(y * y, 1)), tl.sqrt_rn(tl.sum(read * read, 1))
+    elif gain == 3:  # parallel
+        top, bottom = tl.sum(y * y, 1), tl.sum(y * read, 1)
+    else:  # unit
+        bottom = tl.sqrt_rn(tl.sum(read * read, 1))
+        top = bottom * 0.0 + 1.0
+    return tl.where(bottom == 0, 1.0, tl.div_rn(top, tl.where(bottom == 0, 1.0, bottom)))
+
+
+@triton.jit
+@no_type_check
+def ranges(
+    x, matrix, low, high, x_b, x_n, x_h, x_t, heads, blocks, tokens, tiles, root, norm_root, dim: tl.constexpr,
+    rotated: tl.constexpr, signs: tl.constexpr, normed: tl.constexpr, n: tl.constexpr, d: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
+    """Lowest and highest values of channels over a tile of `n` tokens: `[batch, heads, blocks, tiles, dim]`."""
+    block, tile, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    b, h = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
+    near, channels = tile * n + tl.arange(0, n), tl.arange(0, d)
+    inside = near < tokens
+    start = x + b * x_b + h * x_h + block.to(tl.int64) * x_n
+    y, _ = _turned(
+        start, matrix, near.to(tl.int64) * x_t, inside, dim, root, norm_root, rotated, signs, normed, n, d, k
+    )
+    at = ((place.to(tl.int64) * blocks + block) * tiles + tile) * dim + channels
+    tl.store(low + at, tl.min(tl.where(inside[:, None], y, float("inf")), 0), mask=channels < dim)
+    tl.store(high + at, tl.max(tl.where(inside[:, None], y, float("-inf")), 0), mask=channels < dim)
+
+
+@triton.jit
+@no_type_check
+def encode_tile(
+    x, matrix, p0, p1, p2, scale, low_at, norm_at, low_given, high_given,
+    x_b, x_n, x_h, x_t, heads, blocks, tokens, tiles, size, groups, clip, levels, top, root, norm_root,
+    dim: tl.constexpr, w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr,
+    per_channel: tl.constexpr, span: tl.constexpr, given: tl.constexpr, kind: tl.constexpr, gain: tl.constexpr,
+    rotated: tl.constexpr, signs: tl.constexpr, normed: tl.constexpr, step_n: tl.constexpr,
+    n: tl.constexpr, d: tl.constexpr, k: tl.constexpr,
+):  # fmt: skip
+    """Codes and statistics of `step_n` tokens of a block: a group per channel, or some tokens each on its own.
+
+    `given`: ranges per channel and group are known. `span`: channels of a group per token, padded ones included.
+    """
+    block, tile, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    b, h = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
+    near, channels = tl.arange(0, n), tl.arange(0, d)
+    first = tile * step_n
+    inside = (near < step_n) & (first + near < tokens)
+    fits = inside[:, None] & (channels[None, :] < dim)
+    start = x + b * x_b + h * x_h + block.to(tl.int64) * x_n
+    y, norms = _turned(
+        start, matrix, (first + near).to(tl.int64) * x_t, inside, dim, root, norm_root,
+        rotated, signs, normed, n, d, k,
+    )  # fmt: skip
+    line = place.to(tl.int64) * blocks + block
+    if per_channel:
+        where = (line * groups + first // size) * dim + channels
+        if given:
+            low = tl.load(low_given + where, mask=channels < dim, other=0.0)
+            high = tl.load(high_given + where, mask=channels < dim, other=0.0)
+        else:
+            low = tl.min(tl.where(inside[:, None], y, float("inf")), 0)
+            high = tl.max(tl.where(inside[:, None], y, float("-inf")), 0)
+        used, base, zero, step, least = _grid(low, high, clip, levels, kind)
+        # Of the tiles of a group the first stores its statistics.
+        columns = tl.where(first // size * size == first, dim, 0)
+        _store_grid(scale, low_at, where, channels < columns, step, least, zero, kind)
+        codes = _rounded(tl.div_rn(y - base[None, :], used[None, :])) + zero[None, :]
+        codes = tl.minimum(tl.maximum(codes, 0.0), top)
+        if gain > 0:
+            read = _read_as(codes, step[None, :], least[None, :], zero[None, :], kind)
+    else:
+        parts = tl.reshape(y, (n, d // span, span))
+        there = tl.reshape(tl.broadcast_to(channels[None, :] < dim, (n, d)), (n, d // span, span))
+        low = tl.min(tl.where(there, parts, float("inf")), 2)
+        high = tl.max(tl.where(there, parts, float("-inf")), 2)
+        group = tl.arange(0, d // span)
+        low, high = tl.where(group[None, :] < groups, low, 0.0), tl.where(group[None, :] < groups, high, 0.0)
+        used, base, zero, step, least = _grid(low, high, clip, levels, kind)
+        where = (line * tokens + first + near)[:, None] * groups + group[None, :]
+        _store_grid(scale, low_at, where, inside[:, None] & (group[None, :] < groups), step, least, zero, kind)
+        codes = _rounded(tl.div_rn(parts - base[:, :, None], used[:, :, None])) + zero[:, :, None]
+        codes = tl.minimum(tl.maximum(codes, 0.0), top)
+        if gain > 0:
+            read = tl.reshape(_read_as(codes, step[:, :, None], least[:, :, None], zero[:, :, None], kind), (n, d))
+        codes = tl.reshape(codes, (n, d))
+    if gain > 0:
+        factor = _gained(y, read, norms, fits, gain)
+        norms = norms * factor if normed else factor
+    if normed or gain > 0:
+        tl.store(norm_at + line * tokens + first + near, _half(norms), mask=inside)
+    whole = tl.where(fits, codes, 0.0).to(tl.int32)
+    left = tl.minimum(step_n, tokens - first)
+    _pack(whole, p0, line, first, left, tokens, dim, 0, w0, n, d)
+    if w1 > 0:
+        _pack(whole, p1, line, first, left, tokens, dim, w0, w1, n, d)
+    if w2 > 0:
+        _pack(whole, p2, line, first, left, tokens, dim, w0 + w1, w2, n, d)

@@ -1,0 +1,78 @@
+"""Run in a process of its own with TRITON_INTERPRET=1, before which triton must not be imported."""
+
+import sys
+
+import torch
+
+import kvq
+from kvq.codecs import Codec, Hadamard, RandomizedHadamard, RandomRotation, TokenNorm, UniformQuantizer
+from kvq.kernels import FusedCodec, encode_gpu
+from tests.kernels import encoded
+from tests.kernels.test_encode import states
+
+
+class OnGpu(FusedCodec):
+    """Encodes by the Triton kernels whatever device states are on."""
+
+    def encode_block(self, blocks, rope=None):
+        assert encode_gpu.fits(self.chain, blocks)
+        return encode_gpu.encode(self.chain, blocks)
+
+
+def check(label, codec, x, block=None):
+    mine, theirs = OnGpu(codec).encode(x, block), codec.encode(x, block)
+    behind = x.float()
+    for _, stage in codec.stages:
+        behind = stage.forward(behind)[0]
+    assert mine.runs == theirs.runs
+    if len(theirs.runs) == 1:
+        encoded.check(OnGpu(codec).chain, mine, theirs, float(behind.abs().max()))
+    print(label, *x.shape)
+    return mine, theirs
+
+
+def methods():
+    for name, bits in (("kivi", 2), ("oscar", 4), ("quarot", 3), ("nsn", 2), ("nsn", 7), ("oscar", 2), ("quarot", 8)):
+        for dtype in (torch.float32, torch.float16):
+            method = kvq.build_method(name, bits=bits, head_dim=128)
+            for codec in (method.key, method.value):
+                check(f"{name} {bits} {dtype}", codec, states(1, 2, 256, 128, dtype=dtype), 128)
+
+
+def exact():
+    """Where nothing is summed, nothing differs."""
+    method = kvq.build_method("kivi", bits=3, head_dim=96)
+    for codec in (method.key, method.value):
+        mine, theirs = check("kivi", codec, states(2, 2, 300, 96, dtype=torch.float16), 128)
+        assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
+
+
+def shapes():
+    """Long groups, short blocks, groups that end short, states whose tokens lie apart, constant and zero tokens."""
+    for name, dim, tokens, block in (
+        ("nsn", 64, 300, None), ("nsn", 96, 1, None), ("oscar", 96, 77, None), ("quarot", 64, 5, None),
+        ("kivi", 256, 40, 20), ("nsn", 256, 130, None),
+    ):  # fmt: skip
+        method = kvq.build_method(name, bits=2, head_dim=dim)
+        x = states(2, 1, tokens, dim, constant=tokens // 9, zero=tokens // 9)
+        for codec in (method.key, method.value):
+            check(name, codec, x, block)
+            check(f"{name} apart", codec, x.transpose(1, 2).contiguous().transpose(1, 2), block)
+
+
+def chains():
+    for codec in (
+        Codec({}, [], UniformQuantizer(4, "per_channel", 160, symmetric=True, gain="parallel")),
+        Codec({"turn": RandomRotation()}, ["turn"], UniformQuantizer(3, "per_channel", 256, gain="l2")),
+        Codec({"turn": RandomizedHadamard(3)}, ["turn"], UniformQuantizer(2, "per_channel", zero_point="integer")),
+        Codec(
+            {"norm": TokenNorm(rms=True), "turn": Hadamard()},
+            ["norm", "turn"],
+            UniformQuantizer(2, "per_token", 16, zero_point="integer", clip=0.9, gain="norm"),
+        ),
+    ):
+        check("chain", codec, states(1, 2, 400, 64, constant=3, zero=2))
+
+
+if __name__ == "__main__":
+    {"methods": methods, "exact": exact, "shapes": shapes, "chains": chains}[sys.argv[1]]()

@@ -1,0 +1,117 @@
+"""Encoding in one pass on a CPU against the codec's own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvq
+from kvq.cache import KVCache
+from kvq.codecs import Codec, Hadamard, Packed, TokenNorm, UniformQuantizer
+from kvq.kernels import FusedCodec, encode, fused
+from tests.kernels import encoded
+from tests.kernels.test_eager import UNIFORM, uniform
+from tests.random_models import llama, token_ids
+
+pytest.importorskip("numba")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def states(*shape, dtype=torch.float32, seed=0, constant=0, zero=0):
+    """Channels with offsets, tokens of different norms, some constant and some zero."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) + torch.randn(shape[-1], generator=generator)
+    x = x * torch.exp(torch.randn(*shape[:-1], 1, generator=generator) / 2)
+    x[..., :constant, :] = 1.5
+    x[..., constant : constant + zero, :] = 0
+    return x.to(dtype)
+
+
+def check(codec: Codec, x: torch.Tensor, block: int | None = None) -> tuple[Packed, Packed]:
+    mine, theirs = fused(codec).encode(x, block), codec.encode(x, block)
+    chain = FusedCodec(codec).chain
+    assert chain is not None
+    assert encode.encoder_for(chain, x[:, None]) is not None
+    behind = x.float()
+    for _, stage in codec.stages:
+        behind = stage.forward(behind)[0]
+    if len(theirs.runs) == 1:
+        encoded.check(chain, mine, theirs, float(behind.abs().max()))
+    return mine, theirs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["kivi", "nsn", "oscar", "quarot"])
+def test_methods(name, bits, dtype):
+    method = kvq.build_method(name, bits=bits, head_dim=128)
+    for seed, codec in enumerate((method.key, method.value)):
+        for tokens, block in ((128, 128), (384, 128), (77, None)):
+            check(codec, states(1, 2, tokens, 128, dtype=dtype, seed=seed), block)
+
+
+def test_without_sums_nothing_differs():
+    """kivi rotates and sums nothing: its parts are the same to the bit, a short last block included."""
+    method = kvq.build_method("kivi", bits=3, head_dim=96)
+    for codec in (method.key, method.value):
+        mine, theirs = check(codec, states(2, 3, 300, 96, dtype=torch.bfloat16), 128)
+        assert len(theirs.runs) == 2
+        assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_uniform_chain(data):
+    dim = data.draw(st.sampled_from([8, 64, 96, 128, 256]))
+    heads, batch, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 70))
+    count = data.draw(st.integers(1, 3))
+    drawn = data.draw(UNIFORM)
+    codec = uniform(**drawn | {"scope": "head"})
+    x = states(
+        batch, heads, tokens * count, dim,
+        dtype=data.draw(st.sampled_from(DTYPES)), seed=data.draw(st.integers(0, 9)),
+        constant=data.draw(st.integers(0, 3)), zero=data.draw(st.integers(0, 3)),
+    )  # fmt: skip
+    check(codec, x, tokens)
+
+
+def test_what_it_has_not_is_the_codecs_own():
+    x = states(1, 2, 64, 64)
+    chains = [
+        kvq.build_method("turboquant", bits=2, head_dim=64).key,
+        kvq.build_method("oscar/token_scope", bits=2, head_dim=64).key,
+        Codec({"a": Hadamard(), "b": TokenNorm(), "c": Hadamard()}, ["a", "b", "c"], UniformQuantizer(2, "per_token")),
+        Codec({}, [], UniformQuantizer(12, "per_channel", 32)),
+    ]
+    for codec in chains:
+        mine, theirs = fused(codec).encode(x), codec.encode(x)
+        assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
+    plain = kvq.build_method("oscar", bits=2, head_dim=64).key
+    mine, theirs = fused(plain).encode(x.double()), plain.encode(x.double())
+    assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
+
+
+def test_threads_agree(monkeypatch):
+    codec, x, outs = kvq.build_method("nsn", bits=3, head_dim=64).key, states(2, 3, 4096, 64), []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        outs.append(fused(codec).encode(x, 512).parts)
+    assert all(torch.equal(part, outs[1][name]) for name, part in outs[0].items())
+
+
+@pytest.mark.parametrize("residual", ["block", "sliding"])
+def test_a_packed_cache_encodes_in_one_pass(residual):
+    """What a cache holds is what a dense one holds; scores never come from it (`cache.attention=packed`)."""
+    model, tokens = llama(), token_ids(90, batch=2)
+    method = kvq.build_method("kivi", bits=2, overrides=["residual.size=16", f"residual.policy={residual}"])
+    held = []
+    for way in ("dense", "packed"):
+        cache = KVCache(model, method, attention=way)
+        model(tokens[:, :70], past_key_values=cache)
+        for i in range(70, 90):
+            model(tokens[:, i : i + 1], past_key_values=cache)
+        side = cache.layers[0].key
+        assert isinstance(side.codec, FusedCodec) == (way == "packed")
+        held.append(side._store.packed)
+    for mine, theirs in zip(*held, strict=True):
+        assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
