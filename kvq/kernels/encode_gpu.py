@@ -112,14 +112,14 @@ class _Turn:
             return _Turn(True, _signs(chain, dim, x.dtype, x.device), dim**-0.5, norm_root)
         matrix = chain.matrix(dim, torch.empty(0, device=x.device))
         assert matrix is not None
-        return _Turn(True, matrix, 1.0, norm_root)
+        return _Turn(True, matrix.contiguous(), 1.0, norm_root)
 
 
 @functools.lru_cache(maxsize=64)
 def _signs(chain: Chain, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     matrix = chain.matrix(dim, torch.empty(0, device=device))
     assert matrix is not None
-    return matrix.sign().to(dtype)
+    return matrix.sign().to(dtype).contiguous()
 
 
 def _inner(matrix: Tensor, d: int) -> int:

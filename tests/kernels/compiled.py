@@ -4,7 +4,7 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvq.kernels import triton_loops
+from kvq.kernels import triton_encode, triton_loops
 
 FP32 = ("q_rotated", "q_plain", "out", "tops", "totals", "rotated", "plain")
 KINDS = dict.fromkeys(FP32, "*fp32") | dict.fromkeys(("k0", "k1", "k2", "v0", "v1", "v2"), "*u8")
@@ -18,16 +18,40 @@ INT2 = {
 OTHER = {"kw1": 1, "vw0": 8, "half": False, "k_channel": False, "v_channel": True, "normed_v": True, "capped": True}
 
 
-def build(kernel, constants):
+ENCODE = dict.fromkeys(("p0", "p1", "p2"), "*u8") | dict.fromkeys(("scale", "low_at", "norm_at"), "*fp16")
+ENCODE |= dict.fromkeys(("low_given", "high_given", "low", "high"), "*fp32")
+ENCODE |= dict.fromkeys(("clip", "levels", "top", "root", "norm_root"), "fp32") | {"x": "*bf16", "matrix": "*bf16"}
+KEYS = {
+    "dim": 128, "w0": 2, "w1": 0, "w2": 0, "per_channel": True, "span": 128, "given": False, "kind": 0, "gain": 0,
+    "rotated": True, "signs": True, "normed": True, "step_n": 32, "n": 32, "d": 128, "k": 128,
+}  # fmt: skip
+VALUES = KEYS | {"per_channel": False, "span": 32, "normed": False}
+LONG = KEYS | {"w1": 1, "given": True, "gain": 4, "kind": 1, "rotated": False}
+WIDE = KEYS | {"dim": 200, "signs": False, "gain": 2, "kind": 2, "step_n": 100, "n": 128, "d": 256, "k": 32}
+RANGES = {"dim": 200, "rotated": True, "signs": False, "normed": True, "n": 32, "d": 256, "k": 32}
+SHARED = 227 * 1024
+"""Bytes that a program of an H100 may keep beside its registers."""
+
+
+def build(kernel, constants, kinds=KINDS, warps=4):
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else KINDS.get(name, "i32") for name in names}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
-    return compile_kernel(
-        ASTSource(fn=kernel, signature=signature, constexprs=places), target=GPUTarget("cuda", 90, 32)
-    )
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert built.asm["ptx"]
+    assert built.metadata.shared <= SHARED
+    print(kernel.__name__, f"{built.metadata.shared} bytes of shared memory")
 
 
 if __name__ == "__main__":
-    for constants in (INT2, INT2 | OTHER):
-        assert build(triton_loops.attend_split, constants).asm["ptx"]
-    assert build(triton_loops.combine, {"dim": 128, "d": 128}).asm["ptx"]
+    for constants in (INT2, INT2 | OTHER, INT2 | {"dim": 256, "d": 256, "half": False}):
+        build(triton_loops.attend_split, constants)
+    build(triton_loops.combine, {"dim": 128, "d": 128})
+    for constants in (KEYS, VALUES, LONG):
+        kinds = ENCODE | {"low_at": "*i16"} if constants["kind"] == 1 else ENCODE
+        build(triton_encode.encode_tile, constants, kinds)
+    wide = ENCODE | {"x": "*fp32", "matrix": "*fp32"}
+    build(triton_encode.encode_tile, WIDE, wide, 8)
+    build(triton_encode.encode_tile, KEYS | {"gain": 4, "rotated": False, "step_n": 128, "n": 128}, ENCODE, 8)
+    build(triton_encode.ranges, RANGES, wide)

@@ -26,5 +26,11 @@ def test_interpreted(part):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", ["methods", "exact", "shapes", "chains"])
+def test_encoding_interpreted(part):
+    run("tests.kernels.interpreted_encode", part, TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
 def test_compiled_for_an_h100(tmp_path):
     run("tests.kernels.compiled", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
