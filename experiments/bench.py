@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import attention_bench
 import bench_report
+import encode_bench
 
 from kvq.cache import KVCache
 from kvq.codecs import rope_table
@@ -257,9 +258,19 @@ def _attention(pairs: int, records: int) -> dict[str, Any]:
         return packed_attention(3 * pairs)
 
 
+def fused_encode(pairs: int) -> dict[str, Any]:
+    """Encoding in one pass over the codec's own, of a prefill of 4096 tokens and of one block of 128."""
+    device = torch.device("cpu")
+    bandwidth = attention_bench.copy_bandwidth(device)
+    with torch.inference_mode():
+        cells = encode_bench.measure((*METHODS, "quarot"), (2, 4), device, bandwidth, pairs=pairs)
+    return {"copy_bytes_per_second": bandwidth, "threads": torch.get_num_threads(), "cells": cells}
+
+
 # Parts that can be measured on their own, which keeps the rest of the file.
 ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "packed_attention": _attention,
+    "fused_encode": lambda pairs, records: fused_encode(pairs),
     "tni_peak_over_forward": lambda pairs, records: norms_peak(),
     "report_on_synthetic_records": lambda pairs, records: bench_report.measure(records),
 }
@@ -285,6 +296,12 @@ def show(report: dict[str, Any]) -> None:
         print(
             f"{'packed_attention':<34}{name:<12}{values['ratio_median']:8.2f}x of {values['fastest_sdpa']}, memory 1/"
             f"{values['memory_ratio']:.2f}; {values['bytes'] / 1e6:.1f} MB at {of_copy:.2f} of copying ({dense:.2f})"
+        )
+    for name, values in report.get("fused_encode", {}).get("cells", {}).items():
+        moved, of_copy = values["bytes"] / 1e6, values["fraction_of_copy_bandwidth"]
+        print(
+            f"{'fused_encode':<34}{name:<22}{values['ratio_median']:8.2f}x of the codec's; {moved:.1f} MB at "
+            f"{of_copy:.2f} of copying"
         )
     for name, values in report.get("peak_bytes_over_full_precision", {}).items():
         mebibytes = values["bytes"] / 2**20

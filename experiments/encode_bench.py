@@ -1,0 +1,61 @@
+"""Encoding in one pass beside the codec's own: paired times, and the bytes that must move."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from attention_bench import clock
+
+from kvq.codecs import Codec
+from kvq.kernels import FusedCodec
+from kvq.kernels.encode import encoder_for
+from kvq.methods.build import build_method
+from kvq.methods.residual import PrefillBlock
+
+PREFILL, FLUSHED = 4096, 128
+
+
+def one(codec: Codec, states: torch.Tensor, block: int | None, bandwidth: float, pairs: int) -> dict[str, Any]:
+    """Ratio fused / codec over `pairs` rounds in turns; bytes are states read once and parts written once."""
+    mine = FusedCodec(codec)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(pairs + 2):
+        for kept, encode in zip(seconds, (mine.encode, codec.encode), strict=True):
+            took = clock(lambda encode=encode: encode(states, block), states.device)
+            if turn > 1:  # the first two compile and warm up
+                kept.append(took)
+    ratios = [first / second for first, second in zip(*seconds, strict=True)]
+    moved = states.numel() * states.element_size() + mine.encode(states, block).nbytes
+    median = statistics.median(seconds[0])
+    return {
+        "ratio_median": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "seconds_median": [statistics.median(kept) for kept in seconds],
+        "pairs": pairs,
+        "fused": mine.chain is not None and encoder_for(mine.chain, states[:, None]) is not None,
+        "bytes": moved,
+        "fraction_of_copy_bandwidth": moved / median / bandwidth,
+    }
+
+
+def measure(
+    names: tuple[str, ...], bits: tuple[int, ...], device: torch.device, bandwidth: float, *, pairs: int,
+    heads: int = 8, dim: int = 128, prefill: int = PREFILL,
+) -> dict[str, Any]:  # fmt: skip
+    """A prefill and one flushed block of a layer's keys and values in bf16, as the method's residual cuts them."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    draw = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    out = {}
+    for name in names:
+        for number in bits:
+            method = build_method(name, bits=number, head_dim=dim)
+            for side in ("key", "value"):
+                codec, whole = getattr(method, side), getattr(method.residual, side).prefill_block is PrefillBlock.whole
+                for tokens in (prefill, FLUSHED):
+                    states = torch.randn(1, heads, tokens, dim, **draw)
+                    block = None if whole else FLUSHED
+                    out[f"{name}_{number}b_{side}_{tokens}"] = one(codec, states, block, bandwidth, pairs)
+    return out
