@@ -1,8 +1,8 @@
 """The inner loops of attention on packed codes on a CPU, compiled by numba for one head dim and one kind of grid.
 
-A tile of 32 tokens is unpacked to floats in a buffer that stays in the first-level cache, and every query that shares
-the head reads it there. Loops are written so that a compiler makes vector instructions of them: constant bounds,
-contiguous channels, several independent sums, offsets that cannot be negative (an index that might be is checked).
+Codes meet queries and weights as they leave their bytes (`cpu_vectors`) and are never written down as numbers: steps of
+groups of tokens are folded into the queries or come behind a sum, those of a token into its score or weight. Loops here
+are written so that a compiler makes vector instructions of them: constant bounds, contiguous numbers, independent sums.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any, no_type_check
 import numba
 import numpy as np
 
-TILE = 32
-"""Tokens in the buffer: 16 KiB at 128 channels."""
+from kvq.kernels import cpu_vectors
+
+TILE = 64
+"""Tokens whose scores or weights are scaled together; a multiple of 8."""
 _OPTIONS = {"nogil": True, "fastmath": True, "error_model": "numpy", "boundscheck": False}
 _EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477)
 _EXP2_HIGH = (0.0013333558146428443, 0.00015403530393381608)
@@ -96,62 +98,80 @@ def weights_of(scores, first):
 
 
 @no_type_check
-def _unpacker(grid, index):
-    """A loop that unpacks one plane of some tokens: the first plane writes the buffer, others add to it."""
-    dim, width = grid.dim, grid.widths[index]
-    per_byte, mask, factor = 8 // width, (1 << width) - 1, np.float32(1 << sum(grid.widths[:index]))
-    if index == 0:
+def _by_rows(make, width, span):
+    """A step's loop for any number of rows, four, two or one at a time; rows are the first axis of first and last."""
+    four, two, one = (make(width, span, rows) for rows in (4, 2, 1))
 
-        @numba.njit(**_OPTIONS)
-        def unpack(plane, token, count, buffer):
-            row = token * width // 8
-            for r in range((count * width + 7) // 8):
-                for k in range(per_byte):
-                    for c in range(dim):
-                        buffer[r * per_byte + k, c] = np.float32((np.int32(plane[row + r, c]) >> (width * k)) & mask)
+    @numba.njit(**_OPTIONS)
+    def loop(rows_in, plane, first, channel, count, rows_out):
+        rows = rows_in.shape[0]
+        for h in range(0, rows - 3, 4):
+            four(rows_in[h : h + 4], plane, first, channel, count, rows_out[h : h + 4])
+        if rows % 4 >= 2:
+            h = rows // 4 * 4
+            two(rows_in[h : h + 2], plane, first, channel, count, rows_out[h : h + 2])
+        if rows % 2:
+            one(rows_in[rows - 1 :], plane, first, channel, count, rows_out[rows - 1 :])
 
-    else:
-
-        @numba.njit(**_OPTIONS)
-        def unpack(plane, token, count, buffer):
-            row = token * width // 8
-            for r in range((count * width + 7) // 8):
-                for k in range(per_byte):
-                    for c in range(dim):
-                        code = (np.int32(plane[row + r, c]) >> (width * k)) & mask
-                        buffer[r * per_byte + k, c] += factor * np.float32(code)
-
-    return unpack
+    return loop
 
 
 @no_type_check
-def _tile_unpacker(grid):
-    """All planes of some tokens; the buffer has rows to spare for what a last byte holds beyond them."""
-    first = _unpacker(grid, 0)
-    if len(grid.widths) == 1:
+def _planes(grid, span, groups):
+    """Products and sums over all planes of some tokens and `span` channels from one on.
 
-        @numba.njit(**_OPTIONS)
-        def unpack(planes, token, count, buffer):
-            first(planes[0], token, count, buffer)
+    Weights of a sum stand in `groups` columns to a token, of which one is meant; `scaled` is room for them.
+    """
+    number, last = len(grid.widths), len(grid.widths) - 1
+    widths = [grid.widths[min(index, last)] for index in range(3)]
+    dots = [_by_rows(cpu_vectors.dots, width, span) for width in widths]
+    sums = [_by_rows(cpu_vectors.sums, width, span) for width in widths]
+    (dots0, dots1, dots2), (sums0, sums1, sums2) = dots, sums
+    counts = [cpu_vectors.factors(grid.widths, min(index, last), TILE) for index in range(3)]
+    f0, f1, f2 = counts
+    g0, g1, g2 = (np.repeat(each, groups) for each in counts)
 
-    elif len(grid.widths) == 2:
-        second = _unpacker(grid, 1)
+    @numba.njit(**_OPTIONS)
+    def add(raw, factors, count, found):
+        for h in range(raw.shape[0]):
+            line, out = raw[h], found[h]
+            for t in range(count):
+                out[t] += line[t] * factors[t]
 
-        @numba.njit(**_OPTIONS)
-        def unpack(planes, token, count, buffer):
-            first(planes[0], token, count, buffer)
-            second(planes[1], token, count, buffer)
+    @numba.njit(**_OPTIONS)
+    def products(queries, planes, first, channel, count, raw, found):
+        found[:] = 0
+        dots0(queries, planes[0], first, channel, count, raw)
+        add(raw, f0, count, found)
+        if number > 1:
+            dots1(queries, planes[1 if number > 1 else 0], first, channel, count, raw)
+            add(raw, f1, count, found)
+        if number > 2:
+            dots2(queries, planes[2 if number > 2 else 0], first, channel, count, raw)
+            add(raw, f2, count, found)
 
-    else:
-        second, third = _unpacker(grid, 1), _unpacker(grid, 2)
+    @numba.njit(**_OPTIONS)
+    def times(weights, factors, scaled):
+        for h in range(weights.shape[0]):
+            line, out = weights[h], scaled[h]
+            for i in range(TILE * groups):
+                out[i] = line[i] * factors[i]
 
-        @numba.njit(**_OPTIONS)
-        def unpack(planes, token, count, buffer):
-            first(planes[0], token, count, buffer)
-            second(planes[1], token, count, buffer)
-            third(planes[2], token, count, buffer)
+    @numba.njit(**_OPTIONS)
+    def mixed(weights, planes, first, count, scaled, out):
+        times(weights, g0, scaled)
+        for group in range(groups):
+            sums0(scaled[:, group::groups], planes[0], first, group * span, count, out)
+        if number > 1:
+            times(weights, g1, scaled)
+            for group in range(groups):
+                sums1(scaled[:, group::groups], planes[1 if number > 1 else 0], first, group * span, count, out)
+        if number > 2:
+            times(weights, g2, scaled)
+            for group in range(groups):
+                sums2(scaled[:, group::groups], planes[2 if number > 2 else 0], first, group * span, count, out)
 
-    return unpack
+    return products, mixed
 
 
 @no_type_check
@@ -174,129 +194,21 @@ def _statistics(grid):
     return read
 
 
-@no_type_check
-def _dequantizer(grid):
-    """A loop that turns the codes of a tile into numbers by statistics per token."""
-    groups, channels, read = grid.dim // grid.channels, grid.channels, _statistics(grid)
-
-    @numba.njit(**_OPTIONS)
-    def dequantize(scale, low, size, token, count, buffer, ints, floats):
-        read(scale, low, token * groups, count * groups, ints, floats)
-        for t in range(count):
-            for j in range(groups):
-                step, least, start = floats[0, t * groups + j], floats[1, t * groups + j], np.uintp(j * channels)
-                for k in range(size):
-                    c = start + np.uintp(k)
-                    buffer[t, c] = buffer[t, c] * step + least
-
-    return dequantize
-
-
-@no_type_check
-def _dots(dim):
-    """Dot products of two queries with the tokens in the buffer, four at a time."""
-
-    @numba.njit(**_OPTIONS)
-    def dots(one, two, buffer, count, out_one, out_two):
-        for t in range(0, count, 4):
-            a0, a1, a2, a3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            b0, b1, b2, b3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for c in range(dim):
-                x, y = one[c], two[c]
-                a0 += x * buffer[t, c]
-                a1 += x * buffer[t + 1, c]
-                a2 += x * buffer[t + 2, c]
-                a3 += x * buffer[t + 3, c]
-                b0 += y * buffer[t, c]
-                b1 += y * buffer[t + 1, c]
-                b2 += y * buffer[t + 2, c]
-                b3 += y * buffer[t + 3, c]
-            out_one[t], out_one[t + 1], out_one[t + 2], out_one[t + 3] = a0, a1, a2, a3
-            out_two[t], out_two[t + 1], out_two[t + 2], out_two[t + 3] = b0, b1, b2, b3
-
-    @numba.njit(**_OPTIONS)
-    def dot(one, buffer, count, out):
-        for t in range(0, count, 4):
-            a0, a1, a2, a3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for c in range(dim):
-                x = one[c]
-                a0 += x * buffer[t, c]
-                a1 += x * buffer[t + 1, c]
-                a2 += x * buffer[t + 2, c]
-                a3 += x * buffer[t + 3, c]
-            out[t], out[t + 1], out[t + 2], out[t + 3] = a0, a1, a2, a3
-
-    @numba.njit(**_OPTIONS)
-    def scores(queries, buffer, count, found):
-        rows = queries.shape[0]
-        for h in range(0, rows - 1, 2):
-            dots(queries[h], queries[h + 1], buffer, count, found[h], found[h + 1])
-        if rows % 2:
-            dot(queries[rows - 1], buffer, count, found[rows - 1])
-
-    return scores
-
-
-@no_type_check
-def _sums(dim):
-    """Weighted sums of the tokens in the buffer, four at a time for two queries, added to what `out` holds."""
-
-    @numba.njit(**_OPTIONS)
-    def two_sums(v, w, buffer, count, one, two):
-        for t in range(0, count, 4):
-            v0, v1, v2, v3 = v[t], v[t + 1], v[t + 2], v[t + 3]
-            w0, w1, w2, w3 = w[t], w[t + 1], w[t + 2], w[t + 3]
-            for c in range(dim):
-                b0, b1, b2, b3 = buffer[t, c], buffer[t + 1, c], buffer[t + 2, c], buffer[t + 3, c]
-                one[c] += (v0 * b0 + v1 * b1) + (v2 * b2 + v3 * b3)
-                two[c] += (w0 * b0 + w1 * b1) + (w2 * b2 + w3 * b3)
-
-    @numba.njit(**_OPTIONS)
-    def one_sum(v, buffer, count, one):
-        for t in range(0, count, 8):
-            v0, v1, v2, v3 = v[t], v[t + 1], v[t + 2], v[t + 3]
-            v4, v5, v6, v7 = v[t + 4], v[t + 5], v[t + 6], v[t + 7]
-            for c in range(dim):
-                low = v0 * buffer[t, c] + v1 * buffer[t + 1, c] + v2 * buffer[t + 2, c] + v3 * buffer[t + 3, c]
-                high = v4 * buffer[t + 4, c] + v5 * buffer[t + 5, c] + v6 * buffer[t + 6, c] + v7 * buffer[t + 7, c]
-                one[c] += low + high
-
-    @numba.njit(**_OPTIONS)
-    def sums(weights, buffer, count, out):
-        rows = weights.shape[0]
-        for h in range(0, rows - 1, 2):
-            two_sums(weights[h], weights[h + 1], buffer, count, out[h], out[h + 1])
-        if rows % 2:
-            one_sum(weights[rows - 1], buffer, count, out[rows - 1])
-
-    @numba.njit(**_OPTIONS)
-    def scale(weights, norms, token, count, scaled):
-        near = norms[token : token + count]
-        for h in range(weights.shape[0]):
-            line, here = weights[h, token : token + count], scaled[h]
-            here[count:] = 0
-            for t in range(count):
-                here[t] = line[t] * near[t]
-
-    return scale, sums
-
-
 @functools.cache
 def loops_for(grid: Grid) -> Loops:
     """Compile (each at its first call) the loops of one grid."""
-    return Loops(*_per_channel(grid), *_per_token(grid))
+    return Loops(_channel_scores(grid), _channel_mix(grid), _token_scores(grid), _token_mix(grid))
 
 
 @no_type_check
-def _per_channel(grid):
-    """Scores and weighted sums of a segment whose groups are `size` tokens of one channel."""
-    dim, unpack, read = grid.dim, _tile_unpacker(grid), _statistics(grid)
-    scores_of, (scaled_by, sums) = _dots(dim), _sums(dim)
+def _channel_scores(grid):
+    """Scores of a segment whose groups are `size` tokens of one channel."""
+    dim, read, (products, _) = grid.dim, _statistics(grid), _planes(grid, grid.dim, 1)
 
     @numba.njit(**_OPTIONS)
     def scores(query, planes, scale, low, size, norms, out):
         rows, tokens = out.shape
-        buffer, found = np.zeros((TILE, dim), np.float32), np.empty((rows, TILE), np.float32)
+        raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
         folded, least = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
         ints = np.empty((2, dim), np.int32)
         floats = ints.view(np.float32)
@@ -311,18 +223,25 @@ def _per_channel(grid):
             end = min((group + 1) * size, tokens)
             for token in range(group * size, end, TILE):
                 count = min(TILE, end - token)
-                unpack(planes, token, count, buffer)
-                scores_of(folded, buffer, count, found)
+                products(folded, planes, token, 0, count, raw, found)
                 near = norms[token : token + count]
                 for h in range(rows):
                     line, here, lowest = out[h, token : token + count], found[h], least[h]
                     for t in range(count):
                         line[t] = (here[t] + lowest) * near[t]
 
+    return scores
+
+
+@no_type_check
+def _channel_mix(grid):
+    """Weighted sums of such a segment, added to `out`."""
+    dim, read, (_, mixed) = grid.dim, _statistics(grid), _planes(grid, grid.dim, 1)
+
     @numba.njit(**_OPTIONS)
     def mix(weights, planes, scale, low, size, norms, out):
         rows, tokens = weights.shape
-        buffer, scaled = np.zeros((TILE, dim), np.float32), np.zeros((rows, TILE), np.float32)
+        near, scaled = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
         part, total = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
         ints = np.empty((2, dim), np.int32)
         floats = ints.view(np.float32)
@@ -333,52 +252,85 @@ def _per_channel(grid):
             end = min((group + 1) * size, tokens)
             for token in range(group * size, end, TILE):
                 count = min(TILE, end - token)
-                unpack(planes, token, count, buffer)
-                scaled_by(weights, norms, token, count, scaled)
+                norm = norms[token : token + count]
                 for h in range(rows):
-                    total[h] += scaled[h].sum()
-                sums(scaled, buffer, count, part)
+                    line, here, all_of = weights[h, token : token + count], near[h], np.float32(0)
+                    here[count:] = 0
+                    for t in range(count):
+                        here[t] = line[t] * norm[t]
+                        all_of += here[t]
+                    total[h] += all_of
+                mixed(near, planes, token, count, scaled, part)
             for h in range(rows):
                 for c in range(dim):
                     out[h, c] += part[h, c] * floats[0, c] + total[h] * floats[1, c]
 
-    return scores, mix
+    return mix
 
 
 @no_type_check
-def _per_token(grid):
-    """Scores and weighted sums of a segment whose groups are `grid.channels` channels of one token."""
-    dim, groups, unpack, dequantize = grid.dim, grid.dim // grid.channels, _tile_unpacker(grid), _dequantizer(grid)
-    scores_of, (scaled_by, sums) = _dots(dim), _sums(dim)
+def _token_scores(grid):
+    """Scores of a segment whose groups are `grid.channels` channels of one token."""
+    dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
+    read, (products, _) = _statistics(grid), _planes(grid, span, 1)
 
     @numba.njit(**_OPTIONS)
     def scores(query, planes, scale, low, size, norms, out):
         rows, tokens = out.shape
-        buffer, found = np.zeros((TILE, dim), np.float32), np.empty((rows, TILE), np.float32)
-        ints = np.empty((2, TILE * groups), np.int32)
+        raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
+        whole, ints = np.zeros((rows, groups), np.float32), np.empty((2, TILE * groups), np.int32)
         floats = ints.view(np.float32)
+        for h in range(rows):
+            for c in range(dim):
+                whole[h, c // span] += query[h, c]
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
-            unpack(planes, token, count, buffer)
-            dequantize(scale, low, size, token, count, buffer, ints, floats)
-            scores_of(query, buffer, count, found)
+            read(scale, low, token * groups, count * groups, ints, floats)
             near = norms[token : token + count]
-            for h in range(rows):
-                line, here = out[h, token : token + count], found[h]
-                for t in range(count):
-                    line[t] = here[t] * near[t]
+            for group in range(groups):
+                products(query, planes, token, group * span, count, raw, found)
+                for h in range(rows):
+                    line, here, sum_of = out[h, token : token + count], found[h], whole[h, group]
+                    if group == 0:
+                        line[:] = 0
+                    for t in range(count):
+                        i = t * groups + group
+                        line[t] += (here[t] * floats[0, i] + sum_of * floats[1, i]) * near[t]
+
+    return scores
+
+
+@no_type_check
+def _token_mix(grid):
+    """Weighted sums of such a segment, added to `out`: a token's steps are folded into its weights."""
+    dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
+    read, (_, mixed) = _statistics(grid), _planes(grid, span, groups)
 
     @numba.njit(**_OPTIONS)
     def mix(weights, planes, scale, low, size, norms, out):
         rows, tokens = weights.shape
-        buffer, scaled = np.zeros((TILE, dim), np.float32), np.zeros((rows, TILE), np.float32)
-        ints = np.empty((2, TILE * groups), np.int32)
+        near, stepped = np.empty(TILE * groups, np.float32), np.zeros((rows, TILE * groups), np.float32)
+        scaled, least = np.zeros((rows, TILE * groups), np.float32), np.zeros((rows, TILE * groups), np.float32)
+        ints = np.zeros((2, TILE * groups), np.int32)
         floats = ints.view(np.float32)
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
-            unpack(planes, token, count, buffer)
-            dequantize(scale, low, size, token, count, buffer, ints, floats)
-            scaled_by(weights, norms, token, count, scaled)
-            sums(scaled, buffer, count, out)
+            read(scale, low, token * groups, count * groups, ints, floats)
+            norm = norms[token : token + count]
+            for h in range(rows):
+                line, here, lowest = weights[h, token : token + count], stepped[h], least[h]
+                near[count * groups :] = 0
+                for t in range(count):
+                    for group in range(groups):
+                        near[t * groups + group] = line[t] * norm[t]
+                for i in range(TILE * groups):
+                    here[i] = near[i] * floats[0, i]
+                    lowest[i] += near[i] * floats[1, i]
+            mixed(stepped, planes, token, count, scaled, out)
+        for h in range(rows):
+            for group in range(groups):
+                total = least[h, group::groups].sum()
+                for c in range(span):
+                    out[h, group * span + c] += total
 
-    return scores, mix
+    return mix

@@ -1,0 +1,190 @@
+"""Vector instructions for the inner steps of `cpu_loops`, as LLVM has them, where it does not find them in a loop.
+
+A step takes some rows (queries, or weights) and the bytes of one plane. A code is not moved to the low end of its byte:
+masked where it stands it is `2^k` times itself, which the factor of its token takes back (`factors`). Vectors have 16
+lanes, or fewer where the channels of a group ask for it; a machine with narrower ones gets several instructions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, no_type_check
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+LANES = 16
+_FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), ir.IntType(32)
+
+
+def factors(widths: tuple[int, ...], index: int, tokens: int) -> Any:
+    """What the masked codes of plane `index` count, for `tokens` tokens from the first of a byte on."""
+    places = np.arange(tokens) % (8 // widths[index]) * widths[index]
+    return (2.0 ** (sum(widths[:index]) - places)).astype(np.float32)
+
+
+def step_tokens(width: int) -> int:
+    """Tokens of a step: whole bytes, at least four."""
+    return max(4, 8 // width)
+
+
+@no_type_check
+class _Step:
+    """Builds one step: where its operands are, and its arithmetic on vectors."""
+
+    def __init__(self, context, builder, signature, args, width, span):
+        self.context, self.builder, self.width = context, builder, width
+        self.lanes = math.gcd(span, LANES)
+        self.vector = ir.VectorType(_FLOAT, self.lanes)
+        self.arrays = [
+            context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else None
+            for kind, value in zip(signature.args, args, strict=True)
+        ]
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        self.muladd = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{self.lanes}f32")
+
+    def size(self, value):
+        return ir.Constant(self.context.get_value_type(types.intp), value)
+
+    def pointer(self, array, kind, *index):
+        """To the element at `index` of one of the arrays, whose last axis is contiguous."""
+        held, at = self.arrays[array], None
+        for place, stride in zip(index, cgutils.unpack_tuple(self.builder, held.strides), strict=True):
+            step = self.builder.mul(place, stride)
+            at = step if at is None else self.builder.add(at, step)
+        return cgutils.pointer_add(self.builder, held.data, at, kind.as_pointer())
+
+    def load(self, array, *index):
+        loaded = self.builder.load(self.pointer(array, self.vector, *index), typ=self.vector)
+        loaded.align = 4
+        return loaded
+
+    def codes(self, plane, row, channel, tokens):
+        """Masked codes of consecutive tokens from the first of byte row `row` on, as vectors of `lanes` channels."""
+        rows, out = {}, []
+        wide = ir.VectorType(_INT, self.lanes)
+        last = self.builder.sub(cgutils.unpack_tuple(self.builder, self.arrays[plane].shape)[0], self.size(1))
+        for token in tokens:
+            offset = token * self.width // 8
+            if offset not in rows:
+                # The last rows of a plane may be fewer than a step asks for; what is read instead counts nothing.
+                there = self.builder.add(row, self.size(offset))
+                there = self.builder.select(self.builder.icmp_signed("<", there, last), there, last)
+                kind = ir.VectorType(_BYTE, self.lanes)
+                loaded = self.builder.load(self.pointer(plane, kind, there, channel), typ=kind)
+                loaded.align = 1
+                rows[offset] = self.builder.zext(loaded, wide)
+            mask = ((1 << self.width) - 1) << (token * self.width % 8)
+            masked = self.builder.and_(rows[offset], ir.Constant(wide, [mask] * self.lanes))
+            out.append(self.builder.sitofp(masked, self.vector))
+        return out
+
+    def add_product(self, one, two, total):
+        return self.builder.call(self.muladd, (one, two, total))
+
+    def zero(self):
+        return ir.Constant(self.vector, [0.0] * self.lanes)
+
+    def splat(self, array, *index):
+        """One number of an array in all lanes."""
+        number = self.builder.load(self.pointer(array, _FLOAT, *index), typ=_FLOAT)
+        one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), number, _INT(0))
+        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT, self.lanes), [0] * self.lanes))
+
+    def lane_sums(self, vectors):
+        """The sum over the lanes of each vector, in order, in the lanes of as few as hold them."""
+        for _ in range(self.lanes.bit_length() - 1):
+            pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], vectors[0])]
+            vectors = [self.builder.fadd(*(self._every_other(one, two, start) for start in (0, 1))) for one, two in pairs]
+        return vectors
+
+    def _every_other(self, one, two, start):
+        places = ir.Constant(ir.VectorType(_INT, self.lanes), list(range(start, 2 * self.lanes, 2)))
+        return self.builder.shuffle_vector(one, two, places)
+
+
+@functools.cache
+@no_type_check
+def dots(width: int, span: int, rows: int):
+    """A step of scores: `(queries, plane, row, channel, found, token)` of `rows` queries and a step's tokens.
+
+    `found[query, token ...]` become the products over `span` channels from `channel` on, `row` being that of the bytes.
+    """
+
+    def build(context, builder, signature, args):
+        step = _Step(context, builder, signature, args, width, span)
+        _, _, row, channel, _, token = args
+        for half in range(0, step_tokens(width), 4):
+            totals = [step.zero() for _ in range(4 * rows)]
+            for start in range(0, span, step.lanes):
+                at = builder.add(channel, step.size(start))
+                codes = step.codes(1, row, at, range(half, half + 4))
+                for query in range(rows):
+                    q = step.load(0, step.size(query), at)
+                    for token_index, code in enumerate(codes):
+                        place = 4 * query + token_index
+                        totals[place] = step.add_product(q, code, totals[place])
+            sums = step.lane_sums(totals)
+            for place in range(4 * rows):
+                vector, lane = (sums[place // step.lanes], place % step.lanes)
+                at = builder.add(token, step.size(half + place % 4))
+                number = builder.extract_element(vector, _INT(lane))
+                builder.store(number, step.pointer(4, _FLOAT, step.size(place // 4), at))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def dot_step(typing_context, queries, plane, row, channel, found, token):
+        return types.void(queries, plane, types.intp, types.intp, found, types.intp), build
+
+    @numba.njit(nogil=True, inline="always")
+    def all_steps(queries, plane, first, channel, count, found):
+        for token in range(0, count, per_step):
+            dot_step(queries, plane, (first + token) * width // 8, channel, found, token)
+
+    per_step = step_tokens(width)
+    return all_steps
+
+
+@functools.cache
+@no_type_check
+def sums(width: int, span: int, rows: int):
+    """Weighted sums: `(weights, plane, first, channel, count, out)`, the channels of `out` from `channel` on.
+
+    `weights[row, token]` are those of tokens `first` to `first + count`, by the factors of masked codes; zero behind.
+    """
+    together = 2 if span % (2 * math.gcd(span, LANES)) == 0 else 1
+
+    def build(context, builder, signature, args):
+        step = _Step(context, builder, signature, args, width, span)
+        _, _, first, channel, count, _ = args
+        tokens = step_tokens(width)
+        steps = builder.sdiv(builder.add(count, step.size(tokens - 1)), step.size(tokens))
+        for start in range(0, span, together * step.lanes):
+            ats = [builder.add(channel, step.size(start + part * step.lanes)) for part in range(together)]
+            totals = [[cgutils.alloca_once_value(builder, step.load(5, step.size(r), at)) for at in ats] for r in range(rows)]
+            with cgutils.for_range(builder, steps, intp=steps.type) as loop:
+                token = builder.mul(loop.index, step.size(tokens))
+                row = builder.sdiv(builder.mul(builder.add(first, token), step.size(width)), step.size(8))
+                codes = [step.codes(1, row, at, range(tokens)) for at in ats]
+                for r in range(rows):
+                    for index in range(tokens):
+                        weight = step.splat(0, step.size(r), builder.add(token, step.size(index)))
+                        for part in range(together):
+                            slot = totals[r][part]
+                            total = builder.load(slot, typ=step.vector)
+                            builder.store(step.add_product(weight, codes[part][index], total), slot)
+            for r in range(rows):
+                for at, slot in zip(ats, totals[r], strict=True):
+                    stored = builder.store(builder.load(slot, typ=step.vector), step.pointer(5, step.vector, step.size(r), at))
+                    stored.align = 4
+        return context.get_dummy_value()
+
+    @intrinsic
+    def all_steps(typing_context, weights, plane, first, channel, count, out):
+        return types.void(weights, plane, types.intp, types.intp, types.intp, out), build
+
+    return all_steps
