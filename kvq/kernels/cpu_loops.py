@@ -49,15 +49,18 @@ class Loops:
     mix_per_token: Callable[..., Any]
 
 
+_WIDEN, _WIDEN_ONE = cpu_vectors.widened(cpu_vectors.LANES), cpu_vectors.widened(1)
+
+
 @numba.njit(**_OPTIONS)
 @no_type_check
-def widen(stored, ints, floats, start, count):
-    """fp16 bits, held as int16, to fp32: moved into place, then scaled, which also mends subnormal numbers."""
-    for i in range(count):
-        bits = np.int32(stored[start + i])
-        ints[i] = ((bits & 0x7FFF) << 13) | ((bits & 0x8000) << 16)
-    for i in range(count):
-        floats[i] *= np.float32(2.0**112)
+def widen(stored, floats, start, count):
+    """fp16 numbers, held as int16, to fp32."""
+    whole = count // cpu_vectors.LANES * cpu_vectors.LANES
+    for i in range(0, whole, cpu_vectors.LANES):
+        _WIDEN(stored, start + i, floats, i)
+    for i in range(whole, count):
+        _WIDEN_ONE(stored, start + i, floats, i)
 
 
 @numba.njit(**_OPTIONS)
@@ -180,8 +183,8 @@ def _statistics(grid):
     integer, symmetric, top = grid.low == "integer", grid.low == "symmetric", np.float32(grid.top)
 
     @numba.njit(**_OPTIONS)
-    def read(scale, low, start, count, ints, floats):
-        widen(scale, ints[0], floats[0], start, count)
+    def read(scale, low, start, count, floats):
+        widen(scale, floats[0], start, count)
         if integer:
             for i in range(count):
                 floats[1, i] = -floats[0, i] * np.float32(low[start + i])
@@ -189,7 +192,7 @@ def _statistics(grid):
             for i in range(count):
                 floats[1, i] = -floats[0, i] * top
         else:
-            widen(low, ints[1], floats[1], start, count)
+            widen(low, floats[1], start, count)
 
     return read
 
@@ -210,10 +213,9 @@ def _channel_scores(grid):
         rows, tokens = out.shape
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
         folded, least = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
-        ints = np.empty((2, dim), np.int32)
-        floats = ints.view(np.float32)
+        floats = np.empty((2, dim), np.float32)
         for group in range((tokens + size - 1) // size):
-            read(scale, low, group * dim, dim, ints, floats)
+            read(scale, low, group * dim, dim, floats)
             for h in range(rows):
                 part = np.float32(0)
                 for c in range(dim):
@@ -243,10 +245,9 @@ def _channel_mix(grid):
         rows, tokens = weights.shape
         near, scaled = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
         part, total = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
-        ints = np.empty((2, dim), np.int32)
-        floats = ints.view(np.float32)
+        floats = np.empty((2, dim), np.float32)
         for group in range((tokens + size - 1) // size):
-            read(scale, low, group * dim, dim, ints, floats)
+            read(scale, low, group * dim, dim, floats)
             part[:] = 0
             total[:] = 0
             end = min((group + 1) * size, tokens)
@@ -278,14 +279,13 @@ def _token_scores(grid):
     def scores(query, planes, scale, low, size, norms, out):
         rows, tokens = out.shape
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
-        whole, ints = np.zeros((rows, groups), np.float32), np.empty((2, TILE * groups), np.int32)
-        floats = ints.view(np.float32)
+        whole, floats = np.zeros((rows, groups), np.float32), np.empty((2, TILE * groups), np.float32)
         for h in range(rows):
             for c in range(dim):
                 whole[h, c // span] += query[h, c]
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
-            read(scale, low, token * groups, count * groups, ints, floats)
+            read(scale, low, token * groups, count * groups, floats)
             near = norms[token : token + count]
             for group in range(groups):
                 products(query, planes, token, group * span, count, raw, found)
@@ -303,7 +303,7 @@ def _token_scores(grid):
 @no_type_check
 def _token_mix(grid):
     """Weighted sums of such a segment, added to `out`: a token's steps are folded into its weights."""
-    dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
+    span, groups = grid.channels, grid.dim // grid.channels
     read, (_, mixed) = _statistics(grid), _planes(grid, span, groups)
 
     @numba.njit(**_OPTIONS)
@@ -311,11 +311,10 @@ def _token_mix(grid):
         rows, tokens = weights.shape
         near, stepped = np.empty(TILE * groups, np.float32), np.zeros((rows, TILE * groups), np.float32)
         scaled, least = np.zeros((rows, TILE * groups), np.float32), np.zeros((rows, TILE * groups), np.float32)
-        ints = np.zeros((2, TILE * groups), np.int32)
-        floats = ints.view(np.float32)
+        floats = np.zeros((2, TILE * groups), np.float32)
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
-            read(scale, low, token * groups, count * groups, ints, floats)
+            read(scale, low, token * groups, count * groups, floats)
             norm = norms[token : token + count]
             for h in range(rows):
                 line, here, lowest = weights[h, token : token + count], stepped[h], least[h]

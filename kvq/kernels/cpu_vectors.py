@@ -99,7 +99,9 @@ class _Step:
         """The sum over the lanes of each vector, in order, in the lanes of as few as hold them."""
         for _ in range(self.lanes.bit_length() - 1):
             pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], vectors[0])]
-            vectors = [self.builder.fadd(*(self._every_other(one, two, start) for start in (0, 1))) for one, two in pairs]
+            vectors = [
+                self.builder.fadd(*(self._every_other(one, two, start) for start in (0, 1))) for one, two in pairs
+            ]
         return vectors
 
     def _every_other(self, one, two, start):
@@ -165,7 +167,9 @@ def sums(width: int, span: int, rows: int):
         steps = builder.sdiv(builder.add(count, step.size(tokens - 1)), step.size(tokens))
         for start in range(0, span, together * step.lanes):
             ats = [builder.add(channel, step.size(start + part * step.lanes)) for part in range(together)]
-            totals = [[cgutils.alloca_once_value(builder, step.load(5, step.size(r), at)) for at in ats] for r in range(rows)]
+            totals = [
+                [cgutils.alloca_once_value(builder, step.load(5, step.size(r), at)) for at in ats] for r in range(rows)
+            ]
             with cgutils.for_range(builder, steps, intp=steps.type) as loop:
                 token = builder.mul(loop.index, step.size(tokens))
                 row = builder.sdiv(builder.mul(builder.add(first, token), step.size(width)), step.size(8))
@@ -179,7 +183,9 @@ def sums(width: int, span: int, rows: int):
                             builder.store(step.add_product(weight, codes[part][index], total), slot)
             for r in range(rows):
                 for at, slot in zip(ats, totals[r], strict=True):
-                    stored = builder.store(builder.load(slot, typ=step.vector), step.pointer(5, step.vector, step.size(r), at))
+                    stored = builder.store(
+                        builder.load(slot, typ=step.vector), step.pointer(5, step.vector, step.size(r), at)
+                    )
                     stored.align = 4
         return context.get_dummy_value()
 
@@ -188,3 +194,35 @@ def sums(width: int, span: int, rows: int):
         return types.void(weights, plane, types.intp, types.intp, types.intp, out), build
 
     return all_steps
+
+
+@functools.cache
+@no_type_check
+def widened(lanes: int):
+    """A step that reads `lanes` fp16 numbers, held as int16: `(stored, start, floats, at)`, both arrays flat.
+
+    Bits are moved into place, then scaled, which also mends subnormal numbers.
+    """
+
+    def build(context, builder, signature, args):
+        step = _Step(context, builder, signature, args, 8, lanes)
+        _, start, _, at = args
+        short, wide = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(_INT, lanes)
+        loaded = builder.load(step.pointer(0, short, start), typ=short)
+        loaded.align = 2
+        bits = builder.zext(loaded, wide)
+
+        def moved(mask, by):
+            part = builder.and_(bits, ir.Constant(wide, [mask] * lanes))
+            return builder.shl(part, ir.Constant(wide, [by] * lanes))
+
+        number = builder.bitcast(builder.or_(moved(0x7FFF, 13), moved(0x8000, 16)), step.vector)
+        scaled = builder.fmul(number, ir.Constant(step.vector, [2.0**112] * lanes))
+        builder.store(scaled, step.pointer(2, step.vector, at)).align = 4
+        return context.get_dummy_value()
+
+    @intrinsic
+    def widen_step(typing_context, stored, start, floats, at):
+        return types.void(stored, types.intp, floats, types.intp), build
+
+    return widen_step
