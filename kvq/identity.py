@@ -35,6 +35,8 @@ def canonical(
         task["stride"] = None
     if task.get("prompt", "") is None:
         del task["prompt"]  # belongs to one scoring
+    if "regimes" in task and (not task["regimes"] or config.method.is_full_precision):
+        del task["regimes"]  # none are timed, as before they could be
     return _plain(
         {
             "model": {

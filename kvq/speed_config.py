@@ -25,6 +25,20 @@ class References(enum.StrEnum):
     dynamic = "dynamic"
 
 
+class Regime(enum.StrEnum):
+    """How a decoded token gets at the packed past.
+
+    `per_head`: decoded head by head in a Python loop; `per_layer`: a layer at once, as `cache.attention=dense` does;
+    `compiled`: that by `torch.compile`; `kept`: decoded once and kept; `packed`: attention on codes.
+    """
+
+    per_head = "per_head"
+    per_layer = "per_layer"
+    compiled = "compiled"
+    kept = "kept"
+    packed = "packed"
+
+
 def _each_once(setting: str, given: list[int]) -> None:
     if not given or len(set(given)) < len(given):
         raise ConfigError(f"task.{setting}={given}: a list of one or more, each once")
@@ -64,17 +78,24 @@ class SpeedConfig:
 
 @dataclass
 class LatencyConfig(SpeedConfig):
-    """Seconds of a prefill and of a decoded token, for every one of `batches` at every one of `contexts` tokens."""
+    """Seconds of a prefill and of a decoded token, for every one of `batches` at every one of `contexts` tokens.
+
+    Attributes:
+        regimes: ways to read the packed past that are timed as well, each with its overhead over the references.
+    """
 
     task_name: ClassVar[str] = "latency"
     name: str = "latency"
     batches: list[int] = field(default_factory=lambda: [1])
     contexts: list[int] = field(default_factory=lambda: [512, 1024])
+    regimes: list[Regime] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _each_once("batches", self.batches)
         _each_once("contexts", self.contexts)
+        if len(set(self.regimes)) < len(self.regimes):
+            raise ConfigError(f"task.regimes={[str(name) for name in self.regimes]}: each once")
 
 
 @dataclass

@@ -148,6 +148,12 @@ VALUES = [
     (["task=latency", "task.batches=[0]"], "task.batches=0: at least 1"),
     (["task=latency", "task.repeats=0"], "task.repeats=0: at least 1"),
     (["task=latency", "task.references=[fast]"], "task.references"),
+    (["task=latency", "task.regimes=[naive]"], "task.regimes"),
+    (["task=latency", "task.regimes=[kept,kept]"], "task.regimes=.*: each once"),
+    (
+        ["task=latency", "task.contexts=[99]", "task.regimes=[kept]", "method=h2o"],
+        "method=h2o .eviction. is not",
+    ),
     (["task=throughput", "task.new_tokens=0"], "task.new_tokens=0: at least 1"),
     (["task=throughput", "task.prompt=0"], "task.prompt=0: at least 1"),
 ]

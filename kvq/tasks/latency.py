@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import sys
 from operator import itemgetter
+from typing import Any
 
 import kvq.cache.packed
+import kvq.tasks.regimes
 import kvq.tasks.speed
 from kvq.methods.build import Method
 from kvq.results.journal import Journal
-from kvq.speed_config import LatencyConfig
+from kvq.speed_config import LatencyConfig, Regime
 from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
+from kvq.tasks.regimes import check_regimes
 from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, median_of, paired_ratios
 
 
@@ -32,19 +35,35 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             units[f"{part}_{name}"] = "s"
             for reference, ratio in paired_ratios(here, value).items():
                 metrics[f"{part}_over_{reference}_{name}"], units[f"{part}_over_{reference}_{name}"] = ratio, "x"
+        for regime in () if method.is_full_precision else task.regimes:
+            of_regime, regime_units = _regime(regime, name, here)
+            metrics, units = metrics | of_regime, units | regime_units
         metrics[f"cache_bytes_{name}"], units[f"cache_bytes_{name}"] = float(here[0]["cache_bytes"]), "bytes"
     return Measurement(metrics, units, rows)
+
+
+def _regime(regime: Regime, cell: str, rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of a decoded token in one way to read the past, and its ratio to and overhead over each reference."""
+    value = itemgetter("step_seconds_median")
+    metrics, units = {f"decode_{regime}_{cell}": median_of(rows, regime, value)}, {f"decode_{regime}_{cell}": "s"}
+    for reference, ratio in paired_ratios(rows, value, regime).items():
+        metrics[f"decode_{regime}_over_{reference}_{cell}"] = ratio
+        units[f"decode_{regime}_over_{reference}_{cell}"] = "x"
+        metrics[f"overhead_{regime}_over_{reference}_{cell}"] = 100 * (ratio - 1)
+        units[f"overhead_{regime}_over_{reference}_{cell}"] = "%"
+    return metrics, units
 
 
 def check(inputs: Inputs, method: Method) -> None:
     """Raise for contexts that the model does not take, or a method that `cache.attention` cannot serve."""
     task: LatencyConfig = inputs.config.task
     check_length(inputs, f"task.contexts={task.contexts}", max(task.contexts) + task.new_tokens, method)
+    check_regimes(method, task.regimes)
 
 
 TASK = Task(
     check,
     measure,
-    (*CACHE_MODULES, kvq.cache.packed, kvq.tasks.speed, sys.modules[__name__]),
+    (*CACHE_MODULES, kvq.cache.packed, kvq.tasks.regimes, kvq.tasks.speed, sys.modules[__name__]),
     fingerprint,
 )

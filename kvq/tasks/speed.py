@@ -29,6 +29,7 @@ from kvq.models.load import pick_device
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
 from kvq.speed_config import References, SpeedConfig
 from kvq.tasks.inputs import Inputs
+from kvq.tasks.regimes import cache_maker
 
 SUBJECT = "method"
 """The name of the run's own method among what a cell times."""
@@ -85,6 +86,9 @@ def _makers(config: Config, loaded: LoadedModel, room: int) -> Iterator[tuple[st
     # Full precision has no codes to attend to.
     attention = "dense" if method.is_full_precision else config.cache.attention.value
     yield SUBJECT, lambda: KVCache(loaded.model, method, config.cache.keep_decoded, attention=attention)
+    # Full precision has no past to decode.
+    for regime in [] if method.is_full_precision else getattr(config.task, "regimes", []):
+        yield regime.value, cache_maker(regime, loaded.model, method)
     references: list[References] = config.task.references
     if References.preallocated in references:
         yield References.preallocated.value, lambda: PreallocatedCache(loaded.model, room)
@@ -133,11 +137,13 @@ def median_of(rows: list[dict[str, Any]], subject: str, value: Callable[[dict[st
     return statistics.median(value(row) for row in rows if row["subject"] == subject)
 
 
-def paired_ratios(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, float]:
-    """Of each reference the median over repeats of method / reference."""
+def paired_ratios(
+    rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], subject: str = SUBJECT
+) -> dict[str, float]:
+    """Of each reference the median over repeats of subject / reference."""
     out = {}
-    for reference in dict.fromkeys(row["subject"] for row in rows if row["subject"] != SUBJECT):
+    for reference in dict.fromkeys(row["subject"] for row in rows if row["subject"] in set(References)):
         pairs = {row["repeat"]: value(row) for row in rows if row["subject"] == reference}
-        mine = {row["repeat"]: value(row) for row in rows if row["subject"] == SUBJECT}
+        mine = {row["repeat"]: value(row) for row in rows if row["subject"] == subject}
         out[reference] = statistics.median(mine[repeat] / pairs[repeat] for repeat in mine)
     return out

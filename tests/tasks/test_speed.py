@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,12 @@ from kvq.cache.preallocated import PreallocatedCache
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, Unsupported
 from kvq.identity import canonical
+from kvq.methods.build import build_method
 from kvq.results import Store
 from kvq.runner import run
 from kvq.speed_config import LatencyConfig
 from kvq.tasks import speed
+from kvq.tasks.regimes import CompiledCodec, PerHeadCodec
 from kvq.tasks.speed import median_of, paired_ratios
 from tests.random_models import llama, save_random_model, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs
@@ -48,6 +53,50 @@ def test_latency(model: Path, tmp_path: Path, attention: str) -> None:
         assert record.metrics[f"{name}_b1_t40"] > 0
         assert record.metrics[f"{name}_over_preallocated_b2_t40"] > 0
     assert ("attention" in record.config) == (attention == "packed")
+
+
+@pytest.mark.slow
+def test_regimes(model: Path, tmp_path: Path) -> None:
+    """Ways to read the past stand beside the method, with their overheads; a run without them keeps its key."""
+    small = ["task.contexts=[40]", "task.new_tokens=3", "task.repeats=2", "task.warmup=0", "task.references=[dynamic]"]
+    ways = ["per_head", "per_layer", "kept", "packed"]
+    given = config(model, tmp_path, "task=latency/nsn_dequantization", *small, f"task.regimes=[{','.join(ways)}]")
+    record = run(given)
+    rows = Store(tmp_path).samples(record.key)
+    assert {row["subject"] for row in rows} == {"method", "dynamic", *ways}
+    for way in ways:
+        ratio = record.metrics[f"decode_{way}_over_dynamic_b1_t40"]
+        assert record.metrics[f"overhead_{way}_over_dynamic_b1_t40"] == pytest.approx(100 * (ratio - 1))
+        assert record.units[f"overhead_{way}_over_dynamic_b1_t40"] == "%"
+    assert record.config["task"]["regimes"] == ways
+    assert "regimes" not in canonical(config(model, tmp_path, "task=latency"), "", "")["task"]
+    assert "regimes" not in canonical(config(model, tmp_path, "task=latency/nsn_dequantization", "method=fp16"), "", "")
+
+
+@pytest.mark.parametrize("name", ["nsn", "oscar", "nsnquant"])
+def test_a_past_decodes_to_the_same_in_every_regime(name: str) -> None:
+    codec = build_method(name, bits=2, head_dim=64).value
+    packed = codec.encode(torch.randn(2, 3, 130, 64), 64)
+    expected = codec.decode(packed)
+    assert torch.equal(PerHeadCodec(codec).decode(packed), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
+def test_the_compiled_regime() -> None:
+    """In a process of its own: torch.compile does not trace the checks of shapes that tests put around every call."""
+    code = """
+import torch
+from kvq.methods.build import build_method
+from kvq.tasks.regimes import CompiledCodec
+codec = build_method("nsn", bits=3, head_dim=64).key
+compiled = CompiledCodec(codec)
+for tokens in (128, 192):
+    packed = codec.encode(torch.randn(1, 2, tokens, 64), 64)
+    torch.testing.assert_close(compiled.decode(packed), codec.decode(packed), atol=1e-5, rtol=1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow
