@@ -11,6 +11,7 @@ Neither x_t nor y_t has to exist for all tokens.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -131,6 +132,7 @@ class Form:
         return out
 
 
+@functools.lru_cache(maxsize=1024)
 def form_of(codec: Codec) -> Form:
     """Take a codec apart.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import Run, UniformQuantizer, plane_widths
+from kvq.codecs import Packed, Run, UniformQuantizer, plane_widths
 from kvq.codecs.quantizers import Axis
 from kvq.errors import Unsupported
 from kvq.kernels import triton_loops
@@ -147,7 +148,7 @@ def attend(
     """
     batch, heads, dim = keys.shape
     launches = _launches(keys, values)
-    q = (query.float().reshape(batch, heads, -1, dim) * scaling).contiguous()
+    q = query.float().reshape(batch, heads, -1, dim).contiguous()
     group, half = q.shape[2], query.dtype is not torch.float32
     packed = sum(tokens for *_, tokens in launches)
     rest_k, rest_v = (_behind(states, packed, query.dtype) for states in (keys, values))
@@ -168,7 +169,7 @@ def attend(
             *_three(value.planes), value.scale, value.low, q if value.norms is None else value.norms, rest_k, rest_v,
             *_strides(key), *_strides(value), *rest_k.stride()[:2], *rest_v.stride()[:2],
             heads, group, start, tokens, rest, per_split, here, sum(splits[:index]), every, first,
-            key.size, value.size, float(softcap or 1),
+            key.size, value.size, float(scaling), float(softcap or 1),
             dim, *key.widths, *value.widths, key.per_channel, value.per_channel, key.kind, value.kind,
             key.top, value.top, key.norms is not None, value.norms is not None, softcap is not None,
             TILE, d, rows, half,
@@ -196,10 +197,28 @@ def _behind(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
     for packed in states.packed:
         if at + packed.tokens > start:
             assert states.codec is not None
-            parts.append(states.codec.decode(packed)[:, :, max(0, start - at) :])
+            blocks, skipped = _blocks_from(packed, max(0, start - at))
+            parts.append(states.codec.decode(blocks)[:, :, max(0, start - at) - skipped :])
         at += packed.tokens
     if states.full is not None:
         parts.append(states.full)
-    batch, heads, dim = states.shape
-    empty = torch.empty(batch, heads, 0, dim, dtype=dtype, device=states.packed[0].parts["scale"].device)
-    return torch.cat(parts, 2).to(dtype).contiguous() if parts else empty
+    if not parts:
+        batch, heads, dim = states.shape
+        return torch.empty(batch, heads, 0, dim, dtype=dtype, device=states.packed[0].parts["scale"].device)
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    # A cache's own rows stand one after the other, with room behind a head's.
+    return out if out.dtype is dtype and out.stride()[2:] == (out.shape[3], 1) else out.to(dtype).contiguous()
+
+
+def _blocks_from(packed: Packed, start: int) -> tuple[Packed, int]:
+    """The blocks that hold tokens from `start` on, and how many tokens stand before them."""
+    rows, skipped = dict.fromkeys(packed.parts, 0), 0
+    runs: list[Run] = []
+    for run in packed.runs:
+        blocks = min(run.count, max(0, start - skipped) // run.tokens) if not runs else 0
+        skipped += blocks * run.tokens
+        rows = {name: first + blocks * run.rows[name] for name, first in rows.items()}
+        if blocks < run.count:
+            runs.append(dataclasses.replace(run, count=run.count - blocks))
+    parts = {name: part[:, :, rows[name] :] for name, part in packed.parts.items()}
+    return dataclasses.replace(packed, parts=parts, runs=tuple(runs)), skipped

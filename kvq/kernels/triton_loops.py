@@ -115,7 +115,7 @@ def _joined(top, total, scores, seen, softcap, capped: tl.constexpr):
 @triton.jit
 @no_type_check
 def _rest(
-    q, keys, values, top, total, sums, tokens, hidden, channels, dim, softcap,
+    q, keys, values, top, total, sums, tokens, hidden, channels, dim, scaling, softcap,
     capped: tl.constexpr, n: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     """Full-precision tokens, of which the first `hidden` are not seen."""
@@ -127,6 +127,7 @@ def _rest(
         scores = tl.dot(
             q.to(number), tl.trans(tl.load(keys + where, mask=fits, other=0.0).to(number)), input_precision="ieee"
         )
+        scores *= scaling
         top, total, shrink, weights = _joined(top, total, scores, (near >= hidden) & (near < tokens), softcap, capped)
         read = tl.load(values + where, mask=fits, other=0.0).to(number)
         sums = sums * shrink[:, None] + tl.dot(weights.to(number), read, input_precision="ieee")
@@ -141,7 +142,7 @@ def attend_split(
     k0_b, k0_h, k1_b, k1_h, k2_b, k2_h, ks_b, ks_h, kn_b, kn_h,
     v0_b, v0_h, v1_b, v1_h, v2_b, v2_h, vs_b, vs_h, vn_b, vn_h, kf_b, kf_h, vf_b, vf_h,
     heads, group, start, tokens, rest, per_split, packed_splits, first_split, all_splits, first,
-    k_size, v_size, softcap,
+    k_size, v_size, scaling, softcap,
     dim: tl.constexpr, kw0: tl.constexpr, kw1: tl.constexpr, kw2: tl.constexpr,
     vw0: tl.constexpr, vw1: tl.constexpr, vw2: tl.constexpr,
     k_channel: tl.constexpr, v_channel: tl.constexpr, k_kind: tl.constexpr, v_kind: tl.constexpr,
@@ -154,7 +155,8 @@ def attend_split(
     ones of this launch stand behind `start` others. Strides `_b` and `_h` are those of batch and head.
     """
     split, place = tl.program_id(0), tl.program_id(1)
-    b, h = place // heads, place % heads
+    # Offsets of a batch entry or head may not fit 32 bits.
+    b, h = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
     channels, queries = tl.arange(0, d), tl.arange(0, rows)
     seen = (queries[:, None] < group) & (channels[None, :] < dim)
     at = (place * group + queries[:, None]) * dim + channels[None, :]
@@ -172,6 +174,7 @@ def attend_split(
                 q, codes, k_scale + ks, k_low + ks, near, token, tokens, channels, dim, k_size,
                 k_channel, k_kind, k_top, half,
             )  # fmt: skip
+            scores *= scaling
             if normed_k:
                 scores *= tl.load(k_norm + b * kn_b + h * kn_h + near, mask=near < tokens, other=0.0)[None, :]
             top, total, shrink, weights = _joined(
@@ -188,9 +191,9 @@ def attend_split(
     else:
         top, total, sums = _rest(
             tl.load(q_plain + at, mask=seen, other=0.0), k_full + b * kf_b + h * kf_h, v_full + b * vf_b + h * vf_h,
-            top, total, sums, rest, first - start - tokens, channels, dim, softcap, capped, n, half,
+            top, total, sums, rest, first - start - tokens, channels, dim, scaling, softcap, capped, n, half,
         )  # fmt: skip
-    line = (place * all_splits + first_split + split) * group + queries
+    line = (place.to(tl.int64) * all_splits + first_split + split) * group + queries
     tl.store(out + line[:, None] * dim + channels[None, :], sums, mask=seen)
     tl.store(tops + line, top, mask=queries < group)
     tl.store(totals + line, total, mask=queries < group)
@@ -206,7 +209,7 @@ def combine(out, tops, totals, rotated, plain, group, splits, packed_splits, dim
     of_codes = tl.zeros((d,), tl.float32)
     of_rest = tl.zeros((d,), tl.float32)
     for split in range(splits):
-        line = (place * splits + split) * group + query
+        line = (place.to(tl.int64) * splits + split) * group + query
         high = tl.load(tops + line)
         more = tl.load(totals + line)
         sums = tl.load(out + line * dim + channels, mask=channels < dim, other=0.0)

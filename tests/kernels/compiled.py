@@ -9,7 +9,7 @@ from kvq.kernels import triton_encode, triton_loops
 FP32 = ("q_rotated", "q_plain", "out", "tops", "totals", "rotated", "plain")
 KINDS = dict.fromkeys(FP32, "*fp32") | dict.fromkeys(("k0", "k1", "k2", "v0", "v1", "v2"), "*u8")
 KINDS |= dict.fromkeys(("k_scale", "v_scale", "k_norm", "v_norm", "k_low", "v_low"), "*fp16")
-KINDS |= {"k_full": "*bf16", "v_full": "*bf16", "softcap": "fp32"}
+KINDS |= {"k_full": "*bf16", "v_full": "*bf16", "scaling": "fp32", "softcap": "fp32"}
 INT2 = {
     "dim": 128, "kw0": 2, "kw1": 0, "kw2": 0, "vw0": 2, "vw1": 0, "vw2": 0, "k_channel": True, "v_channel": False,
     "k_kind": 0, "v_kind": 0, "k_top": 1, "v_top": 1, "normed_k": True, "normed_v": False, "capped": False,

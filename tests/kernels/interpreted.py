@@ -57,6 +57,10 @@ def layouts():
         oracle.states(kivi.value, 96, 30, block=32, tail=7, seed=1),
     )
     check("boundaries", keys, values)
+    # Of what only one side has packed no more than its blocks are decoded.
+    blocks, skipped = gpu._blocks_from(keys.packed[0], 100)
+    assert (blocks.tokens, skipped) == (64, 64)
+    assert torch.equal(keys.codec.decode(blocks), keys.codec.decode(keys.packed[0])[:, :, 64:])
     check("window", keys, values, first=131)
     signed = Codec({}, [], UniformQuantizer(4, "per_channel", 32, symmetric=True, gain="parallel"))
     whole = Codec(

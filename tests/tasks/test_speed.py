@@ -19,7 +19,7 @@ from kvq.results import Store
 from kvq.runner import run
 from kvq.speed_config import LatencyConfig
 from kvq.tasks import speed
-from kvq.tasks.regimes import CompiledCodec, PerHeadCodec
+from kvq.tasks.regimes import PerHeadCodec
 from kvq.tasks.speed import median_of, paired_ratios
 from tests.random_models import llama, save_random_model, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs
