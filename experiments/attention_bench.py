@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kvq.kernels import PackedStates, attend, form_for
+from kvq.kernels import PackedStates, attend, form_for, fused
 from kvq.methods.build import Method, build_method
 
 RESIDUAL = 128
@@ -29,6 +30,22 @@ def clock(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def replayed(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """On CUDA, a replay of what `run` launches: a GPU's own time, without that of launching from Python."""
+    if device.type != "cuda":
+        return run
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # compiles, and warms up what a capture may not
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def copy_bandwidth(device: torch.device, mebibytes: int = 256, repeats: int = 9) -> float:
     """Bytes read and written per second by a copy, the best of some: what memory gives at most."""
     source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
@@ -41,21 +58,39 @@ def states_of(method: Method, keys: Tensor, values: Tensor) -> tuple[PackedState
     out = []
     for codec, states in ((method.key, keys), (method.value, values)):
         assert codec is not None
-        packed = codec.encode(states[:, :, :-RESIDUAL], 128)
+        packed = fused(codec).encode(states[:, :, :-RESIDUAL], 128)
         packed.parts.update({name: part.contiguous() for name, part in packed.parts.items()})
         out.append(PackedStates(codec, (packed,), states[:, :, -RESIDUAL:].clone()))
     return out[0], out[1]
 
 
 def references(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """The ways in which PyTorch attends with queries that share heads."""
+    """The ways in which PyTorch attends with queries that share heads; on CUDA also by FlashAttention alone."""
     batch, heads, _, dim = keys.shape
     rows = q.reshape(batch, heads, -1, dim)
-    return {
+
+    def flash() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return sdpa(rows, keys, values)
+
+    ways: dict[str, Callable[[], Tensor]] = {
         "sdpa, queries of a head as rows": lambda: sdpa(rows, keys, values),
         "sdpa, enable_gqa": lambda: sdpa(q, keys, values, enable_gqa=True),
         "matmul, softmax, matmul": lambda: torch.softmax(rows @ keys.mT * dim**-0.5, -1) @ values,
     }
+    return ways | ({"sdpa, flash, queries of a head as rows": flash} if keys.device.type == "cuda" else {})
+
+
+def in_turns(runs: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, in turns; on CUDA of ten at a time, as a single one is shorter than waiting for it."""
+    times = 10 if device.type == "cuda" else 1
+    seconds: dict[str, list[float]] = {label: [] for label in runs}
+    for turn in range(rounds + 2):
+        for label, run in runs.items():
+            took = clock(lambda run=run: [run() for _ in range(times)], device) / times
+            if turn > 1:  # the first two compile and warm up
+                seconds[label].append(took)
+    return seconds
 
 
 def measure(
@@ -72,13 +107,8 @@ def measure(
         draw(batch, count, length, dim) for count, length in ((heads, tokens),) * 2 + ((heads * group, 1),)
     )
     key_states, value_states = states_of(build_method(name, bits=bits, head_dim=dim), keys, values)
-    runs = {"packed": lambda: attend(q, key_states, value_states, dim**-0.5), **references(q, keys, values)}
-    seconds: dict[str, list[float]] = {label: [] for label in runs}
-    for turn in range(pairs + 2):
-        for label, run in runs.items():
-            took = clock(run, device)
-            if turn > 1:  # the first two compile and warm up
-                seconds[label].append(took)
+    plain = {"packed": lambda: attend(q, key_states, value_states, dim**-0.5), **references(q, keys, values)}
+    seconds = in_turns({label: replayed(run, device) for label, run in plain.items()}, device, pairs)
     medians = {label: statistics.median(found) for label, found in seconds.items()}
     fastest = min((label for label in medians if label.startswith("sdpa")), key=lambda label: medians[label])
     ratios = [mine / other for mine, other in zip(seconds["packed"], seconds[fastest], strict=True)]
@@ -86,7 +116,11 @@ def measure(
     packed = sum(part.nbytes for states in sides for part in states.packed)
     residual = sum(states.full.numel() * states.full.element_size() for states in sides if states.full is not None)
     dense = 2 * keys.numel() * keys.element_size()
-    return {
+    launched = {}
+    if device.type == "cuda":
+        found = in_turns(plain, device, pairs)
+        launched = {"seconds_median_launched_from_python": {label: statistics.median(x) for label, x in found.items()}}
+    return launched | {
         "shape": {"batch": batch, "tokens": tokens, "kv_heads": heads, "queries_per_head": group, "head_dim": dim},
         "method": name,
         "bits": bits,

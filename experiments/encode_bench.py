@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 import torch
-from attention_bench import clock
+from attention_bench import in_turns, replayed
 
 from kvq.codecs import Codec
 from kvq.kernels import FusedCodec
@@ -20,12 +20,9 @@ PREFILL, FLUSHED = 4096, 128
 def one(codec: Codec, states: torch.Tensor, block: int | None, bandwidth: float, pairs: int) -> dict[str, Any]:
     """Ratio fused / codec over `pairs` rounds in turns; bytes are states read once and parts written once."""
     mine = FusedCodec(codec)
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for turn in range(pairs + 2):
-        for kept, encode in zip(seconds, (mine.encode, codec.encode), strict=True):
-            took = clock(lambda encode=encode: encode(states, block), states.device)
-            if turn > 1:  # the first two compile and warm up
-                kept.append(took)
+    runs = {"fused": lambda: mine.encode(states, block), "codec": lambda: codec.encode(states, block)}
+    found = in_turns({name: replayed(run, states.device) for name, run in runs.items()}, states.device, pairs)
+    seconds = (found["fused"], found["codec"])
     ratios = [first / second for first, second in zip(*seconds, strict=True)]
     moved = states.numel() * states.element_size() + mine.encode(states, block).nbytes
     median = statistics.median(seconds[0])
