@@ -128,6 +128,52 @@ def _pack(
 
 @triton.jit
 @no_type_check
+def _channel_codes(
+    y, inside, line, first, scale, low_at, low_given, high_given, size, clip, levels, top, dim,
+    given: tl.constexpr, kind: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile, and what they stand for, by statistics per channel; `line` is the block's first group."""
+    channels = tl.arange(0, d)
+    where = (line + first // size) * dim + channels
+    if given:
+        low = tl.load(low_given + where, mask=channels < dim, other=0.0)
+        high = tl.load(high_given + where, mask=channels < dim, other=0.0)
+    else:
+        low = tl.min(tl.where(inside[:, None], y, float("inf")), 0)
+        high = tl.max(tl.where(inside[:, None], y, float("-inf")), 0)
+    used, base, zero, step, least = _grid(low, high, clip, levels, kind)
+    # Of the tiles of a group the first stores its statistics.
+    columns = tl.where(first // size * size == first, dim, 0)
+    _store_grid(scale, low_at, where, channels < columns, step, least, zero, kind)
+    codes = _rounded(tl.div_rn(y - base[None, :], used[None, :])) + zero[None, :]
+    codes = tl.minimum(tl.maximum(codes, 0.0), top)
+    return codes, _read_as(codes, step[None, :], least[None, :], zero[None, :], kind)
+
+
+@triton.jit
+@no_type_check
+def _token_codes(
+    y, inside, line, scale, low_at, groups, clip, levels, top, dim,
+    kind: tl.constexpr, span: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
+    """The same by statistics per token and `span` channels; `line` is the tile's first token."""
+    parts = tl.reshape(y, (n, d // span, span))
+    there = tl.reshape(tl.broadcast_to(tl.arange(0, d)[None, :] < dim, (n, d)), (n, d // span, span))
+    low = tl.min(tl.where(there, parts, float("inf")), 2)
+    high = tl.max(tl.where(there, parts, float("-inf")), 2)
+    group = tl.arange(0, d // span)[None, :]
+    low, high = tl.where(group < groups, low, 0.0), tl.where(group < groups, high, 0.0)
+    used, base, zero, step, least = _grid(low, high, clip, levels, kind)
+    where = (line + tl.arange(0, n))[:, None] * groups + group
+    _store_grid(scale, low_at, where, inside[:, None] & (group < groups), step, least, zero, kind)
+    codes = _rounded(tl.div_rn(parts - base[:, :, None], used[:, :, None])) + zero[:, :, None]
+    codes = tl.minimum(tl.maximum(codes, 0.0), top)
+    read = _read_as(codes, step[:, :, None], least[:, :, None], zero[:, :, None], kind)
+    return tl.reshape(codes, (n, d)), tl.reshape(read, (n, d))
+
+
+@triton.jit
+@no_type_check
 def _gained(y, read, norms, fits, gain: tl.constexpr):
     """The factor of each token, 1 where its denominator is zero."""
     y, read = tl.where(fits, y, 0.0), tl.where(fits, read, 0.0)
@@ -190,36 +236,14 @@ def encode_tile(
     )  # fmt: skip
     line = place.to(tl.int64) * blocks + block
     if per_channel:
-        where = (line * groups + first // size) * dim + channels
-        if given:
-            low = tl.load(low_given + where, mask=channels < dim, other=0.0)
-            high = tl.load(high_given + where, mask=channels < dim, other=0.0)
-        else:
-            low = tl.min(tl.where(inside[:, None], y, float("inf")), 0)
-            high = tl.max(tl.where(inside[:, None], y, float("-inf")), 0)
-        used, base, zero, step, least = _grid(low, high, clip, levels, kind)
-        # Of the tiles of a group the first stores its statistics.
-        columns = tl.where(first // size * size == first, dim, 0)
-        _store_grid(scale, low_at, where, channels < columns, step, least, zero, kind)
-        codes = _rounded(tl.div_rn(y - base[None, :], used[None, :])) + zero[None, :]
-        codes = tl.minimum(tl.maximum(codes, 0.0), top)
-        if gain > 0:
-            read = _read_as(codes, step[None, :], least[None, :], zero[None, :], kind)
+        codes, read = _channel_codes(
+            y, inside, line * groups, first, scale, low_at, low_given, high_given, size, clip, levels, top, dim,
+            given, kind, d,
+        )  # fmt: skip
     else:
-        parts = tl.reshape(y, (n, d // span, span))
-        there = tl.reshape(tl.broadcast_to(channels[None, :] < dim, (n, d)), (n, d // span, span))
-        low = tl.min(tl.where(there, parts, float("inf")), 2)
-        high = tl.max(tl.where(there, parts, float("-inf")), 2)
-        group = tl.arange(0, d // span)
-        low, high = tl.where(group[None, :] < groups, low, 0.0), tl.where(group[None, :] < groups, high, 0.0)
-        used, base, zero, step, least = _grid(low, high, clip, levels, kind)
-        where = (line * tokens + first + near)[:, None] * groups + group[None, :]
-        _store_grid(scale, low_at, where, inside[:, None] & (group[None, :] < groups), step, least, zero, kind)
-        codes = _rounded(tl.div_rn(parts - base[:, :, None], used[:, :, None])) + zero[:, :, None]
-        codes = tl.minimum(tl.maximum(codes, 0.0), top)
-        if gain > 0:
-            read = tl.reshape(_read_as(codes, step[:, :, None], least[:, :, None], zero[:, :, None], kind), (n, d))
-        codes = tl.reshape(codes, (n, d))
+        codes, read = _token_codes(
+            y, inside, line * tokens + first, scale, low_at, groups, clip, levels, top, dim, kind, span, n, d
+        )
     if gain > 0:
         factor = _gained(y, read, norms, fits, gain)
         norms = norms * factor if normed else factor
