@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import multiprocessing
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from kvq.errors import KvqError
 from kvq.experiments.expected import experiment_of, names
+from kvq.report.drawing import cores
 from kvq.report.experiment_files import write_experiments
-from kvq.report.experiments import by_signature
+from kvq.report.experiments import Experiment, by_signature
 from kvq.report.reference import read_reference
 from kvq.results import Store
+
+_AT_A_TIME = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,11 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="folder for the tables (default: tables/experiments in the results folder)"
     )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1 if arguments else cores(),
+        help="processes that compose (default: one for each core)",
+    )
     given = parser.parse_args(arguments)
     try:
         records = Store(given.results).scan()[0]
         present = {(record.model, record.method) for record in records}
-        found = [made for name in names() if (made := experiment_of(name, present)) is not None]
+        found = _experiments(present, given.jobs)
         out = given.out or given.results / "tables" / "experiments"
         paths = write_experiments(found, by_signature(records), read_reference(), out)
     except KvqError as error:
@@ -36,6 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"{len(found)} experiments: {paths[-1]}")
     return 0
+
+
+def _experiments(present: set[tuple[str, str]], jobs: int) -> list[Experiment]:
+    """Every experiment with a table; composing them takes most of the time."""
+    make = functools.partial(experiment_of, present=present)
+    if jobs <= 1:
+        found = [make(name) for name in names()]
+    else:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            # Some at a time: tables of one paper share runs, which a process composes once.
+            found = list(pool.map(make, names(), chunksize=_AT_A_TIME))
+    return [experiment for experiment in found if experiment is not None]
 
 
 if __name__ == "__main__":

@@ -142,11 +142,21 @@ def _config(run: Overrides) -> Config:
     return resolve(compose(list(run)))
 
 
+# Groups that say nothing about one another, each with the words that belong to it and the settings they make.
+_APART = (
+    (("method=", "method.", "bits="), ("method", "bits")),
+    (("model=", "model."), ("model",)),
+    (("dataset=", "dataset."), ("dataset",)),
+)
+
+
 @functools.cache
 def _signature(run: Overrides) -> tuple[str, None, str]:
-    """Signature, and the method's name. Method and the rest are composed apart, and each once: tables share them."""
-    method = tuple(word for word in run if word.startswith(("method=", "method.", "bits=")))
-    rest = tuple(word for word in run if word not in method)
-    given, config = _config(method), _config(rest)
-    config = replace(config, method=given.method, bits=given.bits) if method else config
+    """Signature, and the method's name. Groups are composed apart, and each choice once: tables share them."""
+    chosen = {words: tuple(word for word in run if word.startswith(words)) for words, _ in _APART}
+    config = _config(tuple(word for word in run if not any(word in found for found in chosen.values())))
+    for words, settings in _APART:
+        if chosen[words]:
+            given = _config(chosen[words])
+            config = replace(config, **{name: getattr(given, name) for name in settings})
     return signature(canonical(config, "", ""), config.model.name, config.dataset.name), None, config.method.name

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -17,14 +17,10 @@ from kvq.report import memory_figures as memory
 from kvq.report import shift_figures as shift
 from kvq.report import tni_figures as tni
 from kvq.report import valley_figures as valley
+from kvq.report.drawing import Drawing, write_drawings
 from kvq.report.settings import PROTOCOL
-from kvq.report.style import save
 from kvq.results import Record, Store, run_key
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Made = tuple[str, "Figure | None", pd.DataFrame]
 _FEWEST_WIDTHS = 3
 
 
@@ -36,29 +32,30 @@ def write_diagnostics(store: Store, out_dir: Path, skipped: list[str] | None = N
     Raises:
         RecordError: samples that are missing, or a folder that cannot be written.
     """
-    records = [record for record in store.scan()[0] if record.status == "done"]
-    written: list[Path] = []
+    return write_drawings(diagnostic_drawings(store.scan()[0], store, skipped), out_dir)
+
+
+def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[str] | None = None) -> Iterator[Drawing]:
+    """The figures that `write_diagnostics` writes.
+
+    Raises:
+        RecordError: samples that are missing, where `skipped` is None.
+    """
+    done = [record for record in records if record.status == "done"]
     for task, make in MAKERS.items():
-        for group in _protocols(record for record in records if record.task == task):
+        for group in _protocols(record for record in done if record.task == task):
             try:
-                for stem, figure, numbers in make(group, store):
-                    written += _write(figure, numbers, out_dir, f"{stem}-{_suffix(group)}")
+                for made in make(group, store):
+                    yield replace(made, stem=file_name(f"{made.stem}-{_suffix(group)}"))
             except RecordError as error:
                 if skipped is None:
                     raise
                 skipped.append(str(error))
-    written += _shifts(records, store, out_dir)
-    table = valley.dispersion_table(records)
+    yield from _shifts(done, store)
+    table = valley.dispersion_table(done)
     if not table.empty:
-        found = valley.dispersion_correlations(table)
-        written += _write(None, table, out_dir, "dispersion-pairs") + _write(
-            None, found, out_dir, "dispersion-spearman"
-        )
-    return written
-
-
-def _write(figure: Figure | None, numbers: pd.DataFrame, out_dir: Path, stem: str) -> list[Path]:
-    return save(figure, numbers, out_dir, file_name(stem))
+        yield Drawing("dispersion-pairs", table, None)
+        yield Drawing("dispersion-spearman", valley.dispersion_correlations(table), None)
 
 
 def file_name(stem: str) -> str:
@@ -66,18 +63,17 @@ def file_name(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "_", stem).lstrip(".")[:200]
 
 
-def _shifts(records: Sequence[Record], store: Store, out_dir: Path) -> list[Path]:
+def _shifts(records: Sequence[Record], store: Store) -> Iterator[Drawing]:
     """A figure of each model whose calibrated methods were tested on another text."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[run_key({name: record.config.get(name) for name in ("task", "model", "seed")})].append(record)
-    written: list[Path] = []
     for name, group in groups.items():
         table = shift.shift_table(group, store)
         if not table.empty:
-            made = shift.shift_figure(table, f"Calibrated on another text (hatched): {group[0].model}")
-            written += _write(made, table, out_dir, f"calibration-shift-{group[0].model}-{name[:6]}")
-    return written
+            title = f"Calibrated on another text (hatched): {group[0].model}"
+            stem = file_name(f"calibration-shift-{group[0].model}-{name[:6]}")
+            yield Drawing(stem, table, shift.shift_figure, (title,))
 
 
 def _protocols(records: Iterable[Record]) -> list[list[Record]]:
@@ -98,45 +94,48 @@ def _quantized(group: Sequence[Record]) -> list[Record]:
     return [record for record in group if record.baseline_key is not None]
 
 
-def _errors(group: Sequence[Record], store: Store) -> Iterable[Made]:
+def _errors(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     runs = _quantized(group)
     for record in runs:
+        title = f"{errors.label(record)} bits on {record.model}: error by stages"
         table = errors.steps_table(record, store)
-        yield f"error-steps-{errors.label(record)}", errors.steps_figure(record, table), table
+        yield Drawing(f"error-steps-{errors.label(record)}", table, errors.steps_figure, (title,))
     if runs:
-        table = errors.places_table(runs, store)
-        yield "error-places", errors.places_figure(table, f"Errors on {_where(group)}"), table
+        title = f"Errors on {_where(group)}"
+        yield Drawing("error-places", errors.places_table(runs, store), errors.places_figure, (title,))
 
 
 def _where(group: Sequence[Record]) -> str:
     return f"{group[0].model}, {group[0].dataset}"
 
 
-def _norms(group: Sequence[Record], store: Store) -> Iterable[Made]:
+def _norms(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table = tni.norms_table(group[0], store)
-    yield "tni-boxes", tni.boxes_figure(table, f"Token norms over layers and heads: {_where(group)}"), table
-    yield "tni-heat", tni.heat_figure(table, f"Where tokens are low in norm: {_where(group)}"), table
+    where = _where(group)
+    yield Drawing("tni-boxes", table, tni.boxes_figure, (f"Token norms over layers and heads: {where}",))
+    yield Drawing("tni-heat", table, tni.heat_figure, (f"Where tokens are low in norm: {where}",))
     for record in _quantized(group):
+        title = f"{errors.label(record)} bits on {record.model}: ranges, bounds and errors"
         numbers = tni.groups_table(record, store)
-        yield f"tni-groups-{errors.label(record)}", tni.groups_figure(record, numbers), numbers
+        yield Drawing(f"tni-groups-{errors.label(record)}", numbers, tni.groups_figure, (title,))
 
 
-def _distributions(group: Sequence[Record], store: Store) -> Iterable[Made]:
+def _distributions(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     record = group[0]
-    table = distribution.closeness_table(record)
-    yield "distribution-kl", distribution.closeness_figure(table, f"Closeness to N(0, 1): {_where(group)}"), table
+    title = f"Closeness to N(0, 1): {_where(group)}"
+    yield Drawing("distribution-kl", distribution.closeness_table(record), distribution.closeness_figure, (title,))
     layers = distribution.layers_table(record, store)
     synthetic = errors.rows_of(record, store, "synthetic")
     title = f"NSN by layer: {_where(group)} (solid: keys, dotted: values, dashed: synthetic)"
-    yield "distribution-layers", distribution.layers_figure(layers, synthetic, title), layers
+    yield Drawing("distribution-layers", layers, distribution.layers_figure, (synthetic, title))
 
 
-def _memory(group: Sequence[Record], store: Store) -> Iterable[Made]:
+def _memory(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table = memory.memory_table(group, store)
-    yield "memory", memory.memory_figure(table, f"Bytes of the cache: {group[0].model}"), table
+    yield Drawing("memory", table, memory.memory_figure, (f"Bytes of the cache: {group[0].model}",))
 
 
-def _planes(group: Sequence[Record], store: Store) -> Iterable[Made]:
+def _planes(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table = errors.plane_table(_quantized(group), store)
     if table.empty:
         return
@@ -150,16 +149,16 @@ def _planes(group: Sequence[Record], store: Store) -> Iterable[Made]:
     )
     for quantity, title in parts:
         if quantity in table:
-            yield f"synthetic-{quantity}", errors.plane_figure(table, quantity, title), table
+            yield Drawing(f"synthetic-{quantity}", table, errors.plane_figure, (quantity, title))
 
 
-def _widths(group: Sequence[Record], store: Store) -> Iterable[Made]:
+def _widths(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table = valley.valley_table(group, store)
     if not table.empty and table["bits"].nunique() >= _FEWEST_WIDTHS:
-        yield "widths", valley.valley_figure(table, f"More bits, less loss? {_where(group)}"), table
+        yield Drawing("widths", table, valley.valley_figure, (f"More bits, less loss? {_where(group)}",))
 
 
-MAKERS: dict[str, Callable[[Sequence[Record], Store], Iterable[Made]]] = {
+MAKERS: dict[str, Callable[[Sequence[Record], Store], Iterable[Drawing]]] = {
     "error": _errors,
     "tni": _norms,
     "distribution": _distributions,
@@ -175,16 +174,23 @@ def write_embedding(store: Store, out_dir: Path) -> list[Path]:
     Raises:
         RecordError: as `write_diagnostics`.
     """
+    return write_drawings(embedding_drawings(store.scan()[0], store), out_dir)
+
+
+def embedding_drawings(records: Iterable[Record], store: Store) -> Iterator[Drawing]:
+    """The figures that `write_embedding` writes.
+
+    Raises:
+        RecordError: samples that are missing.
+    """
     groups: dict[str, list[Record]] = defaultdict(list)
-    for record in store.scan()[0]:
+    for record in records:
         if record.task == "distribution" and record.status == "done":
             name = run_key({"model": record.config.get("model"), "task": record.config.get("task")})
             groups[name].append(record)
-    written = []
     for name, group in groups.items():
-        table = distribution.embedding_table(group, store) if len({r.dataset for r in group}) > 1 else pd.DataFrame()
-        if not table.empty:
-            title = f"Tokens of {group[0].model}, layer {table['layer'].iloc[0]}, one head"
-            made = distribution.embedding_figure(table, title)
-            written += _write(made, table, out_dir, f"distribution-tsne-{group[0].model}-{name[:6]}")
-    return written
+        kept = distribution.kept_vectors(group, store) if len({r.dataset for r in group}) > 1 else pd.DataFrame()
+        if not kept.empty:
+            title = f"Tokens of {group[0].model}, layer {kept['layer'].iloc[0]}, one head"
+            stem = file_name(f"distribution-tsne-{group[0].model}-{name[:6]}")
+            yield Drawing(stem, kept, distribution.embedding_figure, (title,), distribution.embedding_table)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEPS = ("N", "NS", "NSN")
-_MOST_VECTORS = 1000
+_MOST_VECTORS, _FEWEST_VECTORS = 1000, 8
 
 
 def closeness_table(record: Record) -> pd.DataFrame:
@@ -161,13 +161,8 @@ def _cosines(axis: object, table: pd.DataFrame, synthetic: pd.DataFrame) -> None
             axis.axhline(value, color=colour(index), linewidth=0.6, linestyle="--")  # type: ignore[attr-defined]
 
 
-def embedding_table(records: Sequence[Record], store: Store, seed: int = 0) -> pd.DataFrame:
-    """t-SNE in two dimensions of the kept tokens of several corpora, keys and values apart.
-
-    Keys before RoPE, nothing normalized or rotated (NSNQuant, appendix G.2); one head of one layer.
-    """
-    from sklearn.manifold import TSNE
-
+def kept_vectors(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """The tokens that runs kept, of sides with enough of them, behind the name of the corpus; thinned to some."""
     kept = []
     for record in records:
         rows = rows_of(record, store, "vector")
@@ -175,18 +170,25 @@ def embedding_table(records: Sequence[Record], store: Store, seed: int = 0) -> p
             kept.append(rows.assign(dataset=record.dataset))
     if not kept:
         return pd.DataFrame()
-    every = pd.concat(kept, ignore_index=True)
+    sides = pd.concat(kept, ignore_index=True).groupby("side", sort=True)
+    parts = [part.iloc[:: max(1, len(part) // _MOST_VECTORS)] for _, part in sides]
+    parts = [part for part in parts if len(part) >= _FEWEST_VECTORS]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def embedding_table(kept: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
+    """t-SNE in two dimensions of the kept tokens of several corpora, keys and values apart.
+
+    Keys before RoPE, nothing normalized or rotated (NSNQuant, appendix G.2); one head of one layer.
+    """
+    from sklearn.manifold import TSNE
+
     out = []
-    for side, part in every.groupby("side", sort=True):
-        part = part.iloc[:: max(1, len(part) // _MOST_VECTORS)]
-        if len(part) < 8:
-            continue
+    for _, part in kept.groupby("side", sort=True):
         fit = TSNE(perplexity=min(30, (len(part) - 1) / 3), init="pca", random_state=seed)
         places = fit.fit_transform(np.array(part["values"].tolist(), dtype=np.float32))
-        out.append(
-            part.assign(side=side, x=places[:, 0], y=places[:, 1])[["dataset", "side", "layer", "position", "x", "y"]]
-        )
-    return pd.concat(out, ignore_index=True) if out else pd.DataFrame()
+        out.append(part.assign(x=places[:, 0], y=places[:, 1])[["dataset", "side", "layer", "position", "x", "y"]])
+    return pd.concat(out, ignore_index=True)
 
 
 def embedding_figure(table: pd.DataFrame, title: str) -> Figure:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from kvq.report.mosaic import Look, mosaic
 from kvq.report.style import colour, figure, marker, style, whole_numbers
 from kvq.results import Record, Store
 
@@ -19,7 +20,6 @@ _PANELS = (
     ("weight_kl", "KL of weights (nats/query)"),
     ("output_error", "error of output (relative)"),
 )
-_PLANE_COLUMNS = 4
 
 
 def label(record: Record) -> str:
@@ -29,7 +29,7 @@ def label(record: Record) -> str:
 
 def rows_of(record: Record, store: Store, kind: str) -> pd.DataFrame:
     """The samples of one kind of a run."""
-    return pd.DataFrame([row for row in store.samples(record.key) if row["kind"] == kind])
+    return pd.DataFrame([row for row in store.samples_of(record) if row["kind"] == kind])
 
 
 def labelled_rows(records: Sequence[Record], store: Store, kind: str) -> pd.DataFrame:
@@ -51,14 +51,14 @@ def steps_table(record: Record, store: Store) -> pd.DataFrame:
     return rows.groupby(names, sort=False)[quantities].mean().reset_index()
 
 
-def steps_figure(record: Record, table: pd.DataFrame) -> Figure:
+def steps_figure(table: pd.DataFrame, title: str) -> Figure:
     """Bars for every choice of stages: error of keys and values, of the weights and of the output."""
     with style():
         shown = table[table["side"] != "both"]
         arms = [(side, arm) for side in ("key", "value") for arm in dict.fromkeys(shown[shown["side"] == side]["arm"])]
         made = figure(2, 1.1 + 0.24 * len(arms))
         axes = made.subplots(1, 3, sharey=True)
-        for axis, (quantity, title) in zip(axes, _PANELS, strict=True):
+        for axis, (quantity, name) in zip(axes, _PANELS, strict=True):
             for index, rope in enumerate(("after", "before")):
                 values = []
                 for side, arm in arms:
@@ -67,13 +67,13 @@ def steps_figure(record: Record, table: pd.DataFrame) -> Figure:
                     values.append(math.nan if skip else float(found[quantity].iloc[0]))
                 places = [place + 0.2 * (2 * index - 1) for place in range(len(arms))]
                 axis.barh(places, values, 0.38, color=colour(index), label=f"quantized {rope} RoPE")
-            axis.set_xlabel(title.replace(" (", "\n("))
+            axis.set_xlabel(name.replace(" (", "\n("))
             axis.set_xlim(left=0)
             axis.grid(axis="x", linewidth=0.3)
         axes[0].set_yticks(range(len(arms)), [f"{side}: {arm}" for side, arm in arms])
         axes[0].set_ylim(len(arms) - 0.4, -0.6)
         made.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        made.suptitle(f"{label(record)} bits on {record.model}: error by stages", fontsize=8)
+        made.suptitle(title, fontsize=8)
     return made
 
 
@@ -138,39 +138,16 @@ def plane_figure(table: pd.DataFrame, quantity: str, title: str) -> Figure:
     """One panel per method: error over sink lowness (right: lower) and the size of outlier channels (up: larger)."""
     from matplotlib.colors import LogNorm
 
+    panels = [
+        (f"{method} bits", part.pivot(index="outliers", columns="lowness", values=quantity))
+        for method, part in table.groupby("method", sort=False)
+    ]
+    scale = LogNorm(max(float(table[quantity].min()), 1e-4), max(float(table[quantity].max()), 2e-4))
+    names = ("sink's norm: times smaller", "outlier channels: mean / deviation", "relative squared error per token")
     with style():
-        methods = list(dict.fromkeys(table["method"]))
-        columns = min(_PLANE_COLUMNS, len(methods))
-        lines = math.ceil(len(methods) / columns)
-        made = figure(2, 0.9 + 1.75 * lines)
-        axes = made.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
-        scale = LogNorm(max(float(table[quantity].min()), 1e-4), max(float(table[quantity].max()), 2e-4))
-        image: Any = None
-        for axis, method in zip(axes.flat, methods, strict=False):
-            grid = table[table["method"] == method].pivot(index="outliers", columns="lowness", values=quantity)
-            image = axis.imshow(grid.to_numpy(), norm=scale, origin="lower", aspect="auto")
-            for row in range(grid.shape[0]):
-                for column in range(grid.shape[1]):
-                    value = float(grid.iloc[row, column])
-                    text = f"{value:.2f}" if value < 10 else f"{value:.0f}"
-                    dark = scale(value) < 0.55
-                    axis.text(
-                        column,
-                        row,
-                        text.removeprefix("0"),
-                        ha="center",
-                        va="center",
-                        fontsize=5,
-                        color="white" if dark else "black",
-                    )
-            axis.set_title(f"{method} bits")
-            axis.set_xticks(range(grid.shape[1]), [f"{value:g}" for value in grid.columns])
-            axis.set_yticks(range(grid.shape[0]), [f"{value:g}" for value in grid.index])
-            axis.spines[:].set_visible(False)
-        for axis in axes.flat[len(methods) :]:
-            axis.set_axis_off()
-        made.supxlabel("sink's norm: times smaller", fontsize=8)
-        made.supylabel("outlier channels: mean / deviation", fontsize=8)
-        made.colorbar(image, ax=axes, label="relative squared error per token", shrink=0.9, aspect=12 * lines)
-        made.suptitle(title, fontsize=8)
-    return made
+        return mosaic(panels, Look(scale, *names, _short), title, down=False)
+
+
+def _short(value: float) -> str:
+    """An error in three characters."""
+    return (f"{value:.2f}" if value < 9.995 else f"{value:.0f}").removeprefix("0")

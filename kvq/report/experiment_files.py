@@ -236,7 +236,7 @@ def write_experiments(
     files[INDEX] = "\n".join(lines) + "\n"
     try:
         for name, text in files.items():
-            write_file(out_dir / name, text.encode("utf-8"))
+            write_file(out_dir / name, text.encode("utf-8"), durable=False)
     except OSError as error:
         raise RecordError(f"tables: cannot write under '{out_dir}': {cause(error)}") from error
     return [out_dir / name for name in files]

@@ -7,9 +7,9 @@ its numbers beside it as CSV.
 from __future__ import annotations
 
 import argparse
-import math
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,17 @@ import pandas as pd
 
 from kvq.errors import KvqError, RecordError
 from kvq.report import loss_figures as losses
-from kvq.report.diagnostics import file_name, write_diagnostics, write_embedding
+from kvq.report.diagnostics import diagnostic_drawings, embedding_drawings, file_name
+from kvq.report.drawing import Drawing, cores, write_drawings
 from kvq.report.layout import Row, Table, Tables
-from kvq.report.style import save
+from kvq.report.mosaic import Look, mosaic
+from kvq.report.style import style
 from kvq.report.tables import build_tables
 from kvq.results import Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLUMNS = 4
 _OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
 
 
@@ -36,7 +37,7 @@ def needle_grid(rows: Sequence[Row], store: Store) -> pd.DataFrame:
     for row in rows:
         if row.record.status != "done":
             continue
-        samples = [sample for sample in store.samples(row.record.key) if "skipped" not in sample]
+        samples = [sample for sample in store.samples_of(row.record) if "skipped" not in sample]
         cells = sorted({(sample["length"], sample["depth"]) for sample in samples})
         for length, depth in cells:
             here = [sample["outcome"] for sample in samples if (sample["length"], sample["depth"]) == (length, depth)]
@@ -49,27 +50,14 @@ def needle_grid(rows: Sequence[Row], store: Store) -> pd.DataFrame:
 
 def heat_map(grid: pd.DataFrame, title: str) -> Figure:
     """One panel per run: the share of needles found, depth (top: start of the haystack) by length."""
-    from matplotlib.figure import Figure
+    from matplotlib.colors import Normalize
 
-    panels = list(grid.groupby(["method", "bits"], sort=False))
-    columns = min(_COLUMNS, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(0.6 + 2.2 * columns, 0.9 + 1.9 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False)
-    image: Any = None
-    for axis, ((method, bits), cells) in zip(axes.flat, panels, strict=False):
-        table = cells.pivot(index="depth", columns="length", values="hit")
-        image = axis.imshow(table.to_numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        axis.set_title(f"{method} {bits}", fontsize=8)
-        axis.set_xticks(range(table.shape[1]), [str(length) for length in table.columns], fontsize=7)
-        axis.set_yticks(range(table.shape[0]), [f"{depth:g}" for depth in table.index], fontsize=7)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    figure.supxlabel("length (tokens)", fontsize=8)
-    figure.supylabel("depth", fontsize=8)
-    figure.suptitle(title, fontsize=9)
-    figure.colorbar(image, ax=axes, label="needles found", shrink=0.8)
-    return figure
+    panels = [
+        (f"{method} {bits}", cells.pivot(index="depth", columns="length", values="hit"))
+        for (method, bits), cells in grid.groupby(["method", "bits"], sort=False)
+    ]
+    with style():
+        return mosaic(panels, Look(Normalize(0, 1), "length (tokens)", "depth", "needles found"), title, down=True)
 
 
 _TOO_FEW = "dispersion and Δperplexity: {} models with records; a rank correlation needs 3"
@@ -89,30 +77,36 @@ def write_figures(tables: Tables, store: Store, out_dir: Path, skipped: list[str
     Raises:
         RecordError: samples that are missing, or a folder that cannot be written.
     """
-    written: list[Path] = []
+    return write_drawings(table_drawings(tables, store, skipped), out_dir)
+
+
+def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = None) -> Iterator[Drawing]:
+    """The figures that `write_figures` writes.
+
+    Raises:
+        RecordError: samples that are missing, where `skipped` is None.
+    """
     for table in tables.tables:
         try:
-            if _is_of_needles(table):
-                grid = needle_grid(table.rows, store)
-                written += save(heat_map(grid, table.title), grid, out_dir, table.slug) if not grid.empty else []
+            grid = needle_grid(table.rows, store) if _is_of_needles(table) else None
         except RecordError as error:
             if skipped is None:
                 raise
             skipped.append(str(error))
-        written += _losses(table, out_dir)
-    return written
+            grid = None
+        if grid is not None and not grid.empty:
+            yield Drawing(table.slug, grid, heat_map, (table.title,))
+        yield from _losses(table)
 
 
-def _losses(table: Table, out_dir: Path) -> list[Path]:
-    written: list[Path] = []
+def _losses(table: Table) -> Iterator[Drawing]:
     numbers = losses.pareto_table(table)
     if len(numbers) > 1:
-        made = losses.pareto_figure(numbers, f"Loss and bits: {table.title}")
-        written += save(made, numbers, out_dir, file_name(f"pareto-{table.slug}"))
+        title = f"Loss and bits: {table.title}"
+        yield Drawing(file_name(f"pareto-{table.slug}"), numbers, losses.pareto_figure, (title,))
     for name, bars in losses.variants(table):
-        made = losses.variants_figure(bars, f"Variants of {name}: {table.title}")
-        written += save(made, bars, out_dir, file_name(f"variants-{name}-{table.slug}"))
-    return written
+        title = f"Variants of {name}: {table.title}"
+        yield Drawing(file_name(f"variants-{name}-{table.slug}"), bars, losses.variants_figure, (title,))
 
 
 def _is_of_needles(table: Table) -> bool:
@@ -126,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
     )
     parser.add_argument("--out", type=Path, help="folder for the figures (default: figures/ in the results folder)")
+    parser.add_argument(
+        "--jobs", type=int, default=1 if arguments else cores(), help="processes that draw (default: one for each core)"
+    )
     given = parser.parse_args(arguments)
     store, out = Store(given.results), given.out or given.results / "figures"
     skipped: list[str] = []
@@ -135,9 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"skipped {broken.path}: {broken.reason}", file=sys.stderr)
         if not tables.tables:
             raise RecordError(f"no records to draw under '{store.runs}': run a sweep first, such as -m method=nsn,kivi")
-        paths = write_figures(tables, store, out, skipped)
-        paths += write_diagnostics(store, out, skipped)
-        paths += write_embedding(store, out)
+        records = sorted((row.record for table in tables.tables for row in table.rows), key=lambda record: record.key)
+        drawings = itertools.chain(
+            embedding_drawings(records, store),
+            table_drawings(tables, store, skipped),
+            diagnostic_drawings(records, store, skipped),
+        )
+        paths = write_drawings(drawings, out, given.jobs)
     except KvqError as error:
         print(error, file=sys.stderr)
         return 1

@@ -29,7 +29,7 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
             grid = needle_grid([Row(record, record.method, record.bits)], store)
             return [] if grid.empty else [("needles", heat_map(grid, _title(record)))]
         made = MAKERS[record.task]([record], store) if record.task in MAKERS else []
-        return [(name, drawn) for name, drawn, _ in made if drawn is not None]
+        return [(drawing.stem, drawn) for drawing in made if (drawn := drawing.figure()) is not None]
     except (RecordError, KeyError):
         return []
 
@@ -40,7 +40,7 @@ def _title(record: Record) -> str:
 
 def windows_table(record: Record, store: Store) -> pd.DataFrame:
     """One line per window of a perplexity run: loss, and KL divergence from full precision, in nats per token."""
-    rows = [row for row in store.samples(record.key) if row.get("tokens")]
+    rows = [row for row in store.samples_of(record) if row.get("tokens")]
     lines = [
         {"window": row["window"], "nll": row["nll"] / row["tokens"], "kl": row.get("kl", 0.0) / row["tokens"]}
         for row in rows

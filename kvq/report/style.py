@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from kvq.errors import RecordError
+from kvq.report.fonts import cut_once
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
 
@@ -25,6 +27,8 @@ MOST_LINES = 16
 """More lines than this cannot be told apart; the numbers beside a figure hold all."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _SETTINGS: Any = {
+    # One font, which comes with matplotlib: the list of others is searched for every text, and differs by machine.
+    "font.family": ["DejaVu Sans"],
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,
@@ -43,7 +47,7 @@ _SETTINGS: Any = {
 
 _DPI = 200
 # Without dates and versions the same records give the same bytes.
-_METADATA: Any = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
+_METADATA: Any = {"CreationDate": None, "Producer": None}
 
 
 @contextmanager
@@ -80,31 +84,42 @@ def whole_numbers(axis: Any) -> None:
 def _as_it_is(made: Figure) -> None:
     """Text of records is no formula: a dollar sign in a name shows as one. Ticks of logarithmic axes are formulas."""
     from matplotlib.text import Text
-    from matplotlib.ticker import FixedFormatter
+    from matplotlib.ticker import FuncFormatter
 
-    for text in made.findobj(Text):
-        if "$" in text.get_text() and not text.get_text().startswith("$\\mathdefault"):
-            text.set_parse_math(False)
+    texts = [*made.texts, *(text for legend in made.legends for text in legend.get_texts())]
     for axes in made.axes:
+        # Not the ticks: asking for them makes them, hundreds in a figure that may show none.
+        texts += [child for child in axes.get_children() if isinstance(child, Text)]
+        texts += [axes.xaxis.label, axes.yaxis.label]
+        texts += axes.legend_.get_texts() if axes.legend_ else []
         for axis in (axes.xaxis, axes.yaxis):
-            formatter = axis.get_major_formatter()
-            if isinstance(formatter, FixedFormatter):
-                formatter.seq = [str(label).replace("$", r"\$") for label in formatter.seq]
+            named = isinstance(axis.get_major_formatter(), FuncFormatter)  # what `set_xticks` makes of labels
+            texts += axis.get_majorticklabels() if named else []
+    for text in texts:
+        if "$" in text.get_text():
+            text.set_parse_math(False)
 
 
-def _rendered(made: Figure, kind: str, metadata: Any) -> bytes:
-    """The bytes of a file; by the canvas itself, because `savefig` would draw each figure twice."""
+def _rendered(made: Figure) -> dict[str, bytes]:
+    """The bytes of a PNG and a PDF file; by the canvas itself, because `savefig` would draw each figure twice."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
+    from PIL import Image
 
-    buffer = io.BytesIO()
+    png, pdf = io.BytesIO(), io.BytesIO()
     with style():
-        if kind == "pdf":
-            FigureCanvasPdf(made).print_pdf(buffer, metadata=metadata)
-        else:
-            made.dpi = _DPI
-            FigureCanvasAgg(made).print_png(buffer, metadata=metadata)
-    return buffer.getvalue()
+        made.dpi = _DPI
+        canvas = FigureCanvasAgg(made)
+        # Laid out once for both files, and by the renderer that draws next: it has measured the texts already.
+        if engine := made.get_layout_engine():
+            engine.execute(made)
+        made.set_layout_engine("none")
+        canvas.draw()
+        opaque = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
+        Image.fromarray(opaque).save(png, format="png", dpi=(_DPI, _DPI))
+        with cut_once():
+            FigureCanvasPdf(made).print_pdf(pdf, metadata=_METADATA)
+    return {"pdf": pdf.getvalue(), "png": png.getvalue()}
 
 
 def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
@@ -116,15 +131,12 @@ def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) ->
     files = {"csv": numbers.to_csv(index=False, lineterminator="\n").encode()}
     if made is not None:
         _as_it_is(made)
-        with style():
-            made.draw_without_rendering()
-        made.set_layout_engine("none")  # laid out once, for both files
-        files |= {kind: _rendered(made, kind, metadata) for kind, metadata in _METADATA.items()}
+        files |= _rendered(made)
     written = []
     for kind, content in files.items():
         path = folder / f"{stem}.{kind}"
         try:
-            write_file(path, content)
+            write_file(path, content, durable=False)
         except OSError as error:
             raise RecordError(f"figures: cannot write under '{folder}': {cause(error)}") from error
         written.append(path)

@@ -50,12 +50,29 @@ def build_tables(
     present = {record.key for record in records}
     for plan in {plan.key: plan for plan in planned if plan.key not in present}.values():
         missing[_protocol_key(plan)].append(plan)
-    comparisons = Comparisons(store.samples)
+    read = {record.key: record for record in records}
+    comparisons = Comparisons(lambda key: store.samples_of(read[key]) if key in read else store.samples(key))
+    stale = _asked_once(stale)
     tables = [
         _table(protocol, groups.get(protocol, []), missing.get(protocol, []), comparisons, stale)
         for protocol in sorted(groups.keys() | missing.keys())
     ]
     return Tables(tuple(sorted(tables, key=lambda table: table.slug)), tuple(broken))
+
+
+def _asked_once(stale: Callable[[Record], bool]) -> Callable[[Record], bool]:
+    """`is_stale` reads source files, which most records share; another judge may go by anything of a record."""
+    if stale is not is_stale:
+        return stale
+    known: dict[tuple[str, ...], bool] = {}
+
+    def asked(record: Record) -> bool:
+        made_by = (record.source_hash, *record.source_modules)
+        if made_by not in known:
+            known[made_by] = is_stale(record)
+        return known[made_by]
+
+    return asked
 
 
 def _protocol(run: Record | Planned) -> dict[str, Any]:
@@ -91,6 +108,7 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
     baselines = {record.baseline_key for record in records} | {r.key for r in records if r.method == "fp16"}
     names = _names(records)
     done = [record for record in records if record.status == "done" and record.key not in baselines]
+    measured = {record.key for record in done}
     best = frontier(done, comparisons)
     corrected = holm({r.key: r.metrics["p_value"] for r in done if "p_value" in r.metrics})
     ordered = sorted(records, key=lambda r: (r.key not in baselines, names[r.key], by_bits(r.bits), r.key))
@@ -98,7 +116,7 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
     footnotes = 0
     for record in ordered:
         baseline = record.key in baselines
-        noise = record in done and is_noise(record, corrected.get(record.key))
+        noise = record.key in measured and is_noise(record, corrected.get(record.key))
         footnotes += record.status != "done"
         rows.append(
             Row(

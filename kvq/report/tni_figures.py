@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvq.report.error_figures import label, rows_of
+from kvq.report.error_figures import rows_of
 from kvq.report.style import colour, figure, style, whole_numbers
 from kvq.results import Record, Store
 
@@ -109,7 +109,7 @@ def groups_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.concat([part for part in found if not part.empty], ignore_index=True)
 
 
-def groups_figure(record: Record, table: pd.DataFrame) -> Figure:
+def groups_figure(table: pd.DataFrame, title: str) -> Figure:
     """Ranges through the stages; error of key groups by bound and norm spread; the sinks' groups without them."""
     with style():
         made = figure(2, 4.6)
@@ -156,7 +156,7 @@ def groups_figure(record: Record, table: pd.DataFrame) -> Figure:
         if handles and len(handles) <= 8:
             axes[1, 0].legend(handles, labels, loc="best", handletextpad=0.1)
         _without(axes[1, 1], table[table["kind"] == "without"])
-        made.suptitle(f"{label(record)} bits on {record.model}: ranges, bounds and errors", fontsize=8)
+        made.suptitle(title, fontsize=8)
     return made
 
 

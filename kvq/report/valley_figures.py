@@ -54,7 +54,7 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
 def _paired(record: Record, before: Record, store: Store) -> tuple[float, float]:
     """Change of the loss from one run to another on the same windows, and its error; none: infinite."""
     try:
-        found = delta_nll_of_samples(store.samples(record.key), store.samples(before.key))
+        found = delta_nll_of_samples(store.samples_of(record), store.samples_of(before))
     except RecordError:
         return math.nan, math.inf
     return found.value, math.inf if found.standard_error is None else found.standard_error

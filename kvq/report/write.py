@@ -54,7 +54,7 @@ def write(tables: Tables, out_dir: str | os.PathLike[str], source: Path) -> list
     try:
         former = _listed(folder / INDEX) - {table.slug for table in tables.tables}
         for name, text in {**files, INDEX: formats.index(tables)}.items():
-            write_file(folder / name, text.encode("utf-8"))
+            write_file(folder / name, text.encode("utf-8"), durable=False)
         for slug in former:
             for suffix in (".md", ".csv", ".tex"):
                 (folder / f"{slug}{suffix}").unlink(missing_ok=True)

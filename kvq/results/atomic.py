@@ -10,8 +10,10 @@ from pathlib import Path
 TEMPORARY = ".tmp"
 
 
-def write_temporary(folder: Path, name: str, content: bytes) -> Path:
+def write_temporary(folder: Path, name: str, content: bytes, durable: bool = True) -> Path:
     """Write and sync `folder/.<name>.<random>.tmp`; rename it into place. Removed again when writing fails.
+
+    `durable=False`: not synced.
 
     Raises:
         OSError: the folder cannot be written or the disk is full.
@@ -23,7 +25,8 @@ def write_temporary(folder: Path, name: str, content: bytes) -> Path:
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
     except BaseException:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -40,17 +43,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes, durable: bool = True) -> None:
     """Put `content` at `path`, making its folder; what was there is replaced in one step or stays.
+
+    `durable=False`, for what can be made again: a loss of power may leave the file empty, a kill does not.
 
     Raises:
         OSError: as in `write_temporary`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = write_temporary(path.parent, path.name, content)
+    temporary = write_temporary(path.parent, path.name, content, durable)
     try:
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)

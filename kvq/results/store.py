@@ -99,9 +99,17 @@ class Store:
         record = self.get(key)
         if record is None:
             raise RecordError(f"no record '{key}' under {self.runs}")
+        return self.samples_of(record)
+
+    def samples_of(self, record: Record) -> list[dict[str, Any]]:
+        """Return the samples of a record that is read already; an empty list when it was stored without.
+
+        Raises:
+            RecordError: samples that are missing, torn or not those of the record.
+        """
         if record.samples_sha256 is None:
             return []
-        path = self.samples_path(key)
+        path = self.samples_path(record.key)
         try:
             content = path.read_bytes()
             if hashlib.sha256(content).hexdigest() != record.samples_sha256:

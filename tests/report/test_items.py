@@ -130,18 +130,18 @@ def test_the_heat_map_is_the_samples(store: Store, tmp_path: Path, capsys: pytes
     assert cell[1.0]["hit"] == cell[1.0]["bit_mixing"] == 0.5
     assert cell[0.0]["items"] == 2
     figure = heat_map(grid, table.title)
-    titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
+    titles = [text.get_text() for text in figure.axes[0].texts]
     assert titles == ["fp16 float32", "kivi 2", "kivi 4", "nsn 2"]
     folder = tmp_path / "results"
     assert figures_main(["--results", str(folder)]) == 0
-    figures = {path.suffix: path.read_bytes() for path in (folder / "figures").iterdir()}
+    figures = {path.suffix: path.read_bytes() for path in (folder / "figures").glob("[!.]*")}
     assert set(figures) == {".csv", ".pdf", ".png"}
     assert figures[".png"][:4] == b"\x89PNG"
     assert figures[".pdf"][:4] == b"%PDF"
     assert len(figures[".csv"].splitlines()) == 17
     assert all(f"figures/{table.slug}{kind}" in capsys.readouterr().out for kind in ())
     assert figures_main(["--results", str(folder)]) == 0
-    assert {path.suffix: path.read_bytes() for path in (folder / "figures").iterdir()} == figures
+    assert {path.suffix: path.read_bytes() for path in (folder / "figures").glob("[!.]*")} == figures
     store.samples_path(table.rows[0].record.key).unlink()
     capsys.readouterr()
     assert figures_main(["--results", str(folder)]) == 1

@@ -71,7 +71,7 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
         if drawn and _newest(store) > min(path.stat().st_mtime for path in drawn) + _AT_ONCE_SECONDS:
             warnings.append("figures: some are older than the newest record; draw them again")
         content = render(tables, embed(drawn), warnings).encode("utf-8")
-        write_file(out, content)
+        write_file(out, content, durable=False)
     except OSError as error:
         raise RecordError(f"report: cannot write '{out}': {cause(error)}") from error
     return Written(out, sum(len(table.rows) for table in tables.tables), len(content), tuple(warnings))
