@@ -11,15 +11,17 @@ import pandas as pd
 
 from kvq.errors import RecordError
 from kvq.report.cells import DASH, fixed
+from kvq.report.escapes import escape_markdown, one_line
 from kvq.report.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
-from kvq.report.formats import escape_latex, escape_markdown, one_line
+from kvq.report.latex import PREAMBLE, Sheet, floats
 from kvq.report.reference import AXES, Reference
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
 
 INDEX = "index.md"
 _SHOWN_COMMANDS = 3
-_OWN = ("Not measured: ", "Run: ")
+_BITS = ("published bits", "measured bits", "effective bits")
+_OWN = ("Not measured: ", "Run: ", "The other ")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Grid:
         lines.append([*row, *_bits(here, printed), *shown])
     what = ", ".join(filter(None, ["measured / published / difference" if printed else "measured", experiment.units]))
     names = [", ".join(filter(None, title)) or what for title in titles]
-    bits = ["published bits"] * printed + ["measured bits", "effective bits"]
+    bits = [*_BITS[:1]] * printed + [*_BITS[1:]]
     title = ": ".join(filter(None, [experiment.title, "; ".join(filter(None, [section, *alone]))]))
     notes = [f"Cells: {what}."] if columns else []
     return Grid(title, [*rows, *bits, *names], lines, len(rows), [*notes, *_notes(experiment, cells, numbers)])
@@ -153,19 +155,20 @@ def _as_code(note: str) -> str:
 
 
 def latex(experiment: Experiment, grids: Sequence[Grid]) -> str:
-    """The tables for a paper, with booktabs."""
-    lines = ["% needs \\usepackage{booktabs}"]
-    for grid in grids:
-        frame = pd.DataFrame(
-            [[escape_latex(cell) for cell in row] for row in grid.rows],
-            columns=[escape_latex(title) for title in grid.header],
-            dtype=object,
+    """The tables for a paper, with booktabs; commands of what is missing are comments."""
+    lines = [PREAMBLE]
+    for index, grid in enumerate(grids):
+        sheet = Sheet(
+            caption=grid.title,
+            label=f"tab:{slug(experiment)}" + (f"-{index + 1}" if len(grids) > 1 else ""),
+            header=grid.header,
+            rows=grid.rows,
+            labels=grid.labels + sum(title in _BITS for title in grid.header),
+            left=frozenset(range(grid.labels)),
+            notes=[note for note in grid.notes if not note.startswith(_OWN)],
+            comments=[note for note in grid.notes if note.startswith(_OWN)],
         )
-        form = "".join("l" if index < grid.labels else "r" for index in range(len(grid.header)))
-        lines += ["\\begin{table}", "\\centering", "\\small", f"\\caption{{{escape_latex(grid.title)}}}"]
-        lines.append(frame.to_latex(index=False, escape=False, column_format=form).rstrip("\n"))
-        lines += [f"\n\\par\\footnotesize {escape_latex(note)}" for note in grid.notes]
-        lines += ["\\end{table}", ""]
+        lines.append(floats(sheet))
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
-
 import pandas as pd
 
 from kvq.report.cells import Cell, columns_of, is_of_items
+from kvq.report.escapes import escape_markdown, one_line
+from kvq.report.latex import PREAMBLE, Sheet, floats
 from kvq.report.layout import Table, Tables
 
 CSV_METRICS = (
@@ -26,49 +25,6 @@ CSV_METRICS = (
     "scored_tokens",
     "windows",
 )
-_LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "{": r"\{",
-        "}": r"\}",
-        "$": r"\$",
-        "&": r"\&",
-        "%": r"\%",
-        "#": r"\#",
-        "_": r"\_",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-        "[": "{[}",  # bare, a row that starts with [ is read as the optional argument of the \\ before it
-        "]": "{]}",
-        "Δ": r"$\Delta$",
-        "±": r"$\pm$",
-        "≈": r"$\approx$",
-        "†": r"\textdagger{}",
-        "–": "--",
-    }
-)
-# An underscore between letters or digits starts no emphasis, and names stay readable as they are.
-_MARKDOWN = re.compile(r"[\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-
-
-def one_line(text: str) -> str:
-    """`text` on one line, without control characters."""
-    spaced = " ".join(text.split())
-    return "".join(character for character in spaced if unicodedata.category(character)[0] != "C")
-
-
-def escape_markdown(text: str) -> str:
-    """Text that Markdown shows as it is, also in a table's cell."""
-    html = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _MARKDOWN.sub(lambda match: f"\\{match[0]}", html)
-
-
-def escape_latex(text: str) -> str:
-    """Text that LaTeX shows as it is; signs used by the tables become their commands."""
-    return one_line(text).translate(_LATEX)
 
 
 def markdown(table: Table) -> str:
@@ -121,24 +77,20 @@ def csv(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """The table for a paper, with booktabs; its caption names the protocol's runs, its notes stand below."""
-
-    def shown(cell: Cell) -> str:
-        text = escape_latex(cell.text)
-        return rf"\textbf{{{text}}}" if cell.bold else text
-
+    """The table for a paper, with booktabs: its caption names the protocol's runs, its notes stand below."""
     columns = columns_of(table)
-    frame = pd.DataFrame(
-        [[shown(column.cell(row)) for column in columns] for row in table.rows],
-        columns=[escape_latex(column.title) for column in columns],
-        dtype=object,
+    cells = [[column.cell(row) for column in columns] for row in table.rows]
+    sheet = Sheet(
+        caption=table.title,
+        label=f"tab:{table.slug}",
+        header=[column.title for column in columns],
+        rows=[[cell.text for cell in row] for row in cells],
+        labels=2,
+        left=frozenset(index for index, column in enumerate(columns) if not column.numeric),
+        bold=frozenset((r, c) for r, row in enumerate(cells) for c, cell in enumerate(row) if cell.bold),
+        notes=table.notes,
     )
-    alignment = "".join("r" if column.numeric else "l" for column in columns)
-    tabular = frame.to_latex(index=False, escape=False, column_format=alignment)
-    lines = ["% needs \\usepackage{booktabs}", "\\begin{table}", "\\centering", "\\small"]
-    lines += [f"\\caption{{{escape_latex(table.title)}}}", f"\\label{{tab:{table.slug}}}", tabular.rstrip("\n")]
-    lines += [f"\n\\par\\footnotesize {escape_latex(note)}" for note in table.notes]
-    return "\n".join([*lines, "\\end{table}"]) + "\n"
+    return f"{PREAMBLE}\n{floats(sheet)}"
 
 
 def index(tables: Tables) -> str:

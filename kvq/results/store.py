@@ -114,7 +114,8 @@ class Store:
             content = path.read_bytes()
             if hashlib.sha256(content).hexdigest() != record.samples_sha256:
                 raise RecordError(f"samples {path} are not those of their record: run it again with force=true")
-            return [json.loads(line) for line in content.splitlines()]
+            rows: list[dict[str, Any]] = json.loads(b"[" + b",".join(content.splitlines()) + b"]")
+            return rows
         except (OSError, ValueError) as error:
             raise RecordError(f"cannot read samples {path}: {cause(error)}") from error
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from kvq.report.formats import one_line
+from kvq.report.escapes import one_line
 
 ARXIV = re.compile(r"\d{4}\.\d{4,5}\Z")
 # Inside a script element these could end it or begin another; in JSON their escapes mean the same.

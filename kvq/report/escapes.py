@@ -1,0 +1,69 @@
+"""Text of records as Markdown and LaTeX show it: nothing in it is markup."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "{": r"\{",
+        "}": r"\}",
+        "$": r"\$",
+        "&": r"\&",
+        "%": r"\%",
+        "#": r"\#",
+        "_": r"\_",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "`": r"\textasciigrave{}",
+        "[": "{[}",  # bare, a row that starts with [ is read as the optional argument of the \\ before it
+        "]": "{]}",
+        "Δ": r"$\Delta$",
+        "±": r"$\pm$",
+        "≈": r"$\approx$",
+        "×": r"$\times$",
+        "≤": r"$\leq$",
+        "≥": r"$\geq$",
+        "→": r"$\rightarrow$",
+        "←": r"$\leftarrow$",
+        "−": r"\textminus{}",
+        "µ": r"\textmu{}",
+        "μ": r"\textmu{}",
+        "·": r"\textperiodcentered{}",
+        "°": r"\textdegree{}",
+        "…": r"\textellipsis{}",
+        "†": r"\textdagger{}",
+        "–": r"\textendash{}",
+        "—": r"\textemdash{}",
+    }
+)
+# Letters that pdflatex knows in any encoding of fonts. What is neither here nor above is named by its number, so that
+# a name in another script compiles.
+_UNKNOWN = re.compile(r"[^\x00-\x7fÀ-ÏÑ-ÖØ-Ýß-ïñ-öø-ýÿ]")
+# An underscore between letters or digits starts no emphasis, and names stay readable as they are.
+_MARKDOWN = re.compile(r"[\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+
+
+def one_line(text: str) -> str:
+    """`text` on one line, without control characters."""
+    spaced = " ".join(text.split())
+    return "".join(character for character in spaced if unicodedata.category(character)[0] != "C")
+
+
+def escape_markdown(text: str) -> str:
+    """Text that Markdown shows as it is, also in a table's cell."""
+    html = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _MARKDOWN.sub(lambda match: f"\\{match[0]}", html)
+
+
+def escape_latex(text: str) -> str:
+    """Text that LaTeX shows as it is; signs used by the tables become their commands."""
+    escaped = (
+        one_line(text).translate(_LATEX).replace("--", "-{}-").replace("--", "-{}-")
+    )  # two make a dash of another length
+    return _UNKNOWN.sub(lambda found: rf"\texttt{{U+{ord(found[0]):04X}}}", escaped)
