@@ -97,9 +97,14 @@ def measured(table: Table) -> list[Column]:
     """A column for each metric of a diagnostic task, with its unit."""
     units = {name: unit for row in table.rows for name, unit in row.record.units.items()}
     names = [name for row in table.rows if not row.baseline for name in row.record.metrics]
-    names = list(dict.fromkeys(names or [name for row in table.rows for name in row.record.metrics]))
+    names = sorted(set(names or [name for row in table.rows for name in row.record.metrics]), key=_natural)
     titles = {name: f"{name} ({unit})" if (unit := units.get(name, "1")) != "1" else name for name in names}
     return [Column(titles[name], name, _metric(name, 4)) for name in names]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key under which 512 comes before 1024."""
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
 def is_of_items(table: Table) -> bool:

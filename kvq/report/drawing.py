@@ -54,6 +54,11 @@ class Drawing:
     arguments: tuple[str | pd.DataFrame, ...] = ()
     derive: Callable[[pd.DataFrame], pd.DataFrame] | None = None
 
+    @property
+    def title(self) -> str:
+        """What the figure is called."""
+        return next((part for part in reversed(self.arguments) if isinstance(part, str)), self.stem)
+
     def numbers(self) -> pd.DataFrame:
         """The figure's numbers."""
         return self.table if self.derive is None else self.derive(self.table)

@@ -19,6 +19,7 @@ from kvq.errors import KvqError, RecordError
 from kvq.report import loss_figures as losses
 from kvq.report.diagnostics import diagnostic_drawings, embedding_drawings, file_name
 from kvq.report.drawing import Drawing, cores, write_drawings
+from kvq.report.figure_index import Noted
 from kvq.report.layout import Row, Table, Tables
 from kvq.report.mosaic import Look, mosaic
 from kvq.report.style import style
@@ -133,12 +134,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not tables.tables:
             raise RecordError(f"no records to draw under '{store.runs}': run a sweep first, such as -m method=nsn,kivi")
         records = sorted((row.record for table in tables.tables for row in table.rows), key=lambda record: record.key)
-        drawings = itertools.chain(
-            embedding_drawings(records, store),
-            table_drawings(tables, store, skipped),
-            diagnostic_drawings(records, store, skipped),
+        drawings = Noted(
+            itertools.chain(
+                embedding_drawings(records, store),
+                table_drawings(tables, store, skipped),
+                diagnostic_drawings(records, store, skipped),
+            )
         )
         paths = write_drawings(drawings, out, given.jobs)
+        paths.append(drawings.write(out))
     except KvqError as error:
         print(error, file=sys.stderr)
         return 1

@@ -112,7 +112,7 @@ def _decode_mode(rows: Sequence[Row]) -> Iterator[str]:
 def _bit_widths(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
     methods: dict[str, list[Record]] = defaultdict(list)
     for row in rows:
-        if row.record.status == "done" and not row.baseline and "items" not in row.record.metrics:
+        if row.record.status == "done" and not row.baseline and "perplexity" in row.record.metrics:
             methods[row.name].append(row.record)
     falls, exceptions = 0, []
     for name in sorted(methods):

@@ -8,6 +8,7 @@ import pandas as pd
 
 from kvq.errors import RecordError
 from kvq.report.diagnostics import MAKERS
+from kvq.report.error_figures import label
 from kvq.report.figures import heat_map, needle_grid
 from kvq.report.layout import Row
 from kvq.report.style import colour, figure, style
@@ -29,7 +30,9 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
             grid = needle_grid([Row(record, record.method, record.bits)], store)
             return [] if grid.empty else [("needles", heat_map(grid, _title(record)))]
         made = MAKERS[record.task]([record], store) if record.task in MAKERS else []
-        return [(drawing.stem, drawn) for drawing in made if (drawn := drawing.figure()) is not None]
+        # One name for what every run has, so that runs can be laid side by side.
+        named = ((drawing.stem.removesuffix(f"-{label(record)}"), drawing.figure()) for drawing in made)
+        return [(name, drawn) for name, drawn in named if drawn is not None]
     except (RecordError, KeyError):
         return []
 

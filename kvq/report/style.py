@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -26,6 +28,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MOST_LINES = 16
 """More lines than this cannot be told apart; the numbers beside a figure hold all."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+# Families that most figures show: solid, each with a colour of its own. Others are dashed.
+_SOLID = ("nsnquant", "oscar", "nsn", "quarot", "kivi", "turboquant", "fp16", "rtn")
+_DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SETTINGS: Any = {
     # One font, which comes with matplotlib: the list of others is searched for every text, and differs by machine.
     "font.family": ["DejaVu Sans"],
@@ -76,6 +81,43 @@ def marker(index: int) -> str:
     return MARKERS[index % len(MARKERS)]
 
 
+class Line(NamedTuple):
+    """How a method is drawn: the colour and dashes of its family, a marker that no other of its colour has."""
+
+    color: str
+    linestyle: Any
+    marker: str
+
+
+def lines_of(methods: Iterable[str]) -> dict[str, Line]:
+    """A look for each method, by name. Those of one family (`nsn`, `nsn/arm_a`) share colour and dashes.
+
+    A family looks the same in every figure, unless two of one figure want the same look: it comes from its name.
+    """
+    names = sorted(set(methods))
+    taken: dict[str, int] = {}
+    for family in sorted({name.partition("/")[0] for name in names}, key=lambda name: (name not in _SOLID, name)):
+        wanted = _SOLID.index(family) if family in _SOLID else zlib.crc32(family.encode()) % (len(COLOURS) * 2)
+        first = 0 if family in _SOLID else len(COLOURS)
+        places = len(COLOURS) * len(_DASHES) - first
+        free = [place for step in range(places) if (place := first + (wanted + step) % places) not in taken.values()]
+        taken[family] = free[0] if free else first + wanted % places
+    used: Counter[int] = Counter()
+    found = {}
+    for family, place in taken.items():
+        colour = place % len(COLOURS)
+        for name in (name for name in names if name.partition("/")[0] == family):
+            kind = MARKERS[(colour + used[colour]) % len(MARKERS)]
+            found[name] = Line(COLOURS[colour], _DASHES[place // len(COLOURS)], kind)
+            used[colour] += 1
+    return {name: found[name] for name in names}
+
+
+def legend_columns(names: Sequence[str], columns: int) -> int:
+    """How many columns of a legend with these names fit a figure `columns` columns wide."""
+    return max(1, int(COLUMN * columns / (0.42 + 0.062 * max(map(len, names), default=1))))
+
+
 def whole_numbers(axis: Any) -> None:
     """Ticks along x at integers alone."""
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -100,13 +142,19 @@ def _as_it_is(made: Figure) -> None:
             text.set_parse_math(False)
 
 
-def _rendered(made: Figure) -> dict[str, bytes]:
-    """The bytes of a PNG and a PDF file; by the canvas itself, because `savefig` would draw each figure twice."""
+def png_of(made: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
+    return _rendered(made, ("png",))["png"]
+
+
+def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, bytes]:
+    """The bytes of files; by the canvas itself, because `savefig` would draw each figure twice."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
     from PIL import Image
 
-    png, pdf = io.BytesIO(), io.BytesIO()
+    files = {kind: io.BytesIO() for kind in kinds}
+    _as_it_is(made)
     with style():
         made.dpi = _DPI
         canvas = FigureCanvasAgg(made)
@@ -116,10 +164,11 @@ def _rendered(made: Figure) -> dict[str, bytes]:
         made.set_layout_engine("none")
         canvas.draw()
         opaque = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
-        Image.fromarray(opaque).save(png, format="png", dpi=(_DPI, _DPI))
-        with cut_once():
-            FigureCanvasPdf(made).print_pdf(pdf, metadata=_METADATA)
-    return {"pdf": pdf.getvalue(), "png": png.getvalue()}
+        Image.fromarray(opaque).save(files["png"], format="png", dpi=(_DPI, _DPI))
+        if "pdf" in files:
+            with cut_once():
+                FigureCanvasPdf(made).print_pdf(files["pdf"], metadata=_METADATA)
+    return {kind: file.getvalue() for kind, file in files.items()}
 
 
 def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
@@ -130,7 +179,6 @@ def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) ->
     """
     files = {"csv": numbers.to_csv(index=False, lineterminator="\n").encode()}
     if made is not None:
-        _as_it_is(made)
         files |= _rendered(made)
     written = []
     for kind, content in files.items():

@@ -11,13 +11,15 @@ import pandas as pd
 from scipy import stats
 
 from kvq.errors import RecordError
-from kvq.report.style import MOST_LINES, colour, figure, marker, style, whole_numbers
+from kvq.report.style import MOST_LINES, figure, legend_columns, lines_of, style, whole_numbers
 from kvq.results import Record, Store, run_key
 from kvq.results.statistics import NOISE, delta_nll_of_samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Methods of a figure one column wide; how far apart the first and the last of a width are drawn, in bits.
+_FEW, _ASIDE = 6, 0.3
 _FEWEST = 4
 """Points below which a rank correlation has no interval."""
 
@@ -68,21 +70,27 @@ def valley_figure(table: pd.DataFrame, title: str) -> Figure:
     best = table.groupby("method", sort=False)["delta_nll"].min().nsmallest(MOST_LINES).index
     table = table[table["method"].isin(best)]
     with style():
-        made = figure(1, 2.7)
+        looks = lines_of(table["method"])
+        wide = 1 if len(looks) <= _FEW else 2
+        columns = legend_columns(list(looks), wide)
+        made = figure(wide, 2.4 + 0.15 * math.ceil(len(looks) / columns))
         axis = made.subplots()
-        for index, (method, part) in enumerate(table.groupby("method", sort=False)):
+        for place, (method, part) in enumerate(table.groupby("method", sort=False)):
+            aside = _ASIDE * (place - (len(looks) - 1) / 2) / len(looks)  # so that bars of one width can be told apart
             axis.errorbar(
-                part["bits"],
+                part["bits"] + aside,
                 part["delta_nll"],
                 part["delta_nll_se"].fillna(0),
-                color=colour(index),
-                marker=marker(index),
-                capsize=1.5,
+                **looks[str(method)]._asdict(),
+                elinewidth=0.6,
+                capsize=1.2,
                 label=str(method),
                 markersize=3,
             )
             worse = part[part["valley"]]
-            axis.plot(worse["bits"], worse["delta_nll"], "o", markersize=9, markerfacecolor="none", color="black")
+            axis.plot(
+                worse["bits"] + aside, worse["delta_nll"], "o", markersize=9, markerfacecolor="none", color="black"
+            )
         # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
         sizes = table["delta_nll"].abs()
         small = float(sizes[sizes > 0].quantile(0.25)) if sizes.any() else 1e-3
@@ -92,7 +100,7 @@ def valley_figure(table: pd.DataFrame, title: str) -> Figure:
         axis.set_ylabel("ΔNLL (nats/token)")
         whole_numbers(axis)
         axis.grid(linewidth=0.3)
-        made.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        made.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, handlelength=2.6)
         axis.set_title(title)
     return made
 

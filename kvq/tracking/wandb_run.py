@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvq.errors import KvqError, RecordError
 from kvq.logger_config import WandbLogger, WandbMode
 from kvq.report.run_figures import run_figures
-from kvq.report.style import style
+from kvq.report.style import png_of
 from kvq.results import Record, Store
 from kvq.tracking.entry import Entry, entry_of, sample_table
 from kvq.tracking.pushed import Pushed
@@ -144,10 +144,7 @@ class Tracker:
 def _picture(figure: Figure) -> Any:
     from PIL import Image
 
-    buffer = io.BytesIO()
-    with style():
-        figure.savefig(buffer, format="png", dpi=200)
-    return Image.open(buffer)
+    return Image.open(io.BytesIO(png_of(figure)))
 
 
 def _package() -> Any:

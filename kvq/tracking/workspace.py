@@ -14,6 +14,7 @@ _QUALITY = {
     "accuracy": "Accuracy against effective bits",
     "score": "Score against effective bits",
 }
+_FIGURES = ("windows", "needles", "error-steps", "tni-groups")
 _SIDE_BY_SIDE = ("method", "bits")
 _COLUMNS = (
     "config:method",
@@ -53,7 +54,9 @@ def workspace_of(settings: WandbLogger, entity: str) -> Any:
         sections=[
             workspaces.Section(name="Bits and quality", panels=plots, is_open=True),
             workspaces.Section(
-                name="Figures", panels=[panels.MediaBrowser(media_keys=["figures/windows"])], is_open=True
+                name="Figures",
+                panels=[panels.MediaBrowser(media_keys=[f"figures/{name}"]) for name in _FIGURES],
+                is_open=True,
             ),
             workspaces.Section(
                 name="What sets runs apart",

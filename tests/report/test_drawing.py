@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from matplotlib.figure import Figure
 
 from kvq.report import style
 from kvq.report.drawing import MARKS, Drawing, write_drawings
+from kvq.report.figure_index import Noted
 from kvq.report.fonts import cut_once
+from kvq.report.loss_figures import pareto_figure
 from kvq.report.mosaic import Look, mosaic
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
@@ -94,6 +97,55 @@ def test_a_font_is_cut_once_for_usual_letters_and_again_for_others() -> None:
     with pytest.raises(RuntimeError), cut_once():
         raise RuntimeError
     assert backend.get_glyphs_subset is original
+
+
+def test_families_share_a_colour_and_no_two_methods_look_alike() -> None:
+    families = [f"family{index}" for index in range(12)]
+    methods = ["nsn", "nsn/arm_a", "nsn/arm_b", "nsnquant", *families, "family3/x"]
+    looks = style.lines_of(methods)
+    assert list(looks) == sorted(methods)
+    assert len({repr(look) for look in looks.values()}) == len(methods)
+    assert len({looks[name].color for name in ("nsn", "nsn/arm_a", "nsn/arm_b")}) == 1
+    assert looks["family3"][:2] == looks["family3/x"][:2]
+    assert style.lines_of(["nsn"])["nsn"][:2] == looks["nsn"][:2] == style.lines_of(["kivi", "nsn"])["nsn"][:2]
+    assert len(style.lines_of(f"many{index}" for index in range(100))) == 100
+
+
+def test_methods_on_the_frontier_are_drawn_however_many_there_are() -> None:
+    best = pd.DataFrame(
+        {"method": ["low"], "bits": ["1"], "effective_bits": [1.5], "delta_nll": [0.5], "frontier": [True]}
+    )
+    rows = [
+        {
+            "method": f"m{index:02}",
+            "bits": "4",
+            "effective_bits": 4.0,
+            "delta_nll": 0.001 * (index + 1),
+            "frontier": False,
+        }
+        for index in range(30)
+    ]
+    numbers = pd.concat([pd.DataFrame(rows), best], ignore_index=True)
+    numbers["kl_mean"], numbers["delta_nll_se"] = numbers["delta_nll"], 0.0001
+    made = pareto_figure(numbers, "title")
+    (legend,) = made.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert len(names) == style.MOST_LINES + 1
+    assert names[-1] == "others"
+    assert {"low", "m00", "m01"} <= set(names)
+    assert [text.get_text() for text in made.axes[0].texts] == ["low 1"]
+    drawn = sum(len(line.get_xdata()) for line in made.axes[1].lines)
+    assert drawn == 31  # those without a line are grey points
+
+
+def test_the_index_names_every_figure_under_its_kind(tmp_path: Path) -> None:
+    noted = Noted([Drawing("pareto-x", TABLE, line, ("Loss | <b>",)), Drawing("zzz", TABLE, None)])
+    write_drawings(noted, tmp_path)
+    text = noted.write(tmp_path).read_text(encoding="utf-8")
+    assert "Loss \\| &lt;b&gt; (`pareto-x`): [PNG](pareto-x.png), [PDF](pareto-x.pdf), [CSV](pareto-x.csv)" in text
+    assert text.index("frontier") < text.index("## Others")
+    for link in re.findall(r"\]\(([^)/]+)\)", text):
+        assert (tmp_path / link).is_file()
 
 
 def test_panels_share_axes_and_keep_their_places() -> None:

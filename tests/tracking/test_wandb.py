@@ -89,6 +89,14 @@ def _holds_samples_figure_and_files(found: OfflineRun, record: Record, store: St
 
 
 @pytest.mark.slow
+def test_a_name_that_looks_like_a_formula_is_drawn_and_sent(store: Store, runs: dict[str, Record]) -> None:
+    record = sweeps.put_run(store, "good/$x_{$", "2", sweeps.losses(0.2, 0.01, 13), runs["fp16"], 2.1)
+    assert Tracker(OFFLINE, store).push(record)
+    (found,) = offline_runs(store.root).values()
+    assert found.media("figures/windows").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
 def test_sync_sends_what_is_not_there_yet(
     store: Store, runs: dict[str, Record], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,16 +10,29 @@ const MARKERS = [
   "M-5.2-2.8L-2.8-5.2L0-2.4L2.8-5.2L5.2-2.8L2.4 0L5.2 2.8L2.8 5.2L0 2.4L-2.8 5.2L-5.2 2.8L-2.4 0Z",
   "M0-6L1.6-2L5.8-1.9L2.5.8L3.6 4.9L0 2.5L-3.6 4.9L-2.5.8L-5.8-1.9L-1.6-2Z",
 ];
-const methodPlaces = new Map(Object.keys(data.methods).map((name, place) => [name, place]));
-
-function colourOf(method) {
-  return methodPlaces.get(method) % COLOURS;
+// A family (`nsn`, `nsn/arm_a`) has a colour, each of its members a marker that no other method of that colour has.
+const familyPlaces = new Map();
+const methodPlaces = new Map();
+const markersUsed = Array(COLOURS).fill(0);
+for (const name of Object.keys(data.methods)) {
+  const family = name.split("/")[0];
+  if (!familyPlaces.has(family)) familyPlaces.set(family, familyPlaces.size);
+  const colour = familyPlaces.get(family) % COLOURS;
+  methodPlaces.set(name, { family: familyPlaces.get(family), place: methodPlaces.size, colour, marker: colour + markersUsed[colour] });
+  markersUsed[colour] += 1;
 }
 
-// Past eight methods colours come again, with another marker.
+function colourOf(method) {
+  return methodPlaces.get(method).colour;
+}
+
 function markerOf(method) {
-  const place = methodPlaces.get(method);
-  return MARKERS[(place + Math.floor(place / COLOURS)) % MARKERS.length];
+  return MARKERS[methodPlaces.get(method).marker % MARKERS.length];
+}
+
+function byFamily(a, b) {
+  const [one, other] = [methodPlaces.get(a), methodPlaces.get(b)];
+  return one.family - other.family || one.place - other.place;
 }
 
 function costs(runs) {
@@ -112,6 +125,12 @@ function logScale(low, high, values) {
     ticks: ticks.filter((value, place) => value === 0 || place % thin === 0).map((value) => [value, tickLabel(value)]) };
 }
 
+// Bits by factors where they span many: few bits, of which most is to be told, would stand in a corner.
+function xScale(values, count) {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  return low > 0 && high / low > 5 ? logScale(low, high, values) : linearScale(low, high, count);
+}
+
 function yScale(points, reference, count) {
   const ends = points.flatMap((point) => [point.y - point.error, point.y + point.error]);
   const values = points.map((point) => point.y);
@@ -154,7 +173,7 @@ function showPlot() {
 }
 
 function showLegend(points) {
-  const methods = [...new Set(points.map((point) => point.run.method))].sort((a, b) => methodPlaces.get(a) - methodPlaces.get(b));
+  const methods = [...new Set(points.map((point) => point.run.method))].sort(byFamily);
   const focused = document.activeElement?.dataset?.method;
   $("legend").replaceChildren(...methods.map((method) =>
     el("button", { type: "button", "data-method": method, "aria-pressed": String(!state.plot.hidden.has(method)),
@@ -173,10 +192,11 @@ function drawPlot(plot, points) {
   const width = Math.max(frame.clientWidth, 280);
   const narrow = width < 560;
   const height = Math.round(Math.min(Math.max(width * 0.5, 320), 480));
-  const margin = { left: narrow ? 52 : 64, right: 14, top: 14, bottom: 48 };
   const reference = referenceOf(plot.protocol, plot.y);
   const xValues = points.map((point) => point.x);
-  const scales = { x: linearScale(Math.min(...xValues), Math.max(...xValues), narrow ? 4 : 8), y: yScale(points, reference, 6) };
+  const scales = { x: xScale(xValues, narrow ? 4 : 8), y: yScale(points, reference, 6) };
+  const longest = Math.max(...scales.y.ticks.map(([, words]) => words.length));
+  const margin = { left: 30 + Math.ceil(6.6 * longest), right: 14, top: 14, bottom: 48 };
   const round = (value) => Math.round(value * 10) / 10;
   const at = {
     x: (value) => round(margin.left + scales.x.at(value) * (width - margin.left - margin.right)),
@@ -248,7 +268,7 @@ function drawPoints(root, points, at, plot) {
     node.append(svg("circle", { r: 11, class: "target" }));
     if (run.best) node.append(svg("circle", { r: 9, class: "ring" }));
     node.append(svg("path", { d: markerOf(run.method), class: "series" }));
-    if (labelled && run.bits.length <= 5) {
+    if (!run.best && labelled && run.bits.length <= 5) {
       const tag = svg("text", { x: 9, y: -7, class: "tag" });
       tag.textContent = run.bits;
       node.append(tag);
@@ -272,7 +292,16 @@ function drawPoints(root, points, at, plot) {
     next.setAttribute("tabindex", "0");
     next.focus();
   }));
-  root.append(svg("g", { class: "points" }, ...nodes));
+  root.append(svg("g", { class: "points" }, ...nodes), ...ordered.filter(({ run }) => run.best).map((point) => nameTag(point, at)));
+}
+
+// The name of a run on the frontier: below to the left of it, where only what is better would be, if there is room.
+function nameTag({ run, x, y }, at) {
+  const words = `${run.name} ${run.bits}`;
+  const room = at.x(x) > 7 * words.length;
+  const tag = svg("text", { x: at.x(x) + (room ? -11 : 11), y: at.y(y) + (room ? 14 : -9), class: "tag", "text-anchor": room ? "end" : "start", "aria-hidden": "true" });
+  tag.textContent = words;
+  return tag;
 }
 
 function round1(value) {
