@@ -110,7 +110,7 @@ def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Expe
     assert {name.partition("/")[0] for name in own} == {"embedded"}
     assert all(not each.stand_ins and each.table is None for each in own.values())
     assert own["embedded/methods"].sections == ("setting",)
-    assert own["embedded/nsnquant_steps"].runs == 12
+    assert own["embedded/nsnquant_steps"].runs == 24
 
 
 def test_a_record_is_found_by_what_it_measures(tmp_path: Path) -> None:
