@@ -54,9 +54,8 @@ def pareto_figure(numbers: pd.DataFrame, title: str) -> Figure:
         axes = made.subplots(1, 2)
         for axis, (loss, name) in zip(axes, LOSSES, strict=True):
             known = numbers[numbers[loss].notna()].sort_values("effective_bits", kind="stable")
-            for method, part in known.groupby("method", sort=False):
-                if method not in looks:
-                    axis.plot(part["effective_bits"], part[loss], ".", color="#bbbbbb", markersize=3, zorder=1)
+            others = known[~known["method"].isin(looks)]
+            axis.plot(others["effective_bits"], others[loss], ".", color="#bbbbbb", markersize=3, zorder=1)
             for method, look in looks.items():
                 part = known[known["method"] == method]
                 axis.plot(part["effective_bits"], part[loss], **look._asdict(), label=method, markersize=3.5, zorder=2)

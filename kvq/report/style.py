@@ -27,13 +27,14 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's, which colour-blind readers tell apart; yellow is left out, it is too light for lines."""
 MOST_LINES = 16
 """More lines than this cannot be told apart; the numbers beside a figure hold all."""
+FONTS = ("DejaVu Sans",)
+"""One, which comes with matplotlib: a list of others is searched for every text, and differs by machine."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 # Families that most figures show: solid, each with a colour of its own. Others are dashed.
 _SOLID = ("nsnquant", "oscar", "nsn", "quarot", "kivi", "turboquant", "fp16", "rtn")
 _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SETTINGS: Any = {
-    # One font, which comes with matplotlib: the list of others is searched for every text, and differs by machine.
-    "font.family": ["DejaVu Sans"],
+    "font.family": list(FONTS),
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,
