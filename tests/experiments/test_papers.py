@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from kvq.cli import main
-from kvq.config import compose
+from kvq.config import compose, resolve
+from kvq.experiments import expected
 from kvq.experiments.cells import cells_of, jobs_of, missing_choices
 from kvq.experiments.expected import experiment_of, names
 from kvq.experiments.sweep import layout_of, sweep_of
 from kvq.explain import choices
+from kvq.identity import canonical
 from kvq.report.experiment_files import write_experiments
-from kvq.report.experiments import Experiment, by_signature, shown_cells
+from kvq.report.experiments import Experiment, by_signature, shown_cells, signature
 from kvq.report.reference import read_reference
 from kvq.results import Store
 from tests.results import made
@@ -157,3 +159,33 @@ def test_the_stand_in_runs_and_stands_beside_the_published_table(
     said = capsys.readouterr().out
     assert "– / 5.278 / –" in said
     assert len(Store(tmp_path).scan()[0]) == 5
+
+
+def test_groups_composed_apart_are_the_run_composed_whole() -> None:
+    runs = (
+        (
+            "model=tiny_outliers",
+            "dataset=pysource",
+            "method=nsn",
+            "bits=3",
+            "task=ppl",
+            "task.max_windows=8",
+            "residual.size=64",
+        ),
+        (
+            "method=oscar",
+            "method.residual.size=32",
+            "bits=k3v2",
+            "model=tiny",
+            "task=niah",
+            "dataset=pydocs",
+            "dataset.max_tokens=512",
+        ),
+        ("model=hf", "model.path=a/b", "model.dtype=float16", "task=memory", "task.lengths=[1024]"),
+        ("seed=3",),
+    )
+    for run in runs:
+        whole = resolve(compose(list(run)))
+        found, _, method = expected._signature(run)
+        assert found == signature(canonical(whole, "", ""), whole.model.name, whole.dataset.name)
+        assert method == whole.method.name
