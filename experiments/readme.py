@@ -1,7 +1,7 @@
 """Put the tables of results/tables into the README's marked places: `python experiments/readme.py`.
 
-A place is `<!-- table: ppl-tiny-pydocs of kivi nsn at 2 3 -->` to `<!-- end -->`: the beginning of a table's name,
-then, where not all rows are wanted, methods (full precision always stands first) and bits.
+A place is `<!-- table: ppl-tiny-pydocs-514eb888 of kivi nsn at 2 3 -->` to `<!-- end -->`: a table's name, then, where
+not all rows are wanted, methods (full precision always stands first) and bits.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ HEAD = 3
 
 
 def table_lines(name: str, methods: str | None, bits: str | None) -> str:
-    """The rows of the one Markdown table whose file begins with `name`, of these methods and bits (None: of all).
+    """The rows of a Markdown table, of these methods and bits (None: of all).
 
     Raises:
-        SystemExit: no such table, or several.
+        SystemExit: no such table.
     """
-    found = sorted((ROOT / "results" / "tables").glob(f"{name}-????????.md"))
-    if len(found) != 1:
-        raise SystemExit(f"results/tables/{name}-*.md: {len(found)} files, one is needed; run make tables")
-    rows = [line for line in found[0].read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    path = ROOT / "results" / "tables" / f"{name}.md"
+    if not path.is_file():
+        raise SystemExit(f"{path.relative_to(ROOT)}: no such table; run make tables")
+    rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     wanted = [(0, methods), (1, bits)]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     kept = [
