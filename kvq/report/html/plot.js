@@ -292,13 +292,14 @@ function drawPoints(root, points, at, plot) {
     next.setAttribute("tabindex", "0");
     next.focus();
   }));
-  root.append(svg("g", { class: "points" }, ...nodes), ...ordered.filter(({ run }) => run.best).map((point) => nameTag(point, at)));
+  const named = $("plot").clientWidth < 560 ? [] : ordered.filter(({ run }) => run.best);
+  root.append(svg("g", { class: "points" }, ...nodes), ...named.map((point) => nameTag(point, at)));
 }
 
 // The name of a run on the frontier: below to the left of it, where only what is better would be, if there is room.
 function nameTag({ run, x, y }, at) {
   const words = `${run.name} ${run.bits}`;
-  const room = at.x(x) > 7 * words.length;
+  const room = at.x(x) > 7 * words.length + 80; // beside the axis' own words
   const tag = svg("text", { x: at.x(x) + (room ? -11 : 11), y: at.y(y) + (room ? 14 : -9), class: "tag", "text-anchor": room ? "end" : "start", "aria-hidden": "true" });
   tag.textContent = words;
   return tag;
