@@ -91,6 +91,13 @@ def click(driver: Any, selector: str) -> None:
     element.click()
 
 
+def until(driver: Any, condition: str) -> None:
+    """Wait for a condition of the page, at most ten seconds."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 10).until(lambda page: js(page, condition) is True)
+
+
 def press(driver: Any, *names: str) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
@@ -181,7 +188,7 @@ def test_a_point_opens_its_run_and_escape_returns_to_it(page: Any, runs: dict[st
     assert f"run={wanted.key}" in js(page, "location.hash")
     press(page, "ESCAPE")
     assert js(page, "document.getElementById('detail').open") is False
-    assert "run=" not in js(page, "location.hash")
+    until(page, "!location.hash.includes('run=')")  # the dialog says that it is closed a moment later
 
 
 def test_everything_works_from_the_keyboard(page: Any, runs: dict[str, Record]) -> None:
