@@ -152,7 +152,7 @@ VALUES = [
     (["task=latency", "task.regimes=[kept,kept]"], "task.regimes=.*: each once"),
     (
         ["task=latency", "task.contexts=[99]", "task.regimes=[kept]", "method=h2o"],
-        "method=h2o .eviction. is not",
+        "method=h2o .eviction. has no past",
     ),
     (["task=throughput", "task.new_tokens=0"], "task.new_tokens=0: at least 1"),
     (["task=throughput", "task.prompt=0"], "task.prompt=0: at least 1"),
