@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,17 @@ def in_turns(runs: dict[str, Callable[[], object]], device: torch.device, rounds
     return seconds
 
 
+def ratios(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
+    """First over second, of times taken in turns: median, extremes, how many."""
+    found = [mine / other for mine, other in zip(first, second, strict=True)]
+    return {
+        "ratio_median": statistics.median(found),
+        "ratio_min": min(found),
+        "ratio_max": max(found),
+        "pairs": len(found),
+    }
+
+
 def measure(
     name: str, bits: int, device: torch.device, bandwidth: float, *, batch: int, tokens: int, group: int, pairs: int,
     heads: int = 8, dim: int = 128,
@@ -111,7 +122,6 @@ def measure(
     seconds = in_turns({label: replayed(run, device) for label, run in plain.items()}, device, pairs)
     medians = {label: statistics.median(found) for label, found in seconds.items()}
     fastest = min((label for label in medians if label.startswith("sdpa")), key=lambda label: medians[label])
-    ratios = [mine / other for mine, other in zip(seconds["packed"], seconds[fastest], strict=True)]
     sides = (key_states, value_states)
     packed = sum(part.nbytes for states in sides for part in states.packed)
     residual = sum(states.full.numel() * states.full.element_size() for states in sides if states.full is not None)
@@ -127,10 +137,7 @@ def measure(
         "form": form_for(q, *sides),
         "seconds_median": medians,
         "fastest_sdpa": fastest,
-        "ratio_median": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "pairs": pairs,
+        **ratios(seconds["packed"], seconds[fastest]),
         "bytes": packed + residual,
         "bf16_bytes": dense,
         "memory_ratio": dense / (packed + residual),

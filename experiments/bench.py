@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -58,23 +59,16 @@ LONG = 32768
 def paired(first: Callable[[], object], second: Callable[[], object], pairs: int) -> dict[str, Any]:
     """Ratios first/second of wall time over `pairs` alternating runs after one warm-up each."""
     first(), second()
-    ratios, seconds = [], ([], [])
+    seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(pairs):
         took = []
         for run in (first, second):
             start = time.perf_counter()
             run()
             took.append(time.perf_counter() - start)
-        ratios.append(took[0] / took[1])
         for kept, value in zip(seconds, took, strict=True):
             kept.append(value)
-    return {
-        "ratio_median": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "seconds_median": [statistics.median(kept) for kept in seconds],
-        "pairs": pairs,
-    }
+    return attention_bench.ratios(*seconds) | {"seconds_median": [statistics.median(kept) for kept in seconds]}
 
 
 def consume(loaded: LoadedModel, method: Method, tokens: torch.Tensor, bounds: list[tuple[int, int]]) -> None:
@@ -180,10 +174,12 @@ def packed_attention(pairs: int) -> dict[str, Any]:
 def peak(name: str) -> int:
     """Peak bytes above the loaded model in a process of its own, while one window is scored under `parallel`.
 
-    `forward`: of a plain forward; `tni`: with `task=tni` looking on.
+    `forward`: of a plain forward; `tni`: with `task=tni` looking on. glibc gives back what is freed: what it would keep
+    for later changes from run to run.
     """
     code = f"import sys; sys.path.insert(0, 'experiments'); import bench; print(bench.measure_peak({name!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout.splitlines()[-1])
 
 

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 import torch
-from attention_bench import in_turns, replayed
+from attention_bench import in_turns, ratios, replayed
 
 from kvq.codecs import Codec
 from kvq.kernels import FusedCodec
@@ -23,15 +23,11 @@ def one(codec: Codec, states: torch.Tensor, block: int | None, bandwidth: float,
     runs = {"fused": lambda: mine.encode(states, block), "codec": lambda: codec.encode(states, block)}
     found = in_turns({name: replayed(run, states.device) for name, run in runs.items()}, states.device, pairs)
     seconds = (found["fused"], found["codec"])
-    ratios = [first / second for first, second in zip(*seconds, strict=True)]
     moved = states.numel() * states.element_size() + mine.encode(states, block).nbytes
     median = statistics.median(seconds[0])
     return {
-        "ratio_median": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
+        **ratios(*seconds),
         "seconds_median": [statistics.median(kept) for kept in seconds],
-        "pairs": pairs,
         "fused": mine.chain is not None and encoder_for(mine.chain, states[:, None]) is not None,
         "bytes": moved,
         "fraction_of_copy_bandwidth": moved / median / bandwidth,

@@ -22,7 +22,7 @@ from kvq.explain import COMPOSE_ERRORS, explain
 from kvq.methods.backend import BackendConfig, check_backend
 from kvq.methods.bits import Bits, parse_bits
 from kvq.methods.eviction import Eviction
-from kvq.methods.kept import KeptKeys
+from kvq.methods.kept import KeptKeys, numbered
 from kvq.methods.plan import Plan
 from kvq.methods.residual import Residual, ResidualConfig, effective_residual
 
@@ -68,7 +68,7 @@ class Method:
         Raises:
             Unsupported: a calibrated method without a calibration, or with that of another number of layers.
         """
-        kept = {number % layers for number in self.full_precision_layers.get(side, ()) if -layers <= number < layers}
+        kept = numbered(self.full_precision_layers.get(side, ()), layers)
         codec = None if layer in kept else self.codec_of(side, layer)
         if codec is None or not calibrated_parts(codec):
             return codec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,12 @@ class KeptKeys:
 
     def holds(self, layer: int, layers: int) -> bool:
         """Whether one of `layers` layers keeps them."""
-        return layer in {number % layers for number in self.layers if -layers <= number < layers}
+        return layer in numbered(self.layers, layers)
+
+
+def numbered(chosen: Iterable[int], layers: int) -> set[int]:
+    """The layers, of `layers`, that numbers mean: negative ones count from the last, and there may be fewer layers."""
+    return {number % layers for number in chosen if -layers <= number < layers}
 
 
 def bind_kept_keys(method: Method, tokenizer: Any) -> Method:

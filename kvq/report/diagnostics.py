@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 
@@ -17,26 +16,17 @@ from kvq.report import memory_figures as memory
 from kvq.report import shift_figures as shift
 from kvq.report import tni_figures as tni
 from kvq.report import valley_figures as valley
-from kvq.report.drawing import Drawing, write_drawings
+from kvq.report.drawing import Drawing
 from kvq.report.settings import PROTOCOL
 from kvq.results import Record, Store, run_key
 
 _FEWEST_WIDTHS = 3
 
 
-def write_diagnostics(store: Store, out_dir: Path, skipped: list[str] | None = None) -> list[Path]:
-    """Write every figure that the records of a store allow, as PDF and PNG with its numbers as CSV; their paths.
+def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[str] | None = None) -> Iterator[Drawing]:
+    """Every figure of the diagnostic tasks that records allow.
 
     `skipped` takes the reasons of runs whose samples cannot be read; None raises them.
-
-    Raises:
-        RecordError: samples that are missing, or a folder that cannot be written.
-    """
-    return write_drawings(diagnostic_drawings(store.scan()[0], store, skipped), out_dir)
-
-
-def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[str] | None = None) -> Iterator[Drawing]:
-    """The figures that `write_diagnostics` writes.
 
     Raises:
         RecordError: samples that are missing, where `skipped` is None.
@@ -168,17 +158,8 @@ MAKERS: dict[str, Callable[[Sequence[Record], Store], Iterable[Drawing]]] = {
 }
 
 
-def write_embedding(store: Store, out_dir: Path) -> list[Path]:
-    """Write t-SNE of the tokens that `task=distribution` kept, a figure for every model with two corpora or more.
-
-    Raises:
-        RecordError: as `write_diagnostics`.
-    """
-    return write_drawings(embedding_drawings(store.scan()[0], store), out_dir)
-
-
 def embedding_drawings(records: Iterable[Record], store: Store) -> Iterator[Drawing]:
-    """The figures that `write_embedding` writes.
+    """t-SNE of the tokens that `task=distribution` kept, a figure for every model with two corpora or more.
 
     Raises:
         RecordError: samples that are missing.

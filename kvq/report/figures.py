@@ -64,25 +64,10 @@ def heat_map(grid: pd.DataFrame, title: str) -> Figure:
 _TOO_FEW = "dispersion and Δperplexity: {} models with records; a rank correlation needs 3"
 
 
-def write_figures(tables: Tables, store: Store, out_dir: Path, skipped: list[str] | None = None) -> list[Path]:
-    """Write what a table shows as figures, PDF and PNG with the numbers as CSV beside them; return their paths.
-
-    Needles: a heat map. Perplexity: loss against effective bits, and the variants of each method.
-
-    Args:
-        tables: of `build_tables`.
-        store: where the samples are.
-        out_dir: folder of the figures.
-        skipped: takes the reasons of tables whose samples cannot be read; None raises them.
-
-    Raises:
-        RecordError: samples that are missing, or a folder that cannot be written.
-    """
-    return write_drawings(table_drawings(tables, store, skipped), out_dir)
-
-
 def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = None) -> Iterator[Drawing]:
-    """The figures that `write_figures` writes.
+    """What tables show as figures. Needles: a heat map. Perplexity: loss against effective bits, and methods' variants.
+
+    `skipped` takes the reasons of tables whose samples cannot be read; None raises them.
 
     Raises:
         RecordError: samples that are missing, where `skipped` is None.

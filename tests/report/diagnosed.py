@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq import build_method
+from kvq.report.diagnostics import diagnostic_drawings
+from kvq.report.drawing import write_drawings
 from kvq.results import Record, Store
 from kvq.tasks.measurement import Measurement
 from tests.results import made
@@ -17,6 +19,11 @@ def measured(folder: Path, task: Any, method: str, bits: int = 2, path: str = ""
     return importlib.import_module(f"kvq.tasks.{task.name}").measure(  # type: ignore[no-any-return]
         DiagnosedInputs(task, path=path), build_method(method, bits, 32), None, journal(folder)
     )
+
+
+def drawn(store: Store, folder: Path) -> list[Path]:
+    """Files of every diagnostic figure that the records of a store allow."""
+    return write_drawings(diagnostic_drawings(store.scan()[0], store), folder)
 
 
 def put(store: Store, folder: Path, task: Any, method: str, dataset: str = "pydocs", path: str = "") -> Record:

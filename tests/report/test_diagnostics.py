@@ -16,8 +16,9 @@ from kvq.diagnostic_config import (
     TniConfig,
 )
 from kvq.errors import RecordError
-from kvq.report.diagnostics import write_diagnostics, write_embedding
+from kvq.report.diagnostics import embedding_drawings
 from kvq.report.distribution_figures import closeness_table
+from kvq.report.drawing import write_drawings
 from kvq.report.error_figures import steps_table
 from kvq.report.figures import main as figures_main
 from kvq.report.memory_figures import memory_table
@@ -29,7 +30,7 @@ from kvq.report.valley_figures import (
 )
 from kvq.results import Store
 from tests.report import sweeps
-from tests.report.diagnosed import put
+from tests.report.diagnosed import drawn, put
 from tests.report.sweeps import losses, put_run
 from tests.results import made
 
@@ -51,7 +52,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) -> None:
-    paths = [*write_diagnostics(store, tmp_path), *write_embedding(store, tmp_path)]
+    paths = [*drawn(store, tmp_path), *write_drawings(embedding_drawings(store.scan()[0], store), tmp_path)]
     stems = {path.stem for path in paths}
     kinds = (
         "error-steps-oscar_2",
@@ -76,7 +77,7 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
 
 
 def test_the_same_records_give_the_same_bytes(store: Store, tmp_path: Path) -> None:
-    first, second = (write_diagnostics(store, tmp_path / name) for name in ("a", "b"))
+    first, second = (drawn(store, tmp_path / name) for name in ("a", "b"))
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes(), one.name
 
@@ -106,7 +107,7 @@ def test_a_valley_is_found_beyond_noise_alone(tmp_path: Path) -> None:
     assert table["bits"].tolist() == [2, 3, 4, 5, 6]
     assert table["valley"].tolist() == [False, False, True, False, False]
     assert table["step"].iloc[2] == pytest.approx(0.8, abs=0.02)
-    paths = write_diagnostics(store, tmp_path / "figures")
+    paths = drawn(store, tmp_path / "figures")
     assert {path.suffix for path in paths if path.stem.startswith("widths")} == {".csv", ".pdf", ".png"}
 
 

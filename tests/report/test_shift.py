@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvq.report.diagnostics import write_diagnostics
 from kvq.report.shift_figures import shift_table
 from kvq.results import Record, Store
 from kvq.results.statistics import delta_nll_of_samples
+from tests.report.diagnosed import drawn
 from tests.report.sweeps import losses, put_run
 from tests.results import made
 
@@ -59,10 +59,10 @@ def test_a_shift_is_paired_with_the_same_method_on_the_text_of_the_test(store: S
 
 
 def test_files_are_written_once_and_the_same(store: Store, tmp_path: Path) -> None:
-    written = [path for path in write_diagnostics(store, tmp_path / "figures") if "calibration-shift" in path.name]
+    written = [path for path in drawn(store, tmp_path / "figures") if "calibration-shift" in path.name]
     assert sorted(path.suffix for path in written) == [".csv", ".pdf", ".png"]
     before = [path.read_bytes() for path in written]
-    write_diagnostics(store, tmp_path / "figures")
+    drawn(store, tmp_path / "figures")
     assert [path.read_bytes() for path in written] == before
 
 
