@@ -32,6 +32,8 @@ def closeness_table(record: Record) -> pd.DataFrame:
 
 def closeness_figure(table: pd.DataFrame, title: str) -> Figure:
     """Bars on a logarithmic scale, the oracle as a line."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     with style():
         made = figure(1, 2.4)
         axis = made.subplots()
@@ -54,6 +56,9 @@ def closeness_figure(table: pd.DataFrame, title: str) -> Figure:
         oracle = float(table[table["side"] == "oracle"]["kl"].iloc[0])
         axis.axhline(oracle, color="black", linestyle="--", linewidth=0.8, label=f"oracle {oracle:.4f}")
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_xticks([where for where, _ in ticks], [text for _, text in ticks])
         axis.set_ylabel("mean KL to N(0, 1) (nats)")
         made.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, columnspacing=1)
@@ -179,14 +184,17 @@ def kept_vectors(records: Sequence[Record], store: Store) -> pd.DataFrame:
 def embedding_table(kept: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     """t-SNE in two dimensions of the kept tokens of several corpora, keys and values apart.
 
-    Keys before RoPE, nothing normalized or rotated (NSNQuant, appendix G.2); one head of one layer.
+    Keys before RoPE, nothing normalized or rotated (NSNQuant, appendix G.2); one head of one layer. On one thread: the
+    places depend on how many there are, and for some hundred tokens more of them are slower.
     """
     from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
 
     out = []
     for _, part in kept.groupby("side", sort=True):
         fit = TSNE(perplexity=min(30, (len(part) - 1) / 3), init="pca", random_state=seed)
-        places = fit.fit_transform(np.array(part["values"].tolist(), dtype=np.float32))
+        with threadpool_limits(limits=1):
+            places = fit.fit_transform(np.array(part["values"].tolist(), dtype=np.float32))
         out.append(part.assign(x=places[:, 0], y=places[:, 1])[["dataset", "side", "layer", "position", "x", "y"]])
     return pd.concat(out, ignore_index=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 # Printable ASCII and the signs of labels. A figure with others has its font cut to those too.
-_LETTERS = frozenset([*range(0x20, 0x7F), *map(ord, "Δ±≈–−†×·…°µ≤≥→")])
+_LETTERS = frozenset([*range(0x20, 0x7F), *map(ord, "Δ±≈–−†×·…°µ≤≥→⁻⁰¹²³⁴⁵⁶⁷⁸⁹")])
 
 
 class _Cut:

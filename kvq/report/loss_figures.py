@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvq.report.comparisons import by_bits, effective_bits
 from kvq.report.layout import Row, Table
-from kvq.report.style import MOST_LINES, colour, figure, legend_columns, lines_of, style
+from kvq.report.style import MOST_LINES, colour, figure, legend_columns, lines_of, style, symlog
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,11 +89,8 @@ def _nearest(numbers: pd.DataFrame) -> list[str]:
 
 
 def _scales(axis: Any, known: pd.DataFrame, loss: str) -> None:
-    """Bits by powers of two, losses by powers of ten; linear near 0, where noise turns signs."""
-    sizes = known[loss].abs()
-    if sizes.any():
-        small = max(float(sizes[sizes > 0].quantile(0.25)), 1e-4)
-        axis.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
+    """Bits by powers of two, losses by powers of ten."""
+    symlog(axis, known[loss])
     low, high = float(known["effective_bits"].min()), float(known["effective_bits"].max())
     axis.set_xscale("log", base=2)
     axis.set_xlim(0.8 * low, 1.1 * high)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -124,8 +125,36 @@ def whole_numbers(axis: Any) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
+def symlog(axis: Any, losses: pd.Series) -> None:
+    """Losses up the axis by powers of ten; linear near 0, where noise turns signs."""
+    sizes = losses.abs()
+    if sizes.any():
+        # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
+        small = max(float(sizes[sizes > 0].quantile(0.25)), 1e-4)
+        axis.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
+        _powers_of_ten(axis.yaxis)
+
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def _powers_of_ten(axis: Any) -> None:
+    """Label the ticks of a logarithmic axis as text: matplotlib's are formulas, a tenth of a figure's time."""
+    from matplotlib.ticker import Formatter, NullFormatter
+
+    class Powers(Formatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            power = math.log10(abs(x)) if x else math.nan
+            if not math.isclose(power, round(power) if x else 0, abs_tol=1e-6):
+                return f"{x:g}"
+            return ("−" if x < 0 else "") + "10" + str(round(power)).translate(_RAISED)
+
+    axis.set_major_formatter(Powers())
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _as_it_is(made: Figure) -> None:
-    """Text of records is no formula: a dollar sign in a name shows as one. Ticks of logarithmic axes are formulas."""
+    """Text of records is no formula: a dollar sign in a name shows as one."""
     from matplotlib.text import Text
     from matplotlib.ticker import FuncFormatter
 

@@ -11,7 +11,7 @@ import pandas as pd
 from scipy import stats
 
 from kvq.errors import RecordError
-from kvq.report.style import MOST_LINES, figure, legend_columns, lines_of, style, whole_numbers
+from kvq.report.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
 from kvq.results import Record, Store, run_key
 from kvq.results.statistics import NOISE, delta_nll_of_samples
 
@@ -91,10 +91,7 @@ def valley_figure(table: pd.DataFrame, title: str) -> Figure:
             axis.plot(
                 worse["bits"] + aside, worse["delta_nll"], "o", markersize=9, markerfacecolor="none", color="black"
             )
-        # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
-        sizes = table["delta_nll"].abs()
-        small = float(sizes[sizes > 0].quantile(0.25)) if sizes.any() else 1e-3
-        axis.set_yscale("symlog", linthresh=10.0 ** max(math.ceil(math.log10(small)), -4))
+        symlog(axis, table["delta_nll"])
         axis.axhline(0, color="#999999", linewidth=0.6)
         axis.set_xlabel("bits (ring: worse than one bit less, beyond noise)")
         axis.set_ylabel("ΔNLL (nats/token)")
