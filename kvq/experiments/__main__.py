@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvq.errors import KvqError
 from kvq.experiments.expected import experiment_of, names
-from kvq.report.drawing import cores
+from kvq.report.drawing import cores, seldom_collected
 from kvq.report.experiment_files import write_experiments
 from kvq.report.experiments import Experiment, by_signature
 from kvq.report.reference import read_reference
@@ -56,11 +56,12 @@ def _experiments(present: set[tuple[str, str]], jobs: int) -> list[Experiment]:
     if jobs <= 1:
         found = [make(name) for name in names()]
     else:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), seldom_collected) as pool:
             # Some at a time: tables of one paper share runs, which a process composes once.
             found = list(pool.map(make, names(), chunksize=_AT_A_TIME))
     return [experiment for experiment in found if experiment is not None]
 
 
 if __name__ == "__main__":
+    seldom_collected()
     sys.exit(main())

@@ -12,7 +12,7 @@ import yaml
 from kvq.config import Config, compose, conf_dir, resolve
 from kvq.errors import KvqError
 from kvq.experiments.cells import Cell, Overrides, cells_of, command, jobs_of, missing_choices, placed
-from kvq.experiments.sweep import is_embedded, layout_of
+from kvq.experiments.sweep import EMBEDDED, is_embedded, layout_of
 from kvq.explain import COMPOSE_ERRORS, choices, explain
 from kvq.identity import canonical
 from kvq.layout_config import LayoutConfig
@@ -79,7 +79,8 @@ def _small(jobs: Iterable[Overrides], present: Present) -> list[str]:
 
 @functools.cache
 def _embedded(model: str) -> bool:
-    return model in _choices()["model"] and is_embedded(model)
+    path = _written("model", model, "path") if model in _choices()["model"] else ""
+    return is_embedded(model) if path is None else path.startswith(EMBEDDED)
 
 
 def _baselines(jobs: Iterable[Overrides]) -> int:
@@ -121,7 +122,7 @@ def _run(run: Overrides, present: Present) -> Run:
     if missing:
         return Run(command(run), waits=f"{', '.join(missing)}: not in this version")
     chosen = {word.partition("=")[0]: word.partition("=")[2] for word in run}
-    wanted = [_name(group, chosen[group]) if group in chosen else None for group in ("model", "method")]
+    wanted = [_written(group, chosen[group]) if group in chosen else None for group in ("model", "method")]
     if not any(all(name in (None, there) for name, there in zip(wanted, pair, strict=True)) for pair in present):
         return Run(command(run))
     try:
@@ -131,10 +132,10 @@ def _run(run: Overrides, present: Present) -> Run:
 
 
 @functools.cache
-def _name(group: str, choice: str) -> str | None:
-    """Name that records give a choice, read from its file; None where composing decides it."""
-    name = yaml.safe_load((conf_dir() / group / f"{choice}.yaml").read_text(encoding="utf-8")).get("name")
-    return None if name is None or "${" in name else str(name)
+def _written(group: str, choice: str, setting: str = "name") -> str | None:
+    """A setting of a choice, such as the name that records give it, read from its file; None: composing decides it."""
+    found = yaml.safe_load((conf_dir() / group / f"{choice}.yaml").read_text(encoding="utf-8")).get(setting)
+    return None if found is None or "${" in found else str(found)
 
 
 @functools.cache

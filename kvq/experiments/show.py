@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from kvq.experiments.expected import experiment_of
-from kvq.report.experiment_files import grids_of
+from kvq.report.experiment_files import fill, grids_of
 from kvq.report.experiments import Experiment, by_signature
 from kvq.report.reference import read_reference
 from kvq.report.terminal import print_grid
@@ -20,7 +20,7 @@ def print_experiment(name: str, results_dir: str) -> None:
     """
     records = Store(results_dir).scan()[0]
     experiment, console = _known(name, {(record.model, record.method) for record in records}), Console()
-    for grid in grids_of(experiment, by_signature(records), read_reference()):
+    for grid in grids_of(fill(experiment, by_signature(records), read_reference())):
         print_grid(grid, console)
         console.print()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 EXPERIMENT_SWEEPER = "hydra_plugins.kvq_experiments.ExperimentSweeper"
-_EMBEDDED = "embedded:"
+EMBEDDED = "embedded:"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def layout_of(config: DictConfig) -> LayoutConfig:
 def is_embedded(model: str) -> bool:
     """Whether a model ships with the package, so that an experiment on it is a stand-in for the paper's."""
     try:
-        return str(compose([f"model={model}"]).model.path).startswith(_EMBEDDED)
+        return str(compose([f"model={model}"]).model.path).startswith(EMBEDDED)
     except COMPOSE_ERRORS:
         return False  # composing the job says why
 

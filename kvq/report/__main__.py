@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvq.errors import KvqError
+from kvq.report.drawing import seldom_collected
 from kvq.report.tables import build_tables
 from kvq.report.terminal import print_table
 from kvq.report.write import write
@@ -45,4 +46,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    seldom_collected()
     sys.exit(main())

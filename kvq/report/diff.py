@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import scipy
 from rich.console import Console
-from scipy import stats
 
 from kvq.errors import KvqError, RecordError
 from kvq.report.cells import DASH, fixed
@@ -125,7 +125,7 @@ def _judged(change: Change, before: Sequence[Mapping[str, Any]], after: Sequence
         return change._replace(p_value=mcnemar(counted.lost, counted.gained))
     if not found.standard_error:
         return change._replace(verdict="within noise" if found.value == 0 else "too few items")
-    return change._replace(p_value=float(2 * stats.norm.sf(abs(found.value) / found.standard_error)))
+    return change._replace(p_value=float(2 * scipy.stats.norm.sf(abs(found.value) / found.standard_error)))
 
 
 def _corrected(changes: Sequence[Change]) -> list[Change]:

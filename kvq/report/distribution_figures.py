@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEPS = ("N", "NS", "NSN")
-_MOST_VECTORS, _FEWEST_VECTORS = 1000, 8
+_MOST_VECTORS, _FEWEST_VECTORS = 400, 8
 
 
 def closeness_table(record: Record) -> pd.DataFrame:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MARKS = ".drawn.json"
 """What each figure of a folder was drawn from, and the files that came of it."""
-# A process takes a second or two until it can draw; fewer figures are done by then.
+# A process takes a second or two until it can draw; fewer figures are done by then, unless their numbers take long.
 _FEWEST_FOR_WORKERS = 12
 _MOST_WORKERS = 8
 
@@ -126,8 +126,8 @@ def _written(drawing: Drawing, folder: Path) -> list[Path]:
     return save(drawing.draw and drawing.draw(numbers, *drawing.arguments), numbers, folder, drawing.stem)
 
 
-def _seldom_collected() -> None:
-    """Figures are made of cycles; looking for them as often as Python does takes a twentieth of the time."""
+def seldom_collected() -> None:
+    """For a process that does one thing: looking for cycles as often as Python does takes a tenth of its time."""
     gc.set_threshold(100_000, 20, 20)
 
 
@@ -149,10 +149,11 @@ class _Workers:
 
     def add(self, place: int, drawing: Drawing, folder: Path) -> None:
         self._waiting.append((place, drawing, folder))
-        if self._workers > 1 and (self._pool or len(self._waiting) >= _FEWEST_FOR_WORKERS):
+        many = drawing.derive is not None or len(self._waiting) >= _FEWEST_FOR_WORKERS
+        if self._workers > 1 and (self._pool or many):
             if self._pool is None:
                 spawn = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(self._workers, spawn, initializer=_seldom_collected)
+                self._pool = ProcessPoolExecutor(self._workers, spawn, initializer=seldom_collected)
             self._given += [(place, self._pool.submit(_written, made, into)) for place, made, into in self._waiting]
             self._waiting.clear()
 

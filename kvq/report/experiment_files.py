@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from kvq.report.escapes import escape_markdown, one_line
 from kvq.report.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
 from kvq.report.latex import PREAMBLE, Sheet, floats
 from kvq.report.reference import AXES, Reference
+from kvq.results import Record, is_stale, judge
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
 
@@ -35,16 +36,32 @@ class Grid:
     notes: list[str]
 
 
-def grids_of(experiment: Experiment, records: Answers, reference: Reference) -> list[Grid]:
+@dataclass(frozen=True)
+class Filled:
+    """An experiment with what its cells print, and those of the stand-ins that were run."""
+
+    experiment: Experiment
+    cells: list[Shown]
+    stand_ins: dict[str, list[Shown]]
+
+
+def fill(
+    experiment: Experiment, records: Answers, reference: Reference, stale: Callable[[Record], bool] = is_stale
+) -> Filled:
+    """Fill an experiment's cells from records and published figures."""
+    small = {model: stand_in_cells(experiment, model, records, stale) for model in experiment.stand_ins}
+    cells = shown_cells(experiment, records, reference, stale)
+    return Filled(experiment, cells, {model: here for model, here in small.items() if here})
+
+
+def grids_of(filled: Filled) -> list[Grid]:
     """The experiment's tables, one for each section, then its stand-ins that were run."""
-    cells = shown_cells(experiment, records, reference)
-    grids = []
+    experiment, cells, grids = filled.experiment, filled.cells, []
     for section in labels_of(cells, experiment.sections):
         here = [cell for cell in cells if labels_of([cell], experiment.sections) == [section]]
         grids.append(_grid(experiment, here, ", ".join(filter(None, section))))
-    for model in experiment.stand_ins:
-        here = stand_in_cells(experiment, model, records)
-        grids += [_grid(experiment, here, f"stand-in on {model}, not the paper's experiment")] if here else []
+    for model, here in filled.stand_ins.items():
+        grids.append(_grid(experiment, here, f"stand-in on {model}, not the paper's experiment"))
     return grids
 
 
@@ -172,17 +189,16 @@ def latex(experiment: Experiment, grids: Sequence[Grid]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def csv(experiment: Experiment, records: Answers, reference: Reference) -> str:
+def csv(filled: Filled) -> str:
     """One line per cell, numbers in full, with the commands of runs that are missing."""
-    cells = [(cell, "") for cell in shown_cells(experiment, records, reference)]
-    for model in experiment.stand_ins:
-        cells += [(cell, model) for cell in stand_in_cells(experiment, model, records)]
+    cells = [(cell, "") for cell in filled.cells]
+    cells += [(cell, model) for model, here in filled.stand_ins.items() for cell in here]
     rows = [
         {
             **{axis: cell.asked.labels.get(axis, "") for axis in AXES},
             "stand_in": stand_in,
             "read": cell.asked.metric,
-            "units": experiment.units,
+            "units": filled.experiment.units,
             "measured": cell.value,
             "standard_error": cell.error,
             "published": cell.published.value if cell.published else None,
@@ -215,6 +231,7 @@ def write_experiments(
         RecordError: the folder cannot be written.
     """
     files: dict[str, str] = {}
+    stale = judge()
     lines = [
         "# Experiments",
         "",
@@ -226,15 +243,14 @@ def write_experiments(
         "| :--- | :--- | ---: | :--- | ---: | :--- |",
     ]
     for experiment in experiments:
-        name, grids = slug(experiment), grids_of(experiment, records, reference)
+        filled = fill(experiment, records, reference, stale)
+        name, grids = slug(experiment), grids_of(filled)
         files |= {f"{name}.md": markdown(experiment, grids), f"{name}.tex": latex(experiment, grids)}
-        files[f"{name}.csv"] = csv(experiment, records, reference)
-        cells = shown_cells(experiment, records, reference)
-        done = f"{sum(cell.value is not None for cell in cells)} of {len(cells)}"
-        small = [model for model in experiment.stand_ins if stand_in_cells(experiment, model, records)]
+        files[f"{name}.csv"] = csv(filled)
+        done = f"{sum(cell.value is not None for cell in filled.cells)} of {len(filled.cells)}"
         where = " ".join(filter(None, [experiment.paper, experiment.table]))
-        cell = [f"[{escape_markdown(f'{where}: {experiment.title}')}]({name}.md)", done, ", ".join(small) or DASH]
-        cell += [str(experiment.runs), ", ".join(experiment.waiting) or DASH]
+        cell = [f"[{escape_markdown(f'{where}: {experiment.title}')}]({name}.md)", done]
+        cell += [", ".join(filled.stand_ins) or DASH, str(experiment.runs), ", ".join(experiment.waiting) or DASH]
         lines.append(f"| `{experiment.name}` | {' | '.join(cell)} |")
     files[INDEX] = "\n".join(lines) + "\n"
     try:

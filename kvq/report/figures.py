@@ -7,7 +7,6 @@ its numbers beside it as CSV.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,13 +17,13 @@ import pandas as pd
 from kvq.errors import KvqError, RecordError
 from kvq.report import loss_figures as losses
 from kvq.report.diagnostics import diagnostic_drawings, embedding_drawings, file_name
-from kvq.report.drawing import Drawing, cores, write_drawings
+from kvq.report.drawing import Drawing, cores, seldom_collected, write_drawings
 from kvq.report.figure_index import Noted
 from kvq.report.layout import Row, Table, Tables
 from kvq.report.mosaic import Look, mosaic
 from kvq.report.style import style
 from kvq.report.tables import build_tables
-from kvq.results import Store
+from kvq.results import Broken, Record, Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,6 +98,13 @@ def _is_of_needles(table: Table) -> bool:
     return any(row.record.task == "niah" and row.record.status == "done" for row in table.rows)
 
 
+def _drawings(store: Store, scanned: tuple[list[Record], list[Broken]], skipped: list[str]) -> Iterator[Drawing]:
+    """Everything that records allow; what takes longest is first, so that it is worked on while tables are made."""
+    yield from embedding_drawings(scanned[0], store)
+    yield from table_drawings(build_tables(store, scanned=scanned), store, skipped)
+    yield from diagnostic_drawings(scanned[0], store, skipped)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; what cannot be drawn is named, the rest is drawn."""
     parser = argparse.ArgumentParser(prog="python -m kvq.report.figures", description=__doc__)
@@ -113,19 +119,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store, out = Store(given.results), given.out or given.results / "figures"
     skipped: list[str] = []
     try:
-        tables = build_tables(store)
-        for broken in tables.broken:
-            print(f"skipped {broken.path}: {broken.reason}", file=sys.stderr)
-        if not tables.tables:
+        records, broken = scanned = store.scan()
+        for one in broken:
+            print(f"skipped {one.path}: {one.reason}", file=sys.stderr)
+        if not records:
             raise RecordError(f"no records to draw under '{store.runs}': run a sweep first, such as -m method=nsn,kivi")
-        records = sorted((row.record for table in tables.tables for row in table.rows), key=lambda record: record.key)
-        drawings = Noted(
-            itertools.chain(
-                embedding_drawings(records, store),
-                table_drawings(tables, store, skipped),
-                diagnostic_drawings(records, store, skipped),
-            )
-        )
+        drawings = Noted(_drawings(store, scanned, skipped))
         paths = write_drawings(drawings, out, given.jobs)
         paths.append(drawings.write(out))
     except KvqError as error:
@@ -144,4 +143,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    seldom_collected()
     sys.exit(main())

@@ -8,8 +8,8 @@ import io
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# Printable ASCII and the signs of labels. A figure with others has its font cut to those too.
-_LETTERS = frozenset([*range(0x20, 0x7F), *map(ord, "Δ±≈–−†×·…°µ≤≥→⁻⁰¹²³⁴⁵⁶⁷⁸⁹")])
+# Printable ASCII, the signs of labels, what the font joins (ﬁ). A figure with others has its font cut to those too.
+_LETTERS = frozenset([*range(0x20, 0x7F), *map(ord, "Δ±≈–−†×·…°µ≤≥→ﬀﬁﬂﬃﬄ⁻⁰¹²³⁴⁵⁶⁷⁸⁹")])
 
 
 class _Cut:

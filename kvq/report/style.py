@@ -53,6 +53,8 @@ _SETTINGS: Any = {
 }
 
 _DPI = 200
+# Of 9: a tenth of a figure's time less than the usual 6, for files that are hardly larger.
+_COMPRESS = 3
 # Without dates and versions the same records give the same bytes.
 _METADATA: Any = {"CreationDate": None, "Producer": None}
 
@@ -194,7 +196,7 @@ def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, 
         made.set_layout_engine("none")
         canvas.draw()
         opaque = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
-        Image.fromarray(opaque).save(files["png"], format="png", dpi=(_DPI, _DPI))
+        Image.fromarray(opaque).save(files["png"], format="png", dpi=(_DPI, _DPI), compress_level=_COMPRESS)
         if "pdf" in files:
             with cut_once():
                 FigureCanvasPdf(made).print_pdf(files["pdf"], metadata=_METADATA)

@@ -14,7 +14,7 @@ from kvq.report.comparisons import Comparisons, by_bits, frontier
 from kvq.report.layout import Planned, Row, Table, Tables
 from kvq.report.notes import notes_of
 from kvq.report.settings import PROTOCOL, flatten, settings_of
-from kvq.results import Record, Store, is_stale, run_key
+from kvq.results import Broken, Record, Store, judge, run_key
 from kvq.results.statistics import ALPHA, holm, within_noise
 
 # A name that sets two runs apart by more settings than this is cut short and ends in the run's key.
@@ -26,7 +26,8 @@ def build_tables(
     *,
     keys: Collection[str] | None = None,
     planned: Iterable[Planned] = (),
-    stale: Callable[[Record], bool] = is_stale,
+    stale: Callable[[Record], bool] | None = None,
+    scanned: tuple[list[Record], list[Broken]] | None = None,
 ) -> Tables:
     """Group the records of a store into one table per protocol (task, model, dataset, seed with all their settings).
 
@@ -34,12 +35,13 @@ def build_tables(
         store: where the records are.
         keys: show these runs alone, with the full-precision runs they are paired with; None shows all.
         planned: runs of a sweep; those without a record are listed as missing.
-        stale: whether a record was made by code that has changed since.
+        stale: whether a record was made by code that has changed since; None reads the code.
+        scanned: what `store.scan()` gave, so that the folder is not read twice.
 
     Raises:
         RecordError: the folder cannot be listed.
     """
-    records, broken = store.scan()
+    records, broken = scanned or store.scan()
     if keys is not None:
         wanted = set(keys) | {record.baseline_key for record in records if record.key in keys}
         records = [record for record in records if record.key in wanted]
@@ -52,27 +54,12 @@ def build_tables(
         missing[_protocol_key(plan)].append(plan)
     read = {record.key: record for record in records}
     comparisons = Comparisons(lambda key: store.samples_of(read[key]) if key in read else store.samples(key))
-    stale = _asked_once(stale)
+    stale = stale or judge()
     tables = [
         _table(protocol, groups.get(protocol, []), missing.get(protocol, []), comparisons, stale)
         for protocol in sorted(groups.keys() | missing.keys())
     ]
     return Tables(tuple(sorted(tables, key=lambda table: table.slug)), tuple(broken))
-
-
-def _asked_once(stale: Callable[[Record], bool]) -> Callable[[Record], bool]:
-    """`is_stale` reads source files, which most records share; another judge may go by anything of a record."""
-    if stale is not is_stale:
-        return stale
-    known: dict[tuple[str, ...], bool] = {}
-
-    def asked(record: Record) -> bool:
-        made_by = (record.source_hash, *record.source_modules)
-        if made_by not in known:
-            known[made_by] = is_stale(record)
-        return known[made_by]
-
-    return asked
 
 
 def _protocol(run: Record | Planned) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kvq.report.cells import Cell, Column, columns_of, is_of_diagnostics, measur
 from kvq.report.experiment_files import Grid
 from kvq.report.layout import Planned, Row, Table
 from kvq.report.tables import build_tables
-from kvq.results import Record, Store, is_stale
+from kvq.results import Record, Store
 
 # A file has no width of its own; rich would take 80, in which the columns do not fit.
 PLAIN_WIDTH = 100
@@ -25,7 +25,7 @@ def print_tables(
     *,
     keys: Collection[str] | None = None,
     planned: Iterable[Planned] = (),
-    stale: Callable[[Record], bool] = is_stale,
+    stale: Callable[[Record], bool] | None = None,
 ) -> None:
     """Print the tables of a store, or of the runs `keys` and their full-precision runs; fits 100 columns.
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from scipy import stats
 
 from kvq.errors import RecordError
 from kvq.report.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
 from kvq.results import Record, Store, run_key
-from kvq.results.statistics import NOISE, delta_nll_of_samples
+from kvq.results.statistics import NOISE, delta_nll_of_samples, spearman
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Methods of a figure one column wide; how far apart the first and the last of a width are drawn, in bits.
 _FEW, _ASIDE = 6, 0.3
-_FEWEST = 4
-"""Points below which a rank correlation has no interval."""
 
 
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -102,33 +99,6 @@ def valley_figure(table: pd.DataFrame, title: str) -> Figure:
     return made
 
 
-class RankCorrelation(NamedTuple):
-    """Spearman's rho of `n` pairs with its 95% interval (None: fewer than 4 pairs, or ties alone)."""
-
-    n: int
-    rho: float | None
-    low: float | None
-    high: float | None
-
-
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> RankCorrelation:
-    """Spearman's rho; its interval by Fisher's z with the variance of Bonett and Wright (2000).
-
-    Raises:
-        RecordError: sequences that do not match.
-    """
-    if len(x) != len(y):
-        raise RecordError(f"rank correlation: {len(x)} and {len(y)} values; they come in pairs")
-    if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
-        return RankCorrelation(len(x), None, None, None)
-    rho = float(stats.spearmanr(x, y).statistic)
-    if len(x) < _FEWEST:
-        return RankCorrelation(len(x), rho, None, None)
-    reach = 1.959964 * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
-    z = math.atanh(max(min(rho, 1 - 1e-12), -1 + 1e-12))
-    return RankCorrelation(len(x), rho, math.tanh(z - reach), math.tanh(z + reach))
-
-
 def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
     """Pairs of a model's dispersion of norms (`task=tni`) and what a method costs it (`task=ppl`), one line per pair.
 
@@ -172,6 +142,6 @@ def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
     for (method, bits, protocol), runs in table.groupby(["method", "bits", "protocol"], sort=True):
         part = runs.groupby("weights")[[*_SPREADS, "delta_perplexity"]].mean()
         for name in _SPREADS:
-            found = rank_correlation(part[name].tolist(), part["delta_perplexity"].tolist())
+            found = spearman(part[name].tolist(), part["delta_perplexity"].tolist())
             lines.append({"method": method, "bits": bits, "protocol": protocol, "statistic": name, **found._asdict()})
     return pd.DataFrame(lines)

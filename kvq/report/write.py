@@ -11,7 +11,7 @@ from kvq.errors import RecordError
 from kvq.report import formats
 from kvq.report.layout import Planned, Tables
 from kvq.report.tables import build_tables
-from kvq.results import Record, Store, is_stale
+from kvq.results import Record, Store
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
 
@@ -25,7 +25,7 @@ def write_tables(
     out_dir: str | os.PathLike[str],
     *,
     planned: Iterable[Planned] = (),
-    stale: Callable[[Record], bool] = is_stale,
+    stale: Callable[[Record], bool] | None = None,
 ) -> list[Path]:
     """Write every table of a store as Markdown, CSV and LaTeX, with an index.md, and return their paths.
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import io
 import tokenize
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +56,19 @@ def is_stale(record: Record) -> bool:
     files = {name: _find(name) for name in record.source_modules}
     found = {name: path for name, path in files.items() if path is not None}
     return len(found) < len(files) or _hash_files(found) != record.source_hash
+
+
+def judge() -> Callable[[Record], bool]:
+    """`is_stale` for many records at once: code that several name is read once."""
+    known: dict[tuple[str, ...], bool] = {}
+
+    def asked(record: Record) -> bool:
+        made_by = (record.source_hash, *record.source_modules)
+        if made_by not in known:
+            known[made_by] = is_stale(record)
+        return known[made_by]
+
+    return asked
 
 
 def _find(name: str) -> Path | None:

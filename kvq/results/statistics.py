@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import scipy  # `scipy.stats` loads when it is first asked for: it takes longer than all else here
 from jaxtyping import Num
-from scipy import stats
 
 from kvq.errors import RecordError
 
@@ -154,7 +154,7 @@ def _bootstrap(
     value = float(statistic(*blocks))
     if len(starts) < 2:
         return Estimate(value, None, None, None, len(starts))
-    result = stats.bootstrap(
+    result = scipy.stats.bootstrap(
         blocks,
         statistic,
         paired=True,
@@ -211,7 +211,7 @@ def mcnemar(lost: int, gained: int) -> float:
     """
     if min(lost, gained) < 0:
         raise RecordError(f"mcnemar: lost={lost}, gained={gained}; counts are not negative")
-    return float(stats.binomtest(lost, lost + gained, 0.5).pvalue) if lost + gained else 1.0
+    return float(scipy.stats.binomtest(lost, lost + gained, 0.5).pvalue) if lost + gained else 1.0
 
 
 def fisher(hits: int, items: int, baseline_hits: int, baseline_items: int) -> float:
@@ -225,7 +225,7 @@ def fisher(hits: int, items: int, baseline_hits: int, baseline_items: int) -> fl
     if not (0 <= hits <= items and 0 <= baseline_hits <= baseline_items):
         raise RecordError(f"fisher: {hits} of {items} against {baseline_hits} of {baseline_items}")
     table = [[hits, items - hits], [baseline_hits, baseline_items - baseline_hits]]
-    return float(stats.fisher_exact(table).pvalue)
+    return float(scipy.stats.fisher_exact(table).pvalue)
 
 
 def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
@@ -253,7 +253,7 @@ def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
     c = -gained * margin * (1 - margin)
     gains = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
     variance = items * (2 * gains + margin * (1 - margin))
-    return float(stats.norm.cdf((lost - gained - items * margin) / math.sqrt(variance)))
+    return float(scipy.stats.norm.cdf((lost - gained - items * margin) / math.sqrt(variance)))
 
 
 def paired_mean(values: Items, baseline: Items, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
@@ -283,31 +283,27 @@ def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
 
 
 class Correlation(NamedTuple):
-    """A rank correlation over `n` points; the interval (95%) is None below four points."""
+    """Spearman's rho of `n` points with its 95% interval (None: fewer than 4 points, or ties alone)."""
 
-    rho: float
-    p_value: float
+    n: int
+    rho: float | None
     low: float | None
     high: float | None
-    n: int
 
 
-def spearman(x: Items, y: Items) -> Correlation:
-    """Spearman's rank correlation, its permutation-free p-value and an interval by Fisher's transformation.
-
-    The interval uses the standard error sqrt(1.06 / (n - 3)) (Fieller, Hartley and Pearson, 1957).
+def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation:
+    """Spearman's rank correlation; its interval by Fisher's z with the variance of Bonett and Wright (2000).
 
     Raises:
-        RecordError: fewer than three points, arrays that do not match, or one that is constant.
+        RecordError: sequences that do not match.
     """
-    if len(x) != len(y) or len(x) < 3:
-        raise RecordError(f"spearman: {len(x)} and {len(y)} points; needs the same number, at least 3")
-    if len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
-        raise RecordError("spearman: a constant has no ranks to correlate")
-    found = stats.spearmanr(x, y)
-    rho, n = float(found.statistic), len(x)
-    if n < 4:
-        return Correlation(rho, float(found.pvalue), None, None, n)
-    centre, reach = math.atanh(max(-1 + 1e-12, min(1 - 1e-12, rho))), float(stats.norm.ppf(0.975))
-    spread = reach * math.sqrt(1.06 / (n - 3))
-    return Correlation(rho, float(found.pvalue), math.tanh(centre - spread), math.tanh(centre + spread), n)
+    if len(x) != len(y):
+        raise RecordError(f"rank correlation: {len(x)} and {len(y)} values; they come in pairs")
+    if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
+        return Correlation(len(x), None, None, None)
+    rho = float(scipy.stats.spearmanr(x, y).statistic)
+    if len(x) < 4:
+        return Correlation(len(x), rho, None, None)
+    reach = float(scipy.stats.norm.ppf(0.975)) * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
+    z = math.atanh(max(min(rho, 1 - 1e-12), -1 + 1e-12))
+    return Correlation(len(x), rho, math.tanh(z - reach), math.tanh(z + reach))

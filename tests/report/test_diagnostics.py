@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -15,7 +14,6 @@ from kvq.diagnostic_config import (
     SyntheticConfig,
     TniConfig,
 )
-from kvq.errors import RecordError
 from kvq.report.diagnostics import embedding_drawings
 from kvq.report.distribution_figures import closeness_table
 from kvq.report.drawing import write_drawings
@@ -25,7 +23,6 @@ from kvq.report.memory_figures import memory_table
 from kvq.report.valley_figures import (
     dispersion_correlations,
     dispersion_table,
-    rank_correlation,
     valley_table,
 )
 from kvq.results import Store
@@ -109,22 +106,6 @@ def test_a_valley_is_found_beyond_noise_alone(tmp_path: Path) -> None:
     assert table["step"].iloc[2] == pytest.approx(0.8, abs=0.02)
     paths = drawn(store, tmp_path / "figures")
     assert {path.suffix for path in paths if path.stem.startswith("widths")} == {".csv", ".pdf", ".png"}
-
-
-def test_rank_correlation_against_its_definition() -> None:
-    x, y = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 1.0, 4.0, 3.0, 6.0, 5.0]
-    found = rank_correlation(x, y)
-    differences = sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
-    rho = 1 - 6 * differences / (6 * 35)
-    assert (found.n, found.rho) == (6, pytest.approx(rho))
-    reach = 1.959964 * ((1 + rho**2 / 2) / 3) ** 0.5
-    assert found.low == pytest.approx(np.tanh(np.arctanh(rho) - reach))
-    assert found.high == pytest.approx(np.tanh(np.arctanh(rho) + reach))
-    assert rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == (3, -1.0, None, None)
-    assert rank_correlation([1.0, 2.0], [3.0, 2.0]).rho is None
-    assert rank_correlation([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]).rho is None
-    with pytest.raises(RecordError, match="they come in pairs"):
-        rank_correlation([1.0], [])
 
 
 def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvq.errors import RecordError
-from kvq.report.experiment_files import csv, grids_of, latex, markdown, slug, write_experiments
+from kvq.report.experiment_files import csv, fill, grids_of, latex, markdown, slug, write_experiments
 from kvq.report.experiments import Asked, Experiment, Run, by_signature, read_metric, shown_cells, signature
 from kvq.report.reference import Published, Reference, read_reference
 from kvq.results import Record
@@ -61,7 +61,7 @@ def experiment(records: list[Record], **changes: object) -> Experiment:
 
 def test_measured_published_difference_and_dashes_with_reasons() -> None:
     records = [record("one")]
-    [grid] = grids_of(experiment(records), by_signature(records), REFERENCE)
+    [grid] = grids_of(fill(experiment(records), by_signature(records), REFERENCE))
     assert grid.header[:4] == ["method", "published bits", "measured bits", "effective bits"]
     assert grid.rows[0][:4] == ["one", "2.25", "2.300", "2.400"]
     assert grid.rows[0][4].startswith("≈ 5.50")
@@ -80,10 +80,10 @@ def test_a_standard_error_stands_beside_its_number() -> None:
     records = [record("one")]
     asked = replace(experiment(records).cells[0], metric="delta_nll")
     alone = experiment(records, cells=(asked,), table=None, scale=-100.0)
-    [grid] = grids_of(alone, by_signature(records), REFERENCE)
+    [grid] = grids_of(fill(alone, by_signature(records), REFERENCE))
     assert grid.rows[0][3] == "≈ -10.0000 ± 20.0000"
     assert "± standard error." in grid.notes
-    [row] = csv_reader.DictReader(io.StringIO(csv(alone, by_signature(records), REFERENCE)))
+    [row] = csv_reader.DictReader(io.StringIO(csv(fill(alone, by_signature(records), REFERENCE))))
     assert float(row["standard_error"]) == 20
     two = experiment(records, cells=(replace(asked, runs=2 * asked.runs),), table=None)
     assert [cell.error for cell in shown_cells(two, by_signature(records), REFERENCE)] == [None]
@@ -142,12 +142,12 @@ def test_pooled_counts_and_metrics_that_follow_from_others() -> None:
 def test_strings_of_records_do_no_harm(tmp_path: Path) -> None:
     records = [record("one", status="failed", reason=NASTY, metrics={})]
     made_up = experiment(records, name="../../up `x`", title=NASTY, waiting={})
-    grids = grids_of(made_up, by_signature(records), REFERENCE)
+    grids = grids_of(fill(made_up, by_signature(records), REFERENCE))
     page, paper = markdown(made_up, grids).split("\n", 3)[3], latex(made_up, grids)
     assert "<script>" not in page
     assert "\\input{" not in paper
     assert "$x_1$" not in paper
-    rows = list(csv_reader.DictReader(io.StringIO(csv(made_up, by_signature(records), REFERENCE))))
+    rows = list(csv_reader.DictReader(io.StringIO(csv(fill(made_up, by_signature(records), REFERENCE)))))
     assert len(rows) == 3
     assert "/" not in slug(made_up)
     paths = write_experiments([made_up], by_signature(records), REFERENCE, tmp_path / "out")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvq.errors import KvqError
+from kvq.report.drawing import seldom_collected
 from kvq.report.html.page import write_report
 from kvq.results import Store
 
@@ -32,4 +33,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    seldom_collected()
     sys.exit(main())
