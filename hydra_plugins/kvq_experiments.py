@@ -1,11 +1,29 @@
-"""Hydra's sweep over the runs of an experiment's table, where they are no product of values.
+"""Sweepers: over products of values, and over the runs of an experiment's table, which are no product.
 
-It lives in `hydra_plugins` because Hydra takes sweepers from there alone.
+They live in `hydra_plugins` because Hydra takes sweepers from there alone.
 """
 
 from __future__ import annotations
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+
+
+class GroupedSweeper(BasicSweeper):
+    """Hydra's own product of values, with the runs that share a model and a text one after the other."""
+
+    @staticmethod
+    def split_arguments(overrides, max_batch_size):
+        """Batches of jobs; the base class asks for them by this name."""
+        from kvq.experiments.sweep import grouped
+
+        jobs = grouped(job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch)
+        size = max_batch_size or len(jobs)
+        return [jobs[first : first + size] for first in range(0, len(jobs), size)]
+
+
+_GROUPED = {"_target_": "hydra_plugins.kvq_experiments.GroupedSweeper", "max_batch_size": None, "params": None}
+ConfigStore.instance().store(group="hydra/sweeper", name="grouped", node=_GROUPED, provider="kvq")
 
 
 class ExperimentSweeper(BasicSweeper):

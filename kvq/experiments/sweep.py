@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,21 @@ def is_embedded(model: str) -> bool:
         return False  # composing the job says why
 
 
+def grouped(jobs: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Jobs of one model one after the other, of these those of one text and task; else as they were.
+
+    A process holds one model, one text and one full-precision reference at a time (`kvq.tasks.inputs`): a sweep that
+    goes back and forth between two would load them for every run.
+    """
+    ordered = [list(job) for job in jobs]
+    for groups in (("dataset", "task"), ("model",)):  # sorting is stable: the last is the outermost
+        chosen = [tuple(word for word in job if re.match(rf"({'|'.join(groups)})[.=]", word)) for job in ordered]
+        first = {words: place for place, words in reversed(list(enumerate(chosen)))}
+        places = sorted(range(len(ordered)), key=lambda place: first[chosen[place]])
+        ordered = [ordered[place] for place in places]
+    return ordered
+
+
 def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> ExperimentSweep:
     """Jobs of the experiment in `config`, for every product of the command line's values."""
     layout = layout_of(config)
@@ -55,7 +71,7 @@ def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> ExperimentSwe
         jobs += jobs_of(cells, given, layout.small if model and is_embedded(model) else {})
     ready: list[Overrides] = []
     waiting: dict[str, int] = {}
-    for job in dict.fromkeys(jobs):
+    for job in map(tuple, grouped(dict.fromkeys(jobs))):
         missing = list(missing_choices(job, known))
         for name in missing:
             waiting[name] = waiting.get(name, 0) + 1

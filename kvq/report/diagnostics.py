@@ -61,7 +61,7 @@ def _shifts(records: Sequence[Record], store: Store) -> Iterator[Drawing]:
     for name, group in groups.items():
         table = shift.shift_table(group, store)
         if not table.empty:
-            title = f"Calibrated on another text (hatched): {group[0].model}"
+            title = f"Calibrated on another text (hollow): {group[0].model}"
             stem = file_name(f"calibration-shift-{group[0].model}-{name[:6]}")
             yield Drawing(stem, table, shift.shift_figure, (title,))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvq.errors import RecordError
-from kvq.report.style import colour, figure, style
+from kvq.report.style import colour, figure, marker, style, symlog
 from kvq.results import Record, Store, run_key
 from kvq.results.statistics import delta_nll_of_samples
 
@@ -41,6 +41,7 @@ def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     for group in groups.values():
         first = group[0]
         beside = _text(first) == "none" and _place(first) in places and first.metrics["bits_per_element"] <= most
+        beside = beside and not _is_variant(first, [run for run in runs if run.metrics["bits_per_element"] <= most])
         if group not in pairs and not beside:
             continue
         own = next((record for record in group if _text(record) == record.dataset), None)
@@ -54,6 +55,13 @@ def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
             ]
             lines.append(dict(zip(COLUMNS, (*line, *measured, cost, error), strict=True)))
     return pd.DataFrame(lines, columns=list(COLUMNS))
+
+
+def _is_variant(record: Record, runs: Sequence[Record]) -> bool:
+    """Whether the method that it varies is among runs of the same text, at the same bits."""
+    plain, _, variant = record.method.partition("/")
+    others = (other for other in runs if other.method == plain and other.bits == record.bits)
+    return bool(variant) and any(_place(other) == _place(record) for other in others)
 
 
 def _text(record: Record) -> str:
@@ -83,35 +91,45 @@ def _paired(record: Record, own: Record, store: Store) -> tuple[float, float]:
 
 
 def shift_figure(table: pd.DataFrame, title: str) -> Figure:
-    """ΔNLL of each method on each text: a bar per text that it was calibrated on; hatched: another than the tested."""
-    texts = list(dict.fromkeys(table["calibrated_on"]))
+    """ΔNLL of each method, a panel for each text: a mark per text that it was calibrated on, hollow: not the tested.
+
+    Methods by measured bits (in brackets), the fewest on top.
+    """
+    texts = sorted(set(table["calibrated_on"]), key=lambda text: (text == "none", text))
     tested = list(dict.fromkeys(table["dataset"]))
+    names = table["method"] + " " + table["bits"]
+    ordered = table.assign(name=names.str.strip()).sort_values(["bits_per_element", "name"], kind="stable")
+    rows = list(dict.fromkeys(f"{name} ({bits:.2f})" for name, bits in _labels(ordered)))
     with style():
-        made = figure(2, 2.6)
-        axes = made.subplots(1, len(tested), squeeze=False, sharey=True)[0]
+        made = figure(2, 1.0 + 0.17 * len(rows))
+        axes = made.subplots(1, len(tested), squeeze=False, sharey=True, sharex=True)[0]
         for axis, dataset in zip(axes, tested, strict=True):
-            here = table[table["dataset"] == dataset]
-            names = [f"{method} {bits}".strip() for method, bits in zip(here["method"], here["bits"], strict=True)]
-            rows = list(dict.fromkeys(names))
-            for name in rows:
-                bars = [line for line, row in zip(here.to_dict("records"), names, strict=True) if row == name]
-                for number, line in enumerate(bars):
-                    axis.bar(
-                        rows.index(name) + (number - (len(bars) - 1) / 2) * 0.4,
-                        line["delta_nll"],
-                        0.36,
-                        yerr=0 if math.isnan(line["delta_nll_se"]) else line["delta_nll_se"],
-                        color=colour(texts.index(line["calibrated_on"])),
-                        hatch="///" if line["shifted"] else None,
-                        edgecolor="white",
-                        error_kw={"elinewidth": 0.8, "capsize": 1.5},
-                    )
-            axis.set_xticks(range(len(rows)), rows, rotation=35, ha="right")
+            here = ordered[ordered["dataset"] == dataset]
+            for (name, bits), line in zip(_labels(here), here.to_dict("records"), strict=True):
+                beside = 0.0 if line["calibrated_on"] == "none" else 0.16 * (1 if line["shifted"] else -1)
+                text = colour(texts.index(line["calibrated_on"]))
+                axis.errorbar(
+                    line["delta_nll"],
+                    rows.index(f"{name} ({bits:.2f})") + beside,
+                    xerr=0 if math.isnan(line["delta_nll_se"]) else line["delta_nll_se"],
+                    fmt=marker(texts.index(line["calibrated_on"])),
+                    color=text,
+                    markerfacecolor="white" if line["shifted"] else text,
+                    elinewidth=0.8,
+                )
             axis.set_title(f"tested on {dataset}")
-            axis.grid(axis="y", linewidth=0.3)
-        axes[0].set_ylabel("ΔNLL (nats/token)")
+            axis.set_xlabel("ΔNLL (nats/token)")
+            axis.grid(linewidth=0.3)
+        symlog(axes[0], table["delta_nll"], "x")
+        axes[0].set_yticks(range(len(rows)), rows)
+        axes[0].invert_yaxis()
         labels = [_NAMED.get(text, f"calibrated on {text}") for text in texts]
-        shown = [axes[0].bar(0, 0, color=colour(index), label=label) for index, label in enumerate(labels)]
-        made.legend(handles=shown, loc="outside lower center", ncols=len(texts))
+        for index, label in enumerate(labels):
+            axes[0].plot([], [], marker(index), color=colour(index), label=label)
+        made.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(texts))
         made.suptitle(title, fontsize=8)
     return made
+
+
+def _labels(table: pd.DataFrame) -> list[tuple[str, float]]:
+    return list(zip(table["name"], table["bits_per_element"], strict=True))

@@ -127,14 +127,14 @@ def whole_numbers(axis: Any) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
-def symlog(axis: Any, losses: pd.Series) -> None:
-    """Losses up the axis by powers of ten; linear near 0, where noise turns signs."""
+def symlog(axis: Any, losses: pd.Series, along: str = "y") -> None:
+    """Losses along x or y by powers of ten; linear near 0, where noise turns signs."""
     sizes = losses.abs()
     if sizes.any():
         # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
         small = max(float(sizes[sizes > 0].quantile(0.25)), 1e-4)
-        axis.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
-        _powers_of_ten(axis.yaxis)
+        getattr(axis, f"set_{along}scale")("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
+        _powers_of_ten(getattr(axis, f"{along}axis"))
 
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

@@ -12,7 +12,7 @@ from kvq.config import compose, resolve
 from kvq.experiments import expected
 from kvq.experiments.cells import cells_of, jobs_of, missing_choices
 from kvq.experiments.expected import experiment_of, names
-from kvq.experiments.sweep import layout_of, sweep_of
+from kvq.experiments.sweep import grouped, layout_of, sweep_of
 from kvq.explain import choices
 from kvq.identity import canonical
 from kvq.report.experiment_files import write_experiments
@@ -189,3 +189,26 @@ def test_groups_composed_apart_are_the_run_composed_whole() -> None:
         found, _, method = expected._signature(run)
         assert found == signature(canonical(whole, "", ""), whole.model.name, whole.dataset.name)
         assert method == whole.method.name
+
+
+def test_jobs_of_a_model_and_a_text_stand_together() -> None:
+    def words(*jobs: str) -> list[list[str]]:
+        return [job.split() for job in jobs]
+
+    mixed = words("model=b dataset=x bits=2", "model=a dataset=x bits=2", "model=b dataset=y bits=2", "bits=3",
+                  "model=a dataset=x bits=3", "model=b dataset=x bits=3")  # fmt: skip
+    assert grouped(mixed) == words("model=b dataset=x bits=2", "model=b dataset=x bits=3", "model=b dataset=y bits=2",
+                                   "model=a dataset=x bits=2", "model=a dataset=x bits=3", "bits=3")  # fmt: skip
+    own = words("method=nsn model_of=a bits=2", "method=kivi bits=2")
+    assert grouped(own) == own
+
+
+def test_a_plain_sweep_is_grouped_and_cut_into_batches() -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from hydra_plugins.kvq_experiments import GroupedSweeper
+
+    given = OverridesParser.create().parse_overrides(["bits=2,3", "model=tiny,tiny_outliers"])
+    wanted = [[f"bits={bits}", f"model={model}"] for model in ("tiny", "tiny_outliers") for bits in (2, 3)]
+    assert GroupedSweeper.split_arguments(given, None) == [wanted]
+    assert GroupedSweeper.split_arguments(given, 3) == [wanted[:3], wanted[3:]]
