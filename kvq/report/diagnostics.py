@@ -61,7 +61,8 @@ def _shifts(records: Sequence[Record], store: Store) -> Iterator[Drawing]:
     for name, group in groups.items():
         table = shift.shift_table(group, store)
         if not table.empty:
-            title = f"Calibrated on another text (hollow): {group[0].model}"
+            protocol = filter(None, [group[0].model, group[0].config.get("task", {}).get("scoring")])
+            title = f"Calibrated on another text (hollow): {', scoring '.join(protocol)}"
             stem = file_name(f"calibration-shift-{group[0].model}-{name[:6]}")
             yield Drawing(stem, table, shift.shift_figure, (title,))
 

@@ -132,7 +132,7 @@ def symlog(axis: Any, losses: pd.Series, along: str = "y") -> None:
     sizes = losses.abs()
     if sizes.any():
         # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
-        small = max(float(sizes[sizes > 0].quantile(0.25)), 1e-4)
+        small = max(float(sizes[sizes > 0].min()), 1e-4)
         getattr(axis, f"set_{along}scale")("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
         _powers_of_ten(getattr(axis, f"{along}axis"))
 
