@@ -20,6 +20,7 @@ _PANELS = (
     ("weight_kl", "KL of weights (nats/query)"),
     ("output_error", "error of output (relative)"),
 )
+_ARM = ["side", "arm", "rope"]
 
 
 def label(record: Record) -> str:
@@ -56,15 +57,15 @@ def steps_figure(table: pd.DataFrame, title: str) -> Figure:
     with style():
         shown = table[table["side"] != "both"]
         arms = [(side, arm) for side in ("key", "value") for arm in dict.fromkeys(shown[shown["side"] == side]["arm"])]
+        measured = shown.drop_duplicates(_ARM).set_index(_ARM)[[name for name, _ in _PANELS]].to_dict("index")
         made = figure(2, 1.1 + 0.24 * len(arms))
         axes = made.subplots(1, 3, sharey=True)
         for axis, (quantity, name) in zip(axes, _PANELS, strict=True):
             for index, rope in enumerate(("after", "before")):
                 values = []
                 for side, arm in arms:
-                    found = shown[(shown["side"] == side) & (shown["arm"] == arm) & (shown["rope"] == rope)]
-                    skip = found.empty or (side == "value" and quantity == "weight_kl")
-                    values.append(math.nan if skip else float(found[quantity].iloc[0]))
+                    skip = side == "value" and quantity == "weight_kl"
+                    values.append(math.nan if skip else measured.get((side, arm, rope), {}).get(quantity, math.nan))
                 places = [place + 0.2 * (2 * index - 1) for place in range(len(arms))]
                 axis.barh(places, values, 0.38, color=colour(index), label=f"quantized {rope} RoPE")
             axis.set_xlabel(name.replace(" (", "\n("))
