@@ -26,7 +26,7 @@ from tqdm import tqdm
 from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, resolve
 from kvq.errors import ConfigError, KvqError, Unsupported
-from kvq.experiments.sweep import EXPERIMENT_SWEEPER, grouped, sweep_of
+from kvq.experiments.sweep import EXPERIMENT_SWEEPER, sweep_of
 from kvq.explain import COMPOSE_ERRORS, choices, explain
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def sweep_jobs(config: DictConfig) -> list[list[str]]:
     params = config.hydra.sweeper.get("params") or {}
     given = [*(f"{name}={value}" for name, value in params.items()), *config.hydra.overrides.task]
     batches = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(given), None)
-    return grouped(job for batch in batches for job in batch)
+    return [list(job) for batch in batches for job in batch]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

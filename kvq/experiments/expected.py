@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-import yaml
-
-from kvq.config import Config, compose, conf_dir, resolve
+from kvq.config import Config, compose, resolve
 from kvq.errors import KvqError
 from kvq.experiments.cells import Cell, Overrides, cells_of, command, jobs_of, missing_choices, placed
-from kvq.experiments.sweep import EMBEDDED, is_embedded, layout_of
+from kvq.experiments.sweep import is_embedded, layout_of, written
 from kvq.explain import COMPOSE_ERRORS, choices, explain
 from kvq.identity import canonical
 from kvq.layout_config import LayoutConfig
@@ -79,8 +77,7 @@ def _small(jobs: Iterable[Overrides], present: Present) -> list[str]:
 
 @functools.cache
 def _embedded(model: str) -> bool:
-    path = _written("model", model, "path") if model in _choices()["model"] else ""
-    return is_embedded(model) if path is None else path.startswith(EMBEDDED)
+    return model in _choices()["model"] and is_embedded(model)
 
 
 def _baselines(jobs: Iterable[Overrides]) -> int:
@@ -122,20 +119,13 @@ def _run(run: Overrides, present: Present) -> Run:
     if missing:
         return Run(command(run), waits=f"{', '.join(missing)}: not in this version")
     chosen = {word.partition("=")[0]: word.partition("=")[2] for word in run}
-    wanted = [_written(group, chosen[group]) if group in chosen else None for group in ("model", "method")]
+    wanted = [written(group, chosen[group], "name") if group in chosen else None for group in ("model", "method")]
     if not any(all(name in (None, there) for name, there in zip(wanted, pair, strict=True)) for pair in present):
         return Run(command(run))
     try:
         return Run(command(run), *_signature(run))
     except COMPOSE_ERRORS as error:
         return Run(command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
-
-
-@functools.cache
-def _written(group: str, choice: str, setting: str = "name") -> str | None:
-    """A setting of a choice, such as the name that records give it, read from its file; None: composing decides it."""
-    found = yaml.safe_load((conf_dir() / group / f"{choice}.yaml").read_text(encoding="utf-8")).get(setting)
-    return None if found is None or "${" in found else str(found)
 
 
 @functools.cache

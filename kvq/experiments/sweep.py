@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from omegaconf import OmegaConf
 
-from kvq.config import compose
+from kvq.config import compose, conf_dir
 from kvq.experiments.cells import Overrides, cells_of, jobs_of, missing_choices
 from kvq.explain import COMPOSE_ERRORS, choices
 from kvq.layout_config import LayoutConfig
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 EXPERIMENT_SWEEPER = "hydra_plugins.kvq_experiments.ExperimentSweeper"
-EMBEDDED = "embedded:"
+_EMBEDDED = "embedded:"
+# What a process loads once for the runs that have it in common, by the words that choose it; the first matters most.
+_SHARED = (("model=", "model."), ("dataset=", "dataset.", "task=", "task."))
+Job = TypeVar("Job", bound=Sequence[str])
 
 
 @dataclass(frozen=True)
@@ -41,24 +45,31 @@ def layout_of(config: DictConfig) -> LayoutConfig:
 def is_embedded(model: str) -> bool:
     """Whether a model ships with the package, so that an experiment on it is a stand-in for the paper's."""
     try:
-        return str(compose([f"model={model}"]).model.path).startswith(EMBEDDED)
+        path = written("model", model, "path") or str(compose([f"model={model}"]).model.path)
     except COMPOSE_ERRORS:
         return False  # composing the job says why
+    return path.startswith(_EMBEDDED)
 
 
-def grouped(jobs: Iterable[Sequence[str]]) -> list[list[str]]:
+@functools.cache
+def written(group: str, choice: str, setting: str) -> str | None:
+    """A setting of a choice as its file has it, such as the name that records give it; None: composing decides it."""
+    path = conf_dir() / group / f"{choice}.yaml"
+    found = yaml.safe_load(path.read_text(encoding="utf-8")).get(setting) if path.is_file() else None
+    return None if found is None or "${" in found else str(found)
+
+
+def grouped(jobs: Iterable[Job]) -> list[Job]:
     """Jobs of one model one after the other, of these those of one text and task; else as they were.
 
     A process holds one model, one text and one full-precision reference at a time (`kvq.tasks.inputs`): a sweep that
     goes back and forth between two would load them for every run.
     """
-    ordered = [list(job) for job in jobs]
-    for groups in (("dataset", "task"), ("model",)):  # sorting is stable: the last is the outermost
-        chosen = [tuple(word for word in job if re.match(rf"({'|'.join(groups)})[.=]", word)) for job in ordered]
-        first = {words: place for place, words in reversed(list(enumerate(chosen)))}
-        places = sorted(range(len(ordered)), key=lambda place: first[chosen[place]])
-        ordered = [ordered[place] for place in places]
-    return ordered
+    given = list(jobs)
+    chosen = [[tuple(word for word in job if word.startswith(names)) for names in _SHARED] for job in given]
+    ranks = [{words: rank for rank, words in enumerate(dict.fromkeys(column))} for column in zip(*chosen, strict=True)]
+    wanted = [[rank[words] for rank, words in zip(ranks, own, strict=True)] for own in chosen]
+    return [given[place] for place in sorted(range(len(given)), key=wanted.__getitem__)]
 
 
 def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> ExperimentSweep:
@@ -71,7 +82,7 @@ def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> ExperimentSwe
         jobs += jobs_of(cells, given, layout.small if model and is_embedded(model) else {})
     ready: list[Overrides] = []
     waiting: dict[str, int] = {}
-    for job in map(tuple, grouped(dict.fromkeys(jobs))):
+    for job in grouped(dict.fromkeys(jobs)):
         missing = list(missing_choices(job, known))
         for name in missing:
             waiting[name] = waiting.get(name, 0) + 1

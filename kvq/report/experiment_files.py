@@ -15,7 +15,7 @@ from kvq.report.escapes import escape_markdown, one_line
 from kvq.report.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
 from kvq.report.latex import PREAMBLE, Sheet, floats
 from kvq.report.reference import AXES, Reference
-from kvq.results import Record, is_stale, judge
+from kvq.results import Record, judge
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
 
@@ -46,9 +46,10 @@ class Filled:
 
 
 def fill(
-    experiment: Experiment, records: Answers, reference: Reference, stale: Callable[[Record], bool] = is_stale
+    experiment: Experiment, records: Answers, reference: Reference, stale: Callable[[Record], bool] | None = None
 ) -> Filled:
     """Fill an experiment's cells from records and published figures."""
+    stale = stale or judge()
     small = {model: stand_in_cells(experiment, model, records, stale) for model in experiment.stand_ins}
     cells = shown_cells(experiment, records, reference, stale)
     return Filled(experiment, cells, {model: here for model, here in small.items() if here})

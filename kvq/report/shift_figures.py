@@ -37,11 +37,12 @@ def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     pairs = [group for group in groups.values() if len({_text(record) for record in group}) > 1]
     places = {_place(record) for group in pairs for record in group}
     most = max((record.metrics["bits_per_element"] for group in pairs for record in group), default=0.0) + _NEAR
+    small = [run for run in runs if run.metrics["bits_per_element"] <= most]
     lines: list[dict[str, Any]] = []
     for group in groups.values():
         first = group[0]
-        beside = _text(first) == "none" and _place(first) in places and first.metrics["bits_per_element"] <= most
-        beside = beside and not _is_variant(first, [run for run in runs if run.metrics["bits_per_element"] <= most])
+        fits = first.metrics["bits_per_element"] <= most and _place(first) in places
+        beside = fits and _text(first) == "none" and not _is_variant(first, small)
         if group not in pairs and not beside:
             continue
         own = next((record for record in group if _text(record) == record.dataset), None)
@@ -98,23 +99,23 @@ def shift_figure(table: pd.DataFrame, title: str) -> Figure:
     texts = sorted(set(table["calibrated_on"]), key=lambda text: (text == "none", text))
     tested = list(dict.fromkeys(table["dataset"]))
     names = table["method"] + " " + table["bits"]
-    ordered = table.assign(name=names.str.strip()).sort_values(["bits_per_element", "name"], kind="stable")
-    rows = list(dict.fromkeys(f"{name} ({bits:.2f})" for name, bits in _labels(ordered)))
+    row = names.str.strip() + table["bits_per_element"].map(" ({:.2f})".format)
+    ordered = table.assign(row=row).sort_values(["bits_per_element", "row"], kind="stable")
+    rows = list(dict.fromkeys(ordered["row"]))
     with style():
         made = figure(2, 1.0 + 0.17 * len(rows))
         axes = made.subplots(1, len(tested), squeeze=False, sharey=True, sharex=True)[0]
         for axis, dataset in zip(axes, tested, strict=True):
-            here = ordered[ordered["dataset"] == dataset]
-            for (name, bits), line in zip(_labels(here), here.to_dict("records"), strict=True):
+            for line in ordered[ordered["dataset"] == dataset].to_dict("records"):
                 beside = 0.0 if line["calibrated_on"] == "none" else 0.16 * (1 if line["shifted"] else -1)
-                text = colour(texts.index(line["calibrated_on"]))
+                text = texts.index(line["calibrated_on"])
                 axis.errorbar(
                     line["delta_nll"],
-                    rows.index(f"{name} ({bits:.2f})") + beside,
+                    rows.index(line["row"]) + beside,
                     xerr=0 if math.isnan(line["delta_nll_se"]) else line["delta_nll_se"],
-                    fmt=marker(texts.index(line["calibrated_on"])),
-                    color=text,
-                    markerfacecolor="white" if line["shifted"] else text,
+                    fmt=marker(text),
+                    color=colour(text),
+                    markerfacecolor="white" if line["shifted"] else colour(text),
                     elinewidth=0.8,
                 )
             axis.set_title(f"tested on {dataset}")
@@ -129,7 +130,3 @@ def shift_figure(table: pd.DataFrame, title: str) -> Figure:
         made.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(texts))
         made.suptitle(title, fontsize=8)
     return made
-
-
-def _labels(table: pd.DataFrame) -> list[tuple[str, float]]:
-    return list(zip(table["name"], table["bits_per_element"], strict=True))
