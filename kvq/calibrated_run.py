@@ -91,7 +91,9 @@ def file_of(inputs: Inputs, modules: tuple[ModuleType, ...]) -> Path:
     text = text_of(inputs)
     whole = canonical(inputs.config, inputs.model_fingerprint, "", None if text is None else text.fingerprint)
     method = {name: item for name, item in whole["method"].items() if name not in ("sink_tokens", "kept_keys")}
-    decides = {"model": whole["model"], "method": method, "source": source_hash(modules)}
+    # What keeps tokens apart in a cache decides no tables, so the same codecs share theirs.
+    fitting = [module for module in modules if not module.__name__.startswith("kvq.cache.")]
+    decides = {"model": whole["model"], "method": method, "source": source_hash(fitting)}
     return files.path_of(Path(inputs.config.results_dir), files.name_of(decides))
 
 

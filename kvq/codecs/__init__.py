@@ -9,7 +9,7 @@ from kvq.codecs.codec import Codec, gain_factor
 from kvq.codecs.coupled import CoupledQuantizer
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.gear import SparseLowRank, low_rank
-from kvq.codecs.kvquant import NonUniformQuantizer
+from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, levels_for, optimal_levels
 from kvq.codecs.nsn import Center, ChannelScale, ChannelShift
 from kvq.codecs.packed import Growable, Packed, PackedStore, Run, merge_runs
@@ -60,6 +60,7 @@ __all__ = [
     "SignedMaxQuantizer",
     "Sketch",
     "SketchQuantizer",
+    "SparseCodec",
     "SparseLowRank",
     "Stage",
     "TokenNorm",

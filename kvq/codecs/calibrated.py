@@ -87,7 +87,7 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
             own = {key[len(prefix) :]: table for key, table in tables.items() if key.startswith(prefix)}
         bound[name] = part.bound(own, heads, head_dim)
     stages = {name: bound.get(name, stage) for name, stage in codec.stages}
-    return Codec(stages, list(stages), bound.get(QUANTIZER, codec.quantizer))  # type: ignore[arg-type]
+    return type(codec)(stages, list(stages), bound.get(QUANTIZER, codec.quantizer))  # type: ignore[arg-type]
 
 
 def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | None, seed: int) -> Tables:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.codec import Codec
 from kvq.codecs.kmeans import levels_1d
+from kvq.codecs.packed import Packed, merge_runs
 from kvq.codecs.packing import pack, plane_widths, unpack
 from kvq.codecs.quantizers import Axis, Parts, Quantizer, choice, to_stored
+from kvq.codecs.rope import Rope
 from kvq.errors import ConfigError, Unsupported
 
 MAX_BITS = 8
-_FITTED = 2**16
-"""Values that a lookup table is fitted to, drawn among those of all calibration tokens."""
 _INDICES = 2**16
+TOGETHER = 32
+"""Tokens whose kept entries are listed together: they leave a sliding residual in groups of so many."""
+
+
+class Outliers(enum.Enum):
+    """Which entries are kept apart: those beyond the thresholds of their vector, or as many of every token."""
+
+    threshold = "threshold"
+    count = "count"
 
 
 class NonUniformQuantizer(Calibrated, Quantizer):
@@ -26,32 +40,55 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         bits: bits per code, 1-8.
         axis: `per_channel`: ranges per head and channel from calibration (keys before RoPE); `per_token`: range of
             each token over all heads, stored in fp16 (values).
-        outliers: share of entries kept apart, half of it on each side; 0: none. A token keeps a fixed number of them
-            over all heads together, `2 * max(1, round(outliers / 2 * heads * head_dim))`.
+        outliers: share of entries kept apart, half of it on each side; 0: none.
+        chosen: `threshold`: entries beyond the quantiles `outliers / 2` and `1 - outliers / 2` of their channel on the
+            calibration data (keys), or at or beyond those of their token over all heads (values). How many a token of
+            keys has varies. `count`: always `2 * max(1, round(outliers / 2 * heads * head_dim))` of a token.
+        range_weights: levels are fitted to the error of the value itself, a squared gradient times the square of the
+            range; false: to that of its scaled form, as released.
         qnorm: decode to levels that are shifted and scaled so that, on the calibration data, decoded values have the
             mean and the deviation of the originals (Q-Norm).
 
     Stores `codes.<plane>`; `outlier.value` (fp16) and `outlier.index` (16 bits, among all channels of all heads)
-    `[..., 1, tokens, kept]`; per token also `center` and `reach` `[..., 1, tokens, 1]`.
+    `[..., 1, tokens, kept]`; under `threshold` `outlier.count` (16 bits) `[..., 1, tokens, 1]`, and `kept` is the most
+    that any token has, the rest of a row being empty: `SparseCodec` stores rows without their empty ends. Per token
+    also `center` and `reach` `[..., 1, tokens, 1]`.
 
     Raises:
-        ConfigError: unknown axis, a share outside 0 to 0.5.
+        ConfigError: unknown axis or choice of outliers, a share outside 0 to 0.5.
         Unsupported: other bits.
 
-    Source: KVQuant (arXiv 2401.18079), sections 3.2 to 3.5. Calibration: levels by k-means weighted with squared
-    gradients, each scaled as its value is (the error that counts is that of the value, not of its scaled form).
+    Source: KVQuant (arXiv 2401.18079), sections 3.2 to 3.5, and its released simulation. Calibration: levels by k-means
+    weighted with squared gradients, on all entries that are not kept apart.
     """
 
-    token_group = 1
     wants_gradients = True
 
-    def __init__(self, bits: int, axis: Axis | str, outliers: float = 0.01, qnorm: bool = False) -> None:
+    def __init__(
+        self,
+        bits: int,
+        axis: Axis | str,
+        outliers: float = 0.01,
+        qnorm: bool = False,
+        chosen: Outliers | str = Outliers.threshold,
+        range_weights: bool = False,
+    ) -> None:
         if not 1 <= bits <= MAX_BITS:
             raise Unsupported(f"bits={bits}: a lookup table has 1 to {MAX_BITS} bits")
         if not 0 <= outliers < 0.5:
             raise ConfigError(f"outliers={outliers}: a share of the entries, 0 to below 0.5")
-        self.bits, self.outliers, self.qnorm = bits, outliers, qnorm
-        self.axis = choice(Axis, axis, "axis")
+        self.bits, self.outliers, self.qnorm, self.range_weights = bits, outliers, qnorm, range_weights
+        self.axis, self.chosen = choice(Axis, axis, "axis"), choice(Outliers, chosen, "chosen")
+
+    @property
+    def ragged(self) -> bool:
+        """How many entries a token keeps apart varies."""
+        return bool(self.outliers) and self.chosen is Outliers.threshold
+
+    @property
+    def token_group(self) -> int | None:  # type: ignore[override]
+        """Tokens that are stored together."""
+        return TOGETHER if self.ragged else 1
 
     @override
     def check(self, head_dim: int) -> None:
@@ -59,14 +96,14 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         self.check_shape(head_dim)
 
     def kept(self, width: int) -> int:
-        """Entries that a token of `width` channels over all heads keeps apart on each side.
+        """Entries that a token of `width` channels over all heads keeps apart on each side, under `count`.
 
         Raises:
             Unsupported: more channels than 16 bits can index.
         """
         if not self.outliers:
             return 0
-        if width > _INDICES:
+        if width >= _INDICES:
             raise Unsupported(f"{width} channels of all KV heads: the index of an outlier has 16 bits")
         return max(1, round(self.outliers / 2 * width))
 
@@ -78,55 +115,82 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         x = x.float()
         tables: Tables = {}
         if self.axis is Axis.per_channel:
-            center, reach = _ranges(x, self.outliers / 2)
-            tables = {"center": center, "reach": reach}
+            ends = [quantiles(head.T, self.outliers / 2) for head in x]
+            low, high = (torch.stack(side).mT for side in zip(*ends, strict=True))
+            tables = {"center": (high + low) / 2, "reach": (high - low) / 2}
+            center, reach = tables.values()
+        elif self.chosen is Outliers.threshold:
+            low, high = (end.unsqueeze(-3) for end in quantiles(_joined(x), self.outliers / 2))
+            center, reach = (high + low) / 2, (high - low) / 2
         else:
-            center, reach = (part.squeeze(-3) for part in self._online(x)[:2])
+            center, reach, _ = self._online(x)
         scaled = (x - center) / reach.masked_fill(reach == 0, 1)
         weights = torch.ones_like(x) if gradients is None else gradients.float().square()
+        if self.range_weights:
+            weights = weights * reach.square()
         inside = (scaled.abs() <= 1).flatten()
-        weights = (weights * reach.square()).flatten()[inside]
         values = scaled.flatten()[inside]
-        drawn = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))[:_FITTED]
-        levels = levels_1d(values[drawn], weights[drawn], 2**self.bits, seed)
-        decoded = levels
-        if self.qnorm:
-            sample = values[drawn].double()
-            rounded = levels[_codes(sample, levels).long()]
-            spread = rounded.std(correction=0)
-            factor = sample.std(correction=0) / spread if spread > 0 else 1.0
-            decoded = (levels - rounded.mean()) * factor + sample.mean()
+        levels = levels_1d(values, weights.flatten()[inside], 2**self.bits, seed)
+        decoded = _normalized(values, levels) if self.qnorm else levels
         return tables | {"levels": levels.float(), "decoded": decoded.float()}
 
     def _online(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Center and reach `[..., 1, tokens, 1]` of each token over all heads, and which entries are outliers."""
+        """Center and reach `[..., 1, tokens, 1]` of each token over all heads, and its entries that are kept apart.
+
+        The latter are a mask `[..., tokens, heads * dim]`, or None.
+        """
         flat = _joined(x)
-        side = self.kept(flat.shape[-1])
-        high, low = (flat.topk(side + 1, -1, largest=largest) for largest in (True, False))
-        top, bottom = high.values[..., side:], low.values[..., side:]
-        index = torch.cat([high.indices[..., :side], low.indices[..., :side]], -1) if side else None
-        return ((top + bottom) / 2).unsqueeze(-3), ((top - bottom) / 2).unsqueeze(-3), index
+        if not self.outliers:
+            low, high, mask = flat.amin(-1, True), flat.amax(-1, True), None
+        elif self.chosen is Outliers.threshold:
+            low, high = quantiles(flat, self.outliers / 2)
+            mask = (flat <= low) | (flat >= high)
+            rest = torch.where(mask, flat.median(-1, keepdim=True).values, flat)
+            low, high = rest.amin(-1, True), rest.amax(-1, True)
+        else:
+            side = self.kept(flat.shape[-1])
+            top, bottom = (flat.topk(side + 1, -1, largest=largest) for largest in (True, False))
+            low, high = bottom.values[..., side:], top.values[..., side:]
+            index = torch.cat([top.indices[..., :side], bottom.indices[..., :side]], -1)
+            mask = torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, index, True)
+        return ((high + low) / 2).unsqueeze(-3), ((high - low) / 2).unsqueeze(-3), mask
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes from unrounded ranges; what is kept apart is chosen by how far it is outside of its range."""
         parts: Parts = {}
-        levels = self.table("levels", x)
+        levels, mask = self.table("levels", x), None
         if self.axis is Axis.per_channel:
             center, reach = self.table("center", x), self.table("reach", x)
             scaled = (x - center) / reach.masked_fill(reach == 0, 1)
-            side = self.kept(x.shape[-3] * x.shape[-1])
-            index = _joined(scaled).abs().topk(2 * side, -1).indices if side else None
+            if self.ragged:
+                mask = _joined((x < center - reach) | (x > center + reach))
+            elif self.outliers:
+                most = _joined(scaled).abs().topk(2 * self.kept(x.shape[-3] * x.shape[-1]), -1).indices
+                mask = torch.zeros_like(_joined(x), dtype=torch.bool).scatter_(-1, most, True)
         else:
-            center, reach, index = self._online(x)
+            center, reach, mask = self._online(x)
             scaled = (x - center) / reach.masked_fill(reach == 0, 1)
             parts = {name: to_stored(part, torch.float16) for name, part in (("center", center), ("reach", reach))}
-        if index is not None:
-            index = index.sort(-1).values
-            parts["outlier.value"] = to_stored(_joined(x).gather(-1, index), torch.float16).unsqueeze(-3)
-            parts["outlier.index"] = (index - _INDICES // 2).to(torch.int16).unsqueeze(-3)
+        if mask is not None:
+            parts |= self._kept_apart(_joined(x), mask)
         planes = pack(_codes(scaled, levels), self.bits)
         return {f"codes.{i}": plane for i, plane in enumerate(planes)} | parts
+
+    def _kept_apart(self, flat: Tensor, mask: Tensor) -> Parts:
+        """Values and indices of the entries of a mask `[..., tokens, width]`, in ascending order; and how many."""
+        self.kept(flat.shape[-1])  # refuses more channels than there are indices
+        count = mask.sum(-1, keepdim=True)
+        most = int(count.max())
+        # Entries of the mask first, each in its own order; behind them an index beyond the last channel.
+        index = mask.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
+        value = to_stored(flat.gather(-1, index), torch.float16)
+        empty = torch.arange(most, device=flat.device) >= count
+        index, value = index.masked_fill(empty, flat.shape[-1]), value.masked_fill(empty, 0)
+        parts = {"outlier.value": value, "outlier.index": (index - _INDICES // 2).to(torch.int16)}
+        if self.ragged:
+            parts["outlier.count"] = count.to(torch.int16)
+        return {name: part.unsqueeze(-3) for name, part in parts.items()}
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
@@ -142,9 +206,85 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         out = levels.index_select(0, codes.flatten().int()).view(shape) * reach + center
         if "outlier.index" in parts:
             index = parts["outlier.index"].squeeze(-3).long() + _INDICES // 2
-            flat = _joined(out).scatter(-1, index, parts["outlier.value"].squeeze(-3).to(dtype))
+            flat = torch.nn.functional.pad(_joined(out), (0, 1))  # a further channel takes what is empty
+            flat = flat.scatter(-1, index, parts["outlier.value"].squeeze(-3).to(dtype))[..., :-1]
             out = flat.unflatten(-1, (shape[-3], shape[-1])).transpose(-3, -2).contiguous()
         return out
+
+
+class SparseCodec(Codec):
+    """A codec whose quantizer keeps entries of each token apart, more of some than of others.
+
+    They are stored as lists, `outlier.value` and `outlier.index` `[batch, 1, entries, 1]` in the order of tokens, of
+    which `outlier.count` says how many are each token's. Sequences of a batch have lists of one length: where a
+    sequence has fewer, its last token counts some that name no channel.
+    """
+
+    @override
+    def encode(
+        self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
+    ) -> Packed:
+        """As `Codec.encode`."""
+        tokens = x.shape[2]
+        whole = tokens - tokens % block if block is not None and block < tokens else tokens
+        packed = self._listed(super().encode(x[:, :, :whole], block, None if rope is None else rope.narrow(0, whole)))
+        if whole == tokens:
+            return packed
+        turned = None if rope is None else rope.narrow(whole, tokens - whole)
+        tail = self._listed(super().encode(x[:, :, whole:], None, turned))
+        parts = {name: torch.cat([part, tail.parts[name]], 2) for name, part in packed.parts.items()}
+        return replace(packed, parts=parts, runs=merge_runs(packed.runs, tail.runs))
+
+    @staticmethod
+    def _listed(packed: Packed) -> Packed:
+        """With lists in the place of rows that have empty ends."""
+        if "outlier.count" not in packed.parts:
+            return packed
+        parts = dict(packed.parts)
+        count = parts["outlier.count"].int()
+        total = count.sum(2, keepdim=True)
+        count[:, :, -1:] += total.max() - total
+        most = int(count.max())
+        held = torch.arange(most, device=count.device) < count
+        for name, empty in _LISTS.items():
+            missing = max(most - parts[name].shape[-1], 0)
+            rows = torch.nn.functional.pad(parts[name], (0, missing), value=empty(packed.heads * packed.head_dim))
+            parts[name] = rows[..., :most][held].view(packed.batch, 1, -1, 1)
+        parts["outlier.count"] = count.to(torch.int16)
+        runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n not in _LISTS}) for run in packed.runs]
+        return replace(packed, parts=parts, runs=tuple(runs))
+
+    @override
+    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
+        """As `Codec.decode`."""
+        if "outlier.count" not in packed.parts:
+            return super().decode(packed, rope)
+        parts = dict(packed.parts)
+        count = parts["outlier.count"].int()
+        most = int(count.max())
+        held = torch.arange(most, device=count.device) < count
+        for name, empty in _LISTS.items():
+            rows = parts[name].new_full((*count.shape[:-1], most), empty(packed.heads * packed.head_dim))
+            rows[held] = parts[name].flatten()
+            parts[name] = rows
+        runs = tuple(replace(run, rows=run.rows | dict.fromkeys(_LISTS, run.tokens)) for run in packed.runs)
+        return super().decode(replace(packed, parts=parts, runs=runs), rope)
+
+
+_LISTS: dict[str, Callable[[int], int]] = {
+    "outlier.value": lambda width: 0,
+    "outlier.index": lambda width: width - _INDICES // 2,
+}
+"""Parts that are lists, and what stands for an empty entry where a token has `width` channels."""
+
+
+def _normalized(values: Float[Tensor, " n"], levels: Tensor) -> Tensor:
+    """Levels for decoding (Q-Norm): shifted and scaled to the mean and the deviation of the values."""
+    wide = values.double()
+    rounded = levels[_codes(values, levels.float()).int()]
+    spread = rounded.std(correction=0)
+    factor = wide.std(correction=0) / spread if spread > 0 else 1.0
+    return (levels - rounded.mean()) * factor + wide.mean()
 
 
 def _joined(x: Tensor) -> Tensor:
@@ -160,13 +300,12 @@ def _codes(x: Tensor, levels: Tensor) -> Tensor:
     return codes
 
 
-def _ranges(x: Float[Tensor, "heads tokens dim"], share: float) -> tuple[Tensor, Tensor]:
-    """Center and reach `[heads, 1, dim]` of each channel's values without the `share` most extreme of each side."""
-    tokens = x.shape[1]
-    cut = min(round(share * tokens), (tokens - 1) // 2)
-    ends = []
-    for head in x:
-        ordered = head.sort(0).values
-        ends.append((ordered[cut], ordered[tokens - 1 - cut]))
-    low, high = (torch.stack(side)[:, None] for side in zip(*ends, strict=True))
-    return (high + low) / 2, (high - low) / 2
+def quantiles(x: Float[Tensor, "*lead n"], share: float) -> tuple[Tensor, Tensor]:
+    """The quantiles `share` and `1 - share` along the last axis, interpolated linearly, `[*lead, 1]`."""
+    ordered = x.sort(-1).values
+    at = share * (x.shape[-1] - 1)
+    low = int(at)
+    high = min(low + 1, x.shape[-1] - 1)
+    ends = (ordered, ordered.flip(-1))
+    first, last = (torch.lerp(end[..., low : low + 1], end[..., high : high + 1], at - low) for end in ends)
+    return first, last
