@@ -44,8 +44,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         chosen: `threshold`: entries beyond the quantiles `outliers / 2` and `1 - outliers / 2` of their channel on the
             calibration data (keys), or at or beyond those of their token over all heads (values). How many a token of
             keys has varies. `count`: always `2 * max(1, round(outliers / 2 * heads * head_dim))` of a token.
-        range_weights: levels are fitted to the error of the value itself, a squared gradient times the square of the
-            range; false: to that of its scaled form, as released.
         qnorm: decode to levels that are shifted and scaled so that, on the calibration data, decoded values have the
             mean and the deviation of the originals (Q-Norm).
 
@@ -59,7 +57,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         Unsupported: other bits.
 
     Source: KVQuant (arXiv 2401.18079), sections 3.2 to 3.5, and its released simulation. Calibration: levels by k-means
-    weighted with squared gradients, on all entries that are not kept apart.
+    of all scaled entries that are not kept apart, weighted with squared gradients.
     """
 
     wants_gradients = True
@@ -71,13 +69,12 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         outliers: float = 0.01,
         qnorm: bool = False,
         chosen: Outliers | str = Outliers.threshold,
-        range_weights: bool = False,
     ) -> None:
         if not 1 <= bits <= MAX_BITS:
             raise Unsupported(f"bits={bits}: a lookup table has 1 to {MAX_BITS} bits")
         if not 0 <= outliers < 0.5:
             raise ConfigError(f"outliers={outliers}: a share of the entries, 0 to below 0.5")
-        self.bits, self.outliers, self.qnorm, self.range_weights = bits, outliers, qnorm, range_weights
+        self.bits, self.outliers, self.qnorm = bits, outliers, qnorm
         self.axis, self.chosen = choice(Axis, axis, "axis"), choice(Outliers, chosen, "chosen")
 
     @property
@@ -126,8 +123,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             center, reach, _ = self._online(x)
         scaled = (x - center) / reach.masked_fill(reach == 0, 1)
         weights = torch.ones_like(x) if gradients is None else gradients.float().square()
-        if self.range_weights:
-            weights = weights * reach.square()
         inside = (scaled.abs() <= 1).flatten()
         values = scaled.flatten()[inside]
         levels = levels_1d(values, weights.flatten()[inside], 2**self.bits, seed)
