@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import attention_bench
+import bench_fits
 import bench_report
 import encode_bench
 
@@ -267,6 +268,7 @@ def fused_encode(pairs: int) -> dict[str, Any]:
 ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "packed_attention": _attention,
     "fused_encode": lambda pairs, records: fused_encode(pairs),
+    "calibration_fits": lambda pairs, records: bench_fits.measure(),
     "tni_peak_over_forward": lambda pairs, records: norms_peak(),
     "report_on_synthetic_records": lambda pairs, records: bench_report.measure(records),
 }
@@ -299,6 +301,8 @@ def show(report: dict[str, Any]) -> None:
             f"{'fused_encode':<34}{name:<22}{values['ratio_median']:8.2f}x of the codec's; {moved:.1f} MB at "
             f"{of_copy:.2f} of copying"
         )
+    if found := report.get("calibration_fits"):
+        bench_fits.show(found)
     for name, values in report.get("peak_bytes_over_full_precision", {}).items():
         mebibytes = values["bytes"] / 2**20
         print(f"{'peak_bytes_over_full_precision':<34}{name:<8}{values['ratio']:8.2f}x  ({mebibytes:.0f} MiB)")
