@@ -112,6 +112,8 @@ class Findings:
     def _read(self, words: Words) -> float:
         run, metric = self._run(words), words["metric"]
         if not metric.startswith("rows."):
+            if metric not in run.metrics:
+                raise NoSuchRun(f"{words}: {run.key} has no metric '{metric}'")
             return run.metrics[metric]
         wanted = {name.removeprefix("row."): value for name, value in words.items() if name.startswith("row.")}
         rows = [row for row in self._store.samples(run.key) if metric[5:] in row and _fits(row, wanted)]
@@ -153,9 +155,13 @@ def _field(record: Record, name: str) -> str:
 
 
 def main() -> int:
-    """Write the page; 1 where a claim no longer holds."""
+    """Write the page; 1 where a claim no longer holds or a place has no run."""
     findings = Findings(ROOT / "results")
-    PAGE.write_text(findings.page(TEMPLATE.read_text(encoding="utf-8")), encoding="utf-8")
+    try:
+        PAGE.write_text(findings.page(TEMPLATE.read_text(encoding="utf-8")), encoding="utf-8")
+    except NoSuchRun as error:
+        print(f"{TEMPLATE.name}: {error}", file=sys.stderr)
+        return 1
     for claim in findings.failed:
         print(f"{TEMPLATE.name}: the records do not bear out: {claim}", file=sys.stderr)
     return 1 if findings.failed else 0

@@ -72,6 +72,7 @@ def test_a_claim_that_does_not_hold_is_named(findings: Any) -> None:
     [
         ("oscar 2", "0 records"),
         ("nsn 2|3", "2 records"),
+        ("nsn 2 metric=none", "no metric 'none'"),
         ("nsn 2 nowhere", "no alias 'nowhere'"),
         ("nsn 2 metric=rows.error row.side=both", "no such rows"),
     ],
