@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep tables figures report screenshot wandb-sync test test-fast lint tiny-model codebooks bench clean
+.PHONY: help setup demo sweep tables figures report screenshot docs wandb-sync test test-fast lint tiny-model codebooks bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ report: figures ## write results/report.html: tables, an interactive plot, figur
 
 screenshot: setup ## take docs/report.png of the report of the committed records; needs chromium and chromedriver
 	$(BIN)/python experiments/screenshot.py
+
+docs: setup ## fill the numbers of README.md and docs/findings.md from the tables and records; fails where a finding no longer holds
+	$(BIN)/python experiments/readme.py
+	$(BIN)/python experiments/findings.py
 
 wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project mine --workspace"); what is there stays
 	$(BIN)/python -m kvq.tracking $(WANDB)

@@ -14,7 +14,7 @@ from kvq.report.cells import DASH, fixed
 from kvq.report.escapes import escape_markdown, one_line
 from kvq.report.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
 from kvq.report.latex import PREAMBLE, Sheet, floats
-from kvq.report.reference import AXES, Reference
+from kvq.report.reference import AXES, Published, Reference
 from kvq.results import Record, judge
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
@@ -122,11 +122,15 @@ def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> s
         measured = f"{'≈ ' if cell.within_noise else ''}{fixed(cell.value, digits)}{error}{' †' if cell.stale else ''}"
     if not printed:
         return measured
-    published = (
-        DASH if cell.published is None else f"{fixed(cell.published.value, digits)}{'*' * bool(cell.published.note)}"
-    )
+    published = DASH if cell.published is None else _printed(cell.published, digits)
     difference = DASH if cell.difference is None else fixed(cell.difference, digits, signed=True)
     return f"{measured} / {published} / {difference}"
+
+
+def _printed(number: Published, digits: int) -> str:
+    """A published number: without decimals that an approximate one does not have, and marked where there is a note."""
+    text = f"~{number.value:g}" if number.is_approximate else fixed(number.value, digits)
+    return f"{text}{'*' * bool(number.note)}"
 
 
 def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str, int]) -> Iterator[str]:

@@ -149,12 +149,13 @@ def shown_cells(
     reference: Reference,
     stale: Callable[[Record], bool] = is_stale,
 ) -> list[Shown]:
-    """The cells of a table that print something: those a paper has, or all where nothing is published."""
+    """The cells that print something: what a paper has or a record answers; all where nothing is published."""
     cells = []
     for asked in experiment.cells:
         published = reference.find(experiment.paper, experiment.table, asked.labels)
-        if published is not None or experiment.table is None:
-            cells.append(_shown(asked, published, records, experiment, stale))
+        cell = _shown(asked, published, records, experiment, stale)
+        if published is not None or experiment.table is None or cell.value is not None:
+            cells.append(cell)
     return cells
 
 

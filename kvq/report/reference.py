@@ -30,6 +30,11 @@ class Published(NamedTuple):
     value: float
     note: str
 
+    @property
+    def is_approximate(self) -> bool:
+        """Whether its paper gives it as approximate, which its note begins with."""
+        return self.note.startswith("approximate")
+
 
 def reference_path() -> Path:
     """The file: in a checkout under results/reference, inside the package when installed from a wheel."""

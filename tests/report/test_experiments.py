@@ -157,8 +157,24 @@ def test_strings_of_records_do_no_harm(tmp_path: Path) -> None:
 
 def test_the_published_figures_are_read_whole() -> None:
     tables = read_reference().tables
-    assert sum(map(len, tables.values())) == 1270
-    assert len(tables) == 34
+    assert sum(map(len, tables.values())) == 1353
+    assert len(tables) == 39
+
+
+def test_bits_stand_where_they_are_printed_and_an_approximation_says_so() -> None:
+    tables = read_reference().tables
+    unprinted = [f"Table {number}" for number in (5, 6, 8, 9, 10, 12, 13, 19, 21)]
+    assert {row.avg_bits for table in unprinted for row in tables["nsnquant", table]} == {""}
+    assert {row.avg_bits for row in tables["nsn", "memory"]} == {""}
+    assert {row.dataset for (paper, _), rows in tables.items() if paper == "kvquant-plus-plus" for row in rows} == {""}
+    rough = {row.value for rows in tables.values() for row in rows if row.is_approximate}
+    assert {274, 30.9, 10.3, 88.0} <= rough
+
+
+def test_an_approximate_figure_has_no_decimals_of_others() -> None:
+    rough = Reference([published("one", 5.25), published("three", 274, "approximate: printed without decimals")])
+    [grid] = grids_of(fill(experiment([]), {}, rough))
+    assert [row[-1] for row in grid.rows] == ["– / 5.25 / –", "– / ~274* / –"]
 
 
 def test_a_torn_reference_is_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""Fill the numbers of docs/findings.in.md from the records, into docs/findings.md: `python experiments/findings.py`.
+
+A place is `{{nsnquant 2}}`: a method, bits (`-`: none), then words that narrow the runs down to one. `name=value` is a
+field of the record (`model`) or of its configuration (`task.scoring`); `a|b` allows both; a word alone is an alias.
+`metric=` names what is read, `as=` its format. The metric `rows.error` is the mean of a column of the run's samples,
+over the rows that `row.side=key` leaves. `a minus b`, `a over b` and `a paired b` (difference by windows ± standard
+error) join two places; `b` begins with the words of `a`. Lines of their own, which the page does not have:
+
+    <!-- alias: outliers = model=tiny_outliers -->
+    <!-- use: task=ppl metric=delta_nll as=.3f -->     words of every place until the next such line
+    <!-- claim: nsnquant 2 < kivi 2 < 0.1 -->          what a sentence says; where records deny it, the command fails
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kvq.results import Record, Store
+from kvq.results.source import is_stale
+from kvq.results.statistics import delta_nll_of_samples
+
+ROOT = Path(__file__).parents[1]
+TEMPLATE, PAGE = ROOT / "docs" / "findings.in.md", ROOT / "docs" / "findings.md"
+LINE = re.compile(r" *<!-- (alias|use|claim): (.+?) -->\n")
+PLACE = re.compile(r"\{\{(.+?)\}\}", re.S)
+JOINED = re.compile(r"\s+(minus|over|paired)\s+")
+ITEM = re.compile(r"^(- .+\n(?:  .+\n)*)", re.M)
+_OWN = ("method", "bits", "model", "dataset", "task")
+_SAID = ("metric", "as")
+Words = dict[str, str]
+
+
+class NoSuchRun(ValueError):
+    """A place that no record, or more than one, answers."""
+
+
+class Findings:
+    """Places and claims, answered by the records of a results folder."""
+
+    def __init__(self, results: Path) -> None:
+        self._store = Store(results)
+        self._records = [record for record in self._store.scan()[0] if record.status == "done"]
+        self._aliases: dict[str, str] = {}
+        self._use: Words = {}
+        self.failed: list[str] = []
+        """Claims that the records do not bear out."""
+
+    def page(self, template: str) -> str:
+        """The template with its places filled and its lines of settings left out.
+
+        Raises:
+            NoSuchRun: a place that is no one run's.
+        """
+        out = []
+        for paragraph in re.split(r"(?<=-->\n)|(?= *<!-- (?:alias|use|claim))", template):
+            if line := LINE.fullmatch(paragraph):
+                self._set(line[1], line[2])
+            else:
+                out.append(PLACE.sub(lambda place: self.shown(place[1]), paragraph))
+        return ITEM.sub(lambda item: _wrapped(item[0]), "".join(out))
+
+    def shown(self, place: str) -> str:
+        """What stands in a place."""
+        first, join, second = self._parts(place)
+        form = (second or first).get("as", ".3f")
+        if join != "paired":
+            return f"{self.value(place):{form}}"
+        runs = [self._run(words) for words in (first, second)]
+        found = delta_nll_of_samples(*(self._store.samples(run.key) for run in runs))
+        return f"{found.value:{form}} ± {found.standard_error:{form.lstrip('+')}}"
+
+    def value(self, place: str) -> float:
+        """The number of a place, without its format."""
+        first, join, second = self._parts(place)
+        value = self._read(first)
+        if not second:
+            return value
+        return value / self._read(second) if join == "over" else value - self._read(second)
+
+    def _parts(self, place: str) -> tuple[Words, str, Words]:
+        before, join, after = [*JOINED.split(place.strip()), "", ""][:3]
+        first = self._words(before, self._use)
+        return first, join, self._words(after, first) if after else {}
+
+    def _set(self, kind: str, text: str) -> None:
+        if kind == "alias":
+            name, _, words = text.partition(" = ")
+            self._aliases[name.strip()] = words
+        elif kind == "use":
+            self._use = self._words(text, {}, named=False)
+        else:
+            values = [float(side) if _is_number(side) else self.value(side) for side in text.split(" < ")]
+            if any(low >= high for low, high in pairwise(values)):
+                self.failed.append(f"{text}: {' < '.join(f'{value:.4g}' for value in values)}")
+
+    def _words(self, text: str, start: Words, named: bool = True) -> Words:
+        given = text.split()
+        words = dict(start) | (dict(zip(("method", "bits"), given[:2], strict=True)) if named else {})
+        for word in given[2 if named else 0 :]:
+            more = self._words(self._aliases[word], {}, named=False) if word in self._aliases else {}
+            if not more and "=" not in word:
+                raise NoSuchRun(f"{text}: no alias '{word}'; there are {', '.join(self._aliases)}")
+            words |= more or dict([word.split("=", 1)])
+        return words
+
+    def _read(self, words: Words) -> float:
+        run, metric = self._run(words), words["metric"]
+        if not metric.startswith("rows."):
+            if metric not in run.metrics:
+                raise NoSuchRun(f"{words}: {run.key} has no metric '{metric}'")
+            return run.metrics[metric]
+        wanted = {name.removeprefix("row."): value for name, value in words.items() if name.startswith("row.")}
+        rows = [row for row in self._store.samples(run.key) if metric[5:] in row and _fits(row, wanted)]
+        if not rows:
+            raise NoSuchRun(f"{words}: no such rows in {run.key}")
+        return sum(row[metric[5:]] for row in rows) / len(rows)
+
+    def _run(self, words: Words) -> Record:
+        wanted = {name: value for name, value in words.items() if name not in _SAID and not name.startswith("row.")}
+        found = [run for run in self._records if all(_field(run, n) in v.split("|") for n, v in wanted.items())]
+        if len(found) > 1:
+            found = [run for run in found if not is_stale(run)] or found
+        if len(found) != 1:
+            raise NoSuchRun(f"{wanted}: {len(found)} records; one is needed")
+        return found[0]
+
+
+def _wrapped(item: str) -> str:
+    text = " ".join(item.split())
+    return textwrap.fill(text, 140, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"-?[\d.]+", text.strip()) is not None
+
+
+def _fits(row: Mapping[str, Any], wanted: Words) -> bool:
+    return all(str(row.get(name)) in value.split("|") for name, value in wanted.items())
+
+
+def _field(record: Record, name: str) -> str:
+    """A field as text: null where there is none, - for bits of a method without."""
+    if name in _OWN:
+        return str(getattr(record, name)) or "-"
+    found: Any = record.config
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return "null" if found is None else str(found).replace(" ", "")
+
+
+def main() -> int:
+    """Write the page; 1 where a claim no longer holds or a place has no run."""
+    findings = Findings(ROOT / "results")
+    try:
+        PAGE.write_text(findings.page(TEMPLATE.read_text(encoding="utf-8")), encoding="utf-8")
+    except NoSuchRun as error:
+        print(f"{TEMPLATE.name}: {error}", file=sys.stderr)
+        return 1
+    for claim in findings.failed:
+        print(f"{TEMPLATE.name}: the records do not bear out: {claim}", file=sys.stderr)
+    return 1 if findings.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""docs/findings.md says what the records say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq.results import Store
+from tests.results import made
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = runpy.run_path(str(ROOT / "experiments" / "findings.py"))
+Findings, PLACE, TEMPLATE = SCRIPT["Findings"], SCRIPT["PLACE"], SCRIPT["TEMPLATE"]
+
+PRINTED = {"1.25", "2.25", "5.395", "5.285", "5.36", "5.29", "13.97", "9.15", "5.09"}
+"""Decimals of the page that no record holds: nominal bits and the papers' figures."""
+
+
+@pytest.fixture
+def findings(tmp_path: Path) -> Any:
+    store = Store(tmp_path)
+    for method, bits, loss in (("kivi", "2", 0.2), ("nsn", "2", 0.05), ("nsn", "3", 0.0125), ("cq", "", 0.1)):
+        record = made.record(method, bits, metrics={"delta_nll": loss, "accuracy[length=8]": 0.5})
+        store.put(record, [{"side": "key", "error": loss}, {"side": "value", "error": 7.0}])
+    return Findings(tmp_path)
+
+
+USE = "<!-- use: task=ppl metric=delta_nll as=.3f -->\n"
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    """`python experiments/findings.py` writes it; a claim that fails is a sentence to change."""
+    findings = Findings(ROOT / "results")
+    page = findings.page(TEMPLATE.read_text(encoding="utf-8"))
+    assert findings.failed == []
+    assert page == (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+
+
+def test_no_measured_decimal_is_typed_by_hand() -> None:
+    text = re.sub(r"<!--.*?-->", "", PLACE.sub("", TEMPLATE.read_text(encoding="utf-8")))
+    assert set(re.findall(r"\d*\.\d{2,}(?!\d)", text)) - {"0.001", "0.005"} == PRINTED
+
+
+def test_places(findings: Any) -> None:
+    text = (
+        USE
+        + "{{nsn 2}} {{nsn 3 as=+.4f}} {{cq -}} {{kivi 2 minus nsn 2}} {{kivi 2 over nsn 2 as=.1f}} "
+        + "{{nsn 2 metric=accuracy[length=8] as=.0%}} {{kivi|x 2 metric=rows.error row.side=key as=.1f}}\n"
+    )
+    assert findings.page(text) == "0.050 +0.0125 0.100 0.150 4.0 50% 0.2\n"
+
+
+def test_lines_are_settings_and_paragraphs_wrap(findings: Any) -> None:
+    text = (
+        USE + "<!-- alias: three = bits=3 -->\n<!-- claim: nsn 3 < nsn 2 < kivi 2 < 1 -->\n- one\n  {{nsn 2 three}}\n"
+    )
+    assert findings.page(text) == "- one 0.013\n" or findings.page(text) == "- one 0.012\n"
+    assert findings.failed == []
+
+
+def test_a_claim_that_does_not_hold_is_named(findings: Any) -> None:
+    assert findings.page(USE + "<!-- claim: kivi 2 < nsn 2 -->\nSo.\n") == "So.\n"
+    assert findings.failed == ["kivi 2 < nsn 2: 0.2 < 0.05"]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("oscar 2", "0 records"),
+        ("nsn 2|3", "2 records"),
+        ("nsn 2 metric=none", "no metric 'none'"),
+        ("nsn 2 nowhere", "no alias 'nowhere'"),
+        ("nsn 2 metric=rows.error row.side=both", "no such rows"),
+    ],
+)
+def test_a_place_of_no_one_run_says_so(findings: Any, place: str, said: str) -> None:
+    with pytest.raises(SCRIPT["NoSuchRun"], match=said):
+        findings.page(USE + "{{" + place + "}}\n")
