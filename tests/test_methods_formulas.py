@@ -20,7 +20,7 @@ SHAPES = [(1, 64, 2, 128), (2, 128, 1, 128), (8, 64, 3, 128), (8, 128, 1, 64), (
 """KV heads, tokens of a block, blocks and head dim; the codes of a multiple of 8 tokens fill their bytes."""
 CELLS = {name: cells[2] for name, cells in ROWS.items()}
 EVICTION = re.compile(r"as `fp16`, of (\d+/\d+) of the (?:tokens|prompt)")
-DATA = re.compile(r".+ \(depends on the data: .{10,}\)")
+DATA = re.compile(r"(.+) \(depends on the data: (?:(\w) is .{5,}|.{10,})\)")
 EVICTING = [name for name, cell in CELLS.items() if EVICTION.fullmatch(cell)]
 BY_DATA = [name for name, cell in CELLS.items() if DATA.fullmatch(cell)]
 CLOSED = [name for name in METHODS if name not in (*EVICTING, *BY_DATA, "fp16", "identity")]
@@ -62,6 +62,23 @@ def test_bits_that_depend_on_the_data_do(name):
     x = torch.randn(1, 2, 128, 128, generator=torch.Generator().manual_seed(0))
     other = random_states(2, 128, 128)
     assert measured(name, 2, x, x.half(), 64) != measured(name, 2, x, other.half(), 64)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in BY_DATA if DATA.fullmatch(CELLS[name])[2]])
+def test_formulas_of_what_the_data_decide(name, shape):
+    """Such a formula has a letter for the share of entries that are kept apart, which is counted."""
+    formula, letter = DATA.fullmatch(CELLS[name]).groups()
+    heads, block, blocks, dim = shape
+    x = random_states(heads, dim, block * blocks)
+    rope = rope_table(block * blocks, dim)
+    for bits in widths(name):
+        method = build(name, x, bits)
+        for side, codec in enumerate((method.key, method.value)):
+            packed = codec.encode(x.half(), block, rope=rope)
+            share = Fraction(int(packed.parts["outlier.count"].sum()), x.numel())
+            names = {"b": bits, "D": dim, "H": heads, "R": block, letter: share}
+            assert packed.bits_per_element == pytest.approx(float(closed_forms(formula, names)[side]), abs=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 16), (torch.float32, 32)])
