@@ -87,11 +87,11 @@ def cayley_step(
 ) -> Float[Tensor, "dim dim"]:
     """One step of descent that stays orthogonal: (I + rate/2 W)⁻¹ (I - rate/2 W) R, W the skew part of the gradient.
 
-    The step is at most 1 / |W|₁, as in SpinQuant's optimizer.
+    The step is at most 1 / |Rᵀ W R|₁, as in SpinQuant's optimizer, which moves the transpose.
     """
     skew = gradient @ rotation.mT - rotation @ (rotation.mT @ gradient) @ rotation.mT / 2
     skew = skew - skew.mT
-    rate = min(rate, 1 / (float(torch.linalg.matrix_norm(skew, 1)) + 1e-8))
+    rate = min(rate, 1 / (float(torch.linalg.matrix_norm(rotation.mT @ skew @ rotation, 1)) + 1e-8))
     one = torch.eye(len(rotation), dtype=rotation.dtype, device=rotation.device)
     moved = torch.linalg.solve(one + rate / 2 * skew, (one - rate / 2 * skew) @ rotation)
     q, r = torch.linalg.qr(moved)  # rounding must not pile up over steps
