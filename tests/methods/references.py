@@ -36,9 +36,9 @@ def along_rows(x: np.ndarray, each: Callable[[np.ndarray], np.ndarray]) -> np.nd
     return np.stack([np.stack([each(token) for token in head]) for head in x])
 
 
-def spinquant(x: np.ndarray, rotation: np.ndarray, bits: int, with_zero: bool) -> np.ndarray:
-    """Rotated, one unclipped range per head and token, rounded zero point; the released range of keys holds 0."""
-    grid = along_rows(x @ rotation, lambda row: integer_grid(row, bits, 1.0, 2**bits - 1, with_zero))
+def rotated_integer(x: np.ndarray, rotation: np.ndarray, bits: int, clip: float, with_zero: bool) -> np.ndarray:
+    """QuaRot and SpinQuant: rotated, one clipped range per head and token, rounded zero point."""
+    grid = along_rows(x @ rotation, lambda row: integer_grid(row, bits, clip, 2**bits - 1, with_zero))
     return grid @ rotation.T
 
 
