@@ -155,7 +155,7 @@ class LaterSide(CacheSide):
         return [self._group] * (held // self._group)
 
     def settle(self, mask: Tensor) -> None:
-        """Encode the blocks that leave, their salient tokens by `mask` `[batch, 1, tokens]`."""
+        """Encode the blocks that leave, their salient tokens by `mask` `[batch, heads or 1, tokens]`."""
         assert isinstance(self.codec, PlannedCodec)
         with self.codec.planned(mask):
             self._flush(self.begins)
@@ -172,7 +172,6 @@ class SaliencyLayer(KVCacheLayer):
         super().__init__(key, value, False)
         self.plan = plan
         self._received: Tensor | None = None
-        self._asked: Tensor | None = None
 
     @property
     @override
@@ -197,20 +196,20 @@ class SaliencyLayer(KVCacheLayer):
 
     @override
     def observe(self, attended: Attended) -> None:
-        """Add the weights of the probes among these queries; let full blocks go."""
+        """Add the weights that tokens receive from the probes of their own block; let full blocks go."""
         side, queries = self.key, attended.query.shape[2]
-        held, device = side.residual_tokens, attended.query.device
-        starts = [(start, self.plan.probes(side.packed_tokens + start, length)) for start, length in self._blocks()]
-        at = torch.cat([start + probes for start, probes in starts])
-        rows = (at[(at >= held - queries) & (at < held)] - (held - queries)).to(device)
-        received = attended.key.new_zeros(attended.key.shape[0], held)
-        for some in rows.split(64):
-            received = received + attended.weights(some)[..., -held:].mean((1, 2)).sum(1).to(received.dtype)
-        asked = (rows[:, None] + held - queries >= torch.arange(held, device=device)).sum(0)
-        if self._received is not None and self._asked is not None:
-            received[:, : self._received.shape[1]] += self._received
-            asked[: self._asked.shape[0]] += self._asked
-        self._received, self._asked = received, asked
+        held, packed = side.residual_tokens, side.packed_tokens
+        received = attended.key.new_zeros(*attended.key.shape[:2], held)
+        for start, length in self._blocks():
+            own = received[..., start : start + length]
+            at = start + self.plan.probes(packed + start, length)
+            rows = at[(at >= held - queries) & (at < held)] - (held - queries)
+            for some in rows.to(received.device).split(64):
+                weights = attended.weights(some)[..., -held:][..., start : start + length]
+                own += weights.mean(2).sum(2).to(received.dtype)
+        if self._received is not None:
+            received[..., : self._received.shape[-1]] += self._received
+        self._received = received
         self._settle()
 
     def _settle(self) -> None:
@@ -220,19 +219,22 @@ class SaliencyLayer(KVCacheLayer):
         if not lengths:
             return
         assert self._received is not None
-        assert self._asked is not None
-        gone, scores = sum(lengths), self._received / self._asked.clamp_min(1)
+        gone, packed = sum(lengths), self.key.packed_tokens
+        starts = [packed + sum(lengths[:number]) for number in range(len(lengths))]
+        asked = torch.cat([self.plan.divisors(*block) for block in zip(starts, lengths, strict=True)])
+        scores = self._received[..., :gone] / asked.to(self._received.device)
         for side in (self.key, self.value):
             assert side.codec is not None
             split = side.codec.quantizer
             assert isinstance(split, TokenSplit)
-            side.settle(torch.cat([split.salient(part) for part in scores[:, :gone].split(lengths, 1)], 1)[:, None])
-        self._received, self._asked = self._received[:, gone:], self._asked[gone:]
+            own = scores if split.per_head else scores.mean(1, keepdim=True)
+            side.settle(torch.cat([split.salient(part) for part in own.split(lengths, -1)], -1))
+        self._received = self._received[..., gone:]
 
     @override
     def reset(self) -> None:
         super().reset()
-        self._received = self._asked = None
+        self._received = None
 
     @override
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Tensor maths of quantization: packing, stages, quantizers and the chain that joins them. No transformers here."""
 
-from kvq.codecs.block_formats import Float8Quantizer, SignedMaxQuantizer
+from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, SignedMaxQuantizer
 from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
 from kvq.codecs.clipped import ClippedQuantizer
@@ -42,6 +42,7 @@ __all__ = [
     "GroupedHadamard",
     "Growable",
     "Hadamard",
+    "HalfAwayQuantizer",
     "InnerProductQuantizer",
     "LearnedRotation",
     "LloydMaxQuantizer",

@@ -1,4 +1,4 @@
-"""Formats with one scale per block of values: llama.cpp's q4_0 and 8-bit floating point."""
+"""Formats with one scale per block of values: llama.cpp's q4_0 and q8_0, and 8-bit floating point."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.packing import MAX_BITS, pack, plane_widths, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, to_stored
+from kvq.codecs.quantizers import Axis, Parts, Quantizer, UniformQuantizer, to_stored
 from kvq.errors import ConfigError, Unsupported
 
 _FP8 = torch.float8_e4m3fn
@@ -68,6 +68,36 @@ class SignedMaxQuantizer(Quantizer):
         groups = self._grouped(unpack(planes, self.bits, shape[-2]).to(dtype))
         out = groups.sub(self._middle).mul_(parts["scale"].to(dtype).unsqueeze(-1))
         return out.flatten(-2)[..., : shape[-1]]
+
+
+class HalfAwayQuantizer(UniformQuantizer):
+    """Symmetric, per token in groups of channels, with halves rounded away from zero as C's `roundf` does.
+
+    d = max|x| / (2^(b-1) - 1), code = roundf(x (1 / d)), x̂ = d code; codes use the unrounded d and its reciprocal, d is
+    stored in fp16. 8 bits and groups of 32 are llama.cpp's q8_0 (8.5 bits). Elsewhere halves go to the even code.
+
+    Args:
+        bits: bits per code, 2-16.
+        group_size: channels that share a scale; None = the whole head_dim. A short last group has its own scale.
+
+    Raises:
+        ConfigError, Unsupported: as `UniformQuantizer`.
+
+    Source: `quantize_row_q8_0_ref` and `dequantize_row_q8_0` of ggml.
+    """
+
+    def __init__(self, bits: int, group_size: int | None = None) -> None:
+        super().__init__(bits, Axis.per_token, group_size, symmetric=True)
+
+    @override
+    def _symmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
+        top = 2 ** (self.bits - 1) - 1
+        scale = groups.abs().amax(self._dim, keepdim=True) / top
+        steps = groups * scale.reciprocal().masked_fill(scale == 0, 0)
+        whole = steps.trunc()
+        # Not trunc(x + 1/2): the largest number below 1/2 would go up.
+        codes = whole + (steps - whole).abs().ge(0.5) * steps.sign()
+        return {"scale": to_stored(scale.squeeze(self._dim), torch.float16)}, codes.clamp_(-top, top).add_(top)
 
 
 class Float8Quantizer(Quantizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 
 import torch
@@ -11,8 +12,16 @@ from typing_extensions import override
 
 from kvq.codecs import hadamard
 from kvq.codecs.calibrated import Calibrated, Tables
-from kvq.codecs.stages import Side, Stage, per_block
+from kvq.codecs.quantizers import choice
+from kvq.codecs.stages import RandomizedHadamard, Side, Stage, per_block
 from kvq.errors import ConfigError, Unsupported
+
+
+class Start(enum.Enum):
+    """Where learning begins: a Hadamard matrix whose rows have random signs (as released), or without them."""
+
+    random_hadamard = "random_hadamard"
+    hadamard = "hadamard"
 
 
 class LearnedRotation(Calibrated, Stage):
@@ -21,11 +30,14 @@ class LearnedRotation(Calibrated, Stage):
     Args:
         steps: gradient steps, each on one sample.
         rate: of the first step; it falls to 0 along a cosine.
+        start: where learning begins.
+        seed: of the random signs, one draw that all layers begin with (the released code draws for each layer); the
+            method's own, never a data seed.
 
     Table: `rotation` `[head_dim, head_dim]` in fp32.
 
     Raises:
-        ConfigError: no steps, or a rate that is not positive.
+        ConfigError: no steps, a rate that is not positive, an unknown start.
 
     Source: SpinQuant (arXiv 2405.16406), R2; the step is that of Li et al. (arXiv 2002.01113), exact.
     """
@@ -34,12 +46,15 @@ class LearnedRotation(Calibrated, Stage):
     token_group = 1
     learned = True
 
-    def __init__(self, steps: int = 100, rate: float = 1.5) -> None:
+    def __init__(
+        self, steps: int = 100, rate: float = 1.5, start: Start | str = Start.random_hadamard, seed: int = 0
+    ) -> None:
         if steps < 1:
             raise ConfigError(f"steps={steps}: at least 1")
         if not rate > 0:
             raise ConfigError(f"rate={rate}: above 0")
-        self.steps, self.rate = steps, rate
+        self.steps, self.rate, self.seed = steps, rate, seed
+        self.start = choice(Start, start, "start")
 
     @override
     def check(self, head_dim: int) -> None:
@@ -50,6 +65,8 @@ class LearnedRotation(Calibrated, Stage):
 
     def begin(self, head_dim: int) -> Float[Tensor, "dim dim"]:
         """Where learning begins, in fp64."""
+        if self.start is Start.random_hadamard:
+            return RandomizedHadamard(self.seed).matrix(head_dim, torch.empty(0, dtype=torch.float64))
         return hadamard.matrix(head_dim).double() / head_dim**0.5
 
     def rate_at(self, step: int) -> float:
@@ -70,11 +87,11 @@ def cayley_step(
 ) -> Float[Tensor, "dim dim"]:
     """One step of descent that stays orthogonal: (I + rate/2 W)⁻¹ (I - rate/2 W) R, W the skew part of the gradient.
 
-    The step is at most 1 / |W|₁, as in SpinQuant's optimizer.
+    The step is at most 1 / |Rᵀ W R|₁, as in SpinQuant's optimizer, which moves the transpose.
     """
     skew = gradient @ rotation.mT - rotation @ (rotation.mT @ gradient) @ rotation.mT / 2
     skew = skew - skew.mT
-    rate = min(rate, 1 / (float(torch.linalg.matrix_norm(skew, 1)) + 1e-8))
+    rate = min(rate, 1 / (float(torch.linalg.matrix_norm(rotation.mT @ skew @ rotation, 1)) + 1e-8))
     one = torch.eye(len(rotation), dtype=rotation.dtype, device=rotation.device)
     moved = torch.linalg.solve(one + rate / 2 * skew, (one - rate / 2 * skew) @ rotation)
     q, r = torch.linalg.qr(moved)  # rounding must not pile up over steps

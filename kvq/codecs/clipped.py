@@ -2,17 +2,70 @@
 
 from __future__ import annotations
 
-from kvq.codecs.quantizers import Axis, UniformQuantizer
+import enum
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.codecs.quantizers import Axis, Parts, UniformQuantizer, ZeroPoint, choice, to_stored
+from kvq.errors import ConfigError
+
+_INT16_MAX = 32767
+_FP16_TINY = 2.0**-24
+
+
+class Step(enum.Enum):
+    """What the range is divided by: the number of steps between codes, 2^b - 1, or RotateKV's released b² - 1."""
+
+    levels = "levels"
+    squared_bits = "squared_bits"
 
 
 class ClippedQuantizer(UniformQuantizer):
     """Asymmetric per token in groups of channels, with `clip_at_2` of the range at 2 bits, else all of it.
 
-    Raises:
-        ConfigError, Unsupported: as `UniformQuantizer`.
+    Args:
+        bits: bits per code.
+        group_size: channels that share statistics; None = the whole head_dim.
+        clip_at_2: ratio applied to both ends of the range at 2 bits.
+        zero_point: as `UniformQuantizer`.
+        step: `squared_bits` has the codes of `levels` at 2 and 4 bits; at 3 bits its 8 codes span 7/8 of the range.
 
-    Source: RotateKV (arXiv 2501.16383).
+    Raises:
+        ConfigError, Unsupported: as `UniformQuantizer`; `squared_bits` at other bits than 2, 3 and 4, or with a zero
+            point that is not rounded.
+
+    Source: RotateKV (arXiv 2501.16383); `squared_bits` is what its released code computes.
     """
 
-    def __init__(self, bits: int, group_size: int | None = 128, clip_at_2: float = 0.8) -> None:
-        super().__init__(bits, Axis.per_token, group_size, clip=clip_at_2 if bits == 2 else 1.0)
+    def __init__(
+        self,
+        bits: int,
+        group_size: int | None = 128,
+        clip_at_2: float = 0.8,
+        zero_point: ZeroPoint | str = ZeroPoint.float,
+        step: Step | str = Step.levels,
+    ) -> None:
+        clip = clip_at_2 if bits == 2 else 1.0
+        super().__init__(bits, Axis.per_token, group_size, zero_point=zero_point, clip=clip)
+        self.step = choice(Step, step, "step")
+        if self.step is Step.squared_bits and (bits not in (2, 3, 4) or self.zero_point is not ZeroPoint.integer):
+            raise ConfigError(
+                f"step=squared_bits: with 2, 3 or 4 bits and zero_point=integer, as released; given bits={bits}, "
+                f"zero_point={self.zero_point.name}"
+            )
+
+    @override
+    def _asymmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
+        if self.step is Step.levels or self.bits**2 == 2**self.bits:
+            return super()._asymmetric(groups)
+        low, high = torch.aminmax(groups, dim=self._dim, keepdim=True)
+        # Of groups narrower than this the released code divides by zero; the zero point has 16 bits here.
+        scale = ((high - low) * self.clip / (self.bits**2 - 1)).maximum(low.abs() / _INT16_MAX).clamp_min(_FP16_TINY)
+        zero = low.mul(-self.clip).div_(scale).round_()
+        codes = groups.div(scale).round_().add_(zero).clamp_(0, 2**self.bits - 1)
+        return {
+            "scale": to_stored(scale.squeeze(self._dim), torch.float16),
+            "zero_point": zero.squeeze(self._dim).to(torch.int16),
+        }, codes

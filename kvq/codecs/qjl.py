@@ -26,28 +26,32 @@ class SketchQuantizer(Quantizer):
     Args:
         ratio: sketch coordinates m per channel; QJL has 256, in early layers 512, for 128 channels.
         outliers: channels of most energy per head and group of tokens, sketched on their own; 0 = none.
-        outlier_ratio: coordinates of their sketch per channel of the whole head.
+        outlier_ratio: coordinates of their sketch per channel of the whole head; QJL has 256, in early layers 128.
+        shared_rows: the outliers' sketch is the first rows of the common one; else it is a draw of its own.
         group_size: tokens that share a choice of outlier channels (None: the whole block); a short last group chooses
             for itself.
-        sketch: `gaussian` (the paper), or `orthogonal` (its released code): blocks of orthogonal rows of length √D.
+        sketch: `orthogonal` (as released): blocks of D orthogonal rows of length √D; or `gaussian` (the definition).
         seed: of S; the method's own, never a data seed.
 
-    Stores `signs`, `norm` (fp16), and with outliers `outlier_signs`, `outlier_norm` (fp16) and `channels` (one byte per
-    outlier channel and group). Relative error of one decoded key is large by design: about (π/2) / ratio.
+    Stores `signs`, `norm` (of the whole key, fp16), and with outliers `outlier_signs`, `outlier_norm` (fp16) and
+    `channels` (one byte per outlier channel and group); the norm of the other channels follows from the two. Relative
+    error of one decoded key is large by design: about (π/2) / ratio.
 
     Raises:
-        ConfigError: no coordinates, a negative number of outliers, an unknown sketch, a group without tokens.
+        ConfigError: no coordinates, a negative number of outliers, an unknown sketch, a group without tokens, more
+            shared rows than there are.
 
-    Source: QJL (arXiv 2406.03482), definition 3.1 and section 4.
+    Source: QJL (arXiv 2406.03482), definition 3.1; sizes, rows and norms of its released LongBench run.
     """
 
     def __init__(
         self,
         ratio: int = 2,
         outliers: int = 8,
-        outlier_ratio: int = 1,
+        outlier_ratio: int = 2,
+        shared_rows: bool = True,
         group_size: int | None = 32,
-        sketch: Sketch | str = Sketch.gaussian,
+        sketch: Sketch | str = Sketch.orthogonal,
         seed: int = 1,
     ) -> None:
         for setting, given, least in (
@@ -58,8 +62,10 @@ class SketchQuantizer(Quantizer):
         ):
             if given < least:
                 raise ConfigError(f"{setting}={given}: at least {least}")
+        if shared_rows and outliers and outlier_ratio > ratio:
+            raise ConfigError(f"outlier_ratio={outlier_ratio}: at most ratio ({ratio}) where shared_rows=true")
         self.ratio, self.outliers, self.outlier_ratio, self.seed = ratio, outliers, outlier_ratio, seed
-        self.group_size = group_size
+        self.shared_rows, self.group_size = shared_rows, group_size
         self.sketch = choice(Sketch, sketch, "sketch")
 
     @property
@@ -76,20 +82,21 @@ class SketchQuantizer(Quantizer):
             raise Unsupported(f"head_dim={head_dim}: an outlier channel is named by one byte (at most 256 channels)")
 
     def _matrix(self, dim: int, like: Tensor, dtype: torch.dtype, outlier: bool) -> Float[Tensor, "coordinates dim"]:
-        ratio = self.outlier_ratio if outlier else self.ratio
-        return tall_sketch(self.sketch, ratio, dim, 2 * self.seed + outlier, dtype, like.device)
+        if not outlier:
+            return tall_sketch(self.sketch, self.ratio, dim, 2 * self.seed, dtype, like.device)
+        if self.shared_rows:
+            return self._matrix(dim, like, dtype, False)[: self.outlier_ratio * dim]
+        return tall_sketch(self.sketch, self.outlier_ratio, dim, 2 * self.seed + 1, dtype, like.device)
 
-    def _sketched(self, x: Tensor, outlier: bool) -> tuple[Tensor, Tensor]:
-        """Packed signs and norms."""
+    def _signs(self, x: Tensor, outlier: bool) -> Tensor:
+        """Packed; 1 stands for a negative coordinate."""
         negative = per_tall(x, self._matrix(x.shape[-1], x, x.dtype, outlier).mT) < 0
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return pack(negative.to(torch.uint8), 1)[0], to_stored(norm, torch.float16)
+        return pack(negative.to(torch.uint8), 1)[0]
 
     def _restored(self, signs: Tensor, norm: Tensor, shape: Size, dtype: torch.dtype, outlier: bool) -> Tensor:
         matrix = self._matrix(shape[-1], signs, dtype, outlier)
         plus_minus = unpack([signs], 1, shape[-2]).to(dtype).mul_(-2).add_(1)
-        scale = norm.to(dtype) / (matrix.shape[0] * sketch_constant(self.sketch, shape[-1]))
-        return per_tall(plus_minus, matrix) * scale
+        return per_tall(plus_minus, matrix) * norm / (matrix.shape[0] * sketch_constant(self.sketch, shape[-1]))
 
     def _mask(self, channels: Tensor, shape: Size) -> Tensor:
         """1 at the outlier channels of every token."""
@@ -99,28 +106,34 @@ class SketchQuantizer(Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Signs and norms of both groups of channels, and which are the outliers."""
+        """Signs of both groups of channels, norms of the keys and of their outliers, and which are the outliers."""
         self.check(x.shape[-1])
+        norm = _norm(x)
         if not self.outliers:
-            signs, norm = self._sketched(x, False)
-            return {"signs": signs, "norm": norm}
+            return {"signs": self._signs(x, False), "norm": norm}
         size = self.group_size or x.shape[-2]
         energy = torch.nn.functional.pad(x.square(), (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size)).sum(-2)
         channels = energy.topk(self.outliers, -1).indices.to(torch.uint8)
         mask = self._mask(channels, x.shape)
-        signs, norm = self._sketched(x.masked_fill(mask, 0), False)
-        outlier_signs, outlier_norm = self._sketched(x.masked_fill(~mask, 0), True)
-        out = {"signs": signs, "norm": norm, "channels": channels}
-        return out | {"outlier_signs": outlier_signs, "outlier_norm": outlier_norm}
+        apart = x.masked_fill(~mask, 0)
+        out = {"signs": self._signs(x.masked_fill(mask, 0), False), "norm": norm, "channels": channels}
+        return out | {"outlier_signs": self._signs(apart, True), "outlier_norm": _norm(apart)}
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """The linear estimators of both groups, each on its own channels: all that inner products with a query need."""
-        x = self._restored(parts["signs"], parts["norm"], shape, dtype, False)
+        norm = parts["norm"].to(dtype)
         if not self.outliers:
-            return x
-        apart = self._restored(parts["outlier_signs"], parts["outlier_norm"], shape, dtype, True)
+            return self._restored(parts["signs"], norm, shape, dtype, False)
+        outlier_norm = parts["outlier_norm"].to(dtype)
+        rest = (norm.square() - outlier_norm.square()).clamp_min(0).sqrt()  # rounding can put the part above the whole
+        x = self._restored(parts["signs"], rest, shape, dtype, False)
+        apart = self._restored(parts["outlier_signs"], outlier_norm, shape, dtype, True)
         return torch.where(self._mask(parts["channels"], shape), apart, x)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return to_stored(torch.linalg.vector_norm(x, dim=-1, keepdim=True), torch.float16)
 
 
 def per_tall(x: Tensor, matrix: Tensor) -> Tensor:

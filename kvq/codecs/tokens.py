@@ -21,13 +21,15 @@ from kvq.errors import ConfigError, Unsupported
 class TokenSplit(Quantizer):
     """One codec for the salient tokens of a block, another for the rest; which ones is stored as a bit per token.
 
-    A plan says which tokens are salient (`PlannedCodec.planned`), the same for all heads. Without one, as where a codec
-    is tried on a tensor alone, they are spread evenly over the block. Parts are `high.<name>`, `low.<name>` and `mask`.
+    A plan says which tokens are salient (`PlannedCodec.planned`). Without one, as where a codec is tried on a tensor
+    alone, they are spread evenly over the block. Parts are `high.<name>`, `low.<name>` and `mask`.
 
     Args:
         share: of a block's tokens that are salient, rounded to whole tokens.
         high: codec of the salient tokens (more bits).
         low: codec of the others.
+        per_head: every KV head has salient tokens, and a mask, of its own (ZipCache's released code); else all heads of
+            a layer share one.
 
     Raises:
         ConfigError: a share outside 0 to 1.
@@ -36,13 +38,13 @@ class TokenSplit(Quantizer):
     Source: ZipCache (arXiv 2405.14256), section 4.
     """
 
-    def __init__(self, share: float | int, high: Codec, low: Codec) -> None:
+    def __init__(self, share: float | int, high: Codec, low: Codec, per_head: bool = False) -> None:
         if not 0 <= share <= 1:
             raise ConfigError(f"share={share}: of the tokens, 0 to 1")
         if high.uses_rope or low.uses_rope:
             raise Unsupported("a split over tokens: put undo_rope and apply_rope around it")
-        self.share, self.high, self.low = share, high, low
-        self.mask: Bool[Tensor, "*lead 1 tokens"] | None = None
+        self.share, self.high, self.low, self.per_head = share, high, low, per_head
+        self.mask: Bool[Tensor, "*lead masks tokens"] | None = None
         """What a plan says of the blocks being encoded."""
 
     @override
@@ -64,7 +66,7 @@ class TokenSplit(Quantizer):
         tokens, count = x.shape[-2], self.count(x.shape[-2])
         mask = torch.zeros(tokens, dtype=torch.bool, device=x.device)
         mask[torch.arange(count, device=x.device) * tokens // max(count, 1)] = True
-        return mask.expand(*x.shape[:-3], 1, tokens)
+        return mask.expand(*x.shape[:-3], x.shape[-3] if self.per_head else 1, tokens)
 
     def _sizes(self, tokens: int) -> list[tuple[str, Codec, int, int]]:
         count = self.count(tokens)
@@ -72,7 +74,7 @@ class TokenSplit(Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`mask` `[..., 1, ceil(tokens / 8), 1]` and the parts of both codecs."""
+        """`mask` `[..., heads or 1, ceil(tokens / 8), 1]` and the parts of both codecs."""
         mask = (self._spread(x) if self.mask is None else self.mask).unsqueeze(-1)
         sorted_ = x.gather(-2, _order(mask).expand(x.shape))
         parts = {"mask": pack(mask.to(torch.uint8), 1)[0]}
@@ -107,7 +109,7 @@ class PlannedCodec(Codec):
     _at = 0
 
     @contextlib.contextmanager
-    def planned(self, mask: Bool[Tensor, "batch 1 tokens"]) -> Iterator[None]:
+    def planned(self, mask: Bool[Tensor, "batch masks tokens"]) -> Iterator[None]:
         """Encode the tokens of `mask`, in order, by what it says."""
         self._mask, self._at = mask, 0
         try:

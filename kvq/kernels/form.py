@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvq.codecs import (
     Codec,
+    HalfAwayQuantizer,
     LloydMaxQuantizer,
     Packed,
     Passthrough,
@@ -34,7 +35,14 @@ from kvq.codecs.rope import ApplyRope, UndoRope
 from kvq.codecs.stages import Stage, restored
 from kvq.errors import Unsupported
 
-QUANTIZERS = (UniformQuantizer, LloydMaxQuantizer, VectorQuantizer, SignedMaxQuantizer, Passthrough)
+QUANTIZERS = (
+    UniformQuantizer,
+    HalfAwayQuantizer,
+    LloydMaxQuantizer,
+    VectorQuantizer,
+    SignedMaxQuantizer,
+    Passthrough,
+)
 """Uniform grids are folded into the query and the weights; the others give back numbers, one piece at a time."""
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import enum
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from typing_extensions import override
 
+from kvq.codecs.quantizers import choice
 from kvq.errors import ConfigError
 from kvq.methods.residual import Policy, Residual
 
@@ -53,6 +56,20 @@ class OutlierTokens(Plan):
             raise ConfigError(f"method.plan.pool={self.pool}: below residual.size ({residual.key.size})")
 
 
+class Asked(enum.Enum):
+    """What the attention that a token receives is divided by: the probes that see it, or the positions from it on."""
+
+    probes = "probes"
+    later = "later"
+
+
+class Decoding(enum.Enum):
+    """Which queries of the blocks behind the first are asked: shares of them, or the last one alone."""
+
+    shares = "shares"
+    last = "last"
+
+
 class Saliency(Plan):
     """The tokens that probe queries attend to: the last ones of a block and some at random.
 
@@ -60,25 +77,49 @@ class Saliency(Plan):
         recent: share of a block's queries that are its last.
         random: share of them drawn from the others.
         seed: of the draw; the method's own.
+        divide_by: `probes` gives the mean weight from the probes that see a token; `later` is the released code's.
+        decoding: `shares` asks as many queries of every block; `last` asks the last one alone of the blocks behind the
+            first, which is the prompt where it is read at once (the released code).
 
     Raises:
-        ConfigError: shares that are negative, sum to more than 1 or to nothing.
+        ConfigError: shares that are negative, sum to more than 1 or to nothing; an unknown `divide_by` or `decoding`.
 
     Source: ZipCache (arXiv 2405.14256), sections 4.3 and 4.4.
     """
 
-    def __init__(self, recent: float | int = 0.05, random: float | int = 0.05, seed: int = 0) -> None:
+    def __init__(
+        self,
+        recent: float | int = 0.05,
+        random: float | int = 0.05,
+        seed: int = 0,
+        divide_by: Asked | str = Asked.probes,
+        decoding: Decoding | str = Decoding.shares,
+    ) -> None:
         if min(recent, random) < 0 or not 0 < recent + random <= 1:
             raise ConfigError(f"recent={recent}, random={random}: shares, together above 0 and at most 1")
         self.recent, self.random, self.seed = recent, random, seed
+        self.divide_by = choice(Asked, divide_by, "divide_by")
+        self.decoding = choice(Decoding, decoding, "decoding")
+
+    def _last_alone(self, start: int) -> bool:
+        return self.decoding is Decoding.last and start > 0
 
     def probes(self, start: int, length: int) -> Int[Tensor, " probes"]:
         """Positions within a block of `length` tokens, begun at token `start`, whose queries are asked; ascending.
 
         The last one always is.
         """
+        if self._last_alone(start):
+            return torch.tensor([length - 1])
         last = max(round(self.recent * length), 1)
         others = min(round(self.random * length), length - last)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + start)
         drawn = torch.randperm(length - last, generator=generator)[:others]
         return torch.cat([drawn.sort().values, torch.arange(length - last, length)])
+
+    def divisors(self, start: int, length: int) -> Int[Tensor, " tokens"]:
+        """What the weights that a block's tokens receive from its probes, summed, are divided by; at least 1."""
+        if self.divide_by is Asked.later and not self._last_alone(start):
+            return torch.arange(length, 0, -1)
+        probes = self.probes(start, length)
+        return (probes[:, None] >= torch.arange(length)).sum(0)

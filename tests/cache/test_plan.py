@@ -23,8 +23,8 @@ def ott(*overrides, size=16):
     return kvq.build_method("ott", bits=2, head_dim=32, overrides=given)
 
 
-def zipcache(*overrides, size=16):
-    return kvq.build_method("zipcache", head_dim=32, overrides=[f"residual.size={size}", *overrides])
+def zipcache(*overrides, size=16, name="zipcache"):
+    return kvq.build_method(name, head_dim=32, overrides=[f"residual.size={size}", *overrides])
 
 
 def full_states(model, tokens):
@@ -68,11 +68,11 @@ def test_blocks_are_those_of_token_by_token(model, length):
         assert torch.equal(getattr(one.layers[0], side)._visible(), getattr(pieces.layers[0], side)._visible())
 
 
-@pytest.mark.parametrize("name", ["ott", "zipcache"])
+@pytest.mark.parametrize("name", ["ott", "zipcache", "zipcache/released"])
 @pytest.mark.parametrize("length", [75, 97])
 def test_generation_is_token_by_token_in_fp64(name, length, monkeypatch):
     loaded = in_double_precision(random_llama(), monkeypatch)
-    method = ott() if name == "ott" else zipcache()
+    method = ott() if name == "ott" else zipcache(name=name)
     tokens = token_ids(length)
     expected = token_by_token(loaded, method, tokens)
     for chunk in (None, 7):
@@ -118,6 +118,48 @@ def test_saliency_is_the_attention_received_from_probes(model):
         for side in (layer.key, layer.value):
             mask = kvq.codecs.unpack([side._store._store.packed.parts["mask"]], 1, 60)[0, 0, :, 0]
             assert set(mask.nonzero().flatten().tolist()) == set(salient.tolist())
+
+
+def test_released_saliency_is_chosen_per_head(model):
+    """Weights from the probes, of all query heads of a KV head, over the number of positions from a token on."""
+    tokens, method = token_ids(60), zipcache(name="zipcache/released")
+    cache = KVCache(model, method)
+    model(tokens, past_key_values=cache)
+    for number, (weights, layer) in enumerate(zip(attention_by_hand(model, tokens), cache.layers, strict=True)):
+        masks = kvq.codecs.unpack([layer.key._store._store.packed.parts["mask"]], 1, 60)[0, :, :, 0]
+        heads, probes = weights.shape[1] // masks.shape[0], method.plan.probes(0, 60).tolist()
+        for head, mask in enumerate(masks.bool()):
+            received = [0.0] * 60
+            for query_head in range(head * heads, (head + 1) * heads):
+                for probe in probes:
+                    for token in range(probe + 1):
+                        received[token] += float(weights[0, query_head, probe, token])
+            scores = [sum_ / (60 - token) for token, sum_ in enumerate(received)]
+            wanted = sorted(range(60), key=lambda token, scores=scores: -scores[token])[:36]
+            assert mask.nonzero().flatten().tolist() == sorted(wanted), (number, head)
+        assert not torch.equal(masks[0], masks[1])
+
+
+def test_behind_the_prompt_the_last_query_alone_is_asked():
+    plan = Saliency(0.1, 0.1, decoding="last", divide_by="later")
+    assert plan.probes(40, 20).tolist() == [19]
+    assert plan.divisors(40, 20).tolist() == [1] * 20
+    assert plan.divisors(0, 5).tolist() == [5, 4, 3, 2, 1]
+    assert len(plan.probes(0, 20)) == 4
+    both = Saliency(0.1, 0.1)
+    assert len(both.probes(40, 20)) == 4
+    seen = [sum(probe >= token for probe in both.probes(40, 20).tolist()) for token in range(20)]
+    assert both.divisors(40, 20).tolist() == seen
+    assert min(seen) >= 1
+
+
+def test_a_mask_per_head_is_a_bit_per_token_and_head(model):
+    bits = []
+    for name in ("zipcache", "zipcache/released"):
+        cache = KVCache(model, kvq.build_method(name, head_dim=32))
+        model(token_ids(104), past_key_values=cache)
+        bits.append(cache.side_bits("key"))
+    assert bits[1] - bits[0] == pytest.approx(8 * 13 / (104 * 32) - 8 * 13 / (104 * 2 * 32))
 
 
 def test_salient_tokens_are_closer_and_every_byte_counts(model):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.codecs import Float8Quantizer, PackedStore, SignedMaxQuantizer, unpack
+from kvq.codecs import Float8Quantizer, HalfAwayQuantizer, PackedStore, SignedMaxQuantizer, unpack
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from tests.codecs.oracles import FP16, Grid, block, quantize, stored
@@ -86,6 +86,49 @@ def test_q8_0_is_the_symmetric_oracle():
     x = block(2, 5, 128)
     expected = quantize(x[0].numpy(), Grid(8, "per_token", 32, symmetric=True)).values
     np.testing.assert_allclose(decoded("q8_0", x)[0], expected, rtol=1e-12)
+
+
+def roundf(x):
+    """C's: halves away from zero. A float plus 1/2 is exact in double precision."""
+    return math.copysign(math.floor(abs(float(x)) + 0.5), float(x))
+
+
+def q8_0_codes(x):
+    """Codes of `[heads, tokens, dim]` in single precision, one value at a time: x times the reciprocal of the scale."""
+    codes = np.zeros(x.shape, int)
+    for head, token in np.ndindex(x.shape[:2]):
+        for start in range(0, x.shape[2], 32):
+            span = x[head, token, start : start + 32]
+            step = np.float32(max(abs(v) for v in span)) / np.float32(127)
+            inverse = np.float32(1) / step if step else np.float32(0)
+            codes[head, token, start : start + 32] = [roundf(v * inverse) for v in span]
+    return codes
+
+
+@pytest.mark.parametrize("step", [1.0, 2.0**-7, 2.0**9])
+def test_q8_0_rounds_halves_away_from_zero_as_ggml(step):
+    """Ties on both sides of zero, the largest number below a tie, and values that hit none."""
+    ties = np.arange(-126.5, 127, 1, dtype=np.float32)
+    below = np.nextafter(ties, np.float32(0))
+    x = np.zeros((1, 32, 32), np.float32)
+    x[0, :, 0] = 127
+    x[0, :8, 1:] = np.append(ties, below)[:248].reshape(8, 31)
+    x[0, 8:17, 1:] = np.append(ties, below)[-279:].reshape(9, 31)
+    x[0, 17:, 1:] = np.random.default_rng(0).uniform(-127, 127, (15, 31))
+    x[0, -1] = 0
+    x *= np.float32(step)
+    parts = HalfAwayQuantizer(8, 32).encode(torch.from_numpy(x)[None], torch.float32)
+    found = unpack([parts["codes.0"]], 8, 32)[0].long().numpy() - 127
+    assert np.array_equal(found, q8_0_codes(x))
+    assert (found[0, :8, 1:].ravel()[:3] == [-127, -126, -125]).all()
+    assert parts["scale"].flatten().tolist() == [step] * 31 + [0]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4])
+def test_q8_0_codes_are_ggmls(scale):
+    x = (block(2, 20, 128, dtype=torch.float32) * scale).numpy()
+    found = unpack([HalfAwayQuantizer(8, 32).encode(torch.from_numpy(x), torch.float32)["codes.0"]], 8, 20)
+    assert np.array_equal(found[0].long().numpy() - 127, q8_0_codes(x[0]))
 
 
 def test_ties_go_up_as_in_ggml():

@@ -245,6 +245,22 @@ def test_a_learned_rotation_stays_orthogonal_and_descends() -> None:
     assert 0 < stage.rate_at(99) < 0.001
 
 
+@pytest.mark.parametrize("dim", [16, 80, 128])
+def test_where_learning_begins(dim: int) -> None:
+    """As released: every row of a Hadamard matrix has a sign of its own; or the matrix alone."""
+    plain = LearnedRotation(start="hadamard").begin(dim)
+    begun = LearnedRotation().begin(dim)
+    assert begun.dtype == plain.dtype == torch.float64
+    assert torch.allclose(begun @ begun.T, torch.eye(dim, dtype=torch.float64), atol=1e-12)
+    signs = (begun / plain).mean(1)
+    assert torch.allclose(begun, signs[:, None] * plain, atol=1e-12)
+    assert {round(float(sign), 9) for sign in signs} == {-1.0, 1.0}
+    assert torch.equal(begun, LearnedRotation().begin(dim))
+    assert not torch.equal(begun, LearnedRotation(seed=1).begin(dim))
+    with pytest.raises(ConfigError, match="start=identity: one of random_hadamard, hadamard"):
+        LearnedRotation(start="identity")
+
+
 @pytest.mark.parametrize(("heads", "joined"), [(8, 4), (4, 4), (2, 2), (6, 3), (1, 1), (5, 1)])
 def test_grouped_rotations_join_as_many_heads_as_they_can(heads: int, joined: int) -> None:
     x, stage = torch.randn(2, heads, 5, 12 if joined == 3 else 16), GroupedHadamard(4)

@@ -27,8 +27,8 @@ EXPECTED |= {"oscar/values_without_hadamard", *(f"nsn/arm_{arm}" for arm in "abc
 EXPECTED |= {"polarquant", "qjl", "gear", "ott", "zipcache", "kvquant", "cq", "spinquant", "rotatekv"}
 EXPECTED |= {f"{name}{preset}" for name in ("streamingllm", "h2o", "snapkv") for preset in ("", "/kivi")}
 FIXED = {"fp16", "identity", "zero", "q8_0", "q4_0", "fp8"}
-FIXED |= {"polarquant", "polarquant/hadamard", "qjl", "qjl/one_sketch", "qjl/orthogonal"}
-FIXED |= {"streamingllm", "streamingllm/prompt", "h2o", "h2o/prompt", "snapkv", "zipcache"}
+FIXED |= {"polarquant", "polarquant/hadamard", "qjl", "qjl/one_sketch", "qjl/gaussian"}
+FIXED |= {"streamingllm", "streamingllm/prompt", "h2o", "h2o/prompt", "snapkv", "zipcache", "zipcache/released"}
 FIXED |= {name for name in FILES if name.partition("/")[0] == "cq"}
 NSN = {
     f"nsn/{norm}_{axis}_{grid}": (norm == "norm", axis, grid == "sym")
