@@ -12,7 +12,7 @@ from kvq.errors import KvqError
 from kvq.experiments.cells import Cell, Overrides, cells_of, command, jobs_of, missing_choices, placed
 from kvq.experiments.sweep import is_embedded, layout_of, written
 from kvq.explain import COMPOSE_ERRORS, choices, explain
-from kvq.identity import canonical
+from kvq.identity import by_names
 from kvq.layout_config import LayoutConfig
 from kvq.report.experiments import Asked, Experiment, Run, signature
 
@@ -58,6 +58,7 @@ def experiment_of(name: str, present: Present = ()) -> Experiment | None:
         runs=len(jobs),
         baselines=_baselines(jobs),
         stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(jobs, present)},
+        own=frozenset(layout.own),
         waiting=dict(sorted(Counter(missing for job in jobs for missing in missing_choices(job, _choices())).items())),
     )
 
@@ -80,11 +81,15 @@ def _embedded(model: str) -> bool:
     return model in _choices()["model"] and is_embedded(model)
 
 
+# Words that full precision does not heed.
+_OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
+
+
 def _baselines(jobs: Iterable[Overrides]) -> int:
     """Runs of full precision that others need and that are no row of their own."""
     plain: dict[bool, set[Overrides]] = {True: set(), False: set()}
     for job in jobs:
-        rest = tuple(sorted(word for word in job if not word.startswith(("method", "bits=", "residual"))))
+        rest = tuple(sorted(word for word in job if not word.startswith(_OF_A_METHOD)))
         plain["method=fp16" in job or not any(word.startswith("method=") for word in job)].add(rest)
     return len(plain[False] - plain[True])
 
@@ -123,7 +128,7 @@ def _run(run: Overrides, present: Present) -> Run:
     if not any(all(name in (None, there) for name, there in zip(wanted, pair, strict=True)) for pair in present):
         return Run(command(run))
     try:
-        return Run(command(run), *_signature(run))
+        return Run(command(run), _signature(run))
     except COMPOSE_ERRORS as error:
         return Run(command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
 
@@ -142,12 +147,12 @@ _APART = (
 
 
 @functools.cache
-def _signature(run: Overrides) -> tuple[str, None, str]:
-    """Signature, and the method's name. Groups are composed apart, and each choice once: tables share them."""
+def _signature(run: Overrides) -> str:
+    """What a run measures, by names. Groups are composed apart, and each choice once: tables share them."""
     chosen = {words: tuple(word for word in run if word.startswith(words)) for words, _ in _APART}
     config = _config(tuple(word for word in run if not any(word in found for found in chosen.values())))
     for words, settings in _APART:
         if chosen[words]:
             given = _config(chosen[words])
             config = replace(config, **{name: getattr(given, name) for name in settings})
-    return signature(canonical(config, "", ""), config.model.name, config.dataset.name), None, config.method.name
+    return signature(by_names(config), config.model.name, config.dataset.name)
