@@ -69,7 +69,7 @@ def test_the_hub_is_asked_again_after_a_while(nobody: socket.socket, monkeypatch
 
 
 def test_what_is_not_there_is_one_line(nobody: socket.socket) -> None:
-    with pytest.raises(DataError, match="model.path=a/b: not in the local hub cache, and the hub cannot be reached"):
+    with pytest.raises(DataError, match="path=a/b: not in the local hub cache, and the hub cannot be reached"):
         load_tokenizer(ModelConfig(name="m", path="a/b"))
     with pytest.raises(DataError, match=r"dataset=d: cannot load a/b from the hub \(not in the local hub cache"):
         read_rows(DatasetConfig(name="d", hub_id="a/b"))
