@@ -22,6 +22,19 @@ def names() -> list[str]:
     return [name for name in choices()["experiment"] if "/" in name]
 
 
+@functools.cache
+def layout_named(name: str) -> LayoutConfig:
+    """The layout of an experiment, composed once.
+
+    Raises:
+        KvqError: it does not compose.
+    """
+    try:
+        return layout_of(compose([f"+experiment={name}"]))
+    except COMPOSE_ERRORS as error:
+        raise KvqError(f"+experiment={name}: {explain(error, [f'+experiment={name}'])}") from error
+
+
 Present = Collection[tuple[str, str]]
 """Model and method of the runs that there are records of."""
 
@@ -36,10 +49,7 @@ def experiment_of(name: str, present: Present = ()) -> Experiment | None:
     Raises:
         KvqError: it does not compose.
     """
-    try:
-        layout = layout_of(compose([f"+experiment={name}"]))
-    except COMPOSE_ERRORS as error:
-        raise KvqError(f"+experiment={name}: {explain(error, [f'+experiment={name}'])}") from error
+    layout = layout_named(name)
     if layout.paper is None or layout.title is None:
         return None
     cells = cells_of(layout)
@@ -138,21 +148,33 @@ def _config(run: Overrides) -> Config:
     return resolve(compose(list(run)))
 
 
-# Groups that say nothing about one another, each with the words that belong to it and the settings they make.
-_APART = (
-    (("method=", "method.", "bits="), ("method", "bits")),
-    (("model=", "model."), ("model",)),
-    (("dataset=", "dataset."), ("dataset",)),
+# Groups that say nothing about one another: the words that belong to each, the settings they make, and what is composed
+# beside them, since the default task may ask for windows that a small model does not take.
+_APART: tuple[tuple[tuple[str, ...], tuple[str, ...], Overrides], ...] = (
+    (("method=", "method.", "bits="), ("method", "bits"), ()),
+    (("model=", "model."), ("model",), ("task=memory",)),
+    (("dataset=", "dataset."), ("dataset",), ()),
 )
 
 
 @functools.cache
 def _signature(run: Overrides) -> str:
-    """What a run measures, by names. Groups are composed apart, and each choice once: tables share them."""
-    chosen = {words: tuple(word for word in run if word.startswith(words)) for words, _ in _APART}
-    config = _config(tuple(word for word in run if not any(word in found for found in chosen.values())))
-    for words, settings in _APART:
-        if chosen[words]:
-            given = _config(chosen[words])
-            config = replace(config, **{name: getattr(given, name) for name in settings})
+    """What a run measures, by names."""
+    config = resolved(run)
     return signature(by_names(config), config.model.name, config.dataset.name)
+
+
+def resolved(run: Overrides) -> Config:
+    """A run's configuration, as composed whole. Groups are composed apart, and each choice once: tables share them.
+
+    Raises:
+        ConfigError, or what composing raises: the run cannot be had.
+    """
+    chosen = {words: tuple(word for word in run if word.startswith(words)) for words, _, _ in _APART}
+    rest = [word for word in run if not any(word in found for found in chosen.values())]
+    config = _config((*rest, "model.context=null"))
+    for words, settings, beside in _APART:
+        if chosen[words]:
+            given = _config((*chosen[words], *beside))
+            config = replace(config, **{name: getattr(given, name) for name in settings})
+    return config

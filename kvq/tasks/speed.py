@@ -111,9 +111,7 @@ def _makers(config: Config, loaded: LoadedModel, room: int) -> Iterator[tuple[st
         yield References.dynamic.value, DynamicCache
 
 
-def _if_it_fits(
-    loaded: LoadedModel, make: Callable[[], Any], prompt: Tensor, new_tokens: int
-) -> dict[str, Any] | None:
+def _if_it_fits(loaded: LoadedModel, make: Callable[[], Any], prompt: Tensor, new_tokens: int) -> dict[str, Any] | None:
     """As `timed`; None where the GPU has too little memory."""
     with suppress(torch.OutOfMemoryError):
         return timed(loaded, make(), prompt, new_tokens)

@@ -32,8 +32,8 @@ def metrics_of(rows: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
     """Rates and ratios of every batch that fits, and of the largest ones.
 
     `tokens_per_second` is over prefill and decoding, `decode_tokens_per_second` over decoding alone. `largest_batch` is
-    the largest of `task.batches` that fits. `over_<reference>_largest` and `largest_batch_over_<reference>` compare each
-    at its own largest batch; they are there where a larger one did not fit the reference, which alone makes them true.
+    the largest of `task.batches` that fits. `over_<reference>_largest` and `largest_batch_over_<reference>` compare
+    each at its own largest batch; they are there where a larger one did not fit the reference, which makes them true.
 
     Raises:
         Unsupported: nothing fits.

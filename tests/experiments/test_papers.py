@@ -11,8 +11,8 @@ from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.experiments import expected
 from kvq.experiments.cells import cells_of, jobs_of, missing_choices
-from kvq.experiments.expected import experiment_of, names
-from kvq.experiments.sweep import grouped, layout_of, sweep_of
+from kvq.experiments.expected import experiment_of, layout_named, names
+from kvq.experiments.sweep import grouped, sweep_of
 from kvq.explain import choices
 from kvq.identity import by_names, canonical
 from kvq.report.experiment_files import write_experiments
@@ -22,8 +22,7 @@ from kvq.results import Store
 from tests.results import made
 
 REFERENCE = read_reference()
-COMPOSED = {name: layout_of(compose([f"+experiment={name}"])) for name in names()}
-LAYOUTS = {name: layout for name, layout in COMPOSED.items() if layout.paper is not None}
+LAYOUTS = {name: layout for name in names() if (layout := layout_named(name)).paper is not None}
 REVIEW = {"ablation", "group_size", "residual", "niah_depth", "eviction", "prefill_latency", "weight_quantized"}
 
 
