@@ -126,11 +126,11 @@ ROWS = [
       for bits in ("1", "2")),
     Row("nsnquant/table20", "NSNQuant, appendix F.5: clip ratio 0.95, groups of 128",
         {"clip": {0.95}, "groups": (128, 128), "bits": "2"}, {"method": lambda label: "W16A16KV2" in label}),
-    Row("nsnquant/table20", "SpinQuant, section 4.1: R2 trained on WikiText-2", {"calibration text": "wikitext2"},
+    Row("nsnquant/table20", "SpinQuant: rotations are learned on WikiText-2", {"calibration text": "wikitext2"},
         {"method": "SpinQuant (W16A16KV2)"}),
     Row("nsnquant/punctuation", "NSNQuant, section 3.1: the keys of \",\" in the first layer",
         {"kept": ([","], [0]), "calibration": WIKITEXT}, {"method": 'CQ-4c9b, "," kept'}),
-    Row("nsnquant/table1", "NSNQuant, Table 1 and section 3.2: WikiText-2, 4096 tokens, chunks of 64",
+    Row("nsnquant/table1", "NSNQuant, Table 1 and section 4.1: WikiText-2, 4096 tokens, chunks of 64",
         {"task": "distribution", "dataset": "wikitext2", "context": 4096, "chunk": 64}),
     Row("nsnquant/table21", "NSNQuant, appendix H: batch 32, 512 in, 64 out, mean of 100, residual of 64",
         {"task": "latency", "batches": [32], "contexts": [512], "new_tokens": 64, "repeats": 100}),
@@ -142,7 +142,7 @@ ROWS = [
         "attention on codes", {"attention": "packed"}, PACKED),
     Row("nsnquant/table21 nsnquant/figure4 oscar/efficiency oscar/prefill_latency", "beside it", {"attention": "dense"},
         DENSE),
-    Row("nsn/main nsn/int4_valley", "nsn, README: sliding windows; EVALS: 2048 every 512, all quantized",
+    Row("nsn/main nsn/int4_valley", "nsn, README: sliding windows; ours: 2048 every 512, all quantized",
         {"windows": "sliding", "context": 2048, "stride": 512, "scoring": "parallel", "dataset": "wikitext2"}),
     Row("nsn/main", "nsn, README", {"bits": "3", "policy": {"none"}}, {"method": "nsn INT3 asym (D)"}),
     *(Row("nsn/int4_valley", "nsn, README", {"bits": bits}, {"method": f"naive INT{bits}"}) for bits in "345"),
@@ -158,8 +158,8 @@ ROWS = [
     Row("kvquant_plus_plus/5_2 kvquant_plus_plus/5_3", "KVQuant++, section 5.1: 50 chunks, 128 quantized, 64 scored",
         {"scoring": "continuation", "windows": "disjoint", "prompt": 128, "context": 192, "max_windows": 50,
          "dataset": "wikitext2"}),
-    Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro oscar/niah oscar/niah_depth", "OScaR, section 3.1: the "
-        "prompt's keys and values are full precision while it is read; its review: residual of 128", {"prefill": "whole"}),
+    Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro oscar/niah oscar/niah_depth", "OScaR's released "
+        "qwen3.py: a prompt attends to its own keys and values, which are packed behind it", {"prefill": "whole"}),
     Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro oscar/niah oscar/niah_depth oscar/efficiency "
         "oscar/prefill_latency oscar/ablation", "OScaR's review, experimental setup: residual of 128",
         {"residual": {128}}, QUANTIZED),
@@ -194,7 +194,7 @@ ROWS = [
     *(Row("oscar/prefill_latency", "OScaR's review, limitation 7: prefill of 128K, and a small one",
           {"task": "latency", "contexts": [tokens], "batches": [1]}, {"setting": f"{tokens // 1024}K tokens"})
       for tokens in (4096, 131072)),
-    Row("oscar/ablation oscar/group_size oscar/residual oscar/weight_quantized", "EVALS: perplexity as in generation",
+    Row("oscar/ablation oscar/group_size oscar/residual oscar/weight_quantized", "ours: perplexity as in generation",
         {"task": "ppl", "scoring": "generation", "context": 2048, "stride": 512, "dataset": "wikitext2"}),
     Row("oscar/ablation oscar/group_size oscar/residual", "OScaR: INT2", {"bits": "2"}),
     *(Row("oscar/group_size", "OScaR's review, limitation 5: groups of several sizes", {"groups": (size, size)},
