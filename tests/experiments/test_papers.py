@@ -181,6 +181,7 @@ def test_groups_composed_apart_are_the_run_composed_whole() -> None:
         ),
         ("method=kvquant", "method.calibration.dataset=wikitext2", "bits=2", "model=llama_2_7b"),
         ("task=latency", "method=oscar", "bits=2", "cache.attention=packed", "model=qwen3_8b"),
+        ("model=distilgpt2", "task=ppl/kvquant_plus_plus", "dataset=wikitext2", "method=fp16"),
         ("model=hf", "model.path=a/b", "model.dtype=float16", "task=memory", "task.lengths=[1024]"),
         ("seed=3",),
     )
