@@ -22,7 +22,8 @@ def canonical(
     `force` are left out, as are null stages, settings that cannot matter (a stride between disjoint windows) and the
     residual of a side that is not quantized: so an alias is the same run, and full precision is one run whatever `bits`
     and `residual` say. Fingerprints stand for weights and text, `calibration_fingerprint` for what a method is
-    calibrated on (None: nothing).
+    calibrated on (None: nothing). Of a task that measures time `dataset_fingerprint` is the machine's name, and
+    stands under `machine` too.
 
     Raises:
         ConfigError: a codec without stages or order.
@@ -64,8 +65,16 @@ def canonical(
             "task": task,
             "seed": config.seed,
             **_attention(config),
+            **({"machine": dataset_fingerprint} if is_timed(config.task) else {}),
         }
     )
+
+
+def by_names(config: Config) -> dict[str, Any]:
+    """`canonical` of a run whose weights, texts and machine are not known: their fingerprints are empty."""
+    reads = getattr(config.task, "reads_weights", True)
+    calibrates = reads and config.method.calibration.dataset is not None
+    return canonical(config, "", "", "" if calibrates else None)
 
 
 def _kept_layers(config: Config, codecs: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class LayoutConfig:
         scale: a record's value times this is what the paper prints.
         pool: how the runs of a cell become one figure: `mean` or `sum`.
         reasons: label -> why it cannot be measured.
+        own: labels that the paper does not print, shown all the same beside what it does.
         small: override of the experiment -> overrides in its place when the model is an embedded one.
     """
 
@@ -51,6 +52,7 @@ class LayoutConfig:
     scale: float = 1.0
     pool: str = "mean"
     reasons: dict[str, str] = field(default_factory=dict)
+    own: list[str] = field(default_factory=list)
     small: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,6 +71,10 @@ class LayoutConfig:
                     raise ConfigError(
                         f"layout.{setting}={getattr(self, setting)}: one of {', '.join(self.labels)}.{hint}"
                     )
+        known = [label for labels in self.labels.values() for label in labels]
+        for label in self.own:
+            if label not in known:
+                raise ConfigError(f"layout.own: '{label}' is no label of the table.{did_you_mean(label, known)}")
         if self.pool not in ("mean", "sum"):
             raise ConfigError(f"layout.pool={self.pool}: mean or sum")
         self._check_names()

@@ -82,8 +82,9 @@ def key_of(config: Config, inputs: Inputs) -> str:
 
 
 def _canonical(config: Config, inputs: Inputs) -> dict[str, Any]:
+    weights = inputs.model_fingerprint  # asked for first: without it nothing else has to be read
     text = task_of(config.task.name).fingerprint(inputs)
-    return canonical(config, inputs.model_fingerprint, text, calibrated_run.fingerprint_of(inputs))
+    return canonical(config, weights, text, calibrated_run.fingerprint_of(inputs))
 
 
 def state_of(config: Config, key: str, store: Store) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from kvq.config import Config, full_precision
 from kvq.errors import DataError, Unsupported
+from kvq.identity import by_names
 from kvq.report import print_tables
 from kvq.results import Record, Store
 from kvq.runner import key_of, method_for, state_of, to_be_calibrated
@@ -58,8 +59,9 @@ class Plan:
             key = key_of(config, inputs)
         except DataError as error:
             # What a sweep costs can be said of a model or data that are not here.
-            if repr(config) not in self._seen:
-                self._seen.add(repr(config))
+            name = repr((config.model, config.dataset, by_names(config)))
+            if name not in self._seen:
+                self._seen.add(name)
                 self._count(config, "unknown", str(error))
             return
         if key in self._seen:

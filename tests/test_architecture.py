@@ -15,12 +15,13 @@ CODECS = {"codecs"}
 KERNELS = CODECS | {"kernels"}
 METHODS = CODECS | {"methods", "config", "explain", "ranges"}
 CACHE = METHODS | {"cache", "kernels"}
-INPUTS = {"models", "data"}
+INPUTS = {"models", "data", "hub"}
 DIAGNOSTICS = {"diagnostics", "diagnostic_config"}
 TASKS = CACHE | INPUTS | DIAGNOSTICS | {"tasks", "task_config", "speed_config", "results"}
 CALIBRATION = CACHE | INPUTS | {"calibration", "calibration_config", "results"}
 ALLOWED = {
     "errors": set(),
+    "hub": set(),
     "codecs": set(),
     "kernels": KERNELS,
     "diagnostics": CODECS,
@@ -35,9 +36,9 @@ ALLOWED = {
     "explain": {"config", "methods"},
     "methods": METHODS,
     "cache": CACHE,
-    "models": {"cache", "config"},
+    "models": {"cache", "config", "hub"},
     "identity": {"config", "methods", "task_config"},
-    "data": {"config"},
+    "data": {"config", "hub"},
     "results": set(),
     "report": {"results"},
     "calibration": CALIBRATION,
@@ -45,7 +46,7 @@ ALLOWED = {
     "tasks": TASKS,
     "calibrated_run": TASKS | CALIBRATION | {"identity"},
     "runner": TASKS | {"identity", "calibrated_run"},
-    "sweep": TASKS | {"runner", "report", "tracking"},
+    "sweep": TASKS | {"identity", "runner", "report", "tracking"},
     "experiments": {"config", "explain", "identity", "layout_config", "report", "results"},
     "cli": {"config", "experiments", "explain", "runner", "sweep", "__version__"},
     "__init__": {"methods", "cache", "calibration"},

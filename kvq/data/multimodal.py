@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq import hub
 from kvq.errors import DataError
 
 if TYPE_CHECKING:
@@ -188,11 +189,11 @@ def _hub_rows(dataset: DatasetConfig) -> list[Any]:
     from datasets import load_dataset
 
     try:
-        return list(load_dataset(dataset.hub_id, dataset.hub_config, split=dataset.split or "test"))
+        with hub.asked():
+            return list(load_dataset(dataset.hub_id, dataset.hub_config, split=dataset.split or "test"))
     # The hub's client raises errors of several libraries; to a user they are one: the items cannot be had from there.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"dataset={dataset.name}: cannot load {dataset.hub_id} from the hub ({reason}); dataset.path= takes a "
-            "local copy (jsonl, json or parquet)"
+            f"dataset={dataset.name}: cannot load {dataset.hub_id} from the hub ({hub.reason(error)}); dataset.path= "
+            "takes a local copy (jsonl, json or parquet)"
         ) from error

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq import hub
 from kvq.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ def _hub_rows(config: DatasetConfig) -> tuple[str, ...]:
 
     try:
         split = config.split or "test"
-        rows = load_dataset(config.hub_id, config.hub_config, data_files=config.data_files, split=split)
+        with hub.asked():
+            rows = load_dataset(config.hub_id, config.hub_config, data_files=config.data_files, split=split)
     # The hub's client raises errors of several libraries; to a user they are one: the rows cannot be had from there.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"dataset={config.name}: cannot load {config.hub_id} from the hub ({reason}); "
+            f"dataset={config.name}: cannot load {config.hub_id} from the hub ({hub.reason(error)}); "
             "dataset.path= takes a local copy (jsonl, parquet, text or a saved dataset)"
         ) from error
     return _column(rows, config.text_field, config.hub_id)

@@ -12,7 +12,7 @@ from kvq.errors import KvqError
 from kvq.experiments.cells import Cell, Overrides, cells_of, command, jobs_of, missing_choices, placed
 from kvq.experiments.sweep import is_embedded, layout_of, written
 from kvq.explain import COMPOSE_ERRORS, choices, explain
-from kvq.identity import canonical
+from kvq.identity import by_names
 from kvq.layout_config import LayoutConfig
 from kvq.report.experiments import Asked, Experiment, Run, signature
 
@@ -20,6 +20,19 @@ from kvq.report.experiments import Asked, Experiment, Run, signature
 def names() -> list[str]:
     """Experiments with a table, as `+experiment=` takes them."""
     return [name for name in choices()["experiment"] if "/" in name]
+
+
+@functools.cache
+def layout_named(name: str) -> LayoutConfig:
+    """The layout of an experiment, composed once.
+
+    Raises:
+        KvqError: it does not compose.
+    """
+    try:
+        return layout_of(compose([f"+experiment={name}"]))
+    except COMPOSE_ERRORS as error:
+        raise KvqError(f"+experiment={name}: {explain(error, [f'+experiment={name}'])}") from error
 
 
 Present = Collection[tuple[str, str]]
@@ -36,10 +49,7 @@ def experiment_of(name: str, present: Present = ()) -> Experiment | None:
     Raises:
         KvqError: it does not compose.
     """
-    try:
-        layout = layout_of(compose([f"+experiment={name}"]))
-    except COMPOSE_ERRORS as error:
-        raise KvqError(f"+experiment={name}: {explain(error, [f'+experiment={name}'])}") from error
+    layout = layout_named(name)
     if layout.paper is None or layout.title is None:
         return None
     cells = cells_of(layout)
@@ -58,6 +68,7 @@ def experiment_of(name: str, present: Present = ()) -> Experiment | None:
         runs=len(jobs),
         baselines=_baselines(jobs),
         stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(jobs, present)},
+        own=frozenset(layout.own),
         waiting=dict(sorted(Counter(missing for job in jobs for missing in missing_choices(job, _choices())).items())),
     )
 
@@ -80,11 +91,15 @@ def _embedded(model: str) -> bool:
     return model in _choices()["model"] and is_embedded(model)
 
 
+# Words that full precision does not heed.
+_OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
+
+
 def _baselines(jobs: Iterable[Overrides]) -> int:
     """Runs of full precision that others need and that are no row of their own."""
     plain: dict[bool, set[Overrides]] = {True: set(), False: set()}
     for job in jobs:
-        rest = tuple(sorted(word for word in job if not word.startswith(("method", "bits=", "residual"))))
+        rest = tuple(sorted(word for word in job if not word.startswith(_OF_A_METHOD)))
         plain["method=fp16" in job or not any(word.startswith("method=") for word in job)].add(rest)
     return len(plain[False] - plain[True])
 
@@ -123,7 +138,7 @@ def _run(run: Overrides, present: Present) -> Run:
     if not any(all(name in (None, there) for name, there in zip(wanted, pair, strict=True)) for pair in present):
         return Run(command(run))
     try:
-        return Run(command(run), *_signature(run))
+        return Run(command(run), _signature(run))
     except COMPOSE_ERRORS as error:
         return Run(command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
 
@@ -133,21 +148,33 @@ def _config(run: Overrides) -> Config:
     return resolve(compose(list(run)))
 
 
-# Groups that say nothing about one another, each with the words that belong to it and the settings they make.
-_APART = (
-    (("method=", "method.", "bits="), ("method", "bits")),
-    (("model=", "model."), ("model",)),
-    (("dataset=", "dataset."), ("dataset",)),
+# Groups that say nothing about one another: the words that belong to each, the settings they make, and what is composed
+# beside them, since the default task may ask for windows that a small model does not take.
+_APART: tuple[tuple[tuple[str, ...], tuple[str, ...], Overrides], ...] = (
+    (("method=", "method.", "bits="), ("method", "bits"), ()),
+    (("model=", "model."), ("model",), ("task=memory",)),
+    (("dataset=", "dataset."), ("dataset",), ()),
 )
 
 
 @functools.cache
-def _signature(run: Overrides) -> tuple[str, None, str]:
-    """Signature, and the method's name. Groups are composed apart, and each choice once: tables share them."""
-    chosen = {words: tuple(word for word in run if word.startswith(words)) for words, _ in _APART}
-    config = _config(tuple(word for word in run if not any(word in found for found in chosen.values())))
-    for words, settings in _APART:
+def _signature(run: Overrides) -> str:
+    """What a run measures, by names."""
+    config = resolved(run)
+    return signature(by_names(config), config.model.name, config.dataset.name)
+
+
+def resolved(run: Overrides) -> Config:
+    """A run's configuration, as composed whole. Groups are composed apart, and each choice once: tables share them.
+
+    Raises:
+        ConfigError, or what composing raises: the run cannot be had.
+    """
+    chosen = {words: tuple(word for word in run if word.startswith(words)) for words, _, _ in _APART}
+    rest = [word for word in run if not any(word in found for found in chosen.values())]
+    config = _config((*rest, "model.context=null"))
+    for words, settings, beside in _APART:
         if chosen[words]:
-            given = _config(chosen[words])
+            given = _config((*chosen[words], *beside))
             config = replace(config, **{name: getattr(given, name) for name in settings})
-    return signature(canonical(config, "", ""), config.model.name, config.dataset.name), None, config.method.name
+    return config

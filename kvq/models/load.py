@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from kvq import hub
 from kvq.cache import head_dims_of
 from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean
 from kvq.models.outliers import implant_outliers
@@ -114,9 +116,13 @@ def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
     folder = model_folder(config.path)
     if folder.startswith(("/", ".", "~")) and not Path(folder).is_dir():
         raise DataError(f"model.path={config.path}: no such folder")
+    local = Path(folder).is_dir()
     try:
-        return kind.from_pretrained(folder, revision=config.revision, **settings)
+        with nullcontext() if local else hub.asked():
+            return kind.from_pretrained(folder, revision=config.revision, **settings)
     except (OSError, ValueError, ImportError) as error:
+        if not local and not hub.answers() and not hub.holds(folder, config.revision):
+            raise DataError(f"model.path={config.path}: {hub.UNREACHABLE}") from error
         raise DataError(f"model.path={config.path}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
 

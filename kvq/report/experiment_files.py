@@ -57,13 +57,22 @@ def fill(
 
 def grids_of(filled: Filled) -> list[Grid]:
     """The experiment's tables, one for each section, then its stand-ins that were run."""
-    experiment, cells, grids = filled.experiment, filled.cells, []
-    for section in labels_of(cells, experiment.sections):
-        here = [cell for cell in cells if labels_of([cell], experiment.sections) == [section]]
-        grids.append(_grid(experiment, here, ", ".join(filter(None, section))))
-    for model, here in filled.stand_ins.items():
-        grids.append(_grid(experiment, here, f"stand-in on {model}, not the paper's experiment"))
+    experiment, grids = filled.experiment, []
+    for machine, cells in _by_machine(filled.cells):
+        for section in labels_of(cells, experiment.sections):
+            here = [cell for cell in cells if labels_of([cell], experiment.sections) == [section]]
+            grids.append(_grid(experiment, here, ", ".join(filter(None, [*section, machine]))))
+    for model, small in filled.stand_ins.items():
+        for machine, here in _by_machine(small):
+            said = ", ".join(filter(None, [f"stand-in on {model}, not the paper's experiment", machine]))
+            grids.append(_grid(experiment, here, said))
     return grids
+
+
+def _by_machine(cells: Sequence[Shown]) -> list[tuple[str, list[Shown]]]:
+    """Cells by the machine of their times, as a title names it; times of two machines share no table."""
+    machines = dict.fromkeys(cell.machine for cell in cells)
+    return [(name and f"times on {name}", [cell for cell in cells if cell.machine == name]) for name in machines]
 
 
 def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Grid:
@@ -202,6 +211,7 @@ def csv(filled: Filled) -> str:
         {
             **{axis: cell.asked.labels.get(axis, "") for axis in AXES},
             "stand_in": stand_in,
+            "machine": cell.machine,
             "read": cell.asked.metric,
             "units": filled.experiment.units,
             "measured": cell.value,

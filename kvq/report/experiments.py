@@ -15,15 +15,11 @@ MAIN_METRICS = ("score", "accuracy", "perplexity")
 
 
 class Run(NamedTuple):
-    """A run that a cell asks for. `signature` is None where no record can answer; `waits`: what it needs first.
-
-    `method`: the name of its method, by which runs that were calibrated on different texts are told apart.
-    """
+    """A run that a cell asks for. `signature` is None where no record can answer; `waits`: what it needs first."""
 
     command: str
     signature: str | None = None
     waits: str | None = None
-    method: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Experiment:
     """A table of a paper as it is asked for; `stand_ins`: model -> cells of a small run of the same shape.
 
     `runs` counts the distinct runs of a full reproduction, `baselines` those of full precision beside them; `waiting`:
-    choice that is not here yet -> runs that need it.
+    choice that is not here yet -> runs that need it; `own`: labels that no paper prints, shown all the same.
     """
 
     name: str
@@ -58,13 +54,15 @@ class Experiment:
     baselines: int
     stand_ins: Mapping[str, tuple[Asked, ...]]
     waiting: Mapping[str, int]
+    own: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Shown:
     """A cell with its numbers, `value`, its standard `error` and `published` in the table's units.
 
-    `error` is that of a single run whose record has one; `reason`: why there is no value.
+    `error` is that of a single run whose record has one; `reason`: why there is no value; `machine`: on which the
+    times of its table were measured.
     """
 
     asked: Asked
@@ -77,6 +75,7 @@ class Shown:
     stale: bool = False
     reason: str | None = None
     missing: tuple[str, ...] = ()
+    machine: str = ""
 
     @property
     def difference(self) -> float | None:
@@ -85,38 +84,63 @@ class Shown:
 
 
 def signature(config: Mapping[str, Any], model: str, dataset: str) -> str:
-    """What a run measures, by the names of its model and dataset: known before either is loaded, whatever the dtype.
+    """What a run measures, by the names of its model and its texts: known before any of them is loaded.
 
-    What a method is calibrated on is left out, because only a built method knows whether it is.
+    It is the run's key without fingerprints and without the machine of a time, which a cell cannot know: `Address` has
+    that beside it. Everything else that the key has counts, so whatever changes a number tells two runs apart.
+
+    Args:
+        config: what the run's key is a hash of (`kvq.identity.canonical`).
+        model, dataset: their names, which stand for the fingerprints.
     """
-    parts = {name: config.get(name) for name in ("method", "residual", "task", "seed")}
-    if isinstance(parts["method"], Mapping):
-        parts["method"] = {name: part for name, part in parts["method"].items() if name != "calibration"}
-    weights, text = config.get("model"), config.get("dataset")
-    outliers = weights.get("outliers") if isinstance(weights, Mapping) else None
-    kept = {name: text.get(name) for name in ("loader", "documents", "max_tokens")} if isinstance(text, Mapping) else {}
-    return run_key(parts | {"model": [model, outliers], "dataset": [dataset, kept]})
+    parts = {name: part for name, part in config.items() if name != "machine"}
+    method = parts.get("method")
+    if isinstance(method, Mapping) and "calibration" in method:
+        parts["method"] = {**method, "calibration": _named(method["calibration"])}
+    for name, given in (("model", model), ("dataset", dataset)):
+        parts[name] = [given, _named(config.get(name))]
+    return run_key(parts)
 
 
-Answers = Mapping[tuple[str, str], Record]
-"""Records by signature and name of the method; under no name those that need none to be told apart."""
+def _named(part: Any) -> Any:
+    """A part of a key without its fingerprint."""
+    return {name: item for name, item in part.items() if name != "fingerprint"} if isinstance(part, Mapping) else part
+
+
+class Address(NamedTuple):
+    """Where a record is found: its signature, and for a time the machine that it was measured on (else empty)."""
+
+    signature: str
+    machine: str = ""
+
+
+Answers = Mapping[Address, Record]
+"""Records by address."""
+
+
+def address(record: Record) -> Address:
+    """Where a record is found."""
+    name = signature(record.config, record.model, record.dataset)
+    return Address(name, str(record.config.get("machine") or ""))
 
 
 def by_signature(records: Iterable[Record]) -> Answers:
-    """Records as answers; of several, one that is done, the youngest."""
-    found: dict[tuple[str, str], Record] = {}
-    for record in sorted(records, key=lambda r: (r.status == "done", r.provenance.started)):
-        name, method = signature(record.config, record.model, record.dataset), record.config.get("method")
-        found[name, record.method] = record
-        if not (isinstance(method, Mapping) and "calibration" in method):
-            found[name, ""] = record
-    return found
+    """Records as answers; of several at one address, one that is done, the youngest."""
+    wanted = sorted(records, key=lambda record: (record.status == "done", record.provenance.started))
+    return {address(record): record for record in wanted}
 
 
-def _answer(run: Run, records: Answers) -> Record | None:
+def _answer(run: Run, records: Answers, machine: str) -> Record | None:
+    """The record of a run; a time is that of `machine`, anything else is no machine's."""
     if run.signature is None:
         return None
-    return records.get((run.signature, run.method)) or records.get((run.signature, ""))
+    return records.get(Address(run.signature, machine)) or records.get(Address(run.signature))
+
+
+def _machines(cells: Iterable[Asked], records: Answers) -> list[str]:
+    """Machines whose times answer some run of the cells; an empty name where there is none."""
+    asked = {run.signature for cell in cells for run in cell.runs}
+    return sorted({found.machine for found in records if found.machine and found.signature in asked}) or [""]
 
 
 def read_metric(record: Record, metric: str) -> float | None:
@@ -149,21 +173,28 @@ def shown_cells(
     reference: Reference,
     stale: Callable[[Record], bool] = is_stale,
 ) -> list[Shown]:
-    """The cells that print something: what a paper has or a record answers; all where nothing is published."""
+    """The cells that print something: what a paper has, `experiment.own`, or what a record answers; else all.
+
+    Times of several machines never share a table: every cell then stands once for each machine.
+    """
     cells = []
-    for asked in experiment.cells:
-        published = reference.find(experiment.paper, experiment.table, asked.labels)
-        cell = _shown(asked, published, records, experiment, stale)
-        if published is not None or experiment.table is None or cell.value is not None:
-            cells.append(cell)
+    for machine in _machines(experiment.cells, records):
+        for asked in experiment.cells:
+            published = reference.find(experiment.paper, experiment.table, asked.labels)
+            cell = _shown(asked, published, records, machine, experiment, stale)
+            own = experiment.table is None or experiment.own & set(asked.labels.values())
+            if published is not None or own or cell.value is not None:
+                cells.append(cell)
     return cells
 
 
 def stand_in_cells(
     experiment: Experiment, model: str, records: Answers, stale: Callable[[Record], bool] = is_stale
 ) -> list[Shown]:
-    """The cells of a stand-in; nothing where none of its runs is there."""
-    cells = [_shown(asked, None, records, experiment, stale) for asked in experiment.stand_ins[model]]
+    """The cells of a stand-in, by machine as `shown_cells`; nothing where none of its runs is there."""
+    asked = experiment.stand_ins[model]
+    machines = _machines(asked, records)
+    cells = [_shown(one, None, records, machine, experiment, stale) for machine in machines for one in asked]
     return cells if any(cell.value is not None for cell in cells) else []
 
 
@@ -171,10 +202,11 @@ def _shown(
     asked: Asked,
     published: Published | None,
     records: Answers,
+    machine: str,
     experiment: Experiment,
     stale: Callable[[Record], bool],
 ) -> Shown:
-    answers = [(run, _answer(run, records)) for run in asked.runs]
+    answers = [(run, _answer(run, records, machine)) for run in asked.runs]
     found = [record for _, record in answers if record is not None]
     missing = tuple(run.command for run, record in answers if record is None)
     reason = asked.reason or next((run.waits for run in asked.runs if run.waits), None)
@@ -182,11 +214,11 @@ def _shown(
     if reason is None and failed is not None:
         reason = f"{failed.status}: {failed.reason or 'no reason recorded'}"
     if reason is not None or not found or missing:
-        return Shown(asked, published, reason=reason, missing=missing)
+        return Shown(asked, published, reason=reason, missing=missing, machine=machine)
     values = [read_metric(record, asked.metric) for record in found]
     known = [value for value in values if value is not None]
     if len(known) < len(values):
-        return Shown(asked, published, reason=f"the run has no metric '{asked.metric}'")
+        return Shown(asked, published, reason=f"the run has no metric '{asked.metric}'", machine=machine)
     alone = found[0] if len(found) == 1 else None
     error = None if alone is None else alone.metrics.get(f"{asked.metric}_se")
     return Shown(
@@ -200,6 +232,7 @@ def _shown(
         and alone.baseline_key is not None
         and is_noise(alone, alone.metrics.get("p_value")),
         stale=any(stale(record) for record in found),
+        machine=machine,
     )
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import kvq.cache.packed
 import kvq.tasks.regimes
 import kvq.tasks.speed
+from kvq.errors import Unsupported
 from kvq.methods.build import Method
 from kvq.results.journal import Journal
-from kvq.speed_config import LatencyConfig, Regime
+from kvq.speed_config import LatencyConfig, References, Regime
 from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
 from kvq.tasks.regimes import check_regimes
@@ -29,6 +30,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     for batch, context in grid:
         here = [row for row in rows if (row["batch"], row["tokens"]) == (batch, context)]
         name = f"b{batch}_t{context}"
+        if not all(row["fits"] for row in here if row["subject"] not in set(References)):
+            raise Unsupported(f"task.batches={batch} at task.contexts={context}: does not fit the memory of the device")
         for part, field in (("prefill", "prefill_seconds"), ("decode", "step_seconds_median")):
             value = itemgetter(field)
             metrics[f"{part}_{name}"] = median_of(here, SUBJECT, value)

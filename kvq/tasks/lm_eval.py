@@ -22,6 +22,7 @@ import numpy as np
 
 import kvq.tasks.generate
 import kvq.tasks.lm_eval_model
+from kvq import hub
 from kvq.config import Config, Loader, compose, resolve
 from kvq.errors import ConfigError, DataError
 from kvq.methods.build import Method, method_of
@@ -71,7 +72,8 @@ def load_tasks(inputs: Inputs) -> dict[str, Any]:
         if not known and Path(name) not in files:
             raise ConfigError(f"task.tasks={name}: lm-eval has no task, group or tag of that name")
         try:
-            found = manager.load([name])["tasks"]
+            with hub.asked():
+                found = manager.load([name])["tasks"]
         # Data comes by several libraries, each with errors of its own; to a user they are one.
         except Exception as error:
             if _CODE_LEAVE in str(error):

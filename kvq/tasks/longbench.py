@@ -22,6 +22,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import apply_template
 
 import kvq.tasks.generate
+from kvq import hub
 from kvq.config import DatasetConfig, Loader
 from kvq.errors import ConfigError, DataError, did_you_mean
 from kvq.methods.build import Method
@@ -171,12 +172,12 @@ def _hub_rows(subset: Subset) -> list[dict[str, Any]]:
     from datasets import load_dataset
 
     try:
-        return list(load_dataset(subset.hub_id, subset.hub_config, split="test"))
+        with hub.asked():
+            return list(load_dataset(subset.hub_id, subset.hub_config, split="test"))
     # The hub's client raises errors of several libraries; to a user they are one: the items cannot be had from there.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"task.subsets={subset.name}: cannot load {subset.hub_id} from the hub ({reason}); "
+            f"task.subsets={subset.name}: cannot load {subset.hub_id} from the hub ({hub.reason(error)}); "
             "dataset.path= takes a folder of <subset>.jsonl files"
         ) from error
 

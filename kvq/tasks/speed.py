@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -52,32 +53,46 @@ def fingerprint(inputs: Inputs) -> str:
     return cpu_name() + f", {threads} threads" if device.type == "cpu" else device_name(device)
 
 
-def cells(config: Config, grid: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Rows of every cell (batch, tokens of a prompt) of a grid, each measured in a fresh process."""
-    rows = []
+def cells(config: Config, grid: list[tuple[int, int]], growing: bool = False) -> list[dict[str, Any]]:
+    """Rows of every cell (batch, tokens of a prompt) of a grid, each measured in a fresh process.
+
+    `growing`: every cell needs more memory than the one before, so what did not fit once is not tried again.
+    """
+    rows: list[dict[str, Any]] = []
     for batch, tokens in grid:
+        known = frozenset(row["subject"] for row in rows if growing and not row["fits"])
+        if SUBJECT in known:
+            break
         # A new process has no memory of other cells: no warm allocator, no grown peak.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            rows += pool.submit(cell, config, batch, tokens).result()
+            rows += pool.submit(cell, config, batch, tokens, known).result()
     return rows
 
 
-def cell(config: Config, batch: int, tokens: int) -> list[dict[str, Any]]:
-    """One row per repeat and subject: seconds of the prefill and of decoding, bytes of the cache, peaks by phase."""
+def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+    """One row per repeat and subject: seconds of the prefill and of decoding, bytes of the cache, peaks by phase.
+
+    A subject that a GPU has no memory for has one row, whose `fits` is false and which has no seconds; those of
+    `without` are not tried. (On a CPU the system ends a process that takes too much; nothing can be said of it.)
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     loaded = load_model(config.model, config.device)
     task: SpeedConfig = config.task
     generator = torch.Generator().manual_seed(config.seed)
     prompt = torch.randint(0, loaded.text_config.vocab_size, (batch, tokens), generator=generator).to(loaded.device)
-    makers = dict(_makers(config, loaded, tokens + task.new_tokens))
-    rows = []
+    makers = {name: make for name, make in _makers(config, loaded, tokens + task.new_tokens) if name not in without}
+    rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for repeat in range(-task.warmup, task.repeats):
-            for name, make in makers.items():
-                row = timed(loaded, make(), prompt, task.new_tokens)
-                if repeat >= 0:
-                    rows.append({"batch": batch, "tokens": tokens, "subject": name, "repeat": repeat} | row)
+            for name, make in list(makers.items()):
+                place = {"batch": batch, "tokens": tokens, "subject": name, "repeat": repeat}
+                row = _if_it_fits(loaded, make, prompt, task.new_tokens)
+                if row is None:
+                    del makers[name]
+                    rows = [*(row for row in rows if row["subject"] != name), place | {"repeat": 0, "fits": False}]
+                elif repeat >= 0:
+                    rows.append(place | {"fits": True} | row)
     return rows
 
 
@@ -94,6 +109,14 @@ def _makers(config: Config, loaded: LoadedModel, room: int) -> Iterator[tuple[st
         yield References.preallocated.value, lambda: PreallocatedCache(loaded.model, room)
     if References.dynamic in references:
         yield References.dynamic.value, DynamicCache
+
+
+def _if_it_fits(loaded: LoadedModel, make: Callable[[], Any], prompt: Tensor, new_tokens: int) -> dict[str, Any] | None:
+    """As `timed`; None where the GPU has too little memory."""
+    with suppress(torch.OutOfMemoryError):
+        return timed(loaded, make(), prompt, new_tokens)
+    torch.cuda.empty_cache()  # behind the error, whose traceback held what was made
+    return None
 
 
 def timed(loaded: LoadedModel, cache: Any, prompt: Tensor, new_tokens: int) -> dict[str, Any]:
@@ -140,9 +163,10 @@ def median_of(rows: list[dict[str, Any]], subject: str, value: Callable[[dict[st
 def paired_ratios(
     rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], subject: str = SUBJECT
 ) -> dict[str, float]:
-    """Of each reference the median over repeats of subject / reference."""
+    """Of each reference that fits the median over repeats of subject / reference."""
     out = {}
-    for reference in dict.fromkeys(row["subject"] for row in rows if row["subject"] in set(References)):
+    timed_there = [row for row in rows if row.get("fits", True)]
+    for reference in dict.fromkeys(row["subject"] for row in timed_there if row["subject"] in set(References)):
         pairs = {row["repeat"]: value(row) for row in rows if row["subject"] == reference}
         mine = {row["repeat"]: value(row) for row in rows if row["subject"] == subject}
         out[reference] = statistics.median(mine[repeat] / pairs[repeat] for repeat in mine)

@@ -7,6 +7,7 @@ from typing import Any
 
 import kvq.cache.packed
 import kvq.tasks.speed
+from kvq.errors import Unsupported
 from kvq.methods.build import Method
 from kvq.results.journal import Journal
 from kvq.speed_config import ThroughputConfig
@@ -16,23 +17,59 @@ from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, median_of
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """Generated tokens per second of wall time, prefill included, for every batch; and every repeat as a sample."""
+    """Generated tokens per second for every batch, and every repeat as a sample.
+
+    Raises:
+        Unsupported: not even the smallest batch fits the memory of the device.
+    """
     task: ThroughputConfig = inputs.config.task
+    rows = cells(inputs.config, [(batch, task.prompt) for batch in sorted(task.batches)], growing=True)
+    metrics = metrics_of(rows, task.new_tokens)
+    return Measurement(metrics, {name: _unit(name) for name in metrics}, rows)
+
+
+def metrics_of(rows: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
+    """Rates and ratios of every batch that fits, and of the largest ones.
+
+    `tokens_per_second` is over prefill and decoding, `decode_tokens_per_second` over decoding alone. `largest_batch` is
+    the largest of `task.batches` that fits. `over_<reference>_largest` and `largest_batch_over_<reference>` compare
+    each at its own largest batch; they are there where a larger one did not fit the reference, which makes them true.
+
+    Raises:
+        Unsupported: nothing fits.
+    """
 
     def rate(row: dict[str, Any]) -> float:
-        return row["batch"] * task.new_tokens / (row["prefill_seconds"] + row["decode_seconds"])
+        return row["batch"] * new_tokens / (row["prefill_seconds"] + row["decode_seconds"])
 
-    rows = cells(inputs.config, [(batch, task.prompt) for batch in sorted(task.batches)])
+    def decoding(row: dict[str, Any]) -> float:
+        return row["batch"] * new_tokens / row["decode_seconds"]
+
     metrics: dict[str, float] = {}
-    units: dict[str, str] = {}
-    for batch in sorted(task.batches):
+    rates: dict[str, dict[int, float]] = {}
+    for batch in sorted({row["batch"] for row in rows if row["subject"] == SUBJECT and row["fits"]}):
         here = [row for row in rows if row["batch"] == batch]
-        metrics[f"tokens_per_second_b{batch}"] = median_of(here, SUBJECT, rate)
-        units[f"tokens_per_second_b{batch}"] = "tokens/s"
+        for subject in dict.fromkeys(row["subject"] for row in here if row["fits"]):
+            rates.setdefault(subject, {})[batch] = median_of(here, subject, rate)
+        metrics[f"tokens_per_second_b{batch}"] = rates[SUBJECT][batch]
+        metrics[f"decode_tokens_per_second_b{batch}"] = median_of(here, SUBJECT, decoding)
         for reference, ratio in paired_ratios(here, rate).items():
-            metrics[f"over_{reference}_b{batch}"], units[f"over_{reference}_b{batch}"] = ratio, "x"
-        metrics[f"cache_bytes_b{batch}"], units[f"cache_bytes_b{batch}"] = float(here[0]["cache_bytes"]), "bytes"
-    return Measurement(metrics, units, rows)
+            metrics[f"over_{reference}_b{batch}"] = ratio
+        metrics[f"cache_bytes_b{batch}"] = float(next(row for row in here if row["subject"] == SUBJECT)["cache_bytes"])
+    if SUBJECT not in rates:
+        raise Unsupported(f"task.batches={rows[0]['batch']}: does not fit the memory of the device")
+    mine = max(rates[SUBJECT])
+    metrics["largest_batch"] = float(mine)
+    for reference in sorted({row["subject"] for row in rows if not row["fits"]} & rates.keys() - {SUBJECT}):
+        theirs = max(rates[reference])
+        metrics[f"largest_batch_over_{reference}"] = mine / theirs
+        metrics[f"over_{reference}_largest"] = rates[SUBJECT][mine] / rates[reference][theirs]
+    return metrics
+
+
+def _unit(metric: str) -> str:
+    begins = {"tokens": "tokens/s", "decode": "tokens/s", "cache": "bytes", "over": "x"}
+    return {"largest_batch": "requests"}.get(metric) or begins.get(metric.partition("_")[0], "x")
 
 
 def check(inputs: Inputs, method: Method) -> None:

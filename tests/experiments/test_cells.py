@@ -72,6 +72,7 @@ def test_choices_that_are_not_there_are_named() -> None:
         ({"names": {"A": None, "B": "", "one": "", "two": ""}}, "'A' is null; layout.reasons says why"),
         ({"rows": ["model"]}, "layout.rows=['model']: one of method, dataset"),
         ({"metric": "kl_{setting}"}, "layout.metrics has no setting"),
+        ({"own": ["ona"]}, "layout.own: 'ona' is no label of the table. Did you mean 'one'?"),
         ({"pool": "max"}, "layout.pool=max: mean or sum"),
         ({"title": None}, "layout.title"),
     ],

@@ -11,10 +11,10 @@ from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.experiments import expected
 from kvq.experiments.cells import cells_of, jobs_of, missing_choices
-from kvq.experiments.expected import experiment_of, names
-from kvq.experiments.sweep import grouped, layout_of, sweep_of
+from kvq.experiments.expected import experiment_of, layout_named, names
+from kvq.experiments.sweep import grouped, sweep_of
 from kvq.explain import choices
-from kvq.identity import canonical
+from kvq.identity import by_names, canonical
 from kvq.report.experiment_files import write_experiments
 from kvq.report.experiments import Experiment, by_signature, shown_cells, signature
 from kvq.report.reference import read_reference
@@ -22,8 +22,7 @@ from kvq.results import Store
 from tests.results import made
 
 REFERENCE = read_reference()
-COMPOSED = {name: layout_of(compose([f"+experiment={name}"])) for name in names()}
-LAYOUTS = {name: layout for name, layout in COMPOSED.items() if layout.paper is not None}
+LAYOUTS = {name: layout for name in names() if (layout := layout_named(name)).paper is not None}
 REVIEW = {"ablation", "group_size", "residual", "niah_depth", "eviction", "prefill_latency", "weight_quantized"}
 
 
@@ -57,7 +56,7 @@ def test_runs_choose_what_exists_or_is_said_to_be_missing(experiments: list[Expe
         assert missing == set(experiment.waiting), experiment.name
         for word in (word for job in jobs_of(cells_of(layout), (), {}) for word in job):
             group = word.partition("=")[0].partition(".")[0]
-            assert group in {"model", "dataset", "method", "task", "bits", "residual"}, (experiment.name, word)
+            assert group in {"model", "dataset", "method", "task", "bits", "residual", "cache"}, (experiment.name, word)
 
 
 @pytest.mark.slow
@@ -83,10 +82,12 @@ def test_a_table_without_runs_prints_what_is_published_and_the_command(
     assert "| NSNQuant-2b | 2.23 | – | – | – / 6.86 / –" in page
     assert "python run.py +experiment=nsnquant/table2" in page
     assert "Not measured:" in page
+    own = {label for each in experiments for label in each.own}
     index = (tmp_path / "index.md").read_text(encoding="utf-8")
     assert all(f"`{experiment.name}`" in index for experiment in experiments)
-    shown = sum(len(shown_cells(experiment, {}, REFERENCE)) for experiment in experiments if experiment.table)
-    assert shown == sum(map(len, REFERENCE.tables.values()))
+    cells = [cell for each in experiments if each.table for cell in shown_cells(each, {}, REFERENCE)]
+    assert all(cell.published or set(cell.asked.labels.values()) & own for cell in cells)
+    assert sum(cell.published is not None for cell in cells) == sum(map(len, REFERENCE.tables.values()))
 
 
 def test_small_is_the_same_shape(experiments: list[Experiment]) -> None:
@@ -117,9 +118,6 @@ def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Expe
 
 def test_a_record_is_found_by_what_it_measures(tmp_path: Path) -> None:
     """A run of the experiment, on disk under the names and settings that the runner gives it."""
-    from kvq.config import resolve
-    from kvq.identity import canonical
-
     config = resolve(
         compose(["model=llama_2_7b", "dataset=wikitext2", "task=ppl/nsnquant_table2", "method=nsnquant", "bits=2"])
     )
@@ -181,14 +179,15 @@ def test_groups_composed_apart_are_the_run_composed_whole() -> None:
             "dataset=pydocs",
             "dataset.max_tokens=512",
         ),
+        ("method=kvquant", "method.calibration.dataset=wikitext2", "bits=2", "model=llama_2_7b"),
+        ("task=latency", "method=oscar", "bits=2", "cache.attention=packed", "model=qwen3_8b"),
+        ("model=distilgpt2", "task=ppl/kvquant_plus_plus", "dataset=wikitext2", "method=fp16"),
         ("model=hf", "model.path=a/b", "model.dtype=float16", "task=memory", "task.lengths=[1024]"),
         ("seed=3",),
     )
     for run in runs:
         whole = resolve(compose(list(run)))
-        found, _, method = expected._signature(run)
-        assert found == signature(canonical(whole, "", ""), whole.model.name, whole.dataset.name)
-        assert method == whole.method.name
+        assert expected._signature(run) == signature(by_names(whole), whole.model.name, whole.dataset.name)
 
 
 def test_jobs_of_a_model_and_a_text_stand_together() -> None:

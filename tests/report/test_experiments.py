@@ -12,7 +12,7 @@ import pytest
 
 from kvq.errors import RecordError
 from kvq.report.experiment_files import csv, fill, grids_of, latex, markdown, slug, write_experiments
-from kvq.report.experiments import Asked, Experiment, Run, by_signature, read_metric, shown_cells, signature
+from kvq.report.experiments import Asked, Experiment, Run, address, by_signature, read_metric, shown_cells
 from kvq.report.reference import Published, Reference, read_reference
 from kvq.results import Record
 from tests.results import made
@@ -35,7 +35,7 @@ def record(method: str, **changes: object) -> Record:
 def experiment(records: list[Record], **changes: object) -> Experiment:
     def asked(method: str, **more: object) -> Asked:
         found = next((r for r in records if r.method == method), None)
-        name = signature(found.config, found.model, found.dataset) if found else None
+        name = address(found).signature if found else None
         known = {"runs": (Run(f"python run.py method={method}", name),)} | more
         return Asked({"model": "Big", "method": method, "dataset": "Text"}, "perplexity", **known)
 
@@ -99,27 +99,57 @@ def test_of_several_records_the_youngest_that_is_done_counts() -> None:
     times = [made.provenance(started=datetime(2026, 1, day, tzinfo=UTC), dtype=f"float{day}") for day in (1, 2, 3)]
     base = made.config("one", "2")
     records = [
-        record("one", settings=base | {"model": {"dtype": str(index)}}, provenance=time, metrics={"perplexity": index})
+        record(
+            "one",
+            settings=base | {"model": {"fingerprint": str(index)}},
+            provenance=time,
+            metrics={"perplexity": index},
+        )
         for index, time in enumerate(times)
     ]
     records[2] = records[2].model_copy(update={"status": "failed"})
     assert {found.metrics["perplexity"] for found in by_signature(records).values()} == {1}
 
 
-def test_runs_calibrated_on_other_texts_are_told_apart_by_name() -> None:
+def test_times_of_two_machines_never_share_a_table() -> None:
     base = made.config("one", "2")
     records = [
-        record(name, settings=base | {"method": base["method"] | {"calibration": {"fingerprint": name}}})
-        for name in ("one", "one/other")
+        record(
+            "one", settings=base | {"machine": name, "dataset": {"fingerprint": name}}, metrics={"perplexity": value}
+        )
+        for name, value in (("a GPU", 1.0), ("a CPU", 2.0))
     ]
-    found = by_signature(records)
-    assert len({name for name, _ in found}) == 1
-    assert {method for _, method in found} == {"one", "one/other"}
-    plain = Run("x", next(iter(found))[0])
-    cells = (Asked({"method": "one"}, "perplexity", (plain._replace(method="one"),)),)
-    cells += (Asked({"method": "two"}, "perplexity", (plain,)),)
-    shown = shown_cells(experiment([], table=None, cells=cells), found, REFERENCE, stale=lambda _: False)
-    assert [cell.value for cell in shown] == [5.5, None]
+    assert len(by_signature(records)) == 2
+    assert len({found.signature for found in by_signature(records)}) == 1
+    name = address(records[0]).signature
+    plain = record("two")
+    cells = (
+        Asked({"model": "Big", "method": "one", "dataset": "Text"}, "perplexity", (Run("x", name),)),
+        Asked(
+            {"model": "Big", "method": "two", "dataset": "Text"}, "perplexity", (Run("y", address(plain).signature),)
+        ),
+    )
+    filled = fill(experiment([], cells=cells), by_signature([*records, plain]), REFERENCE)
+    grids = grids_of(filled)
+    assert [grid.title for grid in grids] == [
+        "A title: times on a CPU; Big; Text",
+        "A title: times on a GPU; Big; Text",
+    ]
+    assert [[row[-1].split(" /")[0] for row in grid.rows] for grid in grids] == [["2.00", "≈ 5.50"], ["1.00", "≈ 5.50"]]
+    rows = list(csv_reader.DictReader(io.StringIO(csv(filled))))
+    assert {(row["machine"], row["method"], row["measured"]) for row in rows} >= {("a CPU", "one", "2.0")}
+
+
+def test_a_label_of_our_own_is_shown_beside_published_ones() -> None:
+    records = [record("one"), record("ours")]
+    cells = [
+        Asked({"method": method}, "perplexity", (Run("x", address(found).signature),))
+        for method, found in zip(("one", "ours"), records, strict=True)
+    ]
+    for own, shown in ((frozenset(), ["one"]), (frozenset({"ours"}), ["one", "ours"])):
+        table = experiment(records, cells=tuple(cells), own=own)
+        found = shown_cells(table, by_signature(records), REFERENCE)
+        assert [cell.asked.labels["method"] for cell in found] == shown
 
 
 def test_pooled_counts_and_metrics_that_follow_from_others() -> None:

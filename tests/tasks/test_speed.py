@@ -5,11 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kvq.cache import KVCache
 from kvq.cache.preallocated import PreallocatedCache
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, Unsupported
@@ -21,6 +25,7 @@ from kvq.speed_config import LatencyConfig
 from kvq.tasks import speed
 from kvq.tasks.regimes import PerHeadCodec
 from kvq.tasks.speed import median_of, paired_ratios
+from kvq.tasks.throughput import metrics_of
 from tests.random_models import llama, save_random_model, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs
 
@@ -106,7 +111,57 @@ def test_throughput(model: Path, tmp_path: Path) -> None:
     (row,) = [row for row in Store(tmp_path).samples(record.key) if row["subject"] == "method"]
     rate = 2 * 5 / (row["prefill_seconds"] + row["decode_seconds"])
     assert record.metrics["tokens_per_second_b2"] == pytest.approx(rate)
-    assert set(record.metrics) == {"tokens_per_second_b2", "over_dynamic_b2", "cache_bytes_b2"}
+    assert record.metrics["decode_tokens_per_second_b2"] == pytest.approx(2 * 5 / row["decode_seconds"])
+    names = "tokens_per_second_b2 decode_tokens_per_second_b2 over_dynamic_b2 cache_bytes_b2 largest_batch"
+    assert set(record.metrics) == set(names.split())
+    assert record.units["decode_tokens_per_second_b2"] == "tokens/s"
+
+
+def test_the_largest_batches_that_fit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with room for 2 requests in full precision and for 4 quantized ones; 8 are not tried by what failed."""
+    tried = []
+
+    def timed(loaded: object, cache: object, prompt: torch.Tensor, new_tokens: int) -> dict[str, float]:
+        batch, quantized = len(prompt), isinstance(cache, KVCache)
+        tried.append((batch, quantized))
+        if batch > (4 if quantized else 2):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"prefill_seconds": 1.0, "decode_seconds": 3.0 if quantized else 1.0, "cache_bytes": batch}
+
+    class InThisProcess:
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
+        def __enter__(self) -> InThisProcess:
+            return self
+
+        def __exit__(self, *args: object) -> None: ...
+        def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+            done: Future[Any] = Future()
+            done.set_result(call(*args))
+            return done
+
+    monkeypatch.setattr(speed, "timed", timed)
+    monkeypatch.setattr(speed, "ProcessPoolExecutor", InThisProcess)
+    small = ["task.batches=[16,8,4,2,1]", "task.prompt=4", "task.new_tokens=6", "task.repeats=2", "task.warmup=0"]
+    record = run(config(model, tmp_path, "task=throughput", "task.references=[dynamic]", *small))
+    found = record.metrics
+    assert (found["largest_batch"], found["largest_batch_over_dynamic"]) == (4, 2)
+    assert found["tokens_per_second_b4"] == 4 * 6 / 4
+    assert found["over_dynamic_b2"] == 0.5
+    assert found["over_dynamic_largest"] == pytest.approx((4 * 6 / 4) / (2 * 6 / 2))
+    assert "over_dynamic_b4" not in found
+    assert "tokens_per_second_b8" not in found
+    assert [record.units[name] for name in ("largest_batch", "over_dynamic_largest")] == ["requests", "x"]
+    baseline = {(batch, quantized) for batch, quantized in tried if batch == 16}
+    assert not baseline
+    assert tried.count((8, True)) == 2  # once for full precision's own run, once for the method's
+    assert tried.count((4, False)) == 2
+    rows = Store(tmp_path).samples(record.key)
+    assert {(row["batch"], row["subject"]) for row in rows if not row["fits"]} == {(4, "dynamic"), (8, "method")}
+
+
+def test_what_does_not_fit_at_all_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"task.batches=1: does not fit the memory of the device"):
+        metrics_of([{"batch": 1, "tokens": 4, "subject": "method", "repeat": 0, "fits": False}], 6)
 
 
 def test_medians_and_ratios_are_of_pairs() -> None:

@@ -1,0 +1,76 @@
+"""The Hugging Face hub: whether it answers is asked once, so that without a network a command says so at once.
+
+The hub's libraries try each file several times with growing pauses, close to half a minute for one name. Where the hub
+does not answer they are told to read what is cached and to ask for nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from huggingface_hub import constants, get_session, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+PATIENCE = 3.0
+"""Seconds that the hub has to answer."""
+STANDS = 60.0
+"""Seconds for which "it does not answer" holds: a long sweep outlives a short outage."""
+UNREACHABLE = "not in the local hub cache, and the hub cannot be reached"
+_silent_until: dict[str, float] = {}
+_answered: set[str] = set()
+
+
+def answers() -> bool:
+    """Whether the hub (`HF_ENDPOINT`) answers at all; false where `HF_HUB_OFFLINE` is set."""
+    if constants.is_offline_mode():
+        return False
+    where = constants.ENDPOINT
+    if where in _answered:
+        return True
+    if time.monotonic() < _silent_until.get(where, 0.0):
+        return False
+    try:
+        get_session().head(where, timeout=PATIENCE)
+    # The client's errors are those of its transport, of which there are several; all say that nobody is there.
+    except Exception:
+        _silent_until[where] = time.monotonic() + STANDS
+        return False
+    _answered.add(where)
+    return True
+
+
+def holds(name: str, revision: str | None) -> bool:
+    """Whether the local cache has a model of this hub id; false for what is no hub id."""
+    with suppress(HFValidationError):
+        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    return False
+
+
+@contextmanager
+def asked() -> Iterator[None]:
+    """For the block, the hub's libraries ask the hub where it answers, and read their cache alone where it does not."""
+    if answers():
+        yield
+        return
+    before = constants.HF_HUB_OFFLINE
+    _set_offline(True)
+    try:
+        yield
+    finally:
+        _set_offline(before)
+
+
+def _set_offline(offline: bool) -> None:
+    constants.HF_HUB_OFFLINE = offline
+    if "datasets" in sys.modules:  # it keeps a copy of its own
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = offline
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be had from the hub, in one line: the first of the error's, or that nobody answers."""
+    if not answers():
+        return UNREACHABLE
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
