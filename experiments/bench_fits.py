@@ -26,7 +26,7 @@ BITS = 3
 
 
 def measure() -> dict[str, Any]:
-    """Ratios ours / scikit-learn's: CQ's codebooks of `GROUPS` groups of channels, and KVQuant's levels, in every layer.
+    """Ratios ours / scikit-learn's in every layer: CQ's codebooks of `GROUPS` groups of channels, KVQuant's levels.
 
     Errors are weighted with squared gradients. `held_out`: of tokens that neither was fitted to.
     """
@@ -123,6 +123,4 @@ def show(found: dict[str, Any]) -> None:
     for part in ("codebooks", "levels"):
         for figure in next(iter(found[part].values())):
             ratios = [values[figure] for values in found[part].values()]
-            print(
-                f"{'calibration_fits':<34}{part:<12}{figure:<16}{min(ratios):.3f} to {max(ratios):.3f}x of scikit-learn's"
-            )
+            print(f"{'calibration_fits':<34}{part} {figure:<24}{min(ratios):.3f}x to {max(ratios):.3f}x")
