@@ -188,3 +188,40 @@ def fp8(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """The nearest number of the format, on one scale for the block."""
     scale = np.abs(x).max() / 448
     return nearest(x / scale, numbers) * stored(scale)
+
+
+def kvquant(
+    x: np.ndarray, thresholds: tuple[np.ndarray, np.ndarray] | None, levels: np.ndarray, decoded: np.ndarray
+) -> np.ndarray:
+    """The released simulation: 0.5% and 99.5% quantiles of channels as `thresholds` (keys), or of each token (values).
+
+    What lies beyond is kept, of values also what lies on them; values are scaled to the extremes of the rest.
+    """
+    heads, tokens, dim = x.shape
+    out = np.empty((tokens, heads * dim))
+    for token in range(tokens):
+        row = x[:, token].reshape(-1)
+        low, high = thresholds or tuple(np.full(row.size, np.quantile(row, q)) for q in (0.005, 0.995))
+        apart = (row < low) | (row > high) if thresholds else (row <= low) | (row >= high)
+        center, reach = (high + low) / 2, (high - low) / 2
+        if thresholds is None:
+            rest = np.where(apart, np.median(row), row)
+            center, reach = stored((rest.max() + rest.min()) / 2), (rest.max() - rest.min()) / 2
+            scaled = (row - (rest.max() + rest.min()) / 2) / reach
+            reach = stored(reach)
+        else:
+            scaled = (row - center) / reach
+        chosen = decoded[np.abs(scaled[:, None] - levels).argmin(-1)]
+        out[token] = np.where(apart, store(row), chosen * reach + center)
+    return out.reshape(tokens, heads, dim).transpose(1, 0, 2)
+
+
+def coupled(x: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """CQ: the nearest centroid, of the head's own for each group of neighbouring channels."""
+    out = np.empty_like(x)
+    width = centroids.shape[-1]
+    for head, token, group in np.ndindex(*x.shape[:2], centroids.shape[1]):
+        part = slice(group * width, (group + 1) * width)
+        own = centroids[head, group]
+        out[head, token, part] = own[((own - x[head, token, part]) ** 2).sum(-1).argmin()]
+    return out

@@ -28,6 +28,7 @@ from tests.codecs import oracles
 from tests.codecs.oracles import Grid, hadamard, quantize
 from tests.codecs.test_block_formats import e4m3_numbers, q8_0_codes, signed_max
 from tests.codecs.test_nsnquant import oracle as nsnquant_oracle
+from tests.codecs.test_rope import turned
 from tests.methods import chosen, references
 from tests.methods.held import DIM, HEADS, TOKENS, largest_difference, states
 from tests.random_models import llama
@@ -165,6 +166,38 @@ def spinquant() -> float:
     return worst(pairs)
 
 
+def kvquant(name: str) -> float:
+    """Thresholds of the keys' channels are those of the calibration; levels are the method's, which k-means fits."""
+    calibration, ropes = states(2, tokens=256), (rope_table(256, DIM), rope_table(TOKENS, DIM))
+    low, high = np.percentile(turned(calibration, ropes[0], back=True)[0], [0.5, 99.5], axis=1)
+    pairs = []
+    for bits in (1, 2, 3, 4):
+        method = build(name, calibration, bits)
+        for side, codec in (("key", method.key), ("value", method.value)):
+            assert codec is not None
+            tables = codec.quantizer._tables  # type: ignore[attr-defined]
+            levels = [tables[table].double().numpy() for table in ("levels", "decoded")]
+            if side == "value":
+                pairs.append((decoded(codec), references.kvquant(NUMBERS, None, *levels)))
+                continue
+            states_ = turned(X, ropes[1], back=True)[0]
+            keys = references.kvquant(states_, (low.reshape(-1), high.reshape(-1)), *levels)
+            pairs.append((decoded(codec, X, ropes[1]), turned(torch.from_numpy(keys)[None], ropes[1])[0]))
+    return worst(pairs)
+
+
+def cq() -> float:
+    """Centroids are the method's; `tests/codecs/test_calibrated.py` holds their error against scikit-learn's."""
+    calibration, ropes, pairs = states(2, tokens=96), (rope_table(96, DIM), rope_table(TOKENS, DIM)), []
+    for name in ("cq/4c9b", "cq/8c10b"):
+        method = build(name, calibration)
+        keys, values = (codec.quantizer._tables["centroids"].double().numpy() for codec in (method.key, method.value))  # type: ignore[union-attr, attr-defined]
+        rows = references.coupled(turned(X, ropes[1], back=True)[0], keys)
+        pairs.append((decoded(method.key, X, ropes[1]), turned(torch.from_numpy(rows)[None], ropes[1])[0]))
+        pairs.append((decoded(method.value), references.coupled(NUMBERS, values)))
+    return worst(pairs)
+
+
 def layer_of(name: str, *overrides: str) -> tuple[KVCacheLayer, Method]:
     method = kvq.build_method(name, bits=2, head_dim=DIM, overrides=list(overrides))
     return KVCache(llama(head_dim=DIM, heads=2 * HEADS, kv_heads=HEADS), method).layers[0], method
@@ -226,6 +259,9 @@ MEASURES: dict[str, Callable[[], float]] = {
     "h2o": lambda: evicting("h2o", lambda seen: chosen.heavy_hitters(seen, 64)),
     "snapkv": lambda: evicting("snapkv", lambda seen: chosen.snapkv(seen, 64)),
     "streamingllm": lambda: evicting("streamingllm", lambda seen: [chosen.streaming(200, 64)] * HEADS),
+    "kvquant": lambda: kvquant("kvquant"),
+    "kvquant/qnorm": lambda: kvquant("kvquant/qnorm"),
+    "cq": cq,
     "spinquant": spinquant,
     "rotatekv": lambda: rotatekv("rotatekv"),
     "rotatekv/released": lambda: rotatekv("rotatekv/released"),
