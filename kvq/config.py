@@ -97,7 +97,8 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 class ModelConfig:
     """A model: `path` is a hub id, a local folder, or `embedded:tiny`. `context` in tokens, None = the model's own.
 
-    `device_map` spreads the layers over all devices, as transformers does; None = one device.
+    `device_map` spreads the layers over all devices, as transformers does; None = one device. `trust_remote_code`: code
+    that comes with the model is run.
     """
 
     name: str = MISSING
@@ -106,6 +107,7 @@ class ModelConfig:
     dtype: Dtype = Dtype.float32
     context: int | None = None
     device_map: str | None = None
+    trust_remote_code: bool = False
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
 
     def __post_init__(self) -> None:
