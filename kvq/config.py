@@ -26,7 +26,7 @@ from kvq.logger_config import LOGGERS
 from kvq.methods.backend import backend_of
 from kvq.methods.bits import Bits, parse_bits
 from kvq.methods.residual import Residual, ResidualConfig, effective_residual
-from kvq.ranges import at_least, check_seed
+from kvq.ranges import at_least, check_seed, not_empty
 from kvq.task_config import SCHEMAS, TIMED, is_timed
 from kvq.task_config import BootstrapConfig as BootstrapConfig
 from kvq.task_config import PplConfig as PplConfig
@@ -111,6 +111,8 @@ class ModelConfig:
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
 
     def __post_init__(self) -> None:
+        not_empty("model.path", self.path)
+        not_empty("model.revision", self.revision)
         at_least("model.context", self.context, 2)
         if self.device_map is not None and self.device_map not in DEVICE_MAPS:
             hint = did_you_mean(self.device_map, DEVICE_MAPS)
@@ -135,6 +137,8 @@ class DatasetConfig:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        not_empty("dataset.path", self.path)
+        not_empty("dataset.hub_id", self.hub_id)
         at_least("dataset.documents", self.documents, 1)
         at_least("dataset.max_tokens", self.max_tokens, 2)
         check_seed("dataset.seed", self.seed)

@@ -17,3 +17,9 @@ def check_seed(setting: str, value: int) -> None:
     """Raise `ConfigError` naming `setting` when `value` is no seed."""
     if not 0 <= value <= MAX_SEED:
         raise ConfigError(f"{setting}={value}: 0 to {MAX_SEED}")
+
+
+def not_empty(setting: str, value: str | None) -> None:
+    """Raise `ConfigError` naming `setting` when `value` is an empty text, such as that of an unset variable."""
+    if value is not None and not value.strip():
+        raise ConfigError(f"{setting}={value}: empty")

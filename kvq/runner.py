@@ -20,6 +20,7 @@ import kvq.codecs.packed
 import kvq.codecs.packing
 from kvq import calibrated_run
 from kvq.config import Config, full_precision
+from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported
 from kvq.identity import canonical
 from kvq.methods.build import Method, method_of
@@ -188,6 +189,7 @@ def _measure(
             started=started,
             device=memory.device,
             dataset_fingerprint=data,
+            dataset_source=source_of(config.dataset),
             model_fingerprint=inputs.model_fingerprint,
             wall_seconds=clock,
             peak_memory_bytes=memory.read(),

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from kvq.diagnostic_config import SCHEMAS as DIAGNOSTICS
 from kvq.errors import ConfigError, did_you_mean
-from kvq.ranges import at_least, check_seed
+from kvq.ranges import at_least, check_seed, not_empty
 from kvq.speed_config import SCHEMAS as SPEED
 
 BENCHMARKS = ("ocrbench", "mmau_pro")
@@ -266,6 +266,7 @@ class LmEvalConfig(ItemsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_name(self.name, "lm_eval")
+        not_empty("task.include_path", self.include_path)
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"task.tasks={self.tasks}: a list of one or more, each once, such as task.tasks=[gsm8k]")
         at_least("task.num_fewshot", self.num_fewshot, 0)
