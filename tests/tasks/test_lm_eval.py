@@ -269,3 +269,49 @@ def test_lm_evals_command_line_has_the_model(given: list[str], canaries: Path, t
     metrics = records(canaries)["kivi 2"].metrics
     assert results["colours"]["acc,none"] == pytest.approx(metrics["acc[colours]"])
     assert results["say"]["exact_match,none"] == pytest.approx(metrics["exact_match[say]"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "noticed"),
+    [
+        (("scoring.py", "return 1.0", "return 0.5"), True),
+        (("beside.py", "SHARE = 1", "SHARE = 2"), True),
+        (("scoring.py", "# why", "# because"), False),
+        (("unused.py", "A = 1", "A = 2"), False),
+    ],
+)
+def test_edited_metric_code_of_a_task_is_another_run(
+    given: list[str], tmp_path: Path, edit: tuple[str, str, str], noticed: bool
+) -> None:
+    """By the source of its functions and of what they take from files beside them, whatever their names."""
+    import subprocess
+    import sys
+
+    write_tasks(tmp_path)
+    task = yaml.safe_load((tmp_path / "say.yaml").read_text(encoding="utf-8")) | {"task": "told"}
+    text = yaml.safe_dump(task) + "process_results: !function scoring.score\n"
+    (tmp_path / "told.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "beside.py").write_text("SHARE = 1\n\n\ndef share():\n    return SHARE\n", encoding="utf-8")
+    (tmp_path / "unused.py").write_text("A = 1\n", encoding="utf-8")
+    (tmp_path / "scoring.py").write_text(
+        "import sys\nfrom pathlib import Path\n\nsys.path.insert(0, str(Path(__file__).parent))\n"
+        "from beside import share\n\n\ndef score(doc, results):\n    # why\n    value = share()\n"
+        "    return {'exact_match': inner() * value}\n\n\ndef inner():\n    return 1.0\n",
+        encoding="utf-8",
+    )
+    kept = [word for word in given if not word.startswith(("task.tasks", "task.include_path"))]
+    words = [*kept, "task.tasks=[told]", f"task.include_path={tmp_path}"]
+
+    def key() -> str:  # in a process of its own, as an edit is met
+        code = (
+            "import sys; from kvq.config import compose, resolve; from kvq.tasks.inputs import Inputs; "
+            "from kvq.tasks.lm_eval import fingerprint; print(fingerprint(Inputs(resolve(compose(sys.argv[1:])))))"
+        )
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+        return done.stdout.split()[-1]
+
+    before = key()
+    file, old, new = edit
+    path = tmp_path / file
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    assert (key() != before) == noticed
