@@ -166,17 +166,11 @@ def _measure(
         status, reason, failure = "failed", _reason(error), error
     if failure is not None and state_of(config, key, store)[0] in ("done", "stale"):
         raise failure  # a repeat that fails takes nothing away
-    # One full-precision run has many spellings, and one name.
-    named = full_precision(config) if config.method.is_full_precision else config
     record = Record(
+        **_names(config),
         key=key,
         status=status,
         reason=reason,
-        task=config.task.name,
-        model=config.model.name,
-        dataset=config.dataset.name,
-        method=named.method.name,
-        bits=named.parsed_bits.label if named.parsed_bits else "",
         baseline_key=baseline.key if baseline else None,
         config=_canonical(config, inputs),
         metrics=result.metrics,
@@ -200,6 +194,18 @@ def _measure(
         raise failure
     journal.discard()
     return record
+
+
+def _names(config: Config) -> dict[str, str]:
+    # One full-precision run has many spellings, and one name.
+    named = full_precision(config) if config.method.is_full_precision else config
+    return {
+        "task": config.task.name,
+        "model": config.model.name,
+        "dataset": config.dataset.name,
+        "method": named.method.name,
+        "bits": named.parsed_bits.label if named.parsed_bits else "",
+    }
 
 
 def _reason(error: Exception) -> str:

@@ -76,7 +76,6 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-
 def _hub_rows(config: DatasetConfig) -> tuple[str, ...]:
     if config.hub_id is None:
         raise DataError(f"dataset={config.name}: set dataset.path= (a local copy) or dataset.hub_id=")

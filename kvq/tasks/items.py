@@ -15,8 +15,8 @@ import torch
 from tqdm import tqdm
 
 from kvq.errors import DataError
-from kvq.results.journal import Journal
 from kvq.results.item_tests import judge_items
+from kvq.results.journal import Journal
 from kvq.results.statistics import paired_mean
 from kvq.task_config import ItemsConfig
 from kvq.tasks import storage
