@@ -210,7 +210,7 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
     cache.check_finite()
     held, out = storage_metrics(cache, len(batch)), []
     for item, row in zip(batch, rows, strict=True):
-        text = subset.answer(tokenizer.decode(row, skip_special_tokens=True))
+        text = subset.answer(str(tokenizer.decode(row, skip_special_tokens=True)))
         words = int(item.document.row.get("length") or 0)
         sample = {
             "item": item.document.name,
