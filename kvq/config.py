@@ -26,7 +26,7 @@ from kvq.logger_config import LOGGERS
 from kvq.methods.backend import backend_of
 from kvq.methods.bits import Bits, parse_bits
 from kvq.methods.residual import Residual, ResidualConfig, effective_residual
-from kvq.ranges import at_least, check_seed, not_empty
+from kvq.ranges import MAX_THREADS, at_least, check_codec, check_folder, check_seed, not_empty, within
 from kvq.task_config import SCHEMAS, TIMED, is_timed
 from kvq.task_config import BootstrapConfig as BootstrapConfig
 from kvq.task_config import PplConfig as PplConfig
@@ -111,6 +111,7 @@ class ModelConfig:
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
 
     def __post_init__(self) -> None:
+        not_empty("model.name", self.name)
         not_empty("model.path", self.path)
         not_empty("model.revision", self.revision)
         at_least("model.context", self.context, 2)
@@ -137,6 +138,7 @@ class DatasetConfig:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        not_empty("dataset.name", self.name)
         not_empty("dataset.path", self.path)
         not_empty("dataset.hub_id", self.hub_id)
         at_least("dataset.documents", self.documents, 1)
@@ -159,6 +161,8 @@ class FirstLayersConfig:
 
     def __post_init__(self) -> None:
         at_least("method.first_layers.count", self.count, 0)
+        check_codec("method.first_layers.key", self.key)
+        check_codec("method.first_layers.value", self.value)
 
 
 @dataclass
@@ -199,6 +203,9 @@ class MethodConfig:
     plan: Any = None
 
     def __post_init__(self) -> None:
+        not_empty("method.name", self.name)
+        check_codec("method.key", self.key)
+        check_codec("method.value", self.value)
         at_least("method.sink_tokens", self.sink_tokens, 0)
         for side in self.full_precision_layers:
             if side not in ("key", "value"):
@@ -265,15 +272,15 @@ class Config:
             raise ConfigError(
                 f"task.context={asked}: model={self.model.name} takes at most {limit} tokens (model.context)"
             )
-        at_least("threads", self.threads, 1)
+        within("threads", self.threads, 1, MAX_THREADS)
+        at_least("task.version", getattr(self.task, "version", None), 1)
         check_seed("seed", self.seed)
         if self.cache.attention is Attention.packed and self.task is not None and not is_timed(self.task):
             name = getattr(self.task, "name", self.task)
             raise ConfigError(
                 f"cache.attention=packed: task={name} scores with dense attention; packed is for {' and '.join(TIMED)}"
             )
-        if not self.results_dir or (Path(self.results_dir).exists() and not Path(self.results_dir).is_dir()):
-            raise ConfigError(f"results_dir={self.results_dir}: not a folder")
+        check_folder("results_dir", self.results_dir)
 
     @property
     def parsed_bits(self) -> Bits | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
 
     try:
         rows = load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of several libraries, for every file that is cut short or garbled
         raise DataError(f"dataset.path={path}: not a whole saved dataset: {_first_line(error)}") from error
     if isinstance(rows, DatasetDict):
         split = config.split or "test"
@@ -117,7 +118,8 @@ def _file_rows(path: Path, field: str) -> tuple[str, ...]:
         raise DataError(f"dataset.path={path}: cannot read {given}; it reads {_kinds()}")
     try:
         return reader(path, field)
-    except (OSError, ValueError) as error:
+    # Cut short or garbled archives, JSON nested beyond the parser's depth.
+    except (OSError, ValueError, EOFError, zlib.error, RecursionError) as error:
         raise DataError(f"dataset.path={path}: cannot be read: {_first_line(error)}") from error
 
 
@@ -178,7 +180,7 @@ def _column(table: Any, field: str, where: str) -> tuple[str, ...]:
 
 def _text_of(record: Any, field: str, path: Path) -> str:
     if isinstance(record, str):
-        return record
+        return _checked(record, field, str(path))
     if not isinstance(record, dict):
         raise DataError(f"dataset.path={path}: a record is {type(record).__name__}, not an object with {field!r}")
     _check_field(record, field, str(path))
@@ -195,7 +197,18 @@ def _check_field(names: Iterable[str], field: str, where: str) -> None:
 def _checked(text: Any, field: str, where: str) -> str:
     if not isinstance(text, str):
         raise DataError(f"dataset.text_field={field}: a row of {where} holds {type(text).__name__}, not text")
+    if (odd := unencodable(text)) is not None:
+        raise DataError(f"dataset.text_field={field}: a row of {where} holds {odd}, which no text is encoded with")
     return text
+
+
+def unencodable(text: str) -> str | None:
+    """The first character of a text that has no encoding (half of a surrogate pair), or None."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(text[error.start]):04x}"
+    return None
 
 
 def _first_line(error: Exception) -> str:

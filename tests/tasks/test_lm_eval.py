@@ -17,10 +17,11 @@ from transformers import AutoTokenizer
 
 from kvq.cli import main
 from kvq.config import Config, compose, resolve
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, DataError
+from kvq.methods.build import method_of
 from kvq.results import Store
 from tests.random_models import save_random_model
-from tests.sweeps import records
+from tests.sweeps import inputs_of, records
 
 pytest.importorskip("lm_eval", reason="needs the extra 'eval'")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -271,6 +272,21 @@ def test_lm_evals_command_line_has_the_model(given: list[str], canaries: Path, t
     assert results["say"]["exact_match,none"] == pytest.approx(metrics["exact_match[say]"])
 
 
+def test_a_continuation_that_merges_into_its_context_is_one_line(given: list[str]) -> None:
+    from lm_eval.api.instance import Instance
+
+    from kvq.task_config import Prefill
+    from kvq.tasks.generate import Reader
+    from kvq.tasks.lm_eval_model import CacheLM
+
+    inputs = inputs_of(given)
+    model = CacheLM(Reader(inputs.model, method_of(inputs.config, 128), Prefill.chunked), inputs.tokenizer, 1, 512)
+    request = Instance("loglikelihood", {}, ("a b", " c"), 0, metadata=("colours", 3, 1))
+    model._asked[request.args] = "colours/3"
+    with pytest.raises(DataError, match=r"^colours/3: its continuation ' c' merges into its context, as no token$"):
+        model._loglikelihood_tokens([(request.args, [1, 2], [])])
+
+
 @pytest.mark.parametrize(
     ("edit", "noticed"),
     [
@@ -284,8 +300,6 @@ def test_edited_metric_code_of_a_task_is_another_run(
     given: list[str], tmp_path: Path, edit: tuple[str, str, str], noticed: bool
 ) -> None:
     """By the source of its functions and of what they take from files beside them, whatever their names."""
-    import subprocess
-    import sys
 
     write_tasks(tmp_path)
     task = yaml.safe_load((tmp_path / "say.yaml").read_text(encoding="utf-8")) | {"task": "told"}
