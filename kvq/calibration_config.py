@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvq.errors import ConfigError
-from kvq.ranges import at_least, check_seed
+from kvq.ranges import at_least, check_seed, not_empty
 
 
 @dataclass
@@ -31,6 +31,7 @@ class CalibrationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        not_empty("method.calibration.path", self.path)
         at_least("method.calibration.samples", self.samples, 1)
         at_least("method.calibration.length", self.length, 2)
         check_seed("method.calibration.seed", self.seed)

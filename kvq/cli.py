@@ -112,7 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain("interrupted; what is done is kept, repeat the command to go on", error, INTERRUPTED)
     except COMPOSE_ERRORS as error:
         return _complain(explain(error, flags.overrides, flags.config_dir), error, BAD_INPUT)
+    except RecursionError as error:
+        return _complain("the configuration's defaults name each other in a circle", error, BAD_INPUT)
     except Exception as error:
+        if isinstance(error, OSError) and not _session.elsewhere:  # Hydra's own folders; a run's errors are caught
+            where = f" '{error.filename}'" if error.filename else ""
+            return _complain(f"hydra: cannot use its folder{where}: {error.strerror or error}", error, BAD_INPUT)
         if not _session.elsewhere:
             raise
         # The other jobs are on disk all the same.

@@ -26,7 +26,7 @@ from kvq.logger_config import LOGGERS
 from kvq.methods.backend import backend_of
 from kvq.methods.bits import Bits, parse_bits
 from kvq.methods.residual import Residual, ResidualConfig, effective_residual
-from kvq.ranges import at_least, check_seed
+from kvq.ranges import MAX_THREADS, at_least, check_codec, check_folder, check_seed, not_empty, within
 from kvq.task_config import SCHEMAS, TIMED, is_timed
 from kvq.task_config import BootstrapConfig as BootstrapConfig
 from kvq.task_config import PplConfig as PplConfig
@@ -97,7 +97,8 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 class ModelConfig:
     """A model: `path` is a hub id, a local folder, or `embedded:tiny`. `context` in tokens, None = the model's own.
 
-    `device_map` spreads the layers over all devices, as transformers does; None = one device.
+    `device_map` spreads the layers over all devices, as transformers does; None = one device. `trust_remote_code`: code
+    that comes with the model is run.
     """
 
     name: str = MISSING
@@ -106,9 +107,13 @@ class ModelConfig:
     dtype: Dtype = Dtype.float32
     context: int | None = None
     device_map: str | None = None
+    trust_remote_code: bool = False
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
 
     def __post_init__(self) -> None:
+        not_empty("model.name", self.name)
+        not_empty("model.path", self.path)
+        not_empty("model.revision", self.revision)
         at_least("model.context", self.context, 2)
         if self.device_map is not None and self.device_map not in DEVICE_MAPS:
             hint = did_you_mean(self.device_map, DEVICE_MAPS)
@@ -133,6 +138,9 @@ class DatasetConfig:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        not_empty("dataset.name", self.name)
+        not_empty("dataset.path", self.path)
+        not_empty("dataset.hub_id", self.hub_id)
         at_least("dataset.documents", self.documents, 1)
         at_least("dataset.max_tokens", self.max_tokens, 2)
         check_seed("dataset.seed", self.seed)
@@ -153,6 +161,8 @@ class FirstLayersConfig:
 
     def __post_init__(self) -> None:
         at_least("method.first_layers.count", self.count, 0)
+        check_codec("method.first_layers.key", self.key)
+        check_codec("method.first_layers.value", self.value)
 
 
 @dataclass
@@ -193,6 +203,9 @@ class MethodConfig:
     plan: Any = None
 
     def __post_init__(self) -> None:
+        not_empty("method.name", self.name)
+        check_codec("method.key", self.key)
+        check_codec("method.value", self.value)
         at_least("method.sink_tokens", self.sink_tokens, 0)
         for side in self.full_precision_layers:
             if side not in ("key", "value"):
@@ -259,15 +272,15 @@ class Config:
             raise ConfigError(
                 f"task.context={asked}: model={self.model.name} takes at most {limit} tokens (model.context)"
             )
-        at_least("threads", self.threads, 1)
+        within("threads", self.threads, 1, MAX_THREADS)
+        at_least("task.version", getattr(self.task, "version", None), 1)
         check_seed("seed", self.seed)
         if self.cache.attention is Attention.packed and self.task is not None and not is_timed(self.task):
             name = getattr(self.task, "name", self.task)
             raise ConfigError(
                 f"cache.attention=packed: task={name} scores with dense attention; packed is for {' and '.join(TIMED)}"
             )
-        if not self.results_dir or (Path(self.results_dir).exists() and not Path(self.results_dir).is_dir()):
-            raise ConfigError(f"results_dir={self.results_dir}: not a folder")
+        check_folder("results_dir", self.results_dir)
 
     @property
     def parsed_bits(self) -> Bits | None:

@@ -44,6 +44,7 @@ def canonical(
                 "dtype": config.model.dtype,
                 "outliers": config.model.outliers or None,
                 "fingerprint": model_fingerprint,
+                **({"trust_remote_code": True} if config.model.trust_remote_code else {}),
             },
             "dataset": {
                 "loader": config.dataset.loader,

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import kvq.codecs.packed
 import kvq.codecs.packing
 from kvq import calibrated_run
 from kvq.config import Config, full_precision
+from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported
 from kvq.identity import canonical
 from kvq.methods.build import Method, method_of
@@ -46,11 +48,16 @@ def run(config: Config) -> Record:
         KvqError: bad input; where the run had begun, a record with status `failed` says so.
     """
     store = Store(config.results_dir)
-    store.check_writable()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     inputs = Inputs(config)
     key = key_of(config, inputs)
+    try:
+        store.check_writable()
+    except RecordError:
+        if (done := _usable(store, key, config)) is None:
+            raise
+        return done  # nothing is to be written
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     try:
         method: Method | Unsupported = method_for(config, inputs)
         baseline = None if config.method.is_full_precision else _baseline(config, store)
@@ -58,7 +65,10 @@ def run(config: Config) -> Record:
         method, baseline = error, None
     with store.lock(key):
         found = _usable(store, key, config)
-        return found if found is not None else _measure(config, inputs, key, store, method, baseline)
+        if found is not None:
+            _journal_path(store, key).unlink(missing_ok=True)  # of a repeat by force that was killed
+            return found
+        return _measure(config, inputs, key, store, method, baseline)
 
 
 def method_for(config: Config, inputs: Inputs) -> Method:
@@ -166,17 +176,11 @@ def _measure(
         status, reason, failure = "failed", _reason(error), error
     if failure is not None and state_of(config, key, store)[0] in ("done", "stale"):
         raise failure  # a repeat that fails takes nothing away
-    # One full-precision run has many spellings, and one name.
-    named = full_precision(config) if config.method.is_full_precision else config
     record = Record(
+        **_names(config),
         key=key,
         status=status,
         reason=reason,
-        task=config.task.name,
-        model=config.model.name,
-        dataset=config.dataset.name,
-        method=named.method.name,
-        bits=named.parsed_bits.label if named.parsed_bits else "",
         baseline_key=baseline.key if baseline else None,
         config=_canonical(config, inputs),
         metrics=result.metrics,
@@ -189,6 +193,7 @@ def _measure(
             started=started,
             device=memory.device,
             dataset_fingerprint=data,
+            dataset_source=source_of(config.dataset),
             model_fingerprint=inputs.model_fingerprint,
             wall_seconds=clock,
             peak_memory_bytes=memory.read(),
@@ -201,16 +206,31 @@ def _measure(
     return record
 
 
+def _names(config: Config) -> dict[str, Any]:
+    # One full-precision run has many spellings, and one name.
+    named = full_precision(config) if config.method.is_full_precision else config
+    return {
+        "task": config.task.name,
+        "model": config.model.name,
+        "dataset": config.dataset.name,
+        "method": named.method.name,
+        "bits": named.parsed_bits.label if named.parsed_bits else "",
+    }
+
+
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, KvqError) else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _journal(config: Config, store: Store, key: str, header: str) -> Journal:
     """What an earlier process scored of this run before it was killed; `force` starts anew."""
-    journal = Journal(store.root / "partial" / f"{key}.jsonl", header)
     if config.force:
-        journal.discard()
-    return journal
+        _journal_path(store, key).unlink(missing_ok=True)
+    return Journal(_journal_path(store, key), header)
+
+
+def _journal_path(store: Store, key: str) -> Path:
+    return store.root / "partial" / f"{key}.jsonl"
 
 
 def _codec_modules(method: Method) -> tuple:

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from kvq.diagnostic_config import SCHEMAS as DIAGNOSTICS
 from kvq.errors import ConfigError, did_you_mean
-from kvq.ranges import at_least, check_seed
+from kvq.ranges import MAX_DIGITS, MAX_RESAMPLES, at_least, check_seed, not_empty, within
 from kvq.speed_config import SCHEMAS as SPEED
 
 BENCHMARKS = ("ocrbench", "mmau_pro")
@@ -71,7 +71,7 @@ class BootstrapConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least("task.bootstrap.resamples", self.resamples, 2)
+        within("task.bootstrap.resamples", self.resamples, 2, MAX_RESAMPLES)
         at_least("task.bootstrap.block", self.block, 1)
         check_seed("task.bootstrap.seed", self.seed)
 
@@ -132,7 +132,7 @@ class ItemsConfig:
 
     def __post_init__(self) -> None:
         at_least("task.batch_size", self.batch_size, 1)
-        at_least("task.resamples", self.resamples, 2)
+        within("task.resamples", self.resamples, 2, MAX_RESAMPLES)
         if not 0 < self.margin < 1:
             raise ConfigError(f"task.margin={self.margin}: above 0 and below 1")
 
@@ -169,7 +169,7 @@ class NiahConfig(ItemsConfig):
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ConfigError(f"task.depths={self.depths}: each 0 (start of the haystack) to 1 (its end)")
         at_least("task.repeats", self.repeats, 1)
-        at_least("task.digits", self.digits, 1)
+        within("task.digits", self.digits, 1, MAX_DIGITS)
         at_least("task.max_new_tokens", self.max_new_tokens, 1)
         at_least("task.needles", self.needles, 1 if self.mode is NiahMode.single else 2)
         if self.mode is NiahMode.single and self.needles not in (None, 1):
@@ -201,9 +201,12 @@ class NiahConfig(ItemsConfig):
 def _fields(setting: str, template: str | None) -> set[str]:
     """Names in braces. Raises: ConfigError: a template that cannot be filled."""
     try:
-        found = {name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None}
+        parts = [part for part in string.Formatter().parse(template or "") if part[1] is not None]
     except ValueError as error:
         raise ConfigError(f"task.{setting}={template!r}: {error}") from error
+    found = {str(name) for _, name, _, _ in parts}
+    if any(form or conversion for _, _, form, conversion in parts):  # a width could fill the memory
+        raise ConfigError(f"task.{setting}={template!r}: {{key}} and {{value}} stand without a format")
     if found - {"key", "value"}:
         raise ConfigError(f"task.{setting}={template!r}: {{key}} and {{value}} are filled in, {sorted(found)} are not")
     return found
@@ -266,6 +269,7 @@ class LmEvalConfig(ItemsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_name(self.name, "lm_eval")
+        not_empty("task.include_path", self.include_path)
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"task.tasks={self.tasks}: a list of one or more, each once, such as task.tasks=[gsm8k]")
         at_least("task.num_fewshot", self.num_fewshot, 0)

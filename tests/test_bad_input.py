@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvq.cli import main
 from kvq.results import Record, Store
@@ -47,6 +49,8 @@ FORMS = [
     (["[[="], "cannot be read as setting=value"),
     (["=3"], "cannot be read as setting=value"),
     (["method=nsn,kivi"], "method=nsn,kivi: several values need -m"),
+    (["hydra.run.dir=/proc/nope"], "hydra: cannot use its folder '/proc/nope'"),
+    (["--config-dir", "CYCLE", "method=odd"], "defaults name each other in a circle"),
     (["--multrun"], "unrecognized arguments: --multrun; see --help"),
     (["--cfg", "jbo"], "argument --cfg.*invalid choice: 'jbo'"),
     (["--config-dir", "nowhere"], "'.*nowhere' not found"),
@@ -75,9 +79,31 @@ VALUES = [
     (["plan=perhaps"], "plan=perhaps: .*bool"),
     (["device=gpu"], r"device=gpu: .*expected one of \[auto, cpu, cuda\]"),
     (["results_dir="], "results_dir=: not a folder"),
+    ([f"results_dir={'x' * 300}"], "results_dir='x+'...: File name too long"),
+    (["threads=100000"], "threads=100000: at most 1024"),
+    (["method.name=''"], "method.name=: empty"),
+    (["dataset.name=''"], "dataset.name=: empty"),
+    (["method.key=5"], "method.key=5: a codec"),
+    (["method.value=[1]"], "method.value=.1.: "),
+    (["method.first_layers.count=1", "+method.first_layers.key=5"], "method.first_layers.key=5: a codec"),
+    (["task.version=-1"], "task.version=-1: at least 1"),
+    (["task.bootstrap.resamples=1000000000"], "task.bootstrap.resamples=1000000000: at most 1000000"),
+    (["task=niah", "task.resamples=1000000000"], "task.resamples=1000000000: at most 1000000"),
+    (["task=niah", "task.digits=20"], "task.digits=20: at most 18"),
+    (
+        ["task=niah", "task.needle='{key:>1000000000} {value}'", "task.question='{key}'"],
+        "task.needle=.*: {key} and {value} stand without a format",
+    ),
+    (["task=niah", "task.needle='{key!r} {value}'", "task.question='{key}'"], "stand without a format"),
     (["results_dir=A_FILE"], "results_dir=.*a_file: not a folder"),
     (["model.dtype=int8"], r"model.dtype=int8: .*expected one of \["),
     (["model.context=1"], "model.context=1: at least 2"),
+    (["model.path="], "model.path=: empty"),
+    (["model.revision="], "model.revision=: empty"),
+    (["dataset.path="], "dataset.path=: empty"),
+    (["dataset.hub_id="], "dataset.hub_id=: empty"),
+    (["method=kvquant", "method.calibration.path="], "method.calibration.path=: empty"),
+    (["task=lm_eval", "task.tasks=[x]", "task.include_path="], "task.include_path=: empty"),
     (["task.context=abc"], "task.context=abc: Value 'abc' .* could not be converted to Integer"),
     (["task.context=1"], "task.context=1: at least 2"),
     (["task.stride=4096"], r"task.stride=4096: 1 to task.context \(96\)"),
@@ -171,11 +197,22 @@ REFUSED = [
     (["model.path=./nowhere"], "model.path=./nowhere: no such folder"),
     (["model.path=embedded:tinny"], "Did you mean 'tiny'"),
     (["dataset.path=nowhere.txt"], r"nowhere\.txt"),
+    (["dataset.path=FOLDER"], r"the folder holds files of several kinds \(.*\.jsonl.*\.txt\)"),
     (["dataset.path=EMPTY"], "empty"),
     (["dataset.path=SHORT"], "fewer than task.context=96"),
     (["dataset=pydocs"], "dataset=pydocs is embedded"),
     (["dataset.path=NO_TEXT", "dataset.text_field=words"], "words"),
     (["dataset.path=TORN"], "torn.jsonl"),
+    (["dataset.path=CUT"], "cut.json.gz: cannot be read: .*end-of-stream"),
+    (["dataset.path=GARBLED"], "garbled.json.gz: cannot be read"),
+    (["dataset.path=DEEP"], "deep.jsonl: cannot be read: .*recursion"),
+    (["dataset.path=HALF"], r"half.jsonl holds \\ud800, which no text is encoded with"),
+    (["dataset.path=BYTES"], "bytes.txt: cannot be read"),
+    (["dataset.path=WRONG"], "wrong.parquet: cannot be read"),
+    (["model.path=PARTS"], r"not the weights of its config.json: missing model\.layers\.1\..* and [0-9]+ more"),
+    (["model.path=TORN_WEIGHTS"], "torn_weights: cannot be loaded"),
+    (["model.path=TORN_WORDS"], "torn_words: cannot be loaded"),
+    (["model.path=NAN", "method=nsnquant", "bits=2"], "layer 0 keys: NaN or infinite"),
     (["method=kvquant", "bits=5"], "kvquant does 1 to 4 bits"),
     (["method=kvquant", "method.calibration.dataset=null"], "method.calibration.dataset=null: the method needs a text"),
     (["method=kvquant", "method.calibration.dataset=pydoc"], "method.calibration.dataset=pydoc.*Did you mean 'pydocs'"),
@@ -202,7 +239,37 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     (folder / "no_text.jsonl").write_text(json.dumps({"text": "a"}) + "\n", encoding="utf-8")
     (folder / "torn.jsonl").write_text('{"text": "a"}\n{"text": "b', encoding="utf-8")
     save_random_model(folder / "odd", head_dim=44)
+    _odd_texts(folder)
+    _odd_models(folder)
     return folder, overrides
+
+
+def _odd_texts(folder: Path) -> None:
+    whole = gzip.compress(json.dumps([{"text": "some words " * 100}]).encode())
+    (folder / "cut.json.gz").write_bytes(whole[:-20])
+    (folder / "garbled.json.gz").write_bytes(whole[:12] + b"\xff" * 80)
+    (folder / "deep.jsonl").write_text('{"text":' * 100_000, encoding="utf-8")
+    (folder / "half.jsonl").write_text('{"text": "half of a pair: \\ud800"}\n', encoding="utf-8")
+    (folder / "bytes.txt").write_bytes(b"\xff\xfe" * 99)
+    (folder / "wrong.parquet").write_bytes(b"PAR1" + bytes(99))
+    (folder / "cycle" / "method").mkdir(parents=True)
+    for one, other in (("odd", "even"), ("even", "odd")):
+        (folder / "cycle" / "method" / f"{one}.yaml").write_text(f"defaults: [{other}]\n", encoding="utf-8")
+
+
+def _odd_models(folder: Path) -> None:
+    for name in ("parts", "torn_weights", "torn_words", "nan"):
+        save_random_model(folder / name)
+    file = folder / "parts" / "model.safetensors"
+    kept = {name: weight for name, weight in load_file(file).items() if ".layers.1." not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    file = folder / "torn_weights" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    (folder / "torn_words" / "tokenizer.json").write_text('{"version": "1.0"', encoding="utf-8")
+    file = folder / "nan" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.self_attn.k_proj.weight"][:] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def _on_disk(folder: Path) -> dict[str, Record]:
@@ -223,8 +290,12 @@ def test_one_line_and_nothing_is_lost(
 ) -> None:
     folder, overrides = given
     before = _on_disk(folder)
-    for name in ("EMPTY.txt", "SHORT.txt", "A_FILE", "NO_TEXT.jsonl", "TORN.jsonl", "ODD"):
+    change = [str(folder / "cycle") if word == "CYCLE" else word for word in change]
+    texts = ("CUT.json.gz", "GARBLED.json.gz", "DEEP.jsonl", "HALF.jsonl", "BYTES.txt", "WRONG.parquet")
+    models = ("ODD", "PARTS", "TORN_WEIGHTS", "TORN_WORDS", "NAN")
+    for name in ("EMPTY.txt", "SHORT.txt", "A_FILE", "NO_TEXT.jsonl", "TORN.jsonl", *texts, *models):
         stem = name.partition(".")[0]
+        change = [f"dataset.path={folder}" if word == "dataset.path=FOLDER" else word for word in change]
         change = [re.sub(f"=({stem})$", f"={folder / name.lower()}", word) for word in change]
     changed = {word.partition("=")[0] for word in change}
     kept = [word for word in [*overrides, "method=kivi", "bits=2"] if word.partition("=")[0] not in changed]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +57,7 @@ def test_a_run_leaves_its_record_and_its_baseline(given: list[str], tmp_path: Pa
     assert run.metrics["delta_nll"] == pytest.approx(run.metrics["nll"] - full.metrics["nll"], abs=1e-9)
     assert run.metrics["delta_nll_se"] > 0
     assert run.metrics["kl_mean"] > 0
+    assert run.provenance.dataset_source == ".txt file"
     samples = Store(tmp_path / "results").samples(run.key)
     assert sum(row["nll"] for row in samples) / sum(row["tokens"] for row in samples) == pytest.approx(
         run.metrics["nll"]
@@ -105,6 +109,35 @@ def edit_record(folder: Path, name: str, **fields: object) -> Path:
     path = Store(folder / "results").record_path(records(folder)[name].key)
     path.write_text(json.dumps(json.loads(path.read_text()) | fields), encoding="utf-8")
     return path
+
+
+def test_what_a_killed_repeat_left_is_cleaned(given: list[str], tmp_path: Path) -> None:
+    assert main([*given, "method=rtn", "bits=2"]) == 0
+    left = tmp_path / "results" / "partial" / f"{records(tmp_path)['rtn 2'].key}.jsonl"
+    left.parent.mkdir(exist_ok=True)
+    left.write_text('{"header": "code"}\n', encoding="utf-8")
+    assert main([*given, "method=rtn", "bits=2"]) == 0
+    assert not left.exists()
+
+
+def test_a_run_that_is_done_needs_no_folder_that_can_be_written(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*given, "method=rtn", "bits=2"]) == 0
+    before = records(tmp_path)
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    capsys.readouterr()
+    assert main([*given, "method=rtn", "bits=2"]) == 0
+    assert main([*given, "-m", "method=rtn", "bits=2"]) == 0
+    assert capsys.readouterr().err.count("error") == 0
+    for more in (["bits=3"], ["bits=2", "force=true"]):
+        assert main([*given, "method=rtn", *more]) == 1
+        assert "cannot write under" in capsys.readouterr().err
+    assert records(tmp_path) == before
 
 
 def test_a_stale_run_is_said_and_measured_again(

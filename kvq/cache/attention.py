@@ -132,7 +132,11 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if not isinstance(cache, WatchfulCache):
         return
-    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+    if isinstance(mask, Tensor) and mask.ndim != 2:
+        raise Unsupported(
+            f"attention_mask: of {mask.ndim} dimensions, which hides from the cache who attends to whom; leave it out"
+        )
+    if isinstance(mask, Tensor) and not bool(mask.all()):
         raise Unsupported(
             "attention_mask: padding shifts block boundaries and would enter their statistics; "
             "batch prompts of equal length, or run them one by one"

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -21,7 +22,7 @@ from kvq.cache.rotary import RopeTable, angles, styles_of
 from kvq.cache.side import CacheSide
 from kvq.cache.sinks import side_of
 from kvq.cache.sources import Columns
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import Method
 
 
@@ -57,6 +58,17 @@ def _head_dim(layer: Any, config: Any) -> int:
 
 
 ATTENTIONS = ("dense", "packed")
+
+
+def _styles_of(model: nn.Module) -> Any:
+    """`styles_of`; weights that are not finite turn no key in a way that could be known, and are named instead."""
+    try:
+        return styles_of(model)
+    except Unsupported:
+        for name, weight in model.named_parameters():
+            if not bool(torch.isfinite(weight).all()):
+                raise DataError(f"model: its weights {name} hold NaN or infinite numbers") from None
+        raise
 
 
 class KVCache(WatchfulCache):
@@ -106,7 +118,7 @@ class KVCache(WatchfulCache):
         watch(model)
         self._tables: list[RopeTable] = []
         if any(side.uses_rope for side in self._sides()):
-            styles = styles_of(model)
+            styles = _styles_of(model)
             self._groups = [group for _, group in styles]
             self._tables = [
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
 def read_rows(config: DatasetConfig) -> tuple[str, ...]:
     """Return the rows of `dataset.path`, or else of `dataset.hub_id`; of records, the field `dataset.text_field`.
 
-    A `path` is a file (.jsonl, .json, .parquet, .arrow, .txt, .md; the first two also with .gz), a folder of such
-    files, read in the order of their names, or a folder that `datasets` wrote with `save_to_disk`. A plain text file is
-    one row.
+    A `path` is a file (.jsonl, .json, .parquet, .arrow, .txt, .md; the first two also with .gz), a folder of files of
+    one of these kinds, read in the order of their names, or a folder that `datasets` wrote with `save_to_disk`. A plain
+    text file is one row.
 
     Raises:
-        DataError: the path is missing or of an unknown kind, the field is not there, or the hub cannot be reached.
+        DataError: the path is missing or of an unknown kind, a folder holds files of several kinds, the field is not
+            there, or the hub cannot be reached.
     """
     if config.path is None:
         return _hub_rows(config)
@@ -32,12 +34,48 @@ def read_rows(config: DatasetConfig) -> tuple[str, ...]:
         raise DataError(f"dataset.path={config.path}: no such file or folder")
     if path.is_file():
         return _file_rows(path, config.text_field)
-    if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
+    if _is_saved(path):
         return _saved_rows(path, config)
-    files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) in _READERS)
-    if not files:
-        raise DataError(f"dataset.path={config.path}: the folder holds no {_kinds()} files and no saved dataset")
-    return tuple(row for file in files for row in _file_rows(file, config.text_field))
+    return tuple(row for file in _files(path) for row in _file_rows(file, config.text_field))
+
+
+def source_of(config: DatasetConfig) -> str | None:
+    """What `dataset.path` is, for the record ("saved dataset", "12 .txt files"); None without one that can be read."""
+    path = None if config.path is None else Path(config.path).expanduser()
+    if path is None or not path.exists():
+        return None
+    if path.is_file():
+        return f"{_kind(path)} file"
+    if _is_saved(path):
+        return "saved dataset"
+    try:
+        files = _files(path)
+    except DataError:
+        return None
+    return f"{len(files)} {_kind(files[0])} files"
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists()
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder that can be read, in the order of their names, without hidden ones.
+
+    Raises:
+        DataError: none, or of several kinds: a folder that holds more than a text is not scored by mistake.
+    """
+    inside = (file for file in folder.rglob("*") if not any(p.startswith(".") for p in file.relative_to(folder).parts))
+    files = sorted(file for file in inside if _kind(file) in _READERS and file.is_file())
+    kinds = sorted({_kind(file) for file in files})
+    if not kinds:
+        raise DataError(f"dataset.path={folder}: the folder holds no {_kinds()} files and no saved dataset")
+    if len(kinds) > 1:
+        raise DataError(
+            f"dataset.path={folder}: the folder holds files of several kinds ({', '.join(kinds)}); give one file, a "
+            "folder of one kind, or a saved dataset"
+        )
+    return files
 
 
 def _hub_rows(config: DatasetConfig) -> tuple[str, ...]:
@@ -63,7 +101,7 @@ def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
 
     try:
         rows = load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of several libraries, for every file that is cut short or garbled
         raise DataError(f"dataset.path={path}: not a whole saved dataset: {_first_line(error)}") from error
     if isinstance(rows, DatasetDict):
         split = config.split or "test"
@@ -81,7 +119,8 @@ def _file_rows(path: Path, field: str) -> tuple[str, ...]:
         raise DataError(f"dataset.path={path}: cannot read {given}; it reads {_kinds()}")
     try:
         return reader(path, field)
-    except (OSError, ValueError) as error:
+    # Cut short or garbled archives, JSON nested beyond the parser's depth.
+    except (OSError, ValueError, EOFError, zlib.error, RecursionError) as error:
         raise DataError(f"dataset.path={path}: cannot be read: {_first_line(error)}") from error
 
 
@@ -142,7 +181,7 @@ def _column(table: Any, field: str, where: str) -> tuple[str, ...]:
 
 def _text_of(record: Any, field: str, path: Path) -> str:
     if isinstance(record, str):
-        return record
+        return _checked(record, field, str(path))
     if not isinstance(record, dict):
         raise DataError(f"dataset.path={path}: a record is {type(record).__name__}, not an object with {field!r}")
     _check_field(record, field, str(path))
@@ -159,7 +198,18 @@ def _check_field(names: Iterable[str], field: str, where: str) -> None:
 def _checked(text: Any, field: str, where: str) -> str:
     if not isinstance(text, str):
         raise DataError(f"dataset.text_field={field}: a row of {where} holds {type(text).__name__}, not text")
+    if (odd := unencodable(text)) is not None:
+        raise DataError(f"dataset.text_field={field}: a row of {where} holds {odd}, which no text is encoded with")
     return text
+
+
+def unencodable(text: str) -> str | None:
+    """The first character of a text that has no encoding (half of a surrogate pair), or None."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(text[error.start]):04x}"
+    return None
 
 
 def _first_line(error: Exception) -> str:

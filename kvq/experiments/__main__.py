@@ -15,6 +15,7 @@ from kvq.experiments.expected import experiment_of, names
 from kvq.report.drawing import cores, seldom_collected
 from kvq.report.experiment_files import write_experiments
 from kvq.report.experiments import Experiment, by_signature
+from kvq.report.judged import read_records
 from kvq.report.reference import read_reference
 from kvq.results import Store
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     try:
-        records = Store(given.results).scan()[0]
+        records = read_records(Store(given.results))[0]
         present = {(record.model, record.method) for record in records}
         found = _experiments(present, given.jobs)
         out = given.out or given.results / "tables" / "experiments"

@@ -7,6 +7,7 @@ from rich.console import Console
 from kvq.experiments.expected import experiment_of
 from kvq.report.experiment_files import fill, grids_of
 from kvq.report.experiments import Experiment, by_signature
+from kvq.report.judged import read_records
 from kvq.report.reference import read_reference
 from kvq.report.terminal import print_grid
 from kvq.results import Store
@@ -18,7 +19,7 @@ def print_experiment(name: str, results_dir: str) -> None:
     Raises:
         KvqError: the experiment does not compose, or the published figures cannot be read.
     """
-    records = Store(results_dir).scan()[0]
+    records = read_records(Store(results_dir))[0]
     experiment, console = _known(name, {(record.model, record.method) for record in records}), Console()
     for grid in grids_of(fill(experiment, by_signature(records), read_reference())):
         print_grid(grid, console)

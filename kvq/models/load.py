@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as transformers_logging
 
 from kvq import hub
 from kvq.cache import head_dims_of
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 EMBEDDED = "embedded:"
 # Weights, configuration and tokenizer, in every format that transformers loads.
 _MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt"}
+# Causal masks and rotary frequencies: buffers of old checkpoints, which follow from the configuration.
+_OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
+_SHOWN_WEIGHTS = 4
 
 
 @dataclass(frozen=True)
@@ -87,19 +92,21 @@ def model_fingerprint(config: ModelConfig) -> str:
     """What names the weights in a run's key: a hash of a local folder's files, or a hub id at its commit."""
     folder = Path(model_folder(config.path))
     if not folder.is_dir():
-        return f"{config.path}@{_commit(config.path, config.revision)}"
+        return f"{config.path}@{_commit(config.path, config.revision, config.trust_remote_code)}"
     digest = hashlib.sha256()
-    for file in sorted(file for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.name != "card.json"):
+    kinds = _MODEL_FILES | ({".py"} if config.trust_remote_code else set())
+    for file in sorted(file for file in folder.iterdir() if file.suffix in kinds and file.name != "card.json"):
         digest.update(file.name.encode() + b"\0" + _file_hash(file, file.stat().st_mtime_ns, file.stat().st_size))
     return digest.hexdigest()
 
 
 @lru_cache(maxsize=64)
-def _commit(path: str, revision: str | None) -> str:
+def _commit(path: str, revision: str | None, trusted: bool) -> str:
     """The commit of a hub id, asked for once in a process: every run of a sweep needs it several times."""
     from kvq.config import ModelConfig
 
-    found = getattr(text_config_of(ModelConfig(path=path, revision=revision)), "_commit_hash", None)
+    config = ModelConfig(path=path, revision=revision, trust_remote_code=trusted)
+    found = getattr(text_config_of(config), "_commit_hash", None)
     return found or revision or "main"
 
 
@@ -110,27 +117,73 @@ def _file_hash(file: Path, modified: int, size: int) -> bytes:  # a changed file
 
 
 def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
-    """`kind.from_pretrained` for `model.path`; a missing folder or network is one line."""
+    """`kind.from_pretrained` for `model.path`; whatever keeps it from loading is one line.
+
+    Code that comes with the model runs with `model.trust_remote_code=true` alone: left open, transformers asks.
+    """
     if not sys.stderr.isatty():
-        disable_progress_bar()
+        transformers_logging.disable_progress_bar()
     folder = model_folder(config.path)
     if folder.startswith(("/", ".", "~")) and not Path(folder).is_dir():
         raise DataError(f"model.path={config.path}: no such folder")
+    settings["trust_remote_code"] = config.trust_remote_code
     local = Path(folder).is_dir()
     try:
         with nullcontext() if local else hub.asked():
             return kind.from_pretrained(folder, revision=config.revision, **settings)
-    except (OSError, ValueError, ImportError) as error:
+    # Readers of weights, tokenizers and configurations raise errors of their own; to a user they are one.
+    except Exception as error:
         if not local and not hub.answers() and not hub.holds(folder, config.revision):
             raise DataError(f"model.path={config.path}: {hub.UNREACHABLE}") from error
-        raise DataError(f"model.path={config.path}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+        said = " ".join(str(error).split()) or type(error).__name__
+        if "trust_remote_code" in said and not config.trust_remote_code:
+            said = "it brings code of its own; model.trust_remote_code=true runs it"
+        raise DataError(f"model.path={config.path}: cannot be loaded: {said[:300]}") from error
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silence transformers' report on weights that did not fit: `_check_whole` says it in a line."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def _check_whole(config: ModelConfig, found: dict[str, Any]) -> None:
+    """Refuse weights that were made up (missing or of another shape) or left unread.
+
+    What a family ties, or leaves out of its files by its own word, transformers does not report.
+    """
+    mismatched = [f"{name} ({list(given)}, not {list(wanted)})" for name, given, wanted in found["mismatched_keys"]]
+    unexpected = [name for name in found["unexpected_keys"] if not _OLD_BUFFERS.search(name)]
+    problems = {"missing": found["missing_keys"], "mismatched": mismatched, "unexpected": unexpected}
+    said = []
+    for kind, names in problems.items():
+        shown = sorted(names)[:_SHOWN_WEIGHTS]
+        more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+        if shown:
+            said.append(f"{kind} {', '.join(shown)}{more}")
+    if said:
+        raise DataError(f"model.path={config.path}: not the weights of its config.json: {'; '.join(said)}")
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer of `model.path`. Raises: ConfigError, DataError: as `load_model`."""
+    """The tokenizer of `model.path`.
+
+    Raises:
+        ConfigError: an unknown embedded model.
+        DataError: it cannot be loaded, or has more tokens than the model (added ones may lie outside, unused).
+    """
     from transformers import AutoTokenizer
 
-    return _from_hub(config, AutoTokenizer)
+    tokenizer = _from_hub(config, AutoTokenizer)
+    size, rows = tokenizer.vocab_size, text_config_of(config).vocab_size
+    if size > rows:
+        raise DataError(f"model.path={config.path}: its tokenizer has {size} tokens, the model {rows}")
+    return tokenizer
 
 
 def load_processor(config: ModelConfig) -> Any:
@@ -174,7 +227,7 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
 
     Raises:
         ConfigError: an unknown embedded model, or a device that is not there.
-        DataError: the model cannot be loaded (missing folder, no network).
+        DataError: the model cannot be loaded (missing folder, no network), or its files are not exactly its weights.
         Unsupported: its logits are more than the output embedding of its last hidden states, or outliers are to be
             implanted into quantized weights.
     """
@@ -188,7 +241,12 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     settings: dict[str, Any] = {"dtype": "auto" if quantized else getattr(torch, config.dtype.value)}
     if config.device_map is not None or quantized:
         settings["device_map"] = config.device_map or {"": where}
-    model = _from_hub(config, _class_for(whole), **settings).eval().requires_grad_(False)
+    with _without_warnings():  # shapes that differ are reported with the rest, instead of raised without names
+        model, found = _from_hub(
+            config, _class_for(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
+        )
+    _check_whole(config, found)
+    model = model.eval().requires_grad_(False)
     if "device_map" not in settings:
         model = model.to(where)
     loaded = LoadedModel(model, model.get_input_embeddings().weight.device)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import scipy
 from rich.console import Console
 
 from kvq.errors import KvqError, RecordError
@@ -24,7 +23,8 @@ from kvq.report.experiment_files import Grid
 from kvq.report.settings import flatten
 from kvq.report.terminal import print_grid
 from kvq.results import Record, Store
-from kvq.results.statistics import ALPHA, delta_nll_of_samples, flips, holm, mcnemar, paired_mean, within_noise
+from kvq.results.item_tests import differ_p
+from kvq.results.statistics import ALPHA, delta_nll_of_samples, holm, paired_mean, within_noise
 
 _MAIN = ("score", "accuracy", "nll")
 _SHOWN_SETTINGS = 3
@@ -120,12 +120,10 @@ def _judged(change: Change, before: Sequence[Mapping[str, Any]], after: Sequence
     theirs, ours = (np.array([scored[item] for item in scores[0]]) for scored in scores)
     found = paired_mean(ours, theirs)
     change = change._replace(difference=found.value, error=found.standard_error)
-    if np.isin(np.concatenate([ours, theirs]), (0.0, 1.0)).all():
-        counted = flips((ours == 1).tolist(), (theirs == 1).tolist())
-        return change._replace(p_value=mcnemar(counted.lost, counted.gained))
-    if not found.standard_error:
-        return change._replace(verdict="within noise" if found.value == 0 else "too few items")
-    return change._replace(p_value=float(2 * scipy.stats.norm.sf(abs(found.value) / found.standard_error)))
+    p_value = differ_p(ours, theirs)
+    if p_value is None:
+        return change._replace(verdict="within noise" if np.array_equal(ours, theirs) else "too few items")
+    return change._replace(p_value=p_value)
 
 
 def _corrected(changes: Sequence[Change]) -> list[Change]:

@@ -19,6 +19,7 @@ from kvq.report import loss_figures as losses
 from kvq.report.diagnostics import diagnostic_drawings, embedding_drawings, file_name
 from kvq.report.drawing import Drawing, cores, seldom_collected, write_drawings
 from kvq.report.figure_index import Noted
+from kvq.report.judged import read_records
 from kvq.report.layout import Row, Table, Tables
 from kvq.report.mosaic import Look, mosaic
 from kvq.report.style import style
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store, out = Store(given.results), given.out or given.results / "figures"
     skipped: list[str] = []
     try:
-        records, broken = scanned = store.scan()
+        records, broken = scanned = read_records(store)
         for one in broken:
             print(f"skipped {one.path}: {one.reason}", file=sys.stderr)
         if not records:

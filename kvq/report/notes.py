@@ -46,13 +46,13 @@ def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
     if any(row.p_value is not None for row in rows):
         yield (
             "Differences are to full precision on the same items: ± is the standard error by bootstrap over items, p "
-            "that of McNemar's exact test (scores other than 0 and 1: of the difference over its error), corrected for "
-            "all rows of the table (Holm)."
+            "that of McNemar's exact test (scores other than 0 and 1: of flipping the signs of differences), corrected "
+            "for all rows of the table (Holm)."
         )
     if any(row.within_noise for row in rows):
         yield (
-            f"≈ within noise of full precision: p is above {ALPHA:g}, or no more items changed than in another batch "
-            "order."
+            f"≈ within noise of full precision: p is above {ALPHA:g}, there are too few items for a p, or no more "
+            "items changed than in another batch order."
         )
     floors = {row.record.metrics["noise_flips"] for row in rows if "noise_flips" in row.record.metrics}
     for floor in sorted(floors):

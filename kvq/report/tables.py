@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from kvq.report.comparisons import Comparisons, by_bits, frontier
+from kvq.report.judged import read_records
 from kvq.report.layout import Planned, Row, Table, Tables
 from kvq.report.notes import notes_of
 from kvq.report.settings import PROTOCOL, flatten, settings_of
@@ -36,12 +37,12 @@ def build_tables(
         keys: show these runs alone, with the full-precision runs they are paired with; None shows all.
         planned: runs of a sweep; those without a record are listed as missing.
         stale: whether a record was made by code that has changed since; None reads the code.
-        scanned: what `store.scan()` gave, so that the folder is not read twice.
+        scanned: what `read_records` gave, so that the folder is not read twice.
 
     Raises:
         RecordError: the folder cannot be listed.
     """
-    records, broken = scanned or store.scan()
+    records, broken = scanned or read_records(store)
     if keys is not None:
         wanted = set(keys) | {record.baseline_key for record in records if record.key in keys}
         records = [record for record in records if record.key in wanted]
@@ -125,6 +126,8 @@ def is_noise(record: Record, p_value: float | None) -> bool:
     """Whether a run cannot be told from full precision; `p_value`: that of its items, corrected for a table."""
     if p_value is not None:
         return p_value > ALPHA or record.metrics.get("within_noise") == 1
+    if "items" in record.metrics:
+        return record.metrics.get("within_noise") == 1  # too few of them for a p-value
     delta, error = record.metrics.get("delta_nll"), record.metrics.get("delta_nll_se")
     return delta is not None and error is not None and within_noise(delta, error)
 

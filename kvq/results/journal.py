@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvq.errors import RecordError
 from kvq.results.store import cause
@@ -16,7 +16,8 @@ class Journal:
     """Rows by the name of their item, appended and synced one batch at a time; gone when the run is over.
 
     A row is kept only for the same `header` (what made it: code, device), so a run never mixes what two versions
-    measured. A last line that a kill tore is dropped. One process at a time may write a journal: hold the run's lock.
+    measured. A last line that a kill tore is dropped; a link in the journal's place is replaced, never followed. One
+    process at a time may write a journal: hold the run's lock.
 
     Args:
         path: the journal's file, made by the first `add`; None keeps rows in memory alone.
@@ -27,12 +28,13 @@ class Journal:
         self.path, self.header = path, header
         self.rows: dict[str, dict[str, Any]] = {}
         self._whole = 0
-        if path is not None and path.is_file():
+        if path is not None and path.is_file() and not path.is_symlink():
             self._load(path)
 
     def _load(self, path: Path) -> None:
         try:
-            lines = path.read_bytes().splitlines(keepends=True)
+            with _opened(path, os.O_RDONLY) as file:
+                lines = file.read().splitlines(keepends=True)
         except OSError as error:
             raise RecordError(f"journal {path}: cannot be read: {cause(error)}") from error
         rows: list[dict[str, Any]] = []
@@ -70,7 +72,9 @@ class Journal:
             lines.insert(0, json.dumps({"header": self.header}) + "\n")
         content = "".join(lines).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("r+b" if path.exists() else "wb") as file:
+        if path.is_symlink():
+            path.unlink()
+        with _opened(path, os.O_RDWR | os.O_CREAT) as file:
             file.truncate(self._whole)
             file.seek(self._whole)
             file.write(content)
@@ -83,3 +87,8 @@ class Journal:
         self.rows, self._whole = {}, 0
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def _opened(path: Path, flags: int) -> BinaryIO:
+    """The file itself; OSError for a link, should one have come in between."""
+    return os.fdopen(os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666), "r+b" if flags & os.O_RDWR else "rb")

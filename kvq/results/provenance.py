@@ -28,6 +28,7 @@ def collect(
     started: datetime,
     device: str | torch.device = "cpu",
     dataset_fingerprint: str | None = None,
+    dataset_source: str | None = None,
     model_fingerprint: str | None = None,
     command: str | None = None,
     wall_seconds: Mapping[str, float] | None = None,
@@ -41,6 +42,7 @@ def collect(
         started: when the run began, with a time zone (`utc_now()`).
         device: where the model ran.
         dataset_fingerprint: None when the run ended before the data was loaded.
+        dataset_source: what a local text was read from, such as "12 .txt files"; None without one.
         model_fingerprint: None when the run ended before the model was loaded.
         command: the command line; None takes this process's own.
         wall_seconds: seconds per phase.
@@ -58,6 +60,7 @@ def collect(
         threads=torch.get_num_threads(),
         dtype=dtype,
         dataset_fingerprint=dataset_fingerprint,
+        dataset_source=dataset_source,
         model_fingerprint=model_fingerprint,
         command=command_line() if command is None else command,
         started=started,

@@ -86,6 +86,9 @@ class Provenance(_Frozen):
     threads: int
     dtype: str = Field(description="compute dtype of the model")
     dataset_fingerprint: str | None = Field(description="null when the run ended before the data was loaded")
+    dataset_source: str | None = Field(
+        default=None, description="what dataset.path was; null: no local text, or unknown"
+    )
     model_fingerprint: str | None = Field(description="null when the run ended before the model was loaded")
     command: str
     started: Annotated[AwareDatetime, AfterValidator(_in_utc)]

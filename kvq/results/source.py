@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import inspect
 import io
+import sys
 import tokenize
 from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
+from typing import Any
 
 from kvq.errors import RecordError
 from kvq.results.record import Record
@@ -43,6 +46,47 @@ def source_hash(modules: Iterable[ModuleType]) -> str:
             )
         files[module.__name__] = Path(file)
     return _hash_files(files)
+
+
+def code_behind(function: Callable[..., Any]) -> str:
+    """Return the SHA-256 (hex) of the code that a function runs, prose left out as by `source_hash`.
+
+    That is the file it is written in, and the files in the same folder or below it that this one takes names from, in
+    turn. What has no file counts by its bytecode, or by the name of its class.
+    """
+    function = inspect.unwrap(getattr(function, "func", function))  # a partial's
+    names = _names_behind(function) or _names_behind(type(function))
+    if names is None:
+        code = getattr(function, "__code__", None)
+        told = f"{type(function).__module__}.{type(function).__qualname__}" if code is None else repr(_bytecode(code))
+        return hashlib.sha256(told.encode()).hexdigest()
+    folder = Path(names["__file__"]).resolve().parent
+    files: dict[str, Path] = {}
+    todo = [names]
+    while todo:
+        names = todo.pop()
+        file = Path(names["__file__"]).resolve()
+        if file.is_relative_to(folder) and (name := file.relative_to(folder).as_posix()) not in files:
+            files[name] = file
+            todo += [found for value in list(names.values()) if (found := _names_behind(value)) is not None]
+    return _hash_files(files)
+
+
+def _names_behind(value: Any) -> dict[str, Any] | None:
+    """The global names of the module that a value is, or was made in; None where that has no file."""
+    if isinstance(value, ModuleType):
+        found: Any = vars(value)
+    elif isinstance(value, type):
+        found = vars(sys.modules[value.__module__]) if value.__module__ in sys.modules else {}
+    else:
+        found = getattr(value, "__globals__", None)
+    file = found.get("__file__") if isinstance(found, dict) else None
+    return found if isinstance(file, str) and Path(file).is_file() else None
+
+
+def _bytecode(code: CodeType) -> tuple[Any, ...]:
+    inner = [_bytecode(part) if isinstance(part, CodeType) else part for part in code.co_consts]
+    return code.co_code, code.co_names, inner
 
 
 def is_stale(record: Record) -> bool:

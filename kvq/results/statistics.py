@@ -3,7 +3,8 @@
 Windows of one text resemble their neighbours, so blocks of consecutive windows are drawn, not windows (Künsch, 1989,
 "The jackknife and the bootstrap for general stationary observations"). Two runs on the same windows share how hard the
 text is; the bootstrap of their per-window difference is free of that. Items of a task are independent: `paired_mean`
-draws them one by one, and answers that are right or wrong are compared by `flips`, `mcnemar` and `not_worse`.
+draws them one by one, and answers that are right or wrong are compared by `flips` and `mcnemar`; `item_tests` has what
+their difference is worth.
 """
 
 from __future__ import annotations
@@ -226,34 +227,6 @@ def fisher(hits: int, items: int, baseline_hits: int, baseline_items: int) -> fl
         raise RecordError(f"fisher: {hits} of {items} against {baseline_hits} of {baseline_items}")
     table = [[hits, items - hits], [baseline_hits, baseline_items - baseline_hits]]
     return float(scipy.stats.fisher_exact(table).pvalue)
-
-
-def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
-    """One-sided p-value against "the accuracy fell by at least `margin`": small means not worse, by that margin.
-
-    Tango's score test for two proportions of the same items (Tango, 1998, "Equivalence test and confidence interval for
-    the difference in proportions for the paired-sample design"). It stays honest where nothing flipped: few items alone
-    cannot show that nothing was lost.
-
-    Args:
-        lost: items that the baseline got right and the run did not.
-        gained: the reverse.
-        items: all items, flipped or not.
-        margin: largest fall of the accuracy that still counts as "not worse", above 0 and below 1.
-
-    Raises:
-        RecordError: counts that do not fit, or a margin out of range.
-    """
-    if min(lost, gained) < 0 or lost + gained > items or items < 1:
-        raise RecordError(f"not_worse: lost={lost}, gained={gained} of items={items}")
-    if not 0 < margin < 1:
-        raise RecordError(f"not_worse: margin={margin:g}; above 0 and below 1")
-    # With the fall held at the margin, the likeliest rate of gains solves a x^2 + b x + c = 0.
-    a, b = 2 * items, (2 * items - lost + gained) * margin - lost - gained
-    c = -gained * margin * (1 - margin)
-    gains = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
-    variance = items * (2 * gains + margin * (1 - margin))
-    return float(scipy.stats.norm.cdf((lost - gained - items * margin) / math.sqrt(variance)))
 
 
 def paired_mean(values: Items, baseline: Items, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:

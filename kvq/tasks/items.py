@@ -12,12 +12,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from scipy import stats
 from tqdm import tqdm
 
 from kvq.errors import DataError
+from kvq.results.item_tests import judge_items
 from kvq.results.journal import Journal
-from kvq.results.statistics import ALPHA, flips, mcnemar, not_worse, paired_mean
+from kvq.results.statistics import paired_mean
 from kvq.task_config import ItemsConfig
 from kvq.tasks import storage
 from kvq.tasks.measurement import Baseline, Measurement
@@ -212,33 +212,15 @@ def changed(samples: Sequence[Sample], other: Sequence[Sample]) -> float:
 
 
 def compare(samples: Sequence[Sample], baseline: Baseline, task: ItemsConfig, name: str) -> dict[str, float]:
-    """The paired difference to full precision, what it is worth, and its flags.
-
-    Scores that are all 0 or 1: exact McNemar, and Tango's test against a fall by `task.margin`. Other scores: a normal
-    test on the bootstrap's standard error. `within_noise`: the test does not tell the runs apart, or no more items
-    changed than between two batch orders of full precision.
-    """
+    """The paired difference to full precision, its bootstrap error, and what it is worth (`judge_items`)."""
     pairs = paired(samples, baseline.samples)
     ours, theirs = (np.array([pair[side]["score"] for pair in pairs], dtype=np.float64) for side in (0, 1))
     found = paired_mean(ours, theirs, resamples=task.resamples)
-    out = {f"delta_{name}": found.value, "flips": float(np.mean(ours != theirs))}
+    out = {f"delta_{name}": found.value}
     if found.standard_error is not None:
         out[f"delta_{name}_se"] = found.standard_error
-    if np.isin(np.concatenate([ours, theirs]), (0.0, 1.0)).all():
-        counts = flips((ours == 1).tolist(), (theirs == 1).tolist())
-        out |= {"lost": float(counts.lost), "gained": float(counts.gained)}
-        out["p_value"] = mcnemar(counts.lost, counts.gained)
-        out["not_worse_p"] = not_worse(counts.lost, counts.gained, counts.items, task.margin)
-    elif not out["flips"]:
-        out |= {"p_value": 1.0, "not_worse_p": not_worse(0, 0, len(pairs), task.margin)}
-    elif found.standard_error:
-        out["p_value"] = float(2 * stats.norm.sf(abs(found.value) / found.standard_error))
-        out["not_worse_p"] = float(stats.norm.sf((found.value + task.margin) / found.standard_error))
-    if "p_value" in out:
-        floor = baseline.metrics.get("noise_flips", 0.0)
-        out["within_noise"] = float(out["p_value"] > ALPHA or out["flips"] <= floor)
-        out["not_worse"] = float(out["not_worse_p"] <= ALPHA)
-    return out
+    floor = baseline.metrics.get("noise_flips", 0.0)
+    return out | judge_items(ours, theirs, margin=task.margin, noise_flips=floor)
 
 
 def say(items: Mapping[str, str], what: str) -> None:

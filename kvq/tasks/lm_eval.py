@@ -28,6 +28,7 @@ from kvq.errors import ConfigError, DataError
 from kvq.methods.build import Method, method_of
 from kvq.models.load import model_folder
 from kvq.results.journal import Journal
+from kvq.results.source import code_behind
 from kvq.task_config import LmEvalConfig, Prefill
 from kvq.tasks.generate import Reader, check_prefill
 from kvq.tasks.inputs import Inputs
@@ -128,9 +129,13 @@ def fingerprint(inputs: Inputs) -> str:
 
 
 def _fingerprint(inputs: Inputs) -> str:
+    from lm_eval.api.task import ConfigurableTask
+
     digest = hashlib.sha256(repr(inputs.longest_context).encode())  # which cuts prompts
     for name, task in sorted(_quietly(load_tasks, inputs).items()):
         deciding = {key: _plain(task.get_config(key)) for key in _DECIDING}
+        if type(task) is not ConfigurableTask:
+            deciding["class"] = _plain(type(task))  # a task of its own, as `class:` names it
         digest.update(json.dumps([name, deciding], sort_keys=True, default=str).encode())
         for _, doc in task.doc_iterator(limit=inputs.config.task.limit):
             digest.update(json.dumps(doc, sort_keys=True, default=str).encode())
@@ -138,9 +143,9 @@ def _fingerprint(inputs: Inputs) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON data of a setting; a function is its name."""
+    """JSON data of a setting; a function is its name and the code behind it."""
     if callable(value):
-        return getattr(value, "__qualname__", type(value).__name__)
+        return [getattr(value, "__qualname__", type(value).__name__), code_behind(value)]
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items() if key != "pretrained"}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

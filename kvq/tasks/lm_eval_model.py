@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, DataError
 from kvq.results.journal import Journal
 from kvq.tasks.generate import Reader, Sampler, end_tokens, greedy, stop_at
 from kvq.tasks.items import Clock
@@ -100,6 +100,12 @@ class CacheLM(HFLM):
     def _cut(self, request: Any) -> tuple[Tokens, Tokens]:
         """Context and continuation, the context's left end cut to what the model takes."""
         name, context, continuation = request
+        if not continuation:
+            text = "" if name is None else name[1]
+            raise DataError(f"{self._of(name)}: its continuation {text!r:.40} merges into its context, as no token")
+        if not context:
+            self.odd[self._of(name)] = "empty context: scored behind the model's first token"
+            context = [self.prefix_token_id]
         tokens, count = (*context, *continuation), len(continuation)
         if count > self.max_length:
             raise ConfigError(f"model.context={self.max_length}: an answer to score has {count} tokens")
@@ -109,8 +115,10 @@ class CacheLM(HFLM):
         return tokens[:-count], tokens[-count:]
 
     def _note_cut(self, request: Any, tokens: int) -> None:
-        where = "a rolling window" if request is None else self._asked.get(tuple(request), "a request")
-        self.odd[where] = f"{tokens} tokens, the model takes {self.max_length}: cut on the left"
+        self.odd[self._of(request)] = f"{tokens} tokens, the model takes {self.max_length}: cut on the left"
+
+    def _of(self, request: Any) -> str:
+        return "a rolling window" if request is None else self._asked.get(tuple(request), "a request")
 
     def _score(self, cache: KVCache, logits: Logits, continuation: Tokens) -> list[Any]:
         tokens = self.reader.tensor([continuation])

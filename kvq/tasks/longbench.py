@@ -1,61 +1,41 @@
-"""`task=longbench`: LongBench and LongBench-E with the prompts, answer lengths and metrics of lm-eval's own files.
+"""`task=longbench`: LongBench and LongBench-E (arXiv 2308.14508) by their released protocol.
 
-Greedy, middle truncation, no chat template where the benchmark has none. Each output is also compared with the one of
-the full-precision run on the same item, by ROUGE-L (NSNQuant, Table 17): fidelity where accuracy has run out.
+Prompts, answer lengths and metrics are read from lm-eval's own files, and mended where those depart from the release
+(`kvq.tasks.longbench_protocol`). Greedy, middle truncation, no chat template where the benchmark has none. Each output
+is also compared with the one of the full-precision run on the same item, by ROUGE-L (NSNQuant, Table 17): fidelity
+where accuracy has run out.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.util
+import importlib
 import json
 import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lm_eval.tasks._yaml_loader import load_yaml
-from lm_eval.utils import apply_template
 
 import kvq.tasks.generate
+import kvq.tasks.longbench_protocol
 from kvq import hub
 from kvq.config import DatasetConfig, Loader
-from kvq.errors import ConfigError, DataError, did_you_mean
+from kvq.errors import ConfigError, DataError
 from kvq.methods.build import Method
 from kvq.results.journal import Journal
 from kvq.task_config import LongbenchConfig
-from kvq.tasks.generate import Reader, answer_text, check_prefill, end_tokens, stop_at
+from kvq.tasks.generate import Reader, check_prefill, end_tokens
 from kvq.tasks.inputs import Inputs
 from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, paired, units
+from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
 from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics
 
-NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
-"""Subsets of base-model form: a chat template is never put around them."""
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 """LongBench-E's buckets by words of the context."""
-
-
-@dataclass(frozen=True)
-class Subset:
-    """What lm-eval's file says of a subset."""
-
-    name: str
-    prompt: str
-    max_new_tokens: int
-    until: tuple[str, ...]
-    score: Callable[..., Mapping[str, float]]
-    hub_id: str
-    hub_config: str
-
-    @property
-    def base(self) -> str:
-        """The name without LongBench-E's ending."""
-        return self.name.removesuffix("_e")
 
 
 @dataclass(frozen=True)
@@ -74,39 +54,6 @@ class LongItem:
     document: Document
     prompt: tuple[int, ...]
     cut: int
-
-
-@functools.cache
-def load_subset(name: str) -> Subset:
-    """Read lm-eval's file of a subset ("qasper", "qasper_e").
-
-    Raises:
-        ConfigError: no such subset, or the packages of its metrics are missing.
-    """
-    found = importlib.util.find_spec("lm_eval.tasks")
-    assert found is not None
-    assert found.submodule_search_locations is not None
-    folder = Path(next(iter(found.submodule_search_locations))) / "longbench"
-    known = [file.stem for file in folder.glob("*.yaml") if not file.stem.startswith("_")]
-    if name not in known:
-        raise ConfigError(f"task.subsets={name}: lm-eval has no LongBench subset {name}.{did_you_mean(name, known)}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the metrics' packages warn about what they can do without
-            given = load_yaml(folder / f"{name}.yaml")
-    except ImportError as error:
-        raise ConfigError("task=longbench: needs jieba, fuzzywuzzy and rouge; pip install 'kvq[eval]'") from error
-    settings = given["generation_kwargs"]
-    until = settings.get("until") or []
-    return Subset(
-        name,
-        given["doc_to_text"],
-        int(settings["max_gen_toks"]),
-        (until,) if isinstance(until, str) else tuple(until),
-        given["process_results"],
-        given["dataset_path"],
-        given["dataset_name"],
-    )
 
 
 def rouge_l(text: str, reference: str) -> float:
@@ -138,6 +85,9 @@ def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Documen
         for index, row in enumerate(rows[: task.limit]):
             # The benchmark's own files call `input` what its mirror on the hub, and the prompts, call `question`.
             row = {"question": row.get("input", ""), **row}
+            if wrong := subset.refusal(row):
+                where = config.path or subset.hub_id
+                raise DataError(f"dataset.path={where}: item {index} of {name}: {wrong}")
             out.append(Document(f"{name}/{row.get('_id') or index}", subset, row))
     return out
 
@@ -194,7 +144,7 @@ def prompt_tokens(inputs: Inputs, document: Document, room: int) -> tuple[list[i
     """The prompt's tokens, at most `room`, and how many its middle lost: the first and the last half stay."""
     tokenizer: Any = inputs.tokenizer
     task: LongbenchConfig = inputs.config.task
-    text = apply_template(document.subset.prompt, document.row)
+    text = document.subset.ask(document.row)
     templated = task.chat_template and document.subset.base not in NO_TEMPLATE
     if not templated:
         tokens = tokenizer(text, verbose=False)["input_ids"]
@@ -253,13 +203,15 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
     clock, tokenizer, subset = Clock(reader.loaded.device), inputs.tokenizer, batch[0].document.subset
     with clock.phase("prefill"):
         cache, logits = reader.begin(reader.tensor([item.prompt for item in batch]))
-    ends = stop_at(tokenizer, end_tokens(reader.loaded, tokenizer), subset.until)
+    finish = end_tokens(reader.loaded, tokenizer)
     with clock.phase("decode"):
-        rows = reader.write(cache, logits, subset.max_new_tokens, ends)
+        rows = reader.write(
+            cache, logits, subset.max_new_tokens, subset.ends(tokenizer, finish), subset.pick(tokenizer, finish)
+        )
     cache.check_finite()
     held, out = storage_metrics(cache, len(batch)), []
     for item, row in zip(batch, rows, strict=True):
-        text = answer_text(tokenizer, row, subset.until)
+        text = subset.answer(str(tokenizer.decode(row, skip_special_tokens=True)))
         words = int(item.document.row.get("length") or 0)
         sample = {
             "item": item.document.name,
@@ -268,7 +220,7 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
             "bucket": next(name for name, most in BUCKETS if most is None or words < most),
             "cut": item.cut,
             "text": text,
-            "score": float(subset.score(item.document.row, [text])["score"]),
+            "score": subset.score(item.document.row, text),
         }
         cost = {"prompt_tokens": float(len(item.prompt)), "read_tokens": float(len(item.prompt))}
         cost |= {"new_tokens": float(len(row)), **held}
@@ -308,11 +260,11 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """What names the items: the documents, the prompts and answer lengths of their subsets, the room for them."""
+    """What names the items: the documents, their subsets' prompts, answer lengths and metrics, the room for them."""
     digest = hashlib.sha256(repr(inputs.longest_context).encode())  # which cuts prompts
     for document in documents(inputs):
         subset = document.subset
-        rules = [subset.name, subset.prompt, subset.max_new_tokens, subset.until]
+        rules = [subset.name, subset.prompt, subset.ending, subset.max_new_tokens, subset.metric_source]
         digest.update(json.dumps([rules, document.row], sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
@@ -320,6 +272,6 @@ def fingerprint(inputs: Inputs) -> str:
 TASK = Task(
     check,
     measure,
-    (*CACHE_MODULES, kvq.tasks.generate, sys.modules[__name__]),
+    (*CACHE_MODULES, kvq.tasks.generate, kvq.tasks.longbench_protocol, sys.modules[__name__]),
     fingerprint,
 )

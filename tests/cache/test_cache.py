@@ -173,6 +173,19 @@ def test_nan_names_the_layer_and_the_side(projection, what):
         logits(broken, cache, token_ids(9))
 
 
+def test_nan_weights_are_named_where_a_method_asks_how_keys_turn():
+    broken = llama(layers=2)
+    broken.model.layers[1].self_attn.k_proj.weight[5] = float("nan")
+    with pytest.raises(DataError, match=r"its weights model\.layers\.1\.self_attn\.k_proj\.weight hold NaN"):
+        KVCache(broken, method("nsnquant", 2))
+
+
+def test_a_mask_that_says_who_attends_to_whom_is_refused(model):
+    mask = torch.ones(4, 4).tril().bool()[None, None]
+    with pytest.raises(Unsupported, match=r"attention_mask: of 4 dimensions, .*; leave it out"):
+        model(token_ids(4), attention_mask=mask, past_key_values=KVCache(model, method()))
+
+
 @pytest.mark.parametrize("mask", [[[0, 1, 1, 1], [1, 1, 1, 1]], [[1, 1, 1, 1], [1, 1, 1, 0]]])
 def test_padding_is_refused(model, mask):
     mask = torch.tensor(mask)

@@ -71,6 +71,27 @@ def test_folder_of_text_is_read_in_the_order_of_names(tmp_path):
     assert bytes_of(load_tokens(config(tmp_path), byte_tokenizer(), 3).streams[0]) == "first\n\nsecond\n\nthird"
 
 
+def test_a_folder_that_holds_more_than_a_text_is_refused(tmp_path):
+    write(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hidden.md").write_text("not text")
+    assert kvq.data.rows.read_rows(config(tmp_path)) == tuple(ROWS)
+    (tmp_path / "notes.md").write_text("not the text")
+    with pytest.raises(DataError, match=r"the folder holds files of several kinds \(\.jsonl, \.md\); give one file"):
+        kvq.data.rows.read_rows(config(tmp_path))
+    assert kvq.data.rows.source_of(config(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("a.json.gz", ".json file"), ("a.parquet", ".parquet file"), ("saved", "saved dataset"), ("", "1 .jsonl files")],
+)
+def test_what_was_read_is_named(tmp_path, name, source):
+    path = write(tmp_path / (name or "a.jsonl"), ROWS)
+    assert kvq.data.rows.source_of(config(path if name else tmp_path)) == source
+    assert kvq.data.rows.source_of(config()) is None
+
+
 def test_special_tokens_are_added_once_to_a_stream(tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS)
     plain, marked = (load_tokens(config(path), byte_tokenizer(bos), 10) for bos in (False, True))

@@ -17,6 +17,8 @@ from tests.models.test_families import method
 from tests.random_models import llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
+ALWAYS = {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
+
 
 class Untouchable(torch.nn.Module):
     """A model that must stay as it was loaded."""
@@ -48,7 +50,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def load(path: str, **settings: Any) -> Any:
         seen.update(path=path, settings=settings)
-        return Untouchable() if "device_map" in settings else llama(layers=1, head_dim=32)
+        model = Untouchable() if "device_map" in settings else llama(layers=1, head_dim=32)
+        return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path, **settings: seen["config"])
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
@@ -57,7 +60,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_one_device(asked: dict[str, Any]) -> None:
     loaded = load_model(ModelConfig("a", "some/model", revision="abc", dtype=Dtype.bfloat16), "cpu")
-    assert asked["settings"] == {"revision": "abc", "dtype": torch.bfloat16}
+    assert asked["settings"] == {**ALWAYS, "revision": "abc", "dtype": torch.bfloat16}
     assert loaded.device == torch.device("cpu")
     assert not loaded.model.training
     assert not any(weight.requires_grad for weight in loaded.model.parameters())
@@ -65,7 +68,7 @@ def test_one_device(asked: dict[str, Any]) -> None:
 
 def test_a_device_map_is_passed_on_and_nothing_is_moved(asked: dict[str, Any]) -> None:
     loaded = load_model(ModelConfig("a", "some/model", device_map="auto"), "cpu")
-    assert asked["settings"] == {"revision": None, "dtype": torch.float32, "device_map": "auto"}
+    assert asked["settings"] == {**ALWAYS, "revision": None, "dtype": torch.float32, "device_map": "auto"}
     assert loaded.device == torch.device("cpu")
 
 
@@ -74,7 +77,7 @@ def test_quantized_weights_are_left_alone(asked: dict[str, Any], device_map: str
     asked["config"] = LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4})
     load_model(ModelConfig("a", "some/model", dtype=Dtype.float16, device_map=device_map), "cpu")
     place = device_map or {"": torch.device("cpu")}
-    assert asked["settings"] == {"revision": None, "dtype": "auto", "device_map": place}
+    assert asked["settings"] == {**ALWAYS, "revision": None, "dtype": "auto", "device_map": place}
     with pytest.raises(Unsupported, match=r"model\.outliers: the weights of some/model are quantized"):
         load_model(ModelConfig("a", "some/model", outliers=OutliersConfig(key_pairs=1)), "cpu")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from kvq.errors import RecordError
 from kvq.results.statistics import (
@@ -21,7 +19,6 @@ from kvq.results.statistics import (
     flips,
     holm,
     mcnemar,
-    not_worse,
     paired_mean,
     perplexity,
     perplexity_of_samples,
@@ -171,36 +168,6 @@ def test_fisher_is_the_lady_tasting_tea() -> None:
     assert fisher(3, 4, 1, 4) == pytest.approx(34 / 70)
     with pytest.raises(RecordError, match="5 of 4"):
         fisher(5, 4, 1, 4)
-
-
-def test_not_worse_needs_items_even_where_nothing_flipped() -> None:
-    # With no flips the test statistic is -sqrt(items * margin / (1 - margin)).
-    for items in (10, 50, 52, 200):
-        z = -math.sqrt(items * 0.05 / 0.95)
-        assert not_worse(0, 0, items, 0.05) == pytest.approx(stats.norm.cdf(z))
-    assert not_worse(0, 0, 10, 0.05) > 0.05 > not_worse(0, 0, 200, 0.05)
-    assert not_worse(20, 0, 100, 0.05) > 0.99
-    for bad in ((-1, 0, 5, 0.1), (4, 4, 5, 0.1), (0, 0, 5, 0.0), (0, 0, 5, 1.0)):
-        with pytest.raises(RecordError, match="not_worse"):
-            not_worse(*bad)
-
-
-def test_not_worse_rarely_passes_what_fell_by_the_margin() -> None:
-    # 100 items, of which 8% are lost and 3% gained: the accuracy falls by the margin exactly. Exact binomials.
-    level = 0.0
-    for lost, gained in itertools.product(range(30), range(20)):
-        p = stats.multinomial.pmf([lost, gained, 100 - lost - gained], 100, [0.08, 0.03, 0.89])
-        level += p * (not_worse(lost, gained, 100, 0.05) <= 0.05)
-    assert 0.02 < level < 0.06
-
-
-@given(lost=st.integers(0, 20), gained=st.integers(0, 20), more=st.integers(0, 60))
-def test_not_worse_is_monotone(lost: int, gained: int, more: int) -> None:
-    items = lost + gained + more + 1
-    p = not_worse(lost, gained, items, 0.1)
-    assert 0 <= p <= 1
-    assert not_worse(lost, gained, items, 0.2) <= p + 1e-12
-    assert not_worse(lost + 1, gained, items + 1, 0.1) >= p - 1e-9
 
 
 def test_paired_mean_is_free_of_how_hard_items_are() -> None:

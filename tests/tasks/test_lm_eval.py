@@ -17,10 +17,11 @@ from transformers import AutoTokenizer
 
 from kvq.cli import main
 from kvq.config import Config, compose, resolve
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, DataError
+from kvq.methods.build import method_of
 from kvq.results import Store
 from tests.random_models import save_random_model
-from tests.sweeps import records
+from tests.sweeps import inputs_of, records
 
 pytest.importorskip("lm_eval", reason="needs the extra 'eval'")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -269,3 +270,62 @@ def test_lm_evals_command_line_has_the_model(given: list[str], canaries: Path, t
     metrics = records(canaries)["kivi 2"].metrics
     assert results["colours"]["acc,none"] == pytest.approx(metrics["acc[colours]"])
     assert results["say"]["exact_match,none"] == pytest.approx(metrics["exact_match[say]"])
+
+
+def test_a_continuation_that_merges_into_its_context_is_one_line(given: list[str]) -> None:
+    from lm_eval.api.instance import Instance
+
+    from kvq.task_config import Prefill
+    from kvq.tasks.generate import Reader
+    from kvq.tasks.lm_eval_model import CacheLM
+
+    inputs = inputs_of(given)
+    model = CacheLM(Reader(inputs.model, method_of(inputs.config, 128), Prefill.chunked), inputs.tokenizer, 1, 512)
+    request = Instance("loglikelihood", {}, ("a b", " c"), 0, metadata=("colours", 3, 1))
+    model._asked[request.args] = "colours/3"
+    with pytest.raises(DataError, match=r"^colours/3: its continuation ' c' merges into its context, as no token$"):
+        model._loglikelihood_tokens([(request.args, [1, 2], [])])
+
+
+@pytest.mark.parametrize(
+    ("edit", "noticed"),
+    [
+        (("scoring.py", "return 1.0", "return 0.5"), True),
+        (("beside.py", "SHARE = 1", "SHARE = 2"), True),
+        (("scoring.py", "# why", "# because"), False),
+        (("unused.py", "A = 1", "A = 2"), False),
+    ],
+)
+def test_edited_metric_code_of_a_task_is_another_run(
+    given: list[str], tmp_path: Path, edit: tuple[str, str, str], noticed: bool
+) -> None:
+    """By the source of its functions and of what they take from files beside them, whatever their names."""
+
+    write_tasks(tmp_path)
+    task = yaml.safe_load((tmp_path / "say.yaml").read_text(encoding="utf-8")) | {"task": "told"}
+    text = yaml.safe_dump(task) + "process_results: !function scoring.score\n"
+    (tmp_path / "told.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "beside.py").write_text("SHARE = 1\n\n\ndef share():\n    return SHARE\n", encoding="utf-8")
+    (tmp_path / "unused.py").write_text("A = 1\n", encoding="utf-8")
+    (tmp_path / "scoring.py").write_text(
+        "import sys\nfrom pathlib import Path\n\nsys.path.insert(0, str(Path(__file__).parent))\n"
+        "from beside import share\n\n\ndef score(doc, results):\n    # why\n    value = share()\n"
+        "    return {'exact_match': inner() * value}\n\n\ndef inner():\n    return 1.0\n",
+        encoding="utf-8",
+    )
+    kept = [word for word in given if not word.startswith(("task.tasks", "task.include_path"))]
+    words = [*kept, "task.tasks=[told]", f"task.include_path={tmp_path}"]
+
+    def key() -> str:  # in a process of its own, as an edit is met
+        code = (
+            "import sys; from kvq.config import compose, resolve; from kvq.tasks.inputs import Inputs; "
+            "from kvq.tasks.lm_eval import fingerprint; print(fingerprint(Inputs(resolve(compose(sys.argv[1:])))))"
+        )
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+        return done.stdout.split()[-1]
+
+    before = key()
+    file, old, new = edit
+    path = tmp_path / file
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    assert (key() != before) == noticed

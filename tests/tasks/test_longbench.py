@@ -86,13 +86,13 @@ def test_the_presets_name_the_papers_subsets() -> None:
 def test_the_right_answer_is_right_in_every_subset(base: str) -> None:
     for name in (base, f"{base}_e") if base != "qmsum" else (base,):
         subset, row = longbench.load_subset(name), item(base)
-        right, wrong = (subset.score(row, [text])["score"] for text in (row["answers"][0], "@@@"))
+        right, wrong = (subset.score(row, text) for text in (row["answers"][0], "@@@"))
         assert right == pytest.approx(1, abs=1e-6)
         assert wrong < 0.35
         assert subset.max_new_tokens == {"passage_count": 32, "passage_retrieval_en": 32}.get(
             base, subset.max_new_tokens
         )
-        assert bool(subset.until) == (base in ("trec", "triviaqa", "samsum"))
+        assert (subset.answer("\nyes\nno") == "yes") == (base in ("trec", "triviaqa", "samsum"))
 
 
 @pytest.mark.parametrize("base", ANSWERS)
@@ -181,6 +181,8 @@ def test_bad_items_are_named_and_counted(given: list[str], tmp_path: Path, capsy
         ("task.prefill=chunked residual=none", "use task.prefill=whole"),
         ("dataset.path=FILE", "one file for 8 subsets"),
         ("dataset.path=BROKEN task.subsets=[trec]", "cannot be read"),
+        ("dataset.path=TEXT task.subsets=[qasper]", "item 1 of qasper: answers is str; a list of texts is read"),
+        ("dataset.path=MANY task.subsets=[qasper]", "item 1 of qasper: length='many': a number of words"),
     ],
 )
 def test_bad_settings_are_one_line(
@@ -188,6 +190,10 @@ def test_bad_settings_are_one_line(
 ) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{", encoding="utf-8")
+    for name, odd in (("TEXT", {"answers": "text"}), ("MANY", {"length": "many"})):
+        rows = [item("qasper"), item("qasper", 1) | odd]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        change = change.replace(name, str(tmp_path / f"{name}.jsonl"))
     words = change.replace("FILE", str(data / "trec.jsonl")).replace("BROKEN", str(broken)).split()
     names = {word.partition("=")[0] for word in words}
     drop = {"residual.size"} if "residual" in names else {"dataset.path"} if "dataset" in names else set()

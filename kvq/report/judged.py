@@ -1,0 +1,53 @@
+"""The records of a store with what their items are worth judged anew, from their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import RecordError
+from kvq.results import Broken, Record, Store
+from kvq.results.item_tests import judge_items
+
+_TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
+
+
+def read_records(store: Store) -> tuple[list[Record], list[Broken]]:
+    """`store.scan()`, so that one test judges all records, whichever version of the tests measured them.
+
+    Verdicts on items follow from the samples of a run and of its full precision, and from the margin in its settings;
+    where samples cannot be paired there is no verdict.
+
+    Raises:
+        RecordError: the folder cannot be listed.
+    """
+    records, broken = store.scan()
+    known = {record.key: record for record in records}
+    return [_judged(record, known, store) for record in records], broken
+
+
+def _judged(record: Record, known: Mapping[str, Record], store: Store) -> Record:
+    task = record.config.get("task")
+    margin = task.get("margin") if isinstance(task, Mapping) else None
+    if "items" not in record.metrics or record.baseline_key is None or not isinstance(margin, int | float):
+        return record
+    metrics = {name: value for name, value in record.metrics.items() if name not in _TESTS}
+    full = known.get(record.baseline_key)
+    try:
+        if full is None:
+            raise RecordError("no record of full precision")
+        ours, theirs = (_scores(store.samples_of(run)) for run in (record, full))
+        if ours.keys() != theirs.keys():
+            raise RecordError("other items were scored")
+        pairs = np.array([(ours[item], theirs[item]) for item in ours], dtype=np.float64).reshape(-1, 2)
+        floor = full.metrics.get("noise_flips", 0.0)
+        metrics |= judge_items(pairs[:, 0], pairs[:, 1], margin=margin, noise_flips=floor)
+    except (RecordError, KeyError, TypeError, ValueError):
+        pass
+    return record.model_copy(update={"metrics": metrics})
+
+
+def _scores(samples: list[dict[str, Any]]) -> dict[Any, float]:
+    return {row["item"]: float(row["score"]) for row in samples if "skipped" not in row}
