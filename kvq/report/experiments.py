@@ -173,7 +173,7 @@ def shown_cells(
     reference: Reference,
     stale: Callable[[Record], bool] = is_stale,
 ) -> list[Shown]:
-    """The cells that print something: what a paper has, `experiment.own`, or what a record answers; else all.
+    """The cells of a table that print something: those a paper has and `experiment.own`; all where none is published.
 
     Times of several machines never share a table: every cell then stands once for each machine.
     """
@@ -181,10 +181,8 @@ def shown_cells(
     for machine in _machines(experiment.cells, records):
         for asked in experiment.cells:
             published = reference.find(experiment.paper, experiment.table, asked.labels)
-            cell = _shown(asked, published, records, machine, experiment, stale)
-            own = experiment.table is None or experiment.own & set(asked.labels.values())
-            if published is not None or own or cell.value is not None:
-                cells.append(cell)
+            if published is not None or experiment.table is None or experiment.own & set(asked.labels.values()):
+                cells.append(_shown(asked, published, records, machine, experiment, stale))
     return cells
 
 
