@@ -156,7 +156,7 @@ def arms(codec: Codec, subsets: bool = False) -> list[Arm]:
     return [
         Arm(
             "+".join(pick) or "none",
-            Codec({name: stages[name] for name in pick}, pick, codec.quantizer),
+            type(codec)({name: stages[name] for name in pick}, pick, codec.quantizer),
             len(pick) == len(names),
         )
         for pick in chosen
@@ -168,7 +168,7 @@ def before_rope(codec: Codec) -> Codec | None:
     if codec.uses_rope:
         return None
     stages = [("before_rope", UndoRope()), *codec.stages]
-    return Codec(dict(stages), [name for name, _ in stages], codec.quantizer)
+    return type(codec)(dict(stages), [name for name, _ in stages], codec.quantizer)
 
 
 def reconstruct(codec: Codec, x: States, block: int | None, rope: Rope | None) -> States:

@@ -20,6 +20,7 @@ from kvq.diagnostics.fidelity import (
     relative_mse_by_position,
 )
 from kvq.errors import Unsupported
+from tests.calibrated import build, random_states
 
 
 def states(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -116,6 +117,19 @@ def test_subsets_are_the_ablations_of_oscar() -> None:
         other = build_method(preset, 2, 32).key
         assert other is not None
         assert torch.equal(found[arm], reconstruct(other, x, 32, None))
+
+
+def test_arms_store_lists_of_outliers_as_their_codec_does() -> None:
+    """Blocks that keep different numbers of entries apart, a short one among them, decode in every arm."""
+    x = random_states(2, 64, 72)
+    codec = build("kvquant", x, 2).key
+    assert codec is not None
+    for arm in arms(codec):
+        whole, blocks = (arm.codec.encode(x, block, rope_table(72, 64)) for block in (None, 32))
+        assert whole.parts["outlier.value"].shape == blocks.parts["outlier.value"].shape
+        assert torch.equal(
+            arm.codec.decode(whole, rope_table(72, 64)), reconstruct(arm.codec, x, 32, rope_table(72, 64))
+        )
 
 
 def test_keys_before_rope_are_quantized_unturned() -> None:
