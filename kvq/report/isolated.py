@@ -29,11 +29,11 @@ def made_of(
         try:
             return make(left)
         except Exception as error:
-            found = [(part, why) for part in left if (why := _why_not(make, part)) is not None] or [(left[0], error)]
-        for part, why in found:
-            skip(part, f"{name(part)}: {what}: {_line(why)}")
-        odd = {id(part) for part, _ in found}
-        left = [part for part in left if id(part) not in odd]
+            alone = enumerate(_why_not(make, part) for part in left)
+            found = {place: why for place, why in alone if why is not None} or {0: error}
+        for place, why in found.items():
+            skip(left[place], f"{name(left[place])}: {what}: {_line(why)}")
+        left = [part for place, part in enumerate(left) if place not in found]
     return None
 
 

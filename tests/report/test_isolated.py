@@ -14,7 +14,7 @@ from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
 from kvq.results import Store
 from kvq.results.record import parse_record
-from tests.report.sweeps import put_sweep
+from tests.report.sweeps import sweep
 from tests.results import made
 
 
@@ -47,7 +47,7 @@ def test_parts_that_only_break_it_together_are_left_out_one_by_one() -> None:
 
 def test_odd_records_are_skipped_by_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store(tmp_path)
-    put_sweep(store)
+    sweep(store)
     before = {row.record.key for table in build_tables(store).tables for row in table.rows}
     for config in ({"method": 5}, {"method": {"key": [1]}}, {"task": None}, {"task": {"name": "error"}}):
         settings = made.config("x", "2") | config
