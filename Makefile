@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep tables figures report screenshot docs wandb-sync test test-fast lint tiny-model codebooks bench clean
+.PHONY: help setup demo sweep tables figures report screenshot docs wandb-sync test test-fast test-all lint tiny-model codebooks bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,8 +50,11 @@ wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project
 test: setup ## set up and run all tests (TEST_ARGS="-n 2": in two processes)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
+test-all: setup ## run all tests, and random settings, records and files for half an hour (KVQ_FUZZ=1000: of each)
+	$(BIN)/python -m pytest $(TEST_ARGS) -m "fuzz or not fuzz"
+
 test-fast: setup ## run the tests that take seconds
-	$(BIN)/python -m pytest $(TEST_ARGS) -m "not slow and not bench"
+	$(BIN)/python -m pytest $(TEST_ARGS) -m "not slow and not bench and not fuzz"
 
 lint: setup ## check style and types
 	$(BIN)/ruff check .

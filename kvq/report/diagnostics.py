@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-import pandas as pd
-
-from kvq.errors import RecordError
 from kvq.report import distribution_figures as distribution
 from kvq.report import error_figures as errors
 from kvq.report import memory_figures as memory
@@ -17,10 +16,13 @@ from kvq.report import shift_figures as shift
 from kvq.report import tni_figures as tni
 from kvq.report import valley_figures as valley
 from kvq.report.drawing import Drawing
+from kvq.report.isolated import made_of, noted
 from kvq.report.settings import PROTOCOL
 from kvq.results import Record, Store, run_key
 
 _FEWEST_WIDTHS = 3
+Made = TypeVar("Made")
+Maker = Callable[[Sequence[Record], Store], Iterable[Drawing]]
 
 
 def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[str] | None = None) -> Iterator[Drawing]:
@@ -34,18 +36,23 @@ def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[s
     done = [record for record in records if record.status == "done"]
     for task, make in MAKERS.items():
         for group in _protocols(record for record in done if record.task == task):
-            try:
-                for made in make(group, store):
-                    yield replace(made, stem=file_name(f"{made.stem}-{_suffix(group)}"))
-            except RecordError as error:
-                if skipped is None:
-                    raise
-                skipped.append(str(error))
-    yield from _shifts(done, store)
-    table = valley.dispersion_table(done)
-    if not table.empty:
+            for made in _sound(group, _made(make, store), f"figures of task={task}", skipped) or ():
+                yield replace(made, stem=file_name(f"{made.stem}-{_suffix(group)}"))
+    yield from _shifts(done, store, skipped)
+    table = _sound(done, valley.dispersion_table, "dispersion", skipped)
+    if table is not None and not table.empty:
         yield Drawing("dispersion-pairs", table, None)
         yield Drawing("dispersion-spearman", valley.dispersion_correlations(table), None)
+
+
+def _sound(
+    group: Sequence[Record], make: Callable[[list[Record]], Made], what: str, skipped: list[str] | None
+) -> Made | None:
+    return made_of(group, make, lambda record: f"run {record.key[:12]}", what, noted(skipped))
+
+
+def _made(make: Maker, store: Store) -> Callable[[list[Record]], list[Drawing]]:
+    return lambda group: list(make(group, store))
 
 
 def file_name(stem: str) -> str:
@@ -53,15 +60,17 @@ def file_name(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "_", stem).lstrip(".")[:200]
 
 
-def _shifts(records: Sequence[Record], store: Store) -> Iterator[Drawing]:
+def _shifts(records: Sequence[Record], store: Store, skipped: list[str] | None) -> Iterator[Drawing]:
     """A figure of each model whose calibrated methods were tested on another text."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[run_key({name: record.config.get(name) for name in ("task", "model", "seed")})].append(record)
     for name, group in groups.items():
-        table = shift.shift_table(group, store)
-        if not table.empty:
-            protocol = filter(None, [group[0].model, group[0].config.get("task", {}).get("scoring")])
+        table = _sound(group, functools.partial(shift.shift_table, store=store), "shifts", skipped)
+        if table is not None and not table.empty:
+            task = group[0].config.get("task")
+            scoring = task.get("scoring") if isinstance(task, Mapping) else None
+            protocol = filter(None, [group[0].model, scoring and str(scoring)])
             title = f"Calibrated on another text (hollow): {', scoring '.join(protocol)}"
             stem = file_name(f"calibration-shift-{group[0].model}-{name[:6]}")
             yield Drawing(stem, table, shift.shift_figure, (title,))
@@ -149,7 +158,7 @@ def _widths(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
         yield Drawing("widths", table, valley.valley_figure, (f"More bits, less loss? {_where(group)}",))
 
 
-MAKERS: dict[str, Callable[[Sequence[Record], Store], Iterable[Drawing]]] = {
+MAKERS: dict[str, Maker] = {
     "error": _errors,
     "tni": _norms,
     "distribution": _distributions,
@@ -159,8 +168,10 @@ MAKERS: dict[str, Callable[[Sequence[Record], Store], Iterable[Drawing]]] = {
 }
 
 
-def embedding_drawings(records: Iterable[Record], store: Store) -> Iterator[Drawing]:
+def embedding_drawings(records: Iterable[Record], store: Store, skipped: list[str] | None = None) -> Iterator[Drawing]:
     """t-SNE of the tokens that `task=distribution` kept, a figure for every model with two corpora or more.
+
+    `skipped` takes the reasons of runs that it cannot be made of; None raises them.
 
     Raises:
         RecordError: samples that are missing.
@@ -171,8 +182,10 @@ def embedding_drawings(records: Iterable[Record], store: Store) -> Iterator[Draw
             name = run_key({"model": record.config.get("model"), "task": record.config.get("task")})
             groups[name].append(record)
     for name, group in groups.items():
-        kept = distribution.kept_vectors(group, store) if len({r.dataset for r in group}) > 1 else pd.DataFrame()
-        if not kept.empty:
+        if len({r.dataset for r in group}) < 2:
+            continue
+        kept = _sound(group, functools.partial(distribution.kept_vectors, store=store), "embedding", skipped)
+        if kept is not None and not kept.empty:
             title = f"Tokens of {group[0].model}, layer {kept['layer'].iloc[0]}, one head"
             stem = file_name(f"distribution-tsne-{group[0].model}-{name[:6]}")
             yield Drawing(stem, kept, distribution.embedding_figure, (title,), distribution.embedding_table)

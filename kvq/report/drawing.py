@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.errors import RecordError
+from kvq.errors import KvqError, RecordError
+from kvq.report.isolated import noted
 from kvq.report.style import save
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
@@ -91,13 +92,16 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def write_drawings(drawings: Iterable[Drawing], folder: Path, workers: int = 1) -> list[Path]:
+def write_drawings(
+    drawings: Iterable[Drawing], folder: Path, workers: int = 1, skipped: list[str] | None = None
+) -> list[Path]:
     """Write each drawing as CSV, PDF and PNG and return their paths; what is there and has not changed stays.
 
     Args:
         drawings: taken one by one, so that making tables and drawing them go on at once.
         folder: where the files go.
         workers: processes that draw; with more than one, the program's main module must be importable.
+        skipped: takes the reasons of figures that their numbers do not allow; None raises them.
 
     Raises:
         RecordError: a folder that cannot be written.
@@ -114,14 +118,28 @@ def write_drawings(drawings: Iterable[Drawing], folder: Path, workers: int = 1) 
             if not found:
                 pool.add(place, drawing, folder)
         for place, written in pool.results():
-            paths[place] = written
+            if isinstance(written, str):
+                noted(skipped)(None, written)
+            else:
+                paths[place] = written
+    paths = [written for written in paths if written]
     for written in paths:
         marks[written[0].stem]["files"] = {path.name: _digest(path) for path in written}
-    _keep(folder, {**known, **marks})
+    _keep(folder, {**known, **{stem: mark for stem, mark in marks.items() if "files" in mark}})
     return [path for written in paths for path in written]
 
 
-def _written(drawing: Drawing, folder: Path) -> list[Path]:
+def _written(drawing: Drawing, folder: Path) -> list[Path] | str:
+    """The files of a drawing, or in one line why its numbers make no figure."""
+    try:
+        return _saved(drawing, folder)
+    except (OSError, KvqError):
+        raise  # of the folder
+    except Exception as error:
+        return f"figure {drawing.stem}: cannot be drawn, {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def _saved(drawing: Drawing, folder: Path) -> list[Path]:
     numbers = drawing.numbers()
     return save(drawing.draw and drawing.draw(numbers, *drawing.arguments), numbers, folder, drawing.stem)
 
@@ -138,7 +156,7 @@ class _Workers:
         self._workers = min(workers, _MOST_WORKERS)
         self._waiting: list[tuple[int, Drawing, Path]] = []
         self._pool: ProcessPoolExecutor | None = None
-        self._given: list[tuple[int, Future[list[Path]]]] = []
+        self._given: list[tuple[int, Future[list[Path] | str]]] = []
 
     def __enter__(self) -> _Workers:
         return self
@@ -157,7 +175,7 @@ class _Workers:
             self._given += [(place, self._pool.submit(_written, made, into)) for place, made, into in self._waiting]
             self._waiting.clear()
 
-    def results(self) -> Iterator[tuple[int, list[Path]]]:
+    def results(self) -> Iterator[tuple[int, list[Path] | str]]:
         for place, drawing, folder in self._waiting:
             yield place, _written(drawing, folder)
         for place, future in self._given:

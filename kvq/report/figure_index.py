@@ -52,6 +52,8 @@ class Noted:
         Raises:
             RecordError: a folder that cannot be written.
         """
+        # One that could not be drawn has no files.
+        self.titles = {stem: title for stem, title in self.titles.items() if (folder / f"{stem}.csv").is_file()}
         try:
             write_file(folder / INDEX, self._page().encode(), durable=False)
         except OSError as error:

@@ -7,8 +7,10 @@ its numbers beside it as CSV.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from kvq.report import loss_figures as losses
 from kvq.report.diagnostics import diagnostic_drawings, embedding_drawings, file_name
 from kvq.report.drawing import Drawing, cores, seldom_collected, write_drawings
 from kvq.report.figure_index import Noted
+from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
 from kvq.report.layout import Row, Table, Tables
 from kvq.report.mosaic import Look, mosaic
@@ -73,16 +76,24 @@ def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = Non
         RecordError: samples that are missing, where `skipped` is None.
     """
     for table in tables.tables:
-        try:
-            grid = needle_grid(table.rows, store) if _is_of_needles(table) else None
-        except RecordError as error:
-            if skipped is None:
-                raise
-            skipped.append(str(error))
-            grid = None
+        grid = _grid(table, store, skipped) if _is_of_needles(table) else None
         if grid is not None and not grid.empty:
             yield Drawing(table.slug, grid, heat_map, (table.title,))
-        yield from _losses(table)
+        yield from made_of(table.rows, _made_losses(table), _name, "loss figures", noted(skipped)) or ()
+
+
+def _grid(table: Table, store: Store, skipped: list[str] | None) -> pd.DataFrame | None:
+    return made_of(
+        table.rows, functools.partial(needle_grid, store=store), _name, "heat map of needles", noted(skipped)
+    )
+
+
+def _made_losses(table: Table) -> Callable[[list[Row]], list[Drawing]]:
+    return lambda rows: list(_losses(replace(table, rows=tuple(rows))))
+
+
+def _name(row: Row) -> str:
+    return f"run {row.record.key[:12]}"
 
 
 def _losses(table: Table) -> Iterator[Drawing]:
@@ -101,7 +112,7 @@ def _is_of_needles(table: Table) -> bool:
 
 def _drawings(store: Store, scanned: tuple[list[Record], list[Broken]], skipped: list[str]) -> Iterator[Drawing]:
     """Everything that records allow; what takes longest is first, so that it is worked on while tables are made."""
-    yield from embedding_drawings(scanned[0], store)
+    yield from embedding_drawings(scanned[0], store, skipped)
     yield from table_drawings(build_tables(store, scanned=scanned), store, skipped)
     yield from diagnostic_drawings(scanned[0], store, skipped)
 
@@ -126,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not records:
             raise RecordError(f"no records to draw under '{store.runs}': run a sweep first, such as -m method=nsn,kivi")
         drawings = Noted(_drawings(store, scanned, skipped))
-        paths = write_drawings(drawings, out, given.jobs)
+        paths = write_drawings(drawings, out, given.jobs, skipped)
         paths.append(drawings.write(out))
     except KvqError as error:
         print(error, file=sys.stderr)

@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from kvq.report.cells import columns_of
 from kvq.report.comparisons import Comparisons, by_bits, frontier
+from kvq.report.isolated import made_of
 from kvq.report.judged import read_records
 from kvq.report.layout import Planned, Row, Table, Tables
 from kvq.report.notes import notes_of
@@ -56,11 +58,31 @@ def build_tables(
     read = {record.key: record for record in records}
     comparisons = Comparisons(lambda key: store.samples_of(read[key]) if key in read else store.samples(key))
     stale = stale or judge()
-    tables = [
-        _table(protocol, groups.get(protocol, []), missing.get(protocol, []), comparisons, stale)
-        for protocol in sorted(groups.keys() | missing.keys())
-    ]
-    return Tables(tuple(sorted(tables, key=lambda table: table.slug)), tuple(broken))
+    tables, odd = [], list(broken)
+
+    def skip(record: Record, reason: str) -> None:
+        odd.append(Broken(store.record_path(record.key), reason.partition(": ")[2]))
+
+    for protocol in sorted(groups.keys() | missing.keys()):
+        planned_here = missing.get(protocol, [])
+
+        def make(group: list[Record], name: str = protocol, more: Sequence[Planned] = planned_here) -> Table:
+            return _checked(_table(name, group, more, comparisons, stale))
+
+        of_records = made_of(groups.get(protocol, []), make, lambda record: record.key, "table", skip)
+        if of_records is not None:
+            tables.append(of_records)
+        elif planned_here:
+            tables.append(make([]))
+    return Tables(tuple(sorted(tables, key=lambda table: table.slug)), tuple(odd))
+
+
+def _checked(table: Table) -> Table:
+    """The table, once every cell of it has been written."""
+    for column in columns_of(table):
+        for row in table.rows:
+            column.cell(row)
+    return table
 
 
 def _protocol(run: Record | Planned) -> dict[str, Any]:

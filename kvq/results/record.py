@@ -66,7 +66,10 @@ def run_key(config: Mapping[str, Any]) -> str:
 
 
 def _in_utc(moment: datetime) -> datetime:
-    return moment.astimezone(UTC)
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError as error:  # in the first or the last day that a date can name
+        raise ValueError(f"{moment.isoformat()} has no date in UTC") from error
 
 
 class _Frozen(BaseModel):

@@ -1,0 +1,62 @@
+"""One odd record never stops a report: what breaks an output is found, named and left out, and the rest is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvq.errors import KvqError, RecordError
+
+Part = TypeVar("Part")
+Made = TypeVar("Made")
+
+
+def made_of(
+    parts: Sequence[Part],
+    make: Callable[[list[Part]], Made],
+    name: Callable[[Part], str],
+    what: str,
+    skip: Callable[[Part, str], None],
+) -> Made | None:
+    """`make(parts)`, of those parts alone that do not break it; None where none are left.
+
+    A record that the schema takes may still lack a setting, hold samples of another task or none at all: whatever that
+    raises, the parts that raise it by themselves are given to `skip` with a reason in one line; where none does, the
+    first.
+    """
+    left = list(parts)
+    while left:
+        try:
+            return make(left)
+        except Exception as error:
+            alone = enumerate(_why_not(make, part) for part in left)
+            found = {place: why for place, why in alone if why is not None} or {0: error}
+        for place, why in found.items():
+            skip(left[place], f"{name(left[place])}: {what}: {_line(why)}")
+        left = [part for place, part in enumerate(left) if place not in found]
+    return None
+
+
+def _why_not(make: Callable[[list[Part]], object], part: Part) -> Exception | None:
+    try:
+        make([part])
+    except Exception as error:
+        return error
+    return None
+
+
+def _line(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return said if isinstance(error, KvqError) else f"cannot be made of it, {type(error).__name__}: {said[:120]}"
+
+
+def noted(skipped: list[str] | None) -> Callable[[object, str], None]:
+    """A `skip` that adds reasons to a list, once each, or raises them as `RecordError` where there is none."""
+
+    def skip(_: object, reason: str) -> None:
+        if skipped is None:
+            raise RecordError(reason)
+        if reason not in skipped:
+            skipped.append(reason)
+
+    return skip

@@ -1,0 +1,102 @@
+"""What breaks an output is named and left out; the rest is made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvq.errors import RecordError
+from kvq.report import build_tables
+from kvq.report.figures import main as figures
+from kvq.report.isolated import made_of, noted
+from kvq.report.judged import read_records
+from kvq.results import Store
+from kvq.results.record import parse_record
+from tests.report.sweeps import sweep
+from tests.results import made
+
+
+def test_parts_that_break_it_are_left_out_and_named() -> None:
+    reasons: list[str] = []
+
+    def total(parts: list[object]) -> int:
+        return sum(int(str(part)) for part in parts)
+
+    assert made_of([1, "a", 3, "b"], total, repr, "sum", noted(reasons)) == 4
+    assert [reason.partition(", ")[0] for reason in reasons] == [
+        "'a': sum: cannot be made of it",
+        "'b': sum: cannot be made of it",
+    ]
+    assert made_of(["a"], total, repr, "sum", noted([])) is None
+    with pytest.raises(RecordError, match=r"^'a': sum: cannot be made of it, ValueError: "):
+        made_of([1, "a"], total, repr, "sum", noted(None))
+
+
+def test_parts_that_only_break_it_together_are_left_out_one_by_one() -> None:
+    def distinct(parts: list[int]) -> list[int]:
+        if len(set(parts)) < len(parts):
+            raise KeyError("twice")
+        return parts
+
+    reasons: list[str] = []
+    assert made_of([1, 1, 2], distinct, str, "set", noted(reasons)) == [1, 2]
+    assert len(reasons) == 1
+
+
+def test_odd_records_are_skipped_by_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path)
+    sweep(store)
+    before = {row.record.key for table in build_tables(store).tables for row in table.rows}
+    for config in ({"method": 5}, {"method": {"key": [1]}}, {"task": None}, {"task": {"name": "error"}}):
+        settings = made.config("x", "2") | config
+        name = "error" if config.get("task") else "ppl"
+        store.put(made.record("x", "2", settings=settings, task=name, baseline_key="0" * 64), [{"odd": 1}])
+    tables = build_tables(store)
+    assert before <= {row.record.key for table in tables.tables for row in table.rows}
+    assert tables.broken
+    assert all("\n" not in broken.reason for broken in tables.broken)
+    assert figures(["--results", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "skipped: run " in said
+
+
+@pytest.mark.parametrize("date", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"])
+def test_a_date_that_has_no_utc_is_one_line(date: str) -> None:
+    record = made.record("x").model_dump(mode="json")
+    record["provenance"]["started"] = date
+    with pytest.raises(RecordError, match=r"^provenance\.started: .* has no date in UTC$"):
+        parse_record(json.dumps(record).encode())
+
+
+def test_items_are_judged_by_their_samples_not_by_what_was_recorded(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def put(method: str, scores: list[float], **more: object) -> str:
+        task = {"name": "longbench", "margin": 0.05}
+        record = made.record(method, settings=made.config(method, "", task), task="longbench", **more)
+        return store.put(record, [{"item": str(i), "score": score} for i, score in enumerate(scores)]).key
+
+    unsound = {"p_value": 0.0011, "not_worse_p": 4e-8, "not_worse": 1.0, "within_noise": 0.0, "items": 3.0}
+    full = put("fp16", [0.03, 0.04, 0.02], metrics={"items": 3.0})
+    keys = [put("zero", [0.0] * 3, metrics=unsound, baseline_key=full)]
+    keys.append(put("lost", [0.0] * 3, metrics=unsound, baseline_key=full))
+    store.samples_path(keys[1]).unlink()
+    found = {record.key: record.metrics for record in read_records(store)[0]}
+    assert found[keys[0]] == {"items": 3.0, "flips": 1.0, "within_noise": 1.0, "not_worse": 0.0}
+    assert found[keys[1]] == {"items": 3.0}
+    assert store.get(keys[0]).metrics == unsound  # type: ignore[union-attr]
+
+
+def test_zero_is_never_not_worse_and_identity_never_worse_on_the_committed_records() -> None:
+    records, _ = read_records(Store(Path(__file__).parents[2] / "results"))
+    judged = [record for record in records if "not_worse" in record.metrics]
+    assert judged
+    for record in judged:
+        if record.metrics.get("accuracy", record.metrics.get("score")) == 0 or record.method == "zero":
+            assert record.metrics["not_worse"] == 0
+        if record.method == "identity" or record.metrics["flips"] == 0:
+            assert record.metrics["within_noise"] == 1
+            assert record.metrics["p_value"] == 1
