@@ -50,7 +50,7 @@ wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project
 test: setup ## set up and run all tests (TEST_ARGS="-n 2": in two processes)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
-test-all: setup ## run all tests, and random settings, records and files for half an hour (KVQ_FUZZ=1000: of each)
+test-all: setup ## run all tests, and random settings, records and files too (KVQ_FUZZ=1000: how many)
 	$(BIN)/python -m pytest $(TEST_ARGS) -m "fuzz or not fuzz"
 
 test-fast: setup ## run the tests that take seconds

@@ -85,6 +85,8 @@ VALUES = [
     (["dataset.name=''"], "dataset.name=: empty"),
     (["method.key=5"], "method.key=5: a codec"),
     (["method.value=[1]"], "method.value=.1.: "),
+    (["method.key._target_=[1,2]"], r"method.key._target_=\[1, 2\]: cannot be imported"),
+    (["method.key._target_=math.pi"], "method.key._target_=math.pi: cannot be imported"),
     (["method.first_layers.count=1", "+method.first_layers.key=5"], "method.first_layers.key=5: a codec"),
     (["task.version=-1"], "task.version=-1: at least 1"),
     (["task.bootstrap.resamples=1000000000"], "task.bootstrap.resamples=1000000000: at most 1000000"),

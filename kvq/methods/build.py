@@ -254,8 +254,9 @@ def _check_arguments(setting: str, config: Mapping[str, Any]) -> None:
     if "_target_" in config:
         try:
             target = pkgutil.resolve_name(config["_target_"])
-        except (ImportError, AttributeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            inspect.signature(target)
+        except (ImportError, AttributeError, ValueError, TypeError) as error:  # no name, or of nothing to call
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"{setting}._target_={config['_target_']}: cannot be imported ({reason})") from error
         _check_call(setting, config, target)
     for name, item in config.items():
