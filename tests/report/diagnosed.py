@@ -15,7 +15,7 @@ from tests.results import made
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
 
-def measured(folder: Path, task: Any, method: str, bits: int = 2, path: str = "") -> Measurement:
+def measured(folder: Path, task: Any, method: str, bits: int = 2, path: str = "random") -> Measurement:
     return importlib.import_module(f"kvq.tasks.{task.name}").measure(  # type: ignore[no-any-return]
         DiagnosedInputs(task, path=path), build_method(method, bits, 32), None, journal(folder)
     )
@@ -26,7 +26,7 @@ def drawn(store: Store, folder: Path) -> list[Path]:
     return write_drawings(diagnostic_drawings(store.scan()[0], store), folder)
 
 
-def put(store: Store, folder: Path, task: Any, method: str, dataset: str = "pydocs", path: str = "") -> Record:
+def put(store: Store, folder: Path, task: Any, method: str, dataset: str = "pydocs", path: str = "random") -> Record:
     """Measure and store a run; all but full precision say that they have a baseline."""
     found = measured(folder, task, method, path=path)
     full = method == "fp16"

@@ -18,7 +18,7 @@ from tests.random_models import VOCABULARY, random_llama, token_ids
 class DiagnosedInputs(Inputs):
     """Inputs of a random llama of 2 layers, 2 KV heads and head_dim 32, or of another model, on random tokens."""
 
-    def __init__(self, task: Any, loaded: LoadedModel | None = None, path: str = "") -> None:
+    def __init__(self, task: Any, loaded: LoadedModel | None = None, path: str = "random") -> None:
         self.config: Any = SimpleNamespace(task=task, model=ModelConfig(name="random", path=path))
         self._loaded = loaded
 
