@@ -30,3 +30,8 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the closest option, or an empty string when none is close."""
     close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what another library's error says, or the error's type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

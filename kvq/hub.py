@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from kvq.errors import first_line
+
 PATIENCE = 3.0
 """Seconds that the hub has to answer."""
 STANDS = 60.0
@@ -73,4 +75,4 @@ def reason(error: Exception) -> str:
     """Why something could not be had from the hub, in one line: the first of the error's, or that nobody answers."""
     if not answers():
         return UNREACHABLE
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq import hub
-from kvq.errors import DataError, did_you_mean
+from kvq.errors import DataError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
@@ -102,7 +102,7 @@ def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
     try:
         rows = load_from_disk(str(path))
     except Exception as error:  # of several libraries, for every file that is cut short or garbled
-        raise DataError(f"dataset.path={path}: not a whole saved dataset: {_first_line(error)}") from error
+        raise DataError(f"dataset.path={path}: not a whole saved dataset: {first_line(error)}") from error
     if isinstance(rows, DatasetDict):
         split = config.split or "test"
         if split not in rows:
@@ -121,7 +121,7 @@ def _file_rows(path: Path, field: str) -> tuple[str, ...]:
         return reader(path, field)
     # Cut short or garbled archives, JSON nested beyond the parser's depth.
     except (OSError, ValueError, EOFError, zlib.error, RecursionError) as error:
-        raise DataError(f"dataset.path={path}: cannot be read: {_first_line(error)}") from error
+        raise DataError(f"dataset.path={path}: cannot be read: {first_line(error)}") from error
 
 
 def _text(path: Path, _field: str) -> tuple[str, ...]:
@@ -210,7 +210,3 @@ def unencodable(text: str) -> str | None:
     except UnicodeEncodeError as error:
         return f"\\u{ord(text[error.start]):04x}"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
