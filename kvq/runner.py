@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 
-import kvq.cache.foreign
 import kvq.cache.kept
 import kvq.cache.sinks
+import kvq.cache.transformers_caches
 import kvq.codecs.codec
 import kvq.codecs.hadamard
 import kvq.codecs.packed
 import kvq.codecs.packing
-from kvq import calibrated_run
+from kvq.calibration import run as calibrated_run
+from kvq.calibration.bind import Calibration
 from kvq.config import Config, full_precision
+from kvq.config.identity import canonical
 from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported
-from kvq.identity import canonical
 from kvq.methods.build import Method, method_of
-from kvq.methods.calibrated import Calibration
 from kvq.methods.kept import bind_kept_keys
+from kvq.models.inputs import Inputs
 from kvq.results import Record, Store, is_stale, run_key, source_hash
 from kvq.results.journal import Journal
 from kvq.results.provenance import PeakMemory, collect, utc_now
 from kvq.results.record import Status
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement
 from kvq.tasks.registry import task_of
 from kvq.tasks.stepwise import check_decode_mode
@@ -236,7 +236,7 @@ def _journal_path(store: Store, key: str) -> Path:
 def _codec_modules(method: Method) -> tuple:
     """Modules whose source makes the method's codes: its stages' and quantizers', and those of the chain itself."""
     if method.backend is not None:
-        return (kvq.cache.foreign,)
+        return (kvq.cache.transformers_caches,)
     names = set()
     for codec in (method.key, method.value):
         if codec is not None:

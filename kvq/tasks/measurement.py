@@ -14,8 +14,8 @@ import kvq.cache.store
 
 if TYPE_CHECKING:
     from kvq.methods.build import Method
+    from kvq.models.inputs import Inputs
     from kvq.results.journal import Journal
-    from kvq.tasks.inputs import Inputs
 
 CACHE_MODULES = (kvq.cache.rotary, kvq.cache.side, kvq.cache.sources, kvq.cache.store)
 """Modules that decide what attention reads."""
