@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -69,6 +69,8 @@ class Loader(enum.StrEnum):
 @dataclass
 class OutliersConfig:
     """Function-preserving channel outliers: scales are powers of two, counts (0: none) per layer and KV head."""
+
+    version: ClassVar[int] = 1
 
     key_scale: float = 8.0
     value_scale: float = 4.0
@@ -273,7 +275,6 @@ class Config:
                 f"task.context={asked}: model={self.model.name} takes at most {limit} tokens (model.context)"
             )
         within("threads", self.threads, 1, MAX_THREADS)
-        at_least("task.version", getattr(self.task, "version", None), 1)
         check_seed("seed", self.seed)
         if self.cache.attention is Attention.packed and self.task is not None and not is_timed(self.task):
             name = getattr(self.task, "name", self.task)
