@@ -22,7 +22,7 @@ RUNS = TASKS | {"calibration"}
 ALLOWED = {
     "errors": set(),
     "config": set(),
-    "results": set(),
+    "results": {"config"},
     "codecs": set(),
     "kernels": CODECS,
     "diagnostics": CODECS,

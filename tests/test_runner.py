@@ -144,14 +144,14 @@ def test_a_stale_run_is_said_and_measured_again(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*given, "method=rtn", "bits=2"]) == 0
-    edit_record(tmp_path, "rtn 2", source_hash="0" * 64)
+    edit_record(tmp_path, "rtn 2", versions={"ppl": 0})
     capsys.readouterr()
     assert main([*given, "method=rtn", "bits=2", "plan=true"]) == 0
     out = capsys.readouterr().out
     assert "stale       rtn bits=2" in out
     assert "done        fp16" in out
     assert main([*given, "method=rtn", "bits=2"]) == 0
-    assert records(tmp_path)["rtn 2"].source_hash != "0" * 64
+    assert records(tmp_path)["rtn 2"].versions["ppl"] == 1
 
 
 def test_a_corrupt_record_is_named_and_measured_again(

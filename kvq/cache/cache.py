@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class KVCache(WatchfulCache):
         Unsupported: the method cannot work on the model's head dim, has no quantized prefill (a backend), or attention
             cannot read its codes.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self,

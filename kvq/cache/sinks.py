@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -18,6 +20,8 @@ class SinkSide(CacheSide):
 
     They count among the bytes in full precision, as the residual does.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False, sinks: int = 0

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
-import kvq.calibration.collect
-import kvq.calibration.fit
-import kvq.calibration.learn
-import kvq.calibration.text
-import kvq.codecs.calibrated
-import kvq.codecs.kmeans
+import kvq.calibration
+import kvq.codecs
 from kvq.calibration import files
 from kvq.calibration.bind import Calibration
 from kvq.calibration.fit import calibrated
@@ -21,18 +17,10 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import Method
 from kvq.methods.kept import bind_kept_keys
 from kvq.models.inputs import Inputs
-from kvq.results import source_hash
+from kvq.results.source import code_hash
+from kvq.results.versions import versions_of
 from kvq.tasks.measurement import Measurement
 
-MODULES: tuple[ModuleType, ...] = (
-    kvq.calibration.collect,
-    kvq.calibration.learn,
-    kvq.calibration.fit,
-    kvq.calibration.text,
-    kvq.codecs.calibrated,
-    kvq.codecs.kmeans,
-)
-"""Modules whose source decides what a calibration finds, beside those of the codecs themselves."""
 UNITS = {
     "calibration_bytes": "bytes",
     "calibration_bits": "bits",
@@ -86,22 +74,32 @@ def check(inputs: Inputs, method: Method) -> None:
         raise ConfigError(f"method.calibration.length={settings.length}: model={name} takes at most {longest} tokens")
 
 
-def file_of(inputs: Inputs, modules: tuple[ModuleType, ...]) -> Path:
-    """Where the run's calibration lies, made or not. `modules`: those that decide its tables."""
+def file_of(inputs: Inputs) -> Path:
+    """Where the run's calibration lies, made or not. Its name follows the code that fits, not versions alone.
+
+    So whoever works on a fit never reads tables of the code before.
+    """
     text = text_of(inputs)
     whole = canonical(inputs.config, inputs.model_fingerprint, "", None if text is None else text.fingerprint)
     method = {name: item for name, item in whole["method"].items() if name not in ("sink_tokens", "kept_keys")}
     # What keeps tokens apart in a cache decides no tables, so the same codecs share theirs.
-    fitting = [module for module in modules if not module.__name__.startswith("kvq.cache.")]
-    decides = {"model": whole["model"], "method": method, "source": source_hash(fitting)}
+    outside = {name: version for name, version in versions_of(whole).items() if isinstance(version, str)}
+    decides = {"model": whole["model"], "method": method, "code": _fitting_code(), "outside": outside}
     return files.path_of(Path(inputs.config.results_dir), files.name_of(decides))
 
 
-def bound(inputs: Inputs, method: Method, modules: tuple[ModuleType, ...]) -> tuple[Method, Calibration]:
+@functools.cache
+def _fitting_code() -> str:
+    return code_hash(
+        *(file for package in (kvq.calibration, kvq.codecs) for file in Path(package.__path__[0]).rglob("*.py"))
+    )
+
+
+def bound(inputs: Inputs, method: Method) -> tuple[Method, Calibration]:
     """The run's method with its tables, fitted now unless a file has them."""
     text = text_of(inputs)
     assert text is not None
-    return calibrated(method, inputs.model, text.windows, inputs.config.method.calibration, file_of(inputs, modules))
+    return calibrated(method, inputs.model, text.windows, inputs.config.method.calibration, file_of(inputs))
 
 
 def with_metrics(result: Measurement, calibration: Calibration | None) -> Measurement:

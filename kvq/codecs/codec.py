@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -27,6 +28,8 @@ class Codec:
     Raises:
         ConfigError: `order` names an unknown stage, one twice, or leaves one out.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
         for name in order:

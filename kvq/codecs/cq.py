@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -32,6 +34,8 @@ class CoupledQuantizer(Calibrated, Quantizer):
     Source: CQ (arXiv 2405.03917): k-means weighted by the sum of squared gradients of the coupled channels; the
     nearest centroid by plain L2.
     """
+
+    version: ClassVar[int] = 1
 
     token_group = 1
     wants_gradients = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -34,6 +35,8 @@ class ChannelShift(Stage):
     Raises:
         ConfigError: unknown center.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(self, center: Center | str = Center.mean, double_quant: DoubleQuant | None = None) -> None:
         self.center = choice(Center, center, "center")
@@ -73,6 +76,8 @@ class ChannelScale(Stage):
     Stored in fp16, one number per head, channel and block. A channel that does not vary stores 0 and decodes to 0: it
     belongs behind a `ChannelShift`, after which such a channel is 0.
     """
+
+    version: ClassVar[int] = 1
 
     @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -76,6 +77,8 @@ class PolarQuantizer(Quantizer):
 
     Source: PolarQuant (arXiv 2502.02617), section 4; its codebooks found ahead of time.
     """
+
+    version: ClassVar[int] = 1
 
     token_group = 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -37,6 +38,8 @@ class TokenSplit(Quantizer):
 
     Source: ZipCache (arXiv 2405.14256), section 4.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(self, share: float | int, high: Codec, low: Codec, per_head: bool = False) -> None:
         if not 0 <= share <= 1:
@@ -105,6 +108,8 @@ def _order(mask: Tensor) -> Tensor:
 class PlannedCodec(Codec):
     """A codec over a `TokenSplit` that a plan can tell which tokens are salient."""
 
+    version: ClassVar[int] = 1
+
     _mask: Tensor | None = None
     _at = 0
 
@@ -134,6 +139,8 @@ class PlannedCodec(Codec):
 
 class ChannelRoot(Stage):
     """Divide each channel of a block by the square root of its largest magnitude (ZipCache, section 4.2)."""
+
+    version: ClassVar[int] = 1
 
     @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:

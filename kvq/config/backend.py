@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,6 +21,8 @@ MODE = "decode"
 @dataclass(frozen=True)
 class BackendConfig:
     """A backend by name, its bits per code, and how many elements share a scale and a zero point."""
+
+    version: ClassVar[int] = 1
 
     name: str
     bits: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvq.errors import ConfigError, at_least, check_seed, not_empty
 
@@ -20,6 +21,8 @@ class CalibrationConfig:
         tokens: of all samples together, so many tokens are fitted to, drawn by `seed`; null: all.
         seed: draws samples and tokens, and begins the fits.
     """
+
+    version: ClassVar[int] = 1
 
     dataset: str | None = None
     path: str | None = None

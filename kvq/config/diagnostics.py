@@ -1,6 +1,6 @@
 """The settings of the diagnostic tasks; `kvq.config.tasks` hands them on.
 
-`version` goes up when the numbers of a task would change.
+`version` of a task is raised when its numbers would change: records of the one before are stale.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ class DiagnosticConfig:
     task_name: ClassVar[str]
     reads_weights: ClassVar[bool] = True
     """False: a model's shape is enough, and no weights are loaded."""
+    reads_cache: ClassVar[bool] = False
+    """False: the task encodes and decodes states itself, so that the version of the cache says nothing of it."""
 
     name: str = "diagnostic"
-    version: int = 1
+    version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.name != self.task_name:
@@ -127,6 +129,7 @@ class MemoryConfig(DiagnosticConfig):
 
     task_name: ClassVar[str] = "memory"
     reads_weights: ClassVar[bool] = False
+    reads_cache: ClassVar[bool] = True
     name: str = "memory"
     lengths: list[int] = field(default_factory=lambda: [1024, 4096, 32768, 131072])
     measured: int = 32768

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -62,6 +62,8 @@ class Loader(enum.StrEnum):
 @dataclass
 class OutliersConfig:
     """Function-preserving channel outliers: scales are powers of two, counts (0: none) per layer and KV head."""
+
+    version: ClassVar[int] = 1
 
     key_scale: float = 8.0
     value_scale: float = 4.0
@@ -266,7 +268,6 @@ class Config:
                 f"task.context={asked}: model={self.model.name} takes at most {limit} tokens (model.context)"
             )
         within("threads", self.threads, 1, MAX_THREADS)
-        at_least("task.version", getattr(self.task, "version", None), 1)
         check_seed("seed", self.seed)
         if self.cache.attention is Attention.packed and self.task is not None and not is_timed(self.task):
             name = getattr(self.task, "name", self.task)

@@ -1,6 +1,6 @@
 """The settings of the tasks that measure time; `kvq.config.tasks` hands them on.
 
-`version` goes up when the figures of a task would mean something else.
+`version` of a task is raised when its figures would mean something else: records of the one before are stale.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SpeedConfig:
     timed: ClassVar[bool] = True
 
     name: str = "speed"
-    version: int = 1
+    version: ClassVar[int] = 1
     repeats: int = 5
     warmup: int = 1
     references: list[References] = field(default_factory=lambda: [References.preallocated, References.dynamic])

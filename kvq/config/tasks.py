@@ -1,6 +1,6 @@
 """The settings of the tasks; `kvq.config` puts them where Hydra finds them.
 
-`version` goes up when the scores of a task would change.
+`version` of a task is raised when its scores would change: records of the one before are stale.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import string
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -80,7 +80,7 @@ class PplConfig:
     """Perplexity: windows of `context` tokens, every `stride` when sliding; `prompt`: tokens before a continuation."""
 
     name: str = "ppl"
-    version: int = 1
+    version: ClassVar[int] = 1
     windows: Windows = Windows.sliding
     context: int = 2048
     stride: int = 512
@@ -122,7 +122,7 @@ class ItemsConfig:
     """
 
     name: str = "items"
-    version: int = 1
+    version: ClassVar[int] = 1
     prefill: Prefill = Prefill.whole
     batch_size: int = 1
     noise_floor: bool = True
@@ -219,6 +219,7 @@ class LongbenchConfig(ItemsConfig):
     `chat_template` holds for the subsets that the benchmark does not exempt.
     """
 
+    version: ClassVar[int] = 2
     name: str = "longbench"
     subsets: list[str] = field(default_factory=list)
     buckets: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -41,6 +42,8 @@ class OutlierTokens(MixedPrecision):
 
     Source: OTT (arXiv 2505.10938).
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(self, pool: int = 3, exempt_layers: int = 2) -> None:
         if pool < 1:
@@ -86,6 +89,8 @@ class Saliency(MixedPrecision):
 
     Source: ZipCache (arXiv 2405.14256), sections 4.3 and 4.4.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self,

@@ -6,7 +6,6 @@ Keys go through NSN before their rotary embedding and are looked at behind it, a
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -14,10 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvq.codecs.codebooks
-import kvq.codecs.vector
-import kvq.diagnostics.normality
-import kvq.tasks.capture
 from kvq.codecs import Hadamard, RandomizedHadamard, VectorQuantizer
 from kvq.codecs.codebooks import CODEBOOKS
 from kvq.config.diagnostics import DistributionConfig
@@ -211,9 +206,4 @@ def check(inputs: Inputs, method: Method) -> None:
     capturing.check(inputs, method)
 
 
-TASK = Task(
-    check,
-    measure,
-    (kvq.codecs.codebooks, kvq.codecs.vector, kvq.diagnostics.normality, kvq.tasks.capture, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

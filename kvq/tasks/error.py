@@ -6,7 +6,6 @@ All tokens of a window are quantized, in the blocks of the method's residual; no
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvq.diagnostics.fidelity
-import kvq.tasks.capture
 from kvq.codecs import Codec
 from kvq.config.diagnostics import Arms, ErrorConfig
 from kvq.diagnostics.fidelity import (
@@ -167,9 +164,4 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     return Measurement(metrics, units, rows)
 
 
-TASK = Task(
-    check,
-    measure,
-    (kvq.diagnostics.fidelity, kvq.tasks.capture, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-import kvq.tasks.generate
-import kvq.tasks.lm_eval_model
 from kvq.config import Config, Loader, compose, resolve
 from kvq.config.tasks import LmEvalConfig, Prefill
 from kvq.data import hub
@@ -34,7 +32,7 @@ from kvq.results.source import code_behind
 from kvq.tasks.generate import Reader, check_prefill
 from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say, units
 from kvq.tasks.lm_eval_model import CacheLM
-from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task
 
 # lm-eval's own seed of few-shot examples, so that prompts are those that others report.
 _FEWSHOT_SEED = 1234
@@ -329,12 +327,7 @@ def register() -> None:
         model_registry.register("kvq", target=f"{KvqLM.__module__}:{KvqLM.__qualname__}")
 
 
-TASK = Task(
-    check,
-    measure,
-    (*CACHE_MODULES, kvq.tasks.generate, kvq.tasks.lm_eval_model, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)
 
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate

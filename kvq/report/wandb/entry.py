@@ -58,7 +58,7 @@ def entry_of(record: Record, group: str | None = None) -> Entry:
             "reason": record.reason,
             "settings": record.config,
             "units": record.units,
-            "source_hash": record.source_hash,
+            "versions": record.versions,
             "provenance": record.provenance.model_dump(mode="json"),
         },
         summary=dict(record.metrics),
