@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvq.kernels import PackedStates, attend, form_for, fused
-from kvq.methods.build import Method, build_method
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
 
 RESIDUAL = 128
 """Tokens in full precision behind the codes."""

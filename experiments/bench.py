@@ -33,7 +33,8 @@ from kvq.codecs import rope_table
 from kvq.config import compose, resolve
 from kvq.config.diagnostics import TniConfig
 from kvq.config.tasks import Prefill
-from kvq.methods.build import Method, build_method
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
 from kvq.models import LoadedModel, load_model
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, package_versions
 from kvq.tasks.capture import capture

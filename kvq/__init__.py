@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvq.cache import KVCache
     from kvq.calibration import bind_calibration
-    from kvq.methods.build import Method, build_method
-    from kvq.methods.kept import bind_kept_keys
+    from kvq.methods.build import build_method
+    from kvq.methods.method import Method, bind_kept_keys
     from kvq.methods.packed_tensor import PackedTensor
 
 __version__ = "0.1.0"
@@ -16,10 +16,10 @@ __all__ = ["KVCache", "Method", "PackedTensor", "__version__", "bind_calibration
 
 _HOMES = {
     "KVCache": "kvq.cache",
-    "Method": "kvq.methods.build",
+    "Method": "kvq.methods.method",
     "PackedTensor": "kvq.methods.packed_tensor",
     "bind_calibration": "kvq.calibration",
-    "bind_kept_keys": "kvq.methods.kept",
+    "bind_kept_keys": "kvq.methods.method",
     "build_method": "kvq.methods.build",
 }
 

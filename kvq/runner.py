@@ -19,8 +19,8 @@ from kvq.config import Config, full_precision
 from kvq.config.identity import canonical
 from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported
-from kvq.methods.build import Method, method_of
-from kvq.methods.kept import bind_kept_keys
+from kvq.methods.build import method_of
+from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store, is_stale, run_key
 from kvq.results.journal import Journal

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvq.codecs import Codec, CoupledQuantizer, LearnedRotation, bind_codec, calibrated_parts, fit_codec, rope_table
-from kvq.methods.build import Method, build_method
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
 
 
 def fitted(codec: Codec, x: Tensor) -> Codec:

@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvq"
 
 # What a room may import of kvq, beside itself and kvq.errors: the rooms that stand below it.
-CODECS = {"codecs"}
+CODECS = {"codecs", "config"}
 KERNELS = CODECS | {"kernels"}
 INPUTS = {"config", "data", "models"}
-METHODS = CODECS | {"config", "methods"}
-CACHE = METHODS | KERNELS | {"cache", "models"}
+CACHE = KERNELS | {"cache", "models"}
+METHODS = CACHE | {"methods"}
 DIAGNOSTICS = CODECS | {"diagnostics"}
-TASKS = CACHE | INPUTS | DIAGNOSTICS | {"results", "tasks"}
+TASKS = METHODS | INPUTS | DIAGNOSTICS | {"results", "tasks"}
 RUNS = TASKS | {"calibration"}
 ALLOWED = {
     "errors": set(),

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.cache.transformers_caches import TransformersLayer
 from kvq.codecs import rope_table
-from kvq.config.backend import BITS, installed
+from kvq.config.backend import BITS
 from kvq.methods.build import build_method
+from kvq.methods.transformers_caches import TransformersLayer, installed
 from tests.calibrated import build, random_states
 from tests.formulas import closed_forms, evaluate
 from tests.methods_page import METHODS, ROWS, config

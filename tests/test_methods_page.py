@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from kvq.config.backend import BITS, installed
+from kvq.config.backend import BITS
 from kvq.methods.build import build_method
+from kvq.methods.transformers_caches import installed
 from tests.methods_page import METHODS, PAGE, PRESETS, ROWS, config
 
 

@@ -142,3 +142,25 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             "batch prompts of equal length, or run them one by one"
         )
     cache.begin(kwargs.get("input_ids", args[0] if args else None))
+
+
+def check_distances(module: Any, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
+    """Raise `Unsupported` for an attention that goes by how far back a token stands, which the layer does not keep."""
+    if arguments.get("alibi") is not None:
+        raise Unsupported(
+            f"model: {type(module).__name__} weighs tokens by their distance (ALiBi), which the method does not keep"
+        )
+    window = _window(module)
+    if shuffled and window is not None and seen > window:
+        raise Unsupported(
+            f"model: {type(module).__name__} sees {window} tokens back, which the method does not keep; {seen} came"
+        )
+
+
+def _window(module: Any) -> int | None:
+    config = module.config
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+        return None
+    window: int | None = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+    return window

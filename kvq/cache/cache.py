@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from kvq.cache.attention import WatchfulCache, watch
-from kvq.cache.evict import EvictingLayer, check_distances, check_eviction
-from kvq.cache.kept import KeptSide
-from kvq.cache.layer import KVCacheLayer, Layer
+from kvq.cache.attention import WatchfulCache, check_distances, watch
+from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
-from kvq.cache.packed import check_packed, packed_layer, use_packed_attention
-from kvq.cache.plan import planned_layers
+from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.rotary import RopeTable, angles, styles_of
-from kvq.cache.side import CacheSide
-from kvq.cache.sinks import side_of
 from kvq.cache.sources import SourceColumns
-from kvq.cache.transformers_caches import TransformersLayer
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.methods.build import Method
 from kvq.models.head_dims import head_dims_of
 
 ATTENTIONS = ("dense", "packed")
@@ -38,6 +31,26 @@ def _styles_of(model: nn.Module) -> Any:
             if not bool(torch.isfinite(weight).all()):
                 raise DataError(f"model: its weights {name} hold NaN or infinite numbers") from None
         raise
+
+
+@runtime_checkable
+class GivesLayers(Protocol):
+    """What a cache asks of a method (`kvq.methods.method.Method`)."""
+
+    def layers(
+        self, config: Any, head_dims: Sequence[int], keep_decoded: bool, quantized_prefill: bool, packed: bool
+    ) -> Sequence[Layer]:
+        """An empty layer for each attention of a model that has keys and values of its own.
+
+        Args:
+            config: its transformers text configuration.
+            head_dims: channels per head of each layer.
+            keep_decoded, quantized_prefill: as `KVCache` has them.
+            packed: layers hand over codes, for attention that reads these.
+
+        Raises:
+            ConfigError, Unsupported: what the method cannot do.
+        """
 
 
 class KVCache(WatchfulCache):
@@ -64,28 +77,24 @@ class KVCache(WatchfulCache):
     def __init__(
         self,
         model: nn.Module,
-        method: Method,
+        method: GivesLayers,
         keep_decoded: bool = False,
         quantized_prefill: bool = False,
         attention: str = "dense",
     ) -> None:
         if attention not in ATTENTIONS:
             raise ConfigError(f"attention={attention}: one of {', '.join(ATTENTIONS)}")
-        if attention == "packed":
-            if keep_decoded:
-                raise ConfigError("attention=packed: reads codes; keep_decoded=true is for attention=dense")
-            check_packed(model, method)
-            use_packed_attention(model)
+        if attention == "packed" and keep_decoded:
+            raise ConfigError("attention=packed: reads codes; keep_decoded=true is for attention=dense")
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        head_dims = head_dims_of(config)
-        for codec in (method.key, method.value):
-            for head_dim in set(head_dims):
-                if codec is not None:
-                    codec.check(head_dim)
-        self.method = method
+        packed = attention == "packed"
+        layers = method.layers(config, head_dims_of(config), keep_decoded, quantized_prefill, packed)
+        if packed:
+            check_replaceable(model)
+            use_packed_attention(model)
+        self.method: Any = method
         self._columns: SourceColumns | None = None
-        count = len(head_dims)
-        super().__init__(layers=list(self._layers(config, count, keep_decoded, quantized_prefill, attention)))
+        super().__init__(layers=list(layers))
         watch(model)
         self._tables: list[RopeTable] = []
         if any(side.uses_rope for side in self._sides()):
@@ -95,36 +104,6 @@ class KVCache(WatchfulCache):
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())
             ]
             self._share_tables()
-
-    def _layers(
-        self, config: Any, count: int, keep_decoded: bool, quantized_prefill: bool, attention: str
-    ) -> Sequence[Layer]:
-        method = self.method
-        if method.backend is not None:
-            if quantized_prefill:
-                raise Unsupported(f"quantized_prefill: method={method.name} attends to a prefill in full precision")
-            return [TransformersLayer(method.backend, method.residual.key, f"layer {i}") for i in range(count)]
-        layers = [
-            KVCacheLayer(key=sides[0], value=sides[1], quantized_prefill=quantized_prefill)
-            for sides in ([self._side(side, i, count, keep_decoded) for side in ("key", "value")] for i in range(count))
-        ]
-        if attention == "packed":
-            return [packed_layer(layer) for layer in layers]
-        if method.plan is not None:
-            return planned_layers(method, layers, keep_decoded)
-        if method.eviction is not None:
-            check_eviction(method, config)
-            return [EvictingLayer(each.key, each.value, quantized_prefill, method.eviction) for each in layers]
-        return layers
-
-    def _side(self, side: str, layer: int, layers: int, keep_decoded: bool) -> CacheSide:
-        codec, residual = self.method.codec(side, layer, layers), getattr(self.method.residual, side)
-        label, kept = f"layer {layer} {side}s", self.method.kept_keys
-        if kept is None or side != "key" or not kept.holds(layer, layers):
-            return side_of(codec, residual, label, keep_decoded, self.method.sink_tokens)
-        if kept.ids is None:
-            raise ConfigError("method.kept_keys: texts, not yet tokens; kvq.bind_kept_keys(method, tokenizer)")
-        return KeptSide(codec, residual, label, keep_decoded, kept.ids)
 
     @property
     def one_by_one(self) -> bool:
@@ -156,9 +135,8 @@ class KVCache(WatchfulCache):
 
     @override
     def begin(self, input_ids: Tensor | None) -> None:
-        for side in self._sides("key"):
-            if isinstance(side, KeptSide):
-                side.note(input_ids)
+        for layer in self._own:
+            layer.begin(input_ids)
 
     @override
     def observes(self, module: nn.Module) -> bool:

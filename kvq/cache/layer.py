@@ -41,6 +41,9 @@ class Layer(CacheLayerMixin):
         """The next attention is to be shown to `observe`."""
         return False
 
+    def begin(self, tokens: Tensor | None) -> None:
+        """Hear which tokens come next, `[batch, tokens]`, before their states do (None: nobody knows)."""
+
     def observe(self, attended: Attended) -> None:
         """See what attention reads, behind `update`."""
 
@@ -96,6 +99,10 @@ class KVCacheLayer(Layer):
         super().__init__()
         self.key, self.value, self.quantized_prefill = key, value, quantized_prefill
         self._columns: SourceColumns | None = None
+
+    @override
+    def begin(self, tokens: Tensor | None) -> None:
+        self.key.begin(tokens)
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

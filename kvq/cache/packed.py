@@ -27,8 +27,7 @@ from kvq.cache.store import narrowed
 from kvq.codecs import Codec
 from kvq.config.residual import PrefillBlock, ResidualSide
 from kvq.errors import Unsupported
-from kvq.kernels import PackedStates, attend, form_of, fused
-from kvq.methods.build import Method
+from kvq.kernels import PackedStates, attend, fused
 
 PREFIX = "kvq_"
 ORIGINALS = ("sdpa", "eager")
@@ -119,22 +118,6 @@ def packed_layer(like: KVCacheLayer) -> PackedLayer:
     """A layer as `like`, empty, that hands over codes."""
     key, value = (PackedSide(side.codec, side.residual, side.label) for side in (like.key, like.value))
     return PackedLayer(key, value, like.quantized_prefill)
-
-
-def check_packed(model: nn.Module, method: Method) -> None:
-    """Raise `Unsupported`: as `check_codecs` and `check_replaceable`."""
-    check_codecs(method)
-    check_replaceable(model)
-
-
-def check_codecs(method: Method) -> None:
-    """Raise `Unsupported`, in one line, where attention cannot read the codes of `method`."""
-    for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers", "kept_keys"):
-        if getattr(method, name):
-            raise Unsupported(f"cache.attention=packed: method={method.name} has {name}; use cache.attention=dense")
-    for codec in (method.key, method.value):
-        if codec is not None:
-            form_of(codec)
 
 
 def check_replaceable(model: nn.Module) -> None:

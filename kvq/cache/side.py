@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache.rotary import RopeTable
@@ -45,6 +45,9 @@ class CacheSide:
         self._store: BlockStore | None = None
         self._full: Growable | None = None
         self._shape: tuple[int, int, int] | None = None
+
+    def begin(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
+        """Hear which tokens come next, before their states do (None: nobody knows)."""
 
     @property
     def _encodes_at_once(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq.codecs import bind_codec, calibrated_parts
 from kvq.errors import Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
         codec = getattr(method, side)
         if codec is None or not calibrated_parts(codec):
             continue
-        kept = {number % len(layers) for number in method.full_precision_layers.get(side, ())}
+        kept = method.whole_layers(side, len(layers))
         codecs = []
         for layer, (heads, dim) in layers:
             prefix = f"{side}.{layer}."

@@ -19,7 +19,7 @@ from kvq.calibration.learn import learn, learned_rotation
 from kvq.codecs import Codec, calibrated_parts, fit_codec
 from kvq.config.calibration import CalibrationConfig
 from kvq.errors import DataError, Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.head_dims import head_dims_of
 from kvq.results.provenance import PeakMemory
@@ -101,7 +101,7 @@ def _fit(
 ) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for side in _fitted(method):
-        kept = {number % layers for number in method.full_precision_layers.get(side, ())}
+        kept = method.whole_layers(side, layers)
         if layer in kept:
             continue
         x, gradients = getattr(states, side).to(device), states.gradients.get(side)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from kvq.calibration.collect import loss
 from kvq.codecs import Codec, LearnedRotation, cayley_step
 from kvq.errors import ConfigError, DataError
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models import LoadedModel
 
 
@@ -50,7 +50,7 @@ def learn(
         return {}
     name, stage = found
     rest = Codec(dict(method.value.stages[1:]), [n for n, _ in method.value.stages[1:]], method.value.quantizer)
-    kept = {number % len(head_dims) for number in method.full_precision_layers.get("value", ())}
+    kept = method.whole_layers("value", len(head_dims))
     rotations = {index: stage.begin(dim) for index, dim in enumerate(head_dims) if index not in kept}
     for step in tqdm(range(stage.steps), desc="learning rotations", unit="step", leave=False, disable=None):
         leaves = {index: rotation.float().requires_grad_() for index, rotation in rotations.items()}

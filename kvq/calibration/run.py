@@ -14,8 +14,7 @@ from kvq.calibration.fit import calibrated
 from kvq.calibration.text import CalibrationText, calibration_text, check_apart, dataset_of
 from kvq.config.identity import canonical
 from kvq.errors import ConfigError, Unsupported
-from kvq.methods.build import Method
-from kvq.methods.kept import bind_kept_keys
+from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
 from kvq.results.source import code_hash
 from kvq.results.versions import versions_of

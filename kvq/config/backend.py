@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from kvq.config.bits import Bits
-from kvq.config.residual import Policy, PrefillBlock, Residual
-from kvq.errors import ConfigError, Unsupported, at_least, did_you_mean
+from kvq.errors import ConfigError, at_least, did_you_mean
 
 BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
 """Widths that each backend packs."""
@@ -56,31 +54,3 @@ def backend_of(given: Any) -> BackendConfig | None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ConfigError(f"method.backend.{first['loc'][0]}={first['input']}: {first['msg']}") from error
-
-
-def installed(backend: str) -> bool:
-    """Whether transformers finds the backend's package."""
-    from transformers.utils import is_hqq_available, is_optimum_quanto_available  # seconds, which --help need not wait
-
-    return bool({"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}[backend]())
-
-
-def check_backend(method: str, backend: BackendConfig, bits: Bits, residual: Residual) -> None:
-    """Refuse what the backend cannot do.
-
-    Raises:
-        Unsupported: a package that is not installed, bits it does not pack, another residual than transformers has.
-    """
-    known = BITS[backend.name]
-    if bits.key != bits.value:
-        raise Unsupported(f"bits={bits.label}: {method} has one number of bits for keys and values")
-    if bits.key not in known:
-        raise Unsupported(f"bits={bits.label}: {method} does {', '.join(map(str, known[:-1]))} or {known[-1]} bits")
-    side = residual.key
-    if residual.value != side or side.policy is not Policy.block or side.prefill_block is not PrefillBlock.whole:
-        raise Unsupported(
-            f"residual: {method} has that of transformers' cache, policy=block and prefill_block=whole, with one size "
-            "for keys and values"
-        )
-    if not installed(backend.name):
-        raise Unsupported(f"method={method}: needs a package that is not installed; pip install 'kvq[{backend.name}]'")

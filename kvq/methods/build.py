@@ -7,7 +7,6 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -15,89 +14,20 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from kvq.codecs import Codec, calibrated_parts
+from kvq.codecs import Codec
 from kvq.config import Config, MethodConfig, compose, resolve
-from kvq.config.backend import BackendConfig, check_backend
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.explain import COMPOSE_ERRORS, explain
-from kvq.config.residual import Residual, ResidualConfig, effective_residual
+from kvq.config.residual import ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.eviction import Eviction
-from kvq.methods.kept import KeptKeys, numbered
+from kvq.methods.kept_keys import KeptKeys
+from kvq.methods.method import FirstLayers, Method
 from kvq.methods.plan import MixedPrecision
+from kvq.methods.transformers_caches import check_backend
 
 _Part = TypeVar("_Part")
 _ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
-
-
-@dataclass(frozen=True)
-class FirstLayers:
-    """Codecs of the first `count` layers (None: as in the others)."""
-
-    count: int
-    key: Codec | None
-    value: Codec | None
-
-
-@dataclass(frozen=True)
-class Method:
-    """A codec for keys and one for values (None = full precision), and when tokens leave full precision.
-
-    `bits` is None for a fixed-rate method. `backend`: another library's cache in the place of codecs. `sink_tokens`
-    first tokens stay in full precision. `kept_keys`: so do the keys of chosen tokens. `bound`: of a calibrated method,
-    the codecs of each layer with their tables (`kvq.calibration.bind.bind`).
-    """
-
-    name: str
-    key: Codec | None
-    value: Codec | None
-    residual: Residual
-    bits: Bits | None
-    full_precision_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    backend: BackendConfig | None = None
-    first_layers: FirstLayers | None = None
-    sink_tokens: int = 0
-    bound: Mapping[str, Sequence[Codec | None]] = field(default_factory=dict)
-    eviction: Eviction | None = None
-    plan: MixedPrecision | None = None
-    kept_keys: KeptKeys | None = None
-
-    def codec(self, side: str, layer: int, layers: int) -> Codec | None:
-        """The codec of `key` or `value` in one of `layers` layers; None where that layer stays in full precision.
-
-        Raises:
-            Unsupported: a calibrated method without a calibration, or with that of another number of layers.
-        """
-        kept = numbered(self.full_precision_layers.get(side, ()), layers)
-        codec = None if layer in kept else self.codec_of(side, layer)
-        if codec is None or not calibrated_parts(codec):
-            return codec
-        if side not in self.bound:
-            raise Unsupported(
-                f"method={self.name}: not calibrated; `python run.py method={self.name} model=...` calibrates it, and "
-                "kvq.bind_calibration(method, model, file) takes the file that this leaves in results/calibration"
-            )
-        if len(self.bound[side]) != layers:
-            raise Unsupported(
-                f"calibration of method={self.name}: of a model with {len(self.bound[side])} layers, not {layers}"
-            )
-        return self.bound[side][layer]
-
-    def codec_of(self, side: str, layer: int) -> Codec | None:
-        """The codec of `key` or `value` for a layer, whether or not that layer stays in full precision."""
-        early = None if self.first_layers is None or layer >= self.first_layers.count else self.first_layers
-        own: Codec | None = None if early is None else getattr(early, side)
-        return own or getattr(self, side)
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Some part of a codec has tables that a calibration fits."""
-        return any(codec is not None and calibrated_parts(codec) for codec in (self.key, self.value))
-
-    @property
-    def is_full_precision(self) -> bool:
-        """Neither keys nor values are quantized, and none are evicted."""
-        return self.key is None and self.value is None and self.backend is None and self.eviction is None
 
 
 def build_method(
@@ -171,7 +101,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     if method.backend is not None and given is not None:
         check_backend(method.name, method.backend, given, effective)
     eviction = _part(method.name, "method.eviction", method.eviction, Eviction)  # type: ignore[type-abstract]
-    plan = _part(method.name, "method.plan", method.plan, MixedPrecision)
+    plan = _part(method.name, "method.plan", method.plan, MixedPrecision)  # type: ignore[type-abstract]
     if plan is not None:
         plan.check(method.name, effective)
         if eviction is not None:

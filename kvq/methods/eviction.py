@@ -1,18 +1,23 @@
-"""Eviction: which tokens a layer forgets, so that those it keeps fit a budget."""
+"""Eviction: which tokens a layer forgets, so that those it keeps fit a budget, and the layer that forgets them."""
 
 from __future__ import annotations
 
 import abc
 import enum
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
+from kvq.cache.layer import KVCacheLayer
+from kvq.cache.observe import Attended
+from kvq.cache.side import CacheSide
+from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, Unsupported
 
 Scores = Float[Tensor, "batch kv_heads tokens"]
 Weights = Float[Tensor, "batch kv_heads shared rows tokens"]
@@ -68,6 +73,27 @@ class Eviction(abc.ABC):
     def recent_rows(self, queries: int) -> int | None:
         """How many of the newest queries are asked whom they attend to; None: all."""
         return None
+
+    def layers(self, layers: Sequence[KVCacheLayer], config: Any) -> list[KVCacheLayer]:
+        """The layers of a cache, as layers that evict.
+
+        Args:
+            config: a transformers text configuration.
+
+        Raises:
+            ConfigError: eviction behind every forward from quantized blocks.
+            Unsupported: codecs that need the positions of tokens; layers that read others' keys and values.
+        """
+        sides = [side for layer in layers for side in (layer.key, layer.value) if side.codec is not None]
+        if sides and self.when is When.always:
+            raise ConfigError("method.eviction.when=always: tokens cannot leave quantized blocks; use prompt")
+        if any(side.uses_rope for side in sides):
+            raise Unsupported(
+                "method.eviction: the codec turns keys back by their positions, which KV heads do not share"
+            )
+        if getattr(config, "num_kv_shared_layers", None):
+            raise Unsupported("method.eviction: layers of this model read the keys and values of earlier ones")
+        return [EvictingLayer(layer.key, layer.value, layer.quantized_prefill, self) for layer in layers]
 
     @abc.abstractmethod
     def keep(self, scores: Scores, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
@@ -185,3 +211,118 @@ class SnapKV(Eviction):
             before = torch.nn.functional.max_pool1d(before, self.kernel, 1, half)
         chosen = _top(before, allowed - self.window)
         return torch.cat([chosen.sort(-1).values, _range(scores, tokens - self.window, tokens)], -1)
+
+
+class EvictingLayer(KVCacheLayer):
+    """Keys and values of one layer, of which only a budget stays; each KV head keeps tokens of its own.
+
+    Kept keys stay turned by the positions they had. Behind a prompt (the first forward, of all its tokens) attention
+    has seen everything; what is left goes into the sides, and is quantized there if the method says so. Scores that a
+    method keeps per token are not part of what attention reads and are not counted as storage.
+    """
+
+    keeps_order = False
+
+    def __init__(self, key: CacheSide, value: CacheSide, quantized_prefill: bool, eviction: Eviction) -> None:
+        super().__init__(key, value, quantized_prefill)
+        self.eviction = eviction
+        self._scores: Tensor | None = None
+        self._prompt: tuple[Tensor, Tensor] | None = None
+
+    @property
+    @override
+    def observes(self) -> bool:
+        """The next attention is to be shown to `observe`."""
+        return self.eviction.observes and (self.eviction.when is When.always or not self.get_seq_length())
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `KVCacheLayer.update`; tokens leave behind the attention that this feeds.
+
+        Raises:
+            Unsupported: a prompt token by token for a method that evicts once, behind it.
+        """
+        if self.eviction.when is When.always:
+            out = super().update(key_states, value_states, *args, **kwargs)
+            if not self.eviction.observes:
+                self._evict()
+            return out
+        if self.get_seq_length():
+            return super().update(key_states, value_states, *args, **kwargs)
+        if self.one_by_one or key_states.shape[2] == 1:
+            raise Unsupported(
+                "method.eviction: tokens leave once, behind a prompt that is read at once (task.prefill=whole)"
+            )
+        self.lazy_initialization(key_states, value_states)
+        self._prompt = (key_states, value_states)
+        if not self.eviction.observes:
+            self._settle()
+        return key_states, value_states
+
+    @override
+    def observe(self, attended: Attended) -> None:
+        """Score the tokens by the weights of these queries, then let those beyond the budget go."""
+        rows = self.eviction.recent_rows(attended.query.shape[2])
+        if rows is None:
+            new = sum(weights.sum(-2).mean(2) for weights in attended.chunks())
+        else:
+            count = attended.query.shape[2]
+            new = attended.weights(torch.arange(count - rows, count, device=attended.query.device)).sum(-2).mean(2)
+        assert isinstance(new, Tensor)
+        if self._scores is not None:
+            new = new + torch.nn.functional.pad(self._scores, (0, new.shape[-1] - self._scores.shape[-1]))
+        self._scores = new
+        if self.eviction.when is When.always:
+            self._evict()
+        else:
+            self._settle()
+            self._scores = None
+
+    def _chosen(self, states: Tensor) -> Tensor | None:
+        """Indices of the tokens of `states` that stay; None: all."""
+        tokens = states.shape[2]
+        allowed = self.eviction.allowed(tokens + self.evicted)
+        if allowed >= tokens:
+            return None
+        scores = states.new_zeros(*states.shape[:2], tokens) if self._scores is None else self._scores
+        self.evicted += tokens - allowed
+        return self.eviction.keep(scores, allowed)
+
+    def _evict(self) -> None:
+        assert self.key._full is not None
+        kept = self._chosen(self.key._full.view)
+        if kept is None:
+            return
+        for side in (self.key, self.value):
+            assert side._full is not None
+            side._full = Growable(_rows(side._full.view, kept))
+        if self._scores is not None:
+            self._scores = self._scores.gather(-1, kept)
+
+    def _settle(self) -> None:
+        """Hand what is left of the prompt to the sides."""
+        assert self._prompt is not None
+        states, self._prompt = self._prompt, None
+        kept = self._chosen(states[0])
+        for side, given in zip((self.key, self.value), states, strict=True):
+            side.append(given if kept is None else _rows(given, kept), self.quantized_prefill)
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._scores = self._prompt = None
+
+    @override
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self._scores is not None:
+            self._scores = self._scores.index_select(0, indices.to(self._scores.device))
+
+    @override
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises: Unsupported: what has left cannot come back."""
+        raise Unsupported("method.eviction: tokens that were evicted cannot come back (fork() the cache before)")
+
+
+def _rows(states: Tensor, kept: Tensor) -> Tensor:
+    return states.gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1]))

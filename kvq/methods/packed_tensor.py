@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvq.codecs import Codec, Packed
 from kvq.errors import ConfigError, Unsupported
-from kvq.methods.build import Method, build_method
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
 
 
 class PackedTensor:

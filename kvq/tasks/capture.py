@@ -19,7 +19,7 @@ from kvq.config.diagnostics import CaptureConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.diagnostics.fidelity import Attention
 from kvq.errors import DataError, Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.tasks.stepwise import check_codecs_alone

@@ -29,7 +29,7 @@ from kvq.diagnostics.normality import (
     vector_cosine,
 )
 from kvq.errors import ConfigError, Unsupported, did_you_mean
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks import capture as capturing

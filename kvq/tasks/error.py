@@ -25,7 +25,7 @@ from kvq.diagnostics.fidelity import (
     relative_mse,
     relative_mse_by_position,
 )
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of

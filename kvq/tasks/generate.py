@@ -20,8 +20,8 @@ from kvq.cache import KVCache
 from kvq.config.residual import Policy
 from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
-from kvq.methods.build import Method
 from kvq.methods.eviction import When
+from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.tasks.scoring import FULL_PRECISION_CHUNK
 from kvq.tasks.stepwise import steps

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq.config.speed import LatencyConfig, References, Regime
 from kvq.errors import Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.measurement import Baseline, Measurement, Task

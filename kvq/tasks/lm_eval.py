@@ -24,7 +24,8 @@ from kvq.config import Config, Loader, compose, resolve
 from kvq.config.tasks import LmEvalConfig, Prefill
 from kvq.data import hub
 from kvq.errors import ConfigError, DataError
-from kvq.methods.build import Method, method_of
+from kvq.methods.build import method_of
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
 from kvq.results.journal import Journal

@@ -22,7 +22,7 @@ from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
 from kvq.data import hub
 from kvq.errors import ConfigError, DataError
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.generate import Reader, check_prefill, end_tokens

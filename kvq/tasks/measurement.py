@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvq.methods.build import Method
+    from kvq.methods.method import Method
     from kvq.models.inputs import Inputs
     from kvq.results.journal import Journal
 

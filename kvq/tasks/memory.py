@@ -16,7 +16,7 @@ from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.diagnostics.layout import KINDS, by_kind, layout, packed_tokens, plain_bytes
 from kvq.errors import ConfigError, Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, cache_shape
 from kvq.results.journal import Journal

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvq.data.multimodal import MediaItem, choice_score, ocrbench_score, read_items
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.load import load_processor
 from kvq.models.media import MODALITIES, MediaModel, modalities

@@ -18,7 +18,7 @@ from kvq.config.tasks import NiahConfig, NiahMode
 from kvq.data.needles import Needle, draw_needles, retrieval_prompt
 from kvq.data.text import TokenData, encode
 from kvq.errors import ConfigError, DataError
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.statistics import flips, mcnemar

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from kvq.cache import KVCache
 from kvq.config import PplConfig, Scoring
 from kvq.errors import DataError
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from kvq.cache import KVCache
-from kvq.cache.packed import check_codecs
 from kvq.codecs import Codec, Packed, Rope
 from kvq.codecs.quantizers import Parts
 from kvq.config.speed import Regime
 from kvq.errors import Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 
 
 class PerHeadCodec(Codec):
@@ -77,7 +76,7 @@ def check_regimes(method: Method, regimes: list[Regime]) -> None:
                 f"task.regimes: method={method.name} ({name}) has no past that can be decoded in each way"
             )
     if Regime.packed in regimes and not method.is_full_precision:
-        check_codecs(method)
+        method.check_packed()
 
 
 def cache_maker(regime: Regime, model: nn.Module, method: Method) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.config.residual import Policy
 from kvq.errors import Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models import LoadedModel
 
 FULL_PRECISION_CHUNK = 128

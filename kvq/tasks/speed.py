@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from kvq.cache import KVCache
-from kvq.cache.packed import check_codecs
 from kvq.cache.preallocated import PreallocatedCache
 from kvq.config import Attention, Config
 from kvq.config.speed import References, SpeedConfig
 from kvq.errors import ConfigError
-from kvq.methods.build import Method, method_of
+from kvq.methods.build import method_of
+from kvq.methods.method import Method
 from kvq.models import LoadedModel, load_model
 from kvq.models.head_dims import head_dims_of
 from kvq.models.inputs import Inputs
@@ -43,7 +43,7 @@ def check_length(inputs: Inputs, setting: str, tokens: int, method: Method) -> N
         name = inputs.config.model.name
         raise ConfigError(f"{setting} and task.new_tokens: {tokens} tokens; model={name} takes at most {longest}")
     if inputs.config.cache.attention is Attention.packed and not method.is_full_precision:
-        check_codecs(method)
+        method.check_packed()
 
 
 def fingerprint(inputs: Inputs) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from kvq.config import Scoring
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.errors import Unsupported
-from kvq.methods.build import Method
 from kvq.methods.eviction import When
+from kvq.methods.method import Method
 from kvq.tasks.scoring import generation_bounds
 
 

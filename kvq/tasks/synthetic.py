@@ -14,7 +14,7 @@ from kvq.diagnostics.fidelity import reconstruct
 from kvq.diagnostics.imbalance import imbalanced
 from kvq.diagnostics.norms import TOKENS_PER_GROUP
 from kvq.errors import Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import block_of

@@ -28,7 +28,7 @@ from kvq.diagnostics.norms import (
     token_norms,
     without_tokens,
 )
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 import kvq
 from kvq.cache import KVCache
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from tests.cache.states import states
 from tests.random_models import llama, token_ids
 

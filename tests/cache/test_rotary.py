@@ -82,7 +82,7 @@ def built(name: str) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
 
 
-def method(name: str = "nsnquant", size: int = 8, *overrides: str, dim: int = 32) -> kvq.methods.build.Method:
+def method(name: str = "nsnquant", size: int = 8, *overrides: str, dim: int = 32) -> kvq.methods.method.Method:
     return kvq.build_method(name, bits=2, head_dim=dim, overrides=[f"residual.size={size}", *overrides])
 
 

@@ -22,7 +22,7 @@ from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
 from kvq.codecs import Codec, RandomizedHadamard, RandomRotation, Rope, Sketch, cayley_step, rope_table
 from kvq.codecs.qjl import tall_sketch
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from tests.calibrated import build
 from tests.codecs import oracles
 from tests.codecs.oracles import Grid, hadamard, quantize

@@ -8,10 +8,11 @@ import yaml
 
 from kvq.codecs import rope_table
 from kvq.config import compose, conf_dir, resolve
-from kvq.config.backend import BITS, installed
+from kvq.config.backend import BITS
 from kvq.config.bits import Bits
 from kvq.config.identity import canonical
 from kvq.methods.build import build_method
+from kvq.methods.transformers_caches import installed
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
 

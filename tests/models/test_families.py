@@ -15,7 +15,7 @@ from kvq.cache import KVCache
 from kvq.cache.rotary import styles_of
 from kvq.config import PplConfig, Scoring, Windows, conf_dir
 from kvq.errors import Unsupported
-from kvq.methods.build import Method
+from kvq.methods.method import Method
 from kvq.models.head_dims import head_dims_of
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.reference import ReferenceLogProbs

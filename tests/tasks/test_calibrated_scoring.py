@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.methods.build import Method, build_method
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
 from kvq.tasks.scoring import generation_bounds
 from tests.calibrated import bound, random_states
 from tests.random_models import in_double_precision, random_llama, token_ids

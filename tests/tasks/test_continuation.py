@@ -13,7 +13,8 @@ from kvq.cache import KVCache
 from kvq.cli import main
 from kvq.config import PplConfig, Scoring, Windows
 from kvq.config.residual import Policy
-from kvq.methods.build import Method, build_method
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.results import Store
 from kvq.tasks.continuation import holding_method, score_continuation

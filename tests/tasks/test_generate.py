@@ -10,7 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from kvq.cache import KVCache
 from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
-from kvq.methods.build import Method, build_method
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.tasks.generate import Reader, Sampler, answer_text, check_prefill, stop_at
 from tests.data.byte_tokenizer import byte_tokenizer

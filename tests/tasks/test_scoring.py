@@ -9,7 +9,8 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.config import compose, resolve
 from kvq.errors import Unsupported
-from kvq.methods.build import Method, build_method
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
 from kvq.models import LoadedModel, load_model, load_tokenizer
 from kvq.tasks.scoring import generation_bounds, parallel_method, score
 from tests.cache.states import nearest_bits

@@ -1,8 +1,10 @@
-"""Keys of chosen tokens in full precision, beside the codes of all tokens."""
+"""Keys of chosen tokens that stay in full precision: a test of which tokens a method's loss comes from."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -12,9 +14,56 @@ from typing_extensions import override
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
 from kvq.config.residual import ResidualSide
-from kvq.errors import Unsupported
+from kvq.errors import ConfigError, Unsupported
 
 _POSITION_BYTES = 4
+
+
+@dataclass(frozen=True)
+class KeptKeys:
+    """Tokens, by the text they stand for, whose keys are kept beside their codes in some layers.
+
+    Attributes:
+        texts: what the tokens read, such as `","`; each must be one token of the model.
+        layers: where; negative ones count from the last.
+        ids: the tokens; None until a tokenizer has said them (`bind_kept_keys`).
+
+    Source: NSNQuant (arXiv 2505.18231), section 3.1, where commas' keys are kept in the first layer of CQ-4c9b.
+    """
+
+    texts: tuple[str, ...]
+    layers: tuple[int, ...]
+    ids: tuple[int, ...] | None = None
+
+    def holds(self, layer: int, layers: int) -> bool:
+        """Whether one of `layers` layers keeps them."""
+        return layer in numbered(self.layers, layers)
+
+    def bound(self, tokenizer: Any) -> KeptKeys:
+        """With the ids of the tokens. Raises: ConfigError: a text that is not one token."""
+        return replace(self, ids=token_ids(self.texts, tokenizer))
+
+    def side(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool) -> KeptSide:
+        """Keys of a layer that keeps them. Raises: ConfigError: no tokenizer has said the tokens."""
+        if self.ids is None:
+            raise ConfigError("method.kept_keys: texts, not yet tokens; kvq.bind_kept_keys(method, tokenizer)")
+        return KeptSide(codec, residual, label, keep_decoded, self.ids)
+
+
+def numbered(chosen: Iterable[int], layers: int) -> set[int]:
+    """The layers, of `layers`, that numbers mean: negative ones count from the last, and there may be fewer layers."""
+    return {number % layers for number in chosen if -layers <= number < layers}
+
+
+def token_ids(texts: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
+    """The token of each text. Raises: ConfigError: a text that is not one token."""
+    found = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(f"method.kept_keys.texts: '{text}' is {len(ids)} tokens of this model; each one token")
+        found.append(int(ids[0]))
+    return tuple(found)
 
 
 class KeptSide(CacheSide):
@@ -41,7 +90,8 @@ class KeptSide(CacheSide):
         self._at: Int[Tensor, "2 kept"] | None = None
         self._rows: Growable | None = None
 
-    def note(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
+    @override
+    def begin(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
         """Hear which tokens come next, before their keys do. Raises: Unsupported: nobody knows."""
         if tokens is None:
             raise Unsupported(f"{self.label}: method.kept_keys chooses tokens by input_ids, of which there are none")

@@ -9,11 +9,11 @@ import torch
 
 from kvq import bind_kept_keys
 from kvq.cache import KVCache
-from kvq.cache.kept import KeptSide
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, Unsupported
-from kvq.methods.build import Method, build_method
-from kvq.methods.kept import KeptKeys
+from kvq.methods.build import build_method
+from kvq.methods.kept_keys import KeptKeys, KeptSide
+from kvq.methods.method import Method
 from kvq.models import load_tokenizer
 from kvq.tasks.scoring import generation_bounds
 from tests.calibrated import bound, random_states

@@ -16,18 +16,46 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQuantizedLayer
+from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from typing_extensions import override
 
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import Departures, SourceColumns
-from kvq.config.backend import BackendConfig
-from kvq.config.residual import ResidualSide
+from kvq.config.backend import BITS, BackendConfig
+from kvq.config.bits import Bits
+from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.errors import ConfigError, DataError, Unsupported
 
 _LAYERS: dict[str, type[QuantizedLayer]] = {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer}
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
+
+
+def installed(backend: str) -> bool:
+    """Whether transformers finds the backend's package."""
+    return bool({"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}[backend]())
+
+
+def check_backend(method: str, backend: BackendConfig, bits: Bits, residual: Residual) -> None:
+    """Refuse what the backend cannot do.
+
+    Raises:
+        Unsupported: a package that is not installed, bits it does not pack, another residual than transformers has.
+    """
+    known = BITS[backend.name]
+    if bits.key != bits.value:
+        raise Unsupported(f"bits={bits.label}: {method} has one number of bits for keys and values")
+    if bits.key not in known:
+        raise Unsupported(f"bits={bits.label}: {method} does {', '.join(map(str, known[:-1]))} or {known[-1]} bits")
+    side = residual.key
+    if residual.value != side or side.policy is not Policy.block or side.prefill_block is not PrefillBlock.whole:
+        raise Unsupported(
+            f"residual: {method} has that of transformers' cache, policy=block and prefill_block=whole, with one size "
+            "for keys and values"
+        )
+    if not installed(backend.name):
+        raise Unsupported(f"method={method}: needs a package that is not installed; pip install 'kvq[{backend.name}]'")
 
 
 @functools.cache

@@ -6,10 +6,10 @@ from transformers import QuantizedCache
 
 import kvq
 from kvq.cache import KVCache
-from kvq.cache.transformers_caches import _LAYERS, check_works
-from kvq.config.backend import BITS, installed
+from kvq.config.backend import BITS
 from kvq.config.tasks import Prefill
 from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.methods.transformers_caches import _LAYERS, check_works, installed
 from kvq.models import LoadedModel
 from kvq.tasks.generate import Reader
 from kvq.tasks.stepwise import scoring_bounds
@@ -244,7 +244,7 @@ def test_a_package_that_does_not_work_is_one_line(name, monkeypatch):
 
 @pytest.mark.parametrize("name", BITS)
 def test_a_missing_package_is_named(name, monkeypatch):
-    monkeypatch.setattr("kvq.config.backend.installed", lambda _: False)
+    monkeypatch.setattr("kvq.methods.transformers_caches.installed", lambda _: False)
     with pytest.raises(Unsupported, match=rf"method={name}: .*pip install 'kvq\[{name}\]'"):
         method(name)
 

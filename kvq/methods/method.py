@@ -1,0 +1,154 @@
+"""A method as a cache uses it: its codecs, its residual, its policies, and the layers they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvq.cache.layer import KVCacheLayer, Layer
+from kvq.cache.packed import packed_layer
+from kvq.cache.side import CacheSide
+from kvq.codecs import Codec, calibrated_parts
+from kvq.config.backend import BackendConfig
+from kvq.config.bits import Bits
+from kvq.config.residual import Residual
+from kvq.errors import Unsupported
+from kvq.kernels import form_of
+from kvq.methods.eviction import Eviction
+from kvq.methods.kept_keys import KeptKeys, numbered
+from kvq.methods.plan import MixedPrecision
+from kvq.methods.sinks import side_of
+from kvq.methods.transformers_caches import TransformersLayer
+
+
+@dataclass(frozen=True)
+class FirstLayers:
+    """Codecs of the first `count` layers (None: as in the others)."""
+
+    count: int
+    key: Codec | None
+    value: Codec | None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A codec for keys and one for values (None = full precision), and when tokens leave full precision.
+
+    `bits` is None for a fixed-rate method. `backend`: another library's cache in the place of codecs. `sink_tokens`
+    first tokens stay in full precision. `kept_keys`: so do the keys of chosen tokens. `bound`: of a calibrated method,
+    the codecs of each layer with their tables (`kvq.calibration.bind.bind`).
+    """
+
+    name: str
+    key: Codec | None
+    value: Codec | None
+    residual: Residual
+    bits: Bits | None
+    full_precision_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    backend: BackendConfig | None = None
+    first_layers: FirstLayers | None = None
+    sink_tokens: int = 0
+    bound: Mapping[str, Sequence[Codec | None]] = field(default_factory=dict)
+    eviction: Eviction | None = None
+    plan: MixedPrecision | None = None
+    kept_keys: KeptKeys | None = None
+
+    def codec(self, side: str, layer: int, layers: int) -> Codec | None:
+        """The codec of `key` or `value` in one of `layers` layers; None where that layer stays in full precision.
+
+        Raises:
+            Unsupported: a calibrated method without a calibration, or with that of another number of layers.
+        """
+        codec = None if layer in self.whole_layers(side, layers) else self.codec_of(side, layer)
+        if codec is None or not calibrated_parts(codec):
+            return codec
+        if side not in self.bound:
+            raise Unsupported(
+                f"method={self.name}: not calibrated; `python run.py method={self.name} model=...` calibrates it, and "
+                "kvq.bind_calibration(method, model, file) takes the file that this leaves in results/calibration"
+            )
+        if len(self.bound[side]) != layers:
+            raise Unsupported(
+                f"calibration of method={self.name}: of a model with {len(self.bound[side])} layers, not {layers}"
+            )
+        return self.bound[side][layer]
+
+    def whole_layers(self, side: str, layers: int) -> set[int]:
+        """Those of `layers` layers whose keys (or values) stay in full precision although the others' do not."""
+        return numbered(self.full_precision_layers.get(side, ()), layers)
+
+    def codec_of(self, side: str, layer: int) -> Codec | None:
+        """The codec of `key` or `value` for a layer, whether or not that layer stays in full precision."""
+        early = None if self.first_layers is None or layer >= self.first_layers.count else self.first_layers
+        own: Codec | None = None if early is None else getattr(early, side)
+        return own or getattr(self, side)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Some part of a codec has tables that a calibration fits."""
+        return any(codec is not None and calibrated_parts(codec) for codec in (self.key, self.value))
+
+    @property
+    def is_full_precision(self) -> bool:
+        """Neither keys nor values are quantized, and none are evicted."""
+        return self.key is None and self.value is None and self.backend is None and self.eviction is None
+
+    def check_packed(self) -> None:
+        """Raise `Unsupported`, in one line, where attention cannot read the method's codes."""
+        for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers", "kept_keys"):
+            if getattr(self, name):
+                raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
+        for codec in filter(None, (self.key, self.value)):
+            form_of(codec)
+
+    def layers(
+        self,
+        config: Any,
+        head_dims: Sequence[int],
+        keep_decoded: bool = False,
+        quantized_prefill: bool = False,
+        packed: bool = False,
+    ) -> Sequence[Layer]:
+        """The layers of a cache under this method, as `kvq.cache.cache.GivesLayers` has it.
+
+        Raises:
+            ConfigError: kept keys whose tokens no tokenizer has said, or parts that do not go together.
+            Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
+        """
+        if packed:
+            self.check_packed()
+        for codec in filter(None, (self.key, self.value)):
+            for head_dim in set(head_dims):
+                codec.check(head_dim)
+        count = len(head_dims)
+        if self.backend is not None:
+            if quantized_prefill:
+                raise Unsupported(f"quantized_prefill: method={self.name} attends to a prefill in full precision")
+            return [TransformersLayer(self.backend, self.residual.key, f"layer {i}") for i in range(count)]
+        sides = [[self._side(side, i, count, keep_decoded) for side in ("key", "value")] for i in range(count)]
+        layers = [KVCacheLayer(key, value, quantized_prefill) for key, value in sides]
+        if packed:
+            return [packed_layer(layer) for layer in layers]
+        if self.plan is not None:
+            return self.plan.layers(self.name, layers, keep_decoded)
+        return layers if self.eviction is None else self.eviction.layers(layers, config)
+
+    def _side(self, side: str, layer: int, layers: int, keep_decoded: bool) -> CacheSide:
+        codec, residual = self.codec(side, layer, layers), getattr(self.residual, side)
+        label, kept = f"layer {layer} {side}s", self.kept_keys
+        if kept is not None and side == "key" and kept.holds(layer, layers):
+            return kept.side(codec, residual, label, keep_decoded)
+        return side_of(codec, residual, label, keep_decoded, self.sink_tokens)
+
+
+def bind_kept_keys(method: Method, tokenizer: Any) -> Method:
+    """The method with the ids of the tokens whose keys it keeps; as it is where it keeps none.
+
+    Args:
+        tokenizer: of the model that it will run on.
+
+    Raises:
+        ConfigError: a text that is not one token.
+    """
+    return method if method.kept_keys is None else replace(method, kept_keys=method.kept_keys.bound(tokenizer))
