@@ -15,7 +15,7 @@ class GroupedSweeper(BasicSweeper):
     @staticmethod
     def split_arguments(overrides, max_batch_size):
         """Batches of jobs; the base class asks for them by this name."""
-        from kvq.experiments.sweep import grouped
+        from kvq.papers.sweep import grouped
 
         jobs = grouped(job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch)
         size = max_batch_size or len(jobs)
@@ -31,7 +31,7 @@ class ExperimentSweeper(BasicSweeper):
 
     def split_arguments(self, overrides, max_batch_size):
         """Jobs in one batch; the base class asks for them by this name."""
-        from kvq.experiments.sweep import sweep_of
+        from kvq.papers.sweep import sweep_of
 
         return [[list(job) for job in sweep_of(self.config, overrides).jobs]]
 

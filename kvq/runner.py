@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from kvq import calibrated_run
+from kvq.calibration import run as calibrated_run
+from kvq.calibration.bind import Calibration
 from kvq.config import Config, full_precision
+from kvq.config.identity import canonical
 from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported
-from kvq.identity import canonical
 from kvq.methods.build import Method, method_of
-from kvq.methods.calibrated import Calibration
 from kvq.methods.kept import bind_kept_keys
+from kvq.models.inputs import Inputs
 from kvq.results import Record, Store, is_stale, run_key
 from kvq.results.journal import Journal
 from kvq.results.provenance import PeakMemory, collect, utc_now
 from kvq.results.record import Status
 from kvq.results.versions import versions_of
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement
 from kvq.tasks.registry import task_of
 from kvq.tasks.stepwise import check_decode_mode

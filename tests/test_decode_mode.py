@@ -9,8 +9,8 @@ import pytest
 
 from kvq.cli import main
 from kvq.config import compose, resolve
-from kvq.identity import canonical
-from kvq.methods.backend import BITS, installed
+from kvq.config.backend import BITS, installed
+from kvq.config.identity import canonical
 from kvq.report import build_tables
 from kvq.results import Store
 from tests.sweeps import records, small_run

@@ -84,7 +84,7 @@ def test_repeating_a_command_measures_nothing(
     assert main([*given, "-m", "method=rtn,nsn", "bits=2,3"]) == 0
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").glob("*.json")}
     assert len(before) == 5
-    monkeypatch.setattr("kvq.tasks.inputs.load_model", None)
+    monkeypatch.setattr("kvq.models.inputs.load_model", None)
     monkeypatch.setattr("kvq.tasks.ppl.run_ppl", None)
     assert main([*given, "-m", "method=rtn,nsn", "bits=2,3"]) == 0
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").glob("*.json")} == before

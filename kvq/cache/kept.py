@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
+from kvq.config.residual import ResidualSide
 from kvq.errors import Unsupported
-from kvq.methods.residual import ResidualSide
 
 _POSITION_BYTES = 4
 

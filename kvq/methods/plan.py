@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.quantizers import choice
+from kvq.config.residual import Policy, Residual
 from kvq.errors import ConfigError
-from kvq.methods.residual import Policy, Residual
 
 
-class Plan:
+class MixedPrecision:
     """Chooses tokens of a layer as they leave full precision. Its blocks depend on more than their own tokens."""
 
     def check(self, name: str, residual: Residual) -> None:
@@ -28,7 +28,7 @@ class Plan:
             )
 
 
-class OutlierTokens(Plan):
+class OutlierTokens(MixedPrecision):
     """A pool of full-precision tokens per KV head: those whose keys have the smallest sum of magnitudes.
 
     Each time a block leaves, the pool and the block compete; who loses is quantized as the block.
@@ -73,7 +73,7 @@ class Decoding(enum.Enum):
     last = "last"
 
 
-class Saliency(Plan):
+class Saliency(MixedPrecision):
     """The tokens that probe queries attend to: the last ones of a block and some at random.
 
     Args:

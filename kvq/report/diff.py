@@ -18,10 +18,10 @@ import pandas as pd
 from rich.console import Console
 
 from kvq.errors import KvqError, RecordError
-from kvq.report.cells import DASH, fixed
-from kvq.report.experiment_files import Grid
 from kvq.report.settings import flatten
-from kvq.report.terminal import print_grid
+from kvq.report.tables.cells import DASH, fixed
+from kvq.report.tables.experiment_files import Grid
+from kvq.report.tables.terminal import print_grid
 from kvq.results import Record, Store
 from kvq.results.item_tests import differ_p
 from kvq.results.statistics import ALPHA, delta_nll_of_samples, holm, paired_mean, within_noise

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kvq.config.tasks import SCHEMAS
 from kvq.errors import RecordError
 from kvq.results.record import Record
 from kvq.results.source import code_hash, file_of_module
-from kvq.task_config import SCHEMAS
 
 Versions = dict[str, int | str]
 
@@ -53,7 +53,7 @@ def versions_of(config: Mapping[str, Any]) -> Versions:
     """Versions of all that makes the numbers of a run, by name: its task, the cache, the parts of its method.
 
     Args:
-        config: the run's canonical settings (`kvq.identity.canonical`); its `_target_`s are imported.
+        config: the run's canonical settings (`kvq.config.identity.canonical`); its `_target_`s are imported.
 
     Raises:
         RecordError: a part of the package without a version.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvq.codecs import Hadamard, RandomizedHadamard, VectorQuantizer
 from kvq.codecs.codebooks import CODEBOOKS
-from kvq.diagnostic_config import DistributionConfig
+from kvq.config.diagnostics import DistributionConfig
 from kvq.diagnostics.normality import (
     STEPS,
     channel_kl,
@@ -30,10 +30,10 @@ from kvq.diagnostics.normality import (
 )
 from kvq.errors import ConfigError, Unsupported, did_you_mean
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks import capture as capturing
 from kvq.tasks.capture import Layer, capture, fingerprint, windows_of
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
 ORACLE_DRAWS = 1000

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvq.codecs import Codec
-from kvq.diagnostic_config import Arms, ErrorConfig
+from kvq.config.diagnostics import Arms, ErrorConfig
 from kvq.diagnostics.fidelity import (
     Arm,
     arms,
@@ -26,9 +26,9 @@ from kvq.diagnostics.fidelity import (
     relative_mse_by_position,
 )
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
 QUANTITIES = ("rel_mse", "cosine", "weight_kl", "output_error")

@@ -6,11 +6,11 @@ import itertools
 from operator import itemgetter
 from typing import Any
 
+from kvq.config.speed import LatencyConfig, References, Regime
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.speed_config import LatencyConfig, References, Regime
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.regimes import check_regimes
 from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, median_of, paired_ratios

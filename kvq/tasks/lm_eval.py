@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from kvq import hub
 from kvq.config import Config, Loader, compose, resolve
+from kvq.config.tasks import LmEvalConfig, Prefill
+from kvq.data import hub
 from kvq.errors import ConfigError, DataError
 from kvq.methods.build import Method, method_of
+from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
 from kvq.results.journal import Journal
 from kvq.results.source import code_behind
-from kvq.task_config import LmEvalConfig, Prefill
 from kvq.tasks.generate import Reader, check_prefill
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say, units
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.measurement import Baseline, Measurement, Task

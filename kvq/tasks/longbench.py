@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from kvq import hub
 from kvq.config import DatasetConfig, Loader
+from kvq.config.tasks import LongbenchConfig
+from kvq.data import hub
 from kvq.errors import ConfigError, DataError
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.task_config import LongbenchConfig
 from kvq.tasks.generate import Reader, check_prefill, end_tokens
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, paired, units
 from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
 from kvq.tasks.measurement import Baseline, Measurement, Task

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvq.methods.build import Method
+    from kvq.models.inputs import Inputs
     from kvq.results.journal import Journal
-    from kvq.tasks.inputs import Inputs
 
 
 @dataclass(frozen=True)

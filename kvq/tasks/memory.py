@@ -12,14 +12,14 @@ import torch
 
 from kvq.cache.store import UNIT, BlockStore, TokenStore
 from kvq.codecs import Codec, Rope
-from kvq.diagnostic_config import MemoryConfig
+from kvq.config.diagnostics import MemoryConfig
+from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.diagnostics.layout import KINDS, by_kind, layout, packed_tokens, plain_bytes
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import Method
-from kvq.methods.residual import Policy, PrefillBlock, ResidualSide
+from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, cache_shape
 from kvq.results.journal import Journal
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.stepwise import check_codecs_alone
 

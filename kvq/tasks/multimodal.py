@@ -15,12 +15,11 @@ from torch import Tensor
 from kvq.data.multimodal import MediaItem, choice_score, ocrbench_score, read_items
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.models.load import load_processor
 from kvq.models.media import MODALITIES, MediaModel, modalities
 from kvq.results.journal import Journal
-from kvq.task_config import MultimodalConfig, Prefill
 from kvq.tasks.generate import Reader, answer_text, end_tokens, stop_at
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, units
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from kvq.config import Loader
+from kvq.config.tasks import NiahConfig, NiahMode
 from kvq.data.needles import Needle, draw_needles, retrieval_prompt
 from kvq.data.text import TokenData, encode
 from kvq.errors import ConfigError, DataError
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.statistics import flips, mcnemar
-from kvq.task_config import NiahConfig, NiahMode
 from kvq.tasks.generate import Reader, answer_text, check_prefill, end_tokens, stop_at
 from kvq.tasks.hallucination import Outcome, classify, random_rate
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.items import Clock, Items, Sample, Scored, by_part, measure_items, paired, units
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics

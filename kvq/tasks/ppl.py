@@ -21,10 +21,10 @@ from kvq.config import PplConfig, Scoring
 from kvq.errors import DataError
 from kvq.methods.build import Method
 from kvq.models import LoadedModel
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.continuation import holding_method, score_continuation
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.reference import ReferenceLogProbs
 from kvq.tasks.scoring import ScoredChunk, parallel_method, score

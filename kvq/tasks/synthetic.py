@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from kvq.codecs import Codec, rope_table
-from kvq.diagnostic_config import SyntheticConfig
+from kvq.config.diagnostics import SyntheticConfig
 from kvq.diagnostics.fidelity import reconstruct
 from kvq.diagnostics.imbalance import imbalanced
 from kvq.diagnostics.norms import TOKENS_PER_GROUP
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import block_of
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.stepwise import check_codecs_alone
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvq.config.speed import ThroughputConfig
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.speed_config import ThroughputConfig
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, median_of, paired_ratios
 

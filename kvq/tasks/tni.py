@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from kvq.codecs import Codec, UniformQuantizer
-from kvq.diagnostic_config import TniConfig
+from kvq.config.diagnostics import TniConfig
 from kvq.diagnostics.fidelity import attention_received, reconstruct
 from kvq.diagnostics.norms import (
     find_sinks,
@@ -29,9 +29,9 @@ from kvq.diagnostics.norms import (
     without_tokens,
 )
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
 SIDES = ("query", "key", "value")

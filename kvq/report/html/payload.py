@@ -11,7 +11,7 @@ from kvq.report.comparisons import by_bits
 from kvq.report.html.metrics import Metric, columns, describe
 from kvq.report.html.papers import Paper, papers
 from kvq.report.html.safe import arxiv_link, shown
-from kvq.report.layout import Row, Tables
+from kvq.report.tables.layout import Row, Tables
 from kvq.results import Record
 
 # What a record of kilobytes never reaches; past it, the page says where the rest is.
