@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.calibration.step import calibrate, weights_name
-from kvq.calibration_config import CalibrationConfig
+from kvq.config.calibration import CalibrationConfig
 from kvq.config import compose, conf_dir, resolve
-from kvq.identity import canonical
+from kvq.config.identity import canonical
 from kvq.methods.backend import BITS, installed
 from kvq.methods.build import Method, method_of
 from kvq.methods.calibrated import bind

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvq.results.versions import declared
-from kvq.task_config import SCHEMAS
+from kvq.config.tasks import SCHEMAS
 from tests.golden import methods, tasks
 from tests.golden.held import Golden, complaint, file_of, moved, read, to_raise
 
