@@ -49,7 +49,7 @@ def learn(
     if found is None or method.value is None:
         return {}
     name, stage = found
-    rest = Codec(dict(method.value.stages[1:]), [n for n, _ in method.value.stages[1:]], method.value.quantizer)
+    rest = method.value.rebuilt(method.value.stages[1:])
     kept = method.whole_layers("value", len(head_dims))
     rotations = {index: stage.begin(dim) for index, dim in enumerate(head_dims) if index not in kept}
     for step in tqdm(range(stage.steps), desc="learning rotations", unit="step", leave=False, disable=None):

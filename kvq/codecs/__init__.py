@@ -10,7 +10,7 @@ from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.gear import SparseLowRank, low_rank
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
-from kvq.codecs.lloyd_max import LloydMaxQuantizer, levels_for, optimal_levels
+from kvq.codecs.lloyd_max import LloydMaxQuantizer, optimal_levels
 from kvq.codecs.nsnquant import Center, ChannelScale, ChannelShift
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs
 from kvq.codecs.packing import pack, plane_widths, unpack
@@ -78,7 +78,6 @@ __all__ = [
     "codebook_for",
     "fit_codec",
     "gain_factor",
-    "levels_for",
     "low_rank",
     "merge_runs",
     "optimal_levels",

@@ -95,15 +95,13 @@ class HalfAwayQuantizer(UniformQuantizer):
     def __init__(self, bits: int, group_size: int | None = None) -> None:
         super().__init__(bits, Axis.per_token, group_size, symmetric=True)
 
+    @staticmethod
     @override
-    def _symmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
-        top = 2 ** (self.bits - 1) - 1
-        scale = groups.abs().amax(self._dim, keepdim=True) / top
-        steps = groups * scale.reciprocal().masked_fill(scale == 0, 0)
+    def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+        steps = x * scale.reciprocal().masked_fill(scale == 0, 0)
         whole = steps.trunc()
         # Not trunc(x + 1/2): the largest number below 1/2 would go up.
-        codes = whole + (steps - whole).abs().ge(0.5) * steps.sign()
-        return {"scale": to_stored(scale.squeeze(self._dim), torch.float16)}, codes.clamp_(-top, top).add_(top)
+        return whole + (steps - whole).abs().ge(0.5) * steps.sign()
 
 
 class Float8Quantizer(Quantizer):

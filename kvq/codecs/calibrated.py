@@ -86,8 +86,8 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
         if tables is not None:
             own = {key[len(prefix) :]: table for key, table in tables.items() if key.startswith(prefix)}
         bound[name] = part.bound(own, heads, head_dim)
-    stages = {name: bound.get(name, stage) for name, stage in codec.stages}
-    return type(codec)(stages, list(stages), bound.get(QUANTIZER, codec.quantizer))  # type: ignore[arg-type]
+    stages = [(name, bound.get(name, stage)) for name, stage in codec.stages]
+    return codec.rebuilt(stages, bound.get(QUANTIZER))  # type: ignore[arg-type]
 
 
 def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | None, seed: int) -> Tables:

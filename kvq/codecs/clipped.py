@@ -5,15 +5,10 @@ from __future__ import annotations
 import enum
 from typing import ClassVar
 
-import torch
-from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.quantizers import Axis, Parts, UniformQuantizer, ZeroPoint, choice, to_stored
+from kvq.codecs.quantizers import Axis, UniformQuantizer, ZeroPoint, choice
 from kvq.errors import ConfigError
-
-_INT16_MAX = 32767
-_FP16_TINY = 2.0**-24
 
 
 class Step(enum.Enum):
@@ -59,16 +54,7 @@ class ClippedQuantizer(UniformQuantizer):
                 f"zero_point={self.zero_point.name}"
             )
 
+    @property
     @override
-    def _asymmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
-        if self.step is Step.levels or self.bits**2 == 2**self.bits:
-            return super()._asymmetric(groups)
-        low, high = torch.aminmax(groups, dim=self._dim, keepdim=True)
-        # Of groups narrower than this the released code divides by zero; the zero point has 16 bits here.
-        scale = ((high - low) * self.clip / (self.bits**2 - 1)).maximum(low.abs() / _INT16_MAX).clamp_min(_FP16_TINY)
-        zero = low.mul(-self.clip).div_(scale).round_()
-        codes = groups.div(scale).round_().add_(zero).clamp_(0, 2**self.bits - 1)
-        return {
-            "scale": to_stored(scale.squeeze(self._dim), torch.float16),
-            "zero_point": zero.squeeze(self._dim).to(torch.int16),
-        }, codes
+    def _divisor(self) -> int:
+        return self.bits**2 - 1 if self.step is Step.squared_bits else super()._divisor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -42,6 +42,11 @@ class Codec:
             raise ConfigError(f"order={list(order)}: leaves out stage '{left_out[0]}'; set it to null to drop it")
         self.stages = [(name, stage) for name in order if (stage := stages[name]) is not None]
         self.quantizer = quantizer
+
+    def rebuilt(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
+        """A codec of this kind with other stages, in their order, and its own quantizer unless another is given."""
+        chain = list(stages)
+        return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer)
 
     @property
     def uses_rope(self) -> bool:

@@ -226,6 +226,7 @@ class SparseCodec(Codec):
     ) -> Packed:
         """As `Codec.encode`."""
         tokens = x.shape[2]
+        self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
         whole = tokens - tokens % block if block is not None and block < tokens else tokens
         packed = self._listed(super().encode(x[:, :, :whole], block, None if rope is None else rope.narrow(0, whole)))
         if whole == tokens:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 from functools import lru_cache
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy import linalg, special
@@ -24,7 +19,6 @@ from kvq.errors import Unsupported
 
 MAX_BITS = 8
 _COMPARED = 8  # up to so many thresholds, a sum of comparisons beats a search
-_LOCK_SECONDS = 20
 _LLOYD_STEPS = 200  # from the first guess into the reach of Newton's method
 _NEWTON_STEPS = 20
 _ATTEMPTS = 50
@@ -112,60 +106,10 @@ def relative_mse(levels: Array, dim: int) -> float:
     return float(1 - 2 * dim * (cell_probabilities(levels, dim)[half:] * levels**2).sum())
 
 
-def cache_folder() -> Path:
-    """`$KVQ_CACHE`, else `kvq` in the platform's folder for caches."""
-    if given := os.environ.get("KVQ_CACHE"):
-        return Path(given)
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "kvq"
-
-
-@lru_cache(maxsize=128)
-def levels_for(bits: int, dim: int) -> Array:
-    """`optimal_levels(bits, dim)`, computed once per machine: kept in `cache_folder()` behind a lock.
-
-    A file that cannot be read is replaced; a folder that cannot be written is done without.
-    """
-    file = cache_folder() / f"lloyd_max-1-sphere-{dim}-{bits}.npy"
-    if (found := _read(file, bits)) is not None:
-        return found
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock", timeout=_LOCK_SECONDS):
-            if (found := _read(file, bits)) is not None:
-                return found
-            levels = optimal_levels(bits, dim)
-            _write(file, levels)
-            return levels
-    except (OSError, Timeout):
-        return optimal_levels(bits, dim)
-
-
-def _read(file: Path, bits: int) -> Array | None:
-    try:
-        levels = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    whole = levels.shape == (2 ** (bits - 1),) and levels.dtype == np.float64 and bool((np.diff(levels) > 0).all())
-    return levels if whole else None
-
-
-def _write(file: Path, levels: Array) -> None:
-    handle, name = tempfile.mkstemp(dir=file.parent, suffix=".npy")
-    with os.fdopen(handle, "wb") as stream:
-        np.save(stream, levels, allow_pickle=False)
-    Path(name).replace(file)
-
-
 @lru_cache(maxsize=128)
 def _tables(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Levels and thresholds of the whole codebook."""
-    half = levels_for(bits, dim)
+    half = optimal_levels(bits, dim)
     levels = np.concatenate([-half[::-1], half])
     middles = (levels[1:] + levels[:-1]) / 2
     return tuple(torch.from_numpy(part).to(device, dtype) for part in (levels, middles))  # type: ignore[return-value]

@@ -200,10 +200,20 @@ class UniformQuantizer(Quantizer):
         planes = pack(self._ungroup(codes, x.shape[self._dim]), self.bits)
         return {f"codes.{i}": plane for i, plane in enumerate(planes)} | stats
 
+    @property
+    def _divisor(self) -> int:
+        """What the range of an asymmetric group is divided by to have its scale."""
+        return 2**self.bits - 1
+
+    @staticmethod
+    def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+        """Whole steps of `scale` in `x`, in a new tensor; halves go to the even one. A scale of 0 counts as 1."""
+        return x.div(scale.masked_fill(scale == 0, 1)).round_()
+
     def _symmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
         top = 2 ** (self.bits - 1) - 1
         scale = torch.linalg.vector_norm(groups, float("inf"), dim=self._dim, keepdim=True) * self.clip / top
-        codes = groups.div(scale.masked_fill(scale == 0, 1)).round_().clamp_(-top, top).add_(top)
+        codes = self._rounded(groups, scale).clamp_(-top, top).add_(top)
         return {"scale": to_stored(scale.squeeze(self._dim), torch.float16)}, codes
 
     def _asymmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
@@ -211,14 +221,14 @@ class UniformQuantizer(Quantizer):
         low, high = torch.aminmax(groups, dim=self._dim, keepdim=True)
         if self.clip != 1:
             low, high = low * self.clip, high * self.clip
-        scale = (high - low) / top
+        scale = (high - low) / self._divisor
         if self.zero_point is ZeroPoint.float:
-            codes = groups.sub(low).div_(scale.masked_fill(scale == 0, 1)).round_().clamp_(0, top)
+            codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
             offset = to_stored(low.squeeze(self._dim), torch.float16)
         else:
             scale = _scale_for_integer_zero(scale, low)
             zero = low.neg().div_(scale).round_()
-            codes = groups.div(scale).round_().add_(zero).clamp_(0, top)
+            codes = self._rounded(groups, scale).add_(zero).clamp_(0, top)
             offset = zero.squeeze(self._dim).to(torch.int16)
         return {"scale": to_stored(scale.squeeze(self._dim), torch.float16), "zero_point": offset}, codes
 

@@ -156,7 +156,7 @@ def arms(codec: Codec, subsets: bool = False) -> list[Arm]:
     return [
         Arm(
             "+".join(pick) or "none",
-            type(codec)({name: stages[name] for name in pick}, pick, codec.quantizer),
+            codec.rebuilt((name, stages[name]) for name in pick),
             len(pick) == len(names),
         )
         for pick in chosen
@@ -167,8 +167,7 @@ def before_rope(codec: Codec) -> Codec | None:
     """The codec on keys turned back to before their rotary embedding; None where it sees to that itself."""
     if codec.uses_rope:
         return None
-    stages = [("before_rope", UndoRope()), *codec.stages]
-    return type(codec)(dict(stages), [name for name, _ in stages], codec.quantizer)
+    return codec.rebuilt([("before_rope", UndoRope()), *codec.stages])
 
 
 def reconstruct(codec: Codec, x: States, block: int | None, rope: Rope | None) -> States:

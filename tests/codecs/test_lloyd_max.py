@@ -1,9 +1,8 @@
-"""Scalar codebooks of the sphere's marginal: optimality, the published errors, and their place on disk."""
+"""Scalar codebooks of the sphere's marginal: optimality and the published errors."""
 
 import heapq
 import itertools
 import math
-import multiprocessing
 
 import numpy as np
 import pytest
@@ -12,21 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate
 
-from kvq.codecs import Codec, LloydMaxQuantizer, RandomRotation, TokenNorm, levels_for, optimal_levels
+from kvq.codecs import Codec, LloydMaxQuantizer, RandomRotation, TokenNorm, optimal_levels
 from kvq.codecs.lloyd_max import cell_probabilities, density, partial_mean, relative_mse, tail
 from kvq.errors import Unsupported
 from tests.codecs.oracles import block
 
 MSE_128 = {1: 0.3609, 2: 0.1160, 3: 0.03397, 4: 0.009315, 5: 0.002451, 6: 0.000630, 7: 0.0001598, 8: 0.0000402}
 """Relative MSE at D=128 by an independent quadrature."""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "cache"))
-    levels_for.cache_clear()
-    yield tmp_path / "cache"
-    levels_for.cache_clear()
 
 
 @pytest.mark.parametrize("bits", MSE_128)
@@ -105,51 +96,6 @@ def test_measured_error_of_rotated_tokens(bits):
     x = block(8, 256, 128)
     error = (codec.decode(codec.encode(x)) - x).square().sum(-1) / x.square().sum(-1)
     assert float(error.mean()) == pytest.approx(MSE_128[bits], rel=0.02)
-
-
-def test_a_codebook_is_kept_on_disk(folder, monkeypatch):
-    first = levels_for(3, 64)
-    (file,) = folder.glob("*.npy")
-    levels_for.cache_clear()
-    monkeypatch.setattr("kvq.codecs.lloyd_max.optimal_levels", lambda *_: pytest.fail("computed again"))
-    np.testing.assert_array_equal(levels_for(3, 64), first)
-    assert file.name == "lloyd_max-1-sphere-64-3.npy"
-
-
-@pytest.mark.parametrize("content", [b"", b"not numpy", None])
-def test_a_damaged_file_is_replaced(folder, content):
-    first = levels_for(3, 64)
-    (file,) = folder.glob("*.npy")
-    if content is None:
-        np.save(file, first[::-1])
-    else:
-        file.write_bytes(content)
-    levels_for.cache_clear()
-    np.testing.assert_array_equal(levels_for(3, 64), first)
-    np.testing.assert_array_equal(np.load(file), first)
-
-
-def test_a_folder_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("KVQ_CACHE", str(tmp_path / "file" / "cache"))
-    levels_for.cache_clear()
-    np.testing.assert_array_equal(levels_for(2, 64), optimal_levels(2, 64))
-    levels_for.cache_clear()
-
-
-def _ask(folder):
-    import os
-
-    os.environ["KVQ_CACHE"] = str(folder)
-    return levels_for(8, 128).tolist()
-
-
-@pytest.mark.slow
-def test_processes_that_start_together_agree(folder):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        found = pool.map(_ask, [folder] * 3)
-    assert found[0] == found[1] == found[2] == optimal_levels(8, 128).tolist()
-    assert [path.suffix for path in sorted(folder.iterdir())] in (["[.]npy"], [".npy"], [".npy", ".lock"])
 
 
 def test_what_it_refuses():
