@@ -12,8 +12,8 @@ from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from kvq.calibration import run as calibrated_run
 from kvq.calibration.collect import LayerStates, collect
+from kvq.calibration.text import text_of
 from kvq.codecs import NonUniformQuantizer, UndoRope
 from kvq.codecs.kmeans import codebooks, nearest
 from kvq.codecs.quantizers import Axis
@@ -32,7 +32,7 @@ def measure() -> dict[str, Any]:
     """
     config = resolve(compose(["method=cq", "model=tiny", "dataset=pydocs"]))
     inputs = Inputs(config)
-    text = calibrated_run.text_of(inputs)
+    text = text_of(inputs)
     assert text is not None
     states = collect(inputs.model, text.windows, None, True, config.method.calibration.seed)
     out: dict[str, Any] = {"tokens": TOKENS, "groups": GROUPS, "codebooks": {}, "levels": {}}

@@ -10,11 +10,10 @@ from tqdm import tqdm
 from kvq.config import Config, full_precision
 from kvq.config.identity import by_names
 from kvq.errors import DataError, Unsupported
-from kvq.models.inputs import Inputs
 from kvq.report import print_tables
 from kvq.report.wandb import track
 from kvq.results import Record, Store
-from kvq.runner import key_of, method_for, state_of, to_be_calibrated
+from kvq.runner import Prepared
 
 
 class Sweep:
@@ -54,9 +53,9 @@ class SweepPlan:
         self._say(config)
 
     def _say(self, config: Config) -> None:
-        inputs = Inputs(config)
+        prepared = Prepared(config)
         try:
-            key = key_of(config, inputs)
+            key = prepared.key
         except DataError as error:
             # What a sweep costs can be said of a model or data that are not here.
             name = repr((config.model, config.dataset, by_names(config)))
@@ -67,14 +66,15 @@ class SweepPlan:
         if key in self._seen:
             return
         self._seen.add(key)
-        state, why = state_of(config, key, Store(config.results_dir))
+        state, why, _ = prepared.state
+        calibrates = False
         try:
-            method_for(config, inputs)
+            calibrates = prepared.needs_calibration
         except Unsupported as error:
             state, why = "unsupported", str(error)
         if config.force and state == "done":
             state, why = "pending", "force=true"
-        if state in ("pending", "stale") and not why and to_be_calibrated(config, inputs):
+        if state in ("pending", "stale") and not why and calibrates:
             why = "to be calibrated"
         self._count(config, state, f"[{key[:12]}]{'  ' + why if why else ''}")
 

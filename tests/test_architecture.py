@@ -31,7 +31,7 @@ ALLOWED = {
     "methods": METHODS,
     "cache": CACHE,
     "tasks": TASKS,
-    "calibration": TASKS,
+    "calibration": METHODS | INPUTS | {"results"},
     "report": {"config", "results"},
     "papers": {"config", "report", "results"},
     "runner": RUNS,

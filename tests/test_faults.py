@@ -37,10 +37,10 @@ def _command(words: list[str], log: Path | None = None) -> None:
     if log is not None:
         measure = runner._measure
 
-        def logged(config, inputs, key, *rest):  # type: ignore[no-untyped-def]
+        def logged(prepared, *rest):  # type: ignore[no-untyped-def]
             with log.open("a") as stream:
-                stream.write(f"{key}\n")
-            return measure(config, inputs, key, *rest)
+                stream.write(f"{prepared.key}\n")
+            return measure(prepared, *rest)
 
         runner._measure = logged
     sys.exit(main(words))

@@ -12,6 +12,13 @@ from kvq.codecs import bind_codec, calibrated_parts
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
 
+UNITS = {
+    "calibration_bytes": "bytes",
+    "calibration_bits": "bits",
+    "calibration_seconds": "s",
+    "calibration_peak_bytes": "bytes",
+}
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -36,6 +43,21 @@ class Calibration:
     def nbytes(self) -> int:
         """Bytes of all tables."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Tables and cost as metrics beside those that a run measured: apart from the bits stored per token.
+
+        `calibration_bits`: bytes of the tables over the elements of one sequence of the measured length.
+        """
+        found: dict[str, float | None] = {
+            "calibration_bytes": self.nbytes,
+            "calibration_bits": None,
+            "calibration_seconds": self.seconds,
+            "calibration_peak_bytes": self.peak_bytes,
+        }
+        if measured.get("total_bytes") and measured.get("effective_bits"):
+            found["calibration_bits"] = self.nbytes * measured["effective_bits"] / measured["total_bytes"]
+        return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequence[int]) -> Method:

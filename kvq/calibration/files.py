@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,16 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+import kvq.codecs
 from kvq.calibration.bind import Calibration
+from kvq.calibration.text import fingerprint_of
+from kvq.config.identity import canonical
 from kvq.errors import DataError, RecordError
+from kvq.models.inputs import Inputs
 from kvq.results.atomic import write_file
+from kvq.results.source import code_hash
 from kvq.results.store import cause
+from kvq.results.versions import versions_of
 
 FOLDER = "calibration"
 _FORMAT = "kvq-calibration-1"
@@ -31,6 +38,25 @@ def name_of(decides: Mapping[str, Any]) -> str:
 def path_of(results: Path, name: str) -> Path:
     """Where the calibration of this name lies in a results folder."""
     return results / FOLDER / f"{name}.safetensors"
+
+
+def file_of(inputs: Inputs) -> Path:
+    """Where a run's calibration lies, made or not. Its name follows the code that fits, not versions alone.
+
+    So whoever works on a fit never reads tables of the code before.
+    """
+    whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
+    method = {name: item for name, item in whole["method"].items() if name not in ("sink_tokens", "kept_keys")}
+    # What keeps tokens apart in a cache decides no tables, so the same codecs share theirs.
+    outside = {name: version for name, version in versions_of(whole).items() if isinstance(version, str)}
+    decides = {"model": whole["model"], "method": method, "code": _fitting_code(), "outside": outside}
+    return path_of(Path(inputs.config.results_dir), name_of(decides))
+
+
+@functools.cache
+def _fitting_code() -> str:
+    folders = (Path(__file__).parent, Path(kvq.codecs.__path__[0]))
+    return code_hash(*(file for folder in folders for file in folder.rglob("*.py")))
 
 
 @contextlib.contextmanager

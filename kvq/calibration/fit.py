@@ -16,12 +16,14 @@ from kvq.calibration import files
 from kvq.calibration.bind import Calibration, bind
 from kvq.calibration.collect import LayerStates, collect
 from kvq.calibration.learn import learn, learned_rotation
+from kvq.calibration.text import text_of
 from kvq.codecs import Codec, calibrated_parts, fit_codec
 from kvq.config.calibration import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.head_dims import head_dims_of
+from kvq.models.inputs import Inputs
 from kvq.results.provenance import PeakMemory
 
 _SAMPLED = 1024  # entries of each weight that enter its name
@@ -115,6 +117,13 @@ def _fit(
         )
         out |= {f"{side}.{layer}.{name}": table.cpu() for name, table in found.items()}
     return out
+
+
+def fitted(inputs: Inputs, method: Method) -> tuple[Method, Calibration]:
+    """A run's method with its tables, fitted now unless a file has them. Raises: as `calibrated`."""
+    text = text_of(inputs)
+    assert text is not None
+    return calibrated(method, inputs.model, text.windows, inputs.config.method.calibration, files.file_of(inputs))
 
 
 def calibrated(

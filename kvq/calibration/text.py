@@ -15,7 +15,9 @@ from kvq.config import DatasetConfig, Loader, compose, resolve
 from kvq.config.calibration import CalibrationConfig
 from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.data.text import load_tokens
-from kvq.errors import ConfigError, DataError
+from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.methods.method import Method
+from kvq.models.inputs import Inputs
 
 _WINDOWS_STREAM = 0x63616C69
 """Keeps the draw of windows apart from other uses of the same seed."""
@@ -85,3 +87,44 @@ def calibration_text(config: CalibrationConfig, tokenizer: Any) -> CalibrationTe
     generator = torch.Generator().manual_seed(config.seed ^ _WINDOWS_STREAM)
     chosen = windows[torch.randperm(len(windows), generator=generator)[: config.samples]]
     return CalibrationText(chosen, hashlib.sha256(chosen.numpy().tobytes()).hexdigest())
+
+
+def text_of(inputs: Inputs) -> CalibrationText | None:
+    """The text that the run's method is calibrated on; None: it names none, or the task reads no model.
+
+    Raises:
+        ConfigError: the text under test, or a data set that cannot be calibrated on.
+        DataError: too little text.
+    """
+    settings = inputs.config.method.calibration
+    if settings.dataset is None or not inputs.reads_weights:
+        return None
+    check_apart(dataset_of(settings), inputs.config.dataset)
+    name = repr((settings, inputs.config.model, inputs.model_fingerprint))
+    return inputs.shared("calibration text", name, lambda: calibration_text(settings, inputs.tokenizer))
+
+
+def fingerprint_of(inputs: Inputs) -> str | None:
+    """What names that text."""
+    text = text_of(inputs)
+    return None if text is None else text.fingerprint
+
+
+def check(inputs: Inputs, method: Method) -> None:
+    """Raise what stands in the way of calibrating, without reading weights.
+
+    Raises:
+        ConfigError: no text to calibrate on, or windows longer than the model takes.
+        Unsupported: a task that reads no weights.
+    """
+    if not method.is_calibrated:
+        return
+    settings, longest = inputs.config.method.calibration, inputs.longest_context
+    if not inputs.reads_weights:
+        raise Unsupported(
+            f"task={inputs.config.task.name}: reads no model, on which method={method.name} is calibrated"
+        )
+    dataset_of(settings)
+    if longest is not None and settings.length > longest:
+        name = inputs.config.model.name
+        raise ConfigError(f"method.calibration.length={settings.length}: model={name} takes at most {longest} tokens")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.config.backend import MODE
+from kvq.config.composing import full_precision
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.config.run import Attention, Config
 from kvq.config.tasks import Windows, is_timed
@@ -76,6 +77,18 @@ def by_names(config: Config) -> dict[str, Any]:
     reads = getattr(config.task, "reads_weights", True)
     calibrates = reads and config.method.calibration.dataset is not None
     return canonical(config, "", "", "" if calibrates else None)
+
+
+def names(config: Config) -> dict[str, Any]:
+    """What a record calls its run. One of full precision has many spellings, and one name."""
+    named = full_precision(config) if config.method.is_full_precision else config
+    return {
+        "task": config.task.name,
+        "model": config.model.name,
+        "dataset": config.dataset.name,
+        "method": named.method.name,
+        "bits": named.parsed_bits.label if named.parsed_bits else "",
+    }
 
 
 def _kept_layers(config: Config, codecs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -181,3 +182,11 @@ class PeakMemory:
                 if line.startswith("VmHWM:"):
                     return int(line.split()[1]) * 1024
         return None
+
+
+@contextlib.contextmanager
+def timed(clock: dict[str, float], phase: str) -> Iterator[None]:
+    """Keep the seconds that the block takes as `clock[phase]`; nothing where it fails."""
+    start = time.perf_counter()
+    yield
+    clock[phase] = time.perf_counter() - start

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from kvq.errors import RecordError
 from kvq.results.atomic import TEMPORARY, sync_folder, write_temporary
 from kvq.results.record import KEY_PATTERN, Record, dump_record, parse_record
+from kvq.results.versions import is_stale
 
 # A record is some kilobytes; anything this large was not written by `Store.put`.
 MAX_RECORD_BYTES = 16 * 2**20
@@ -31,6 +32,14 @@ class Broken(NamedTuple):
 
     path: Path
     reason: str
+
+
+class State(NamedTuple):
+    """What is on disk for a run: `done`, `stale`, `failed`, `unsupported` or `pending`, why, and its record."""
+
+    name: str
+    why: str = ""
+    record: Record | None = None
 
 
 class Store:
@@ -66,6 +75,22 @@ class Store:
             return None
         except RecordError as error:
             raise RecordError(f"corrupt record {path}: {error}") from None
+
+    def state(self, key: str) -> State:
+        """What is on disk under a key; a record that cannot be read is `pending`, and says why."""
+        try:
+            record = self.get(key)
+        except RecordError as error:
+            return State("pending", str(error))
+        if record is None:
+            return State("pending")
+        if record.status == "done" and is_stale(record):
+            return State("stale", "the version of a part has been raised since", record)
+        return State(record.status, record.reason or "", record)
+
+    def journal_path(self, key: str) -> Path:
+        """Where a run keeps what it has scored so far."""
+        return self.root / "partial" / f"{_checked(key)}.jsonl"
 
     def scan(self) -> tuple[list[Record], list[Broken]]:
         """Return every record, sorted by key, and every `.json` file that is not one, with its reason.

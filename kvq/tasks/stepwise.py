@@ -61,6 +61,12 @@ def check_at_once(method: Method, scoring: Scoring) -> None:
         )
 
 
+def check_sinks(task: Any, method: Method) -> None:
+    """Raise `Unsupported` for first tokens in full precision in a task that fills no cache."""
+    if method.sink_tokens and not getattr(task, "reads_weights", True):
+        raise Unsupported(f"method.sink_tokens={method.sink_tokens}: task={task.name} counts no sinks")
+
+
 def check_decode_mode(task: Any, method: Method) -> None:
     """Raise `Unsupported` for a task that needs a codec, or tokens quantized at once; other methods pass."""
     if method.backend is None:
