@@ -83,10 +83,13 @@ def generate(model, tokens, cache, **settings):
 def check_equal(model, method, tokens, **settings):
     """The crops of the assisted run, whose tokens and whose cache are the greedy ones."""
     greedy, assisted = KVCache(model, method, **settings), Counted(model, method, **settings)
-    expected = generate(model, tokens, greedy)
-    assert torch.equal(
-        generate(model, tokens, assisted, prompt_lookup_num_tokens=7, max_matching_ngram_size=2), expected
-    )
+    wanted = {"return_dict_in_generate": True, "output_logits": True}
+    expected = generate(model, tokens, greedy, **wanted)
+    lookup = {"prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 2}
+    found = generate(model, tokens, assisted, **wanted, **lookup)
+    assert torch.equal(found.sequences, expected.sequences)
+    # Tokens alone would pass where a wrong state is too small a difference to change the largest logit.
+    torch.testing.assert_close(torch.cat(found.logits), torch.cat(expected.logits), atol=1e-8, rtol=0)
     assert assisted.get_seq_length() == greedy.get_seq_length()
     assert assisted.nbytes == greedy.nbytes
     return assisted.removed
