@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvq.results.versions import declared
 from kvq.config.tasks import SCHEMAS
+from kvq.results.versions import declared
 from tests.golden import methods, tasks
 from tests.golden.held import Golden, complaint, file_of, moved, read, to_raise
 
