@@ -20,7 +20,7 @@ from kvq.errors import KvqError, RecordError, Unsupported
 from kvq.methods.build import method_of
 from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
-from kvq.results import Record, Store, run_key
+from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.journal import Journal
 from kvq.results.provenance import PeakMemory, collect, timed, utc_now
 from kvq.results.record import Status
@@ -184,23 +184,28 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         metrics=result.metrics,
         units=result.units,
         versions=versions,
-        provenance=collect(
-            dtype=config.model.dtype.value,
-            seed=config.seed,
-            started=started,
-            device=memory.device,
-            dataset_fingerprint=prepared.task.fingerprint(inputs),
-            dataset_source=source_of(config.dataset),
-            model_fingerprint=inputs.model_fingerprint,
-            wall_seconds=clock,
-            peak_memory_bytes=memory.read(),
-        ),
+        provenance=_provenance(prepared, started, memory, clock),
     )
     prepared.store.put(record, result.samples)
     if failure is not None:
         raise failure
     journal.discard()
     return record
+
+
+def _provenance(prepared: Prepared, started: str, memory: PeakMemory, clock: dict[str, float]) -> Provenance:
+    config, inputs = prepared.config, prepared.inputs
+    return collect(
+        dtype=config.model.dtype.value,
+        seed=config.seed,
+        started=started,
+        device=memory.device,
+        dataset_fingerprint=prepared.task.fingerprint(inputs),
+        dataset_source=source_of(config.dataset),
+        model_fingerprint=inputs.model_fingerprint,
+        wall_seconds=clock,
+        peak_memory_bytes=memory.read(),
+    )
 
 
 def _reason(error: Exception) -> str:
