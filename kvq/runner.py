@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -104,13 +105,11 @@ def run(config: Config) -> Record:
         torch.set_num_threads(config.threads)
     baseline, refused = None, None
     try:
-        if not prepared.method.is_full_precision:
-            baseline = _baseline(config, store)
+        baseline = None if prepared.method.is_full_precision else _baseline(config, store)
     except Unsupported as error:
         refused = error
     with store.lock(key):
-        found = _usable(prepared)
-        if found is not None:
+        if (found := _usable(prepared)) is not None:
             store.journal_path(key).unlink(missing_ok=True)  # of a repeat by force that was killed
             return found
         return _measure(prepared, baseline, refused)
@@ -193,7 +192,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
     return record
 
 
-def _provenance(prepared: Prepared, started: str, memory: PeakMemory, clock: dict[str, float]) -> Provenance:
+def _provenance(prepared: Prepared, started: datetime, memory: PeakMemory, clock: dict[str, float]) -> Provenance:
     config, inputs = prepared.config, prepared.inputs
     return collect(
         dtype=config.model.dtype.value,
