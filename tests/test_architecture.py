@@ -40,7 +40,7 @@ ALLOWED = {
     "identity": {"config", "methods", "task_config"},
     "data": {"config", "hub"},
     "results": set(),
-    "report": {"results"},
+    "report": {"config", "explain", "identity", "results"},
     "calibration": CALIBRATION,
     "tracking": {"logger_config", "report", "results"},
     "tasks": TASKS,

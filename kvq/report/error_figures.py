@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from kvq.report.labels import named
 from kvq.report.mosaic import Look, mosaic
 from kvq.report.style import colour, figure, marker, style, whole_numbers
 from kvq.results import Record, Store
@@ -23,11 +24,6 @@ _PANELS = (
 _ARM = ["side", "arm", "rope"]
 
 
-def label(record: Record) -> str:
-    """A run's name in a figure."""
-    return f"{record.method} {record.bits}".strip()
-
-
 def rows_of(record: Record, store: Store, kind: str) -> pd.DataFrame:
     """The samples of one kind of a run."""
     return pd.DataFrame([row for row in store.samples_of(record) if row["kind"] == kind])
@@ -39,7 +35,7 @@ def labelled_rows(records: Sequence[Record], store: Store, kind: str) -> pd.Data
     for record in records:
         rows = rows_of(record, store, kind)
         if not rows.empty:
-            rows.insert(0, "method", label(record))
+            rows.insert(0, "method", named(record))
             found.append(rows.drop(columns="kind"))
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
@@ -87,11 +83,11 @@ def places_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
             continue
         rows = rows[rows["complete"] & (rows["side"] != "both")]
         for (side, rope, layer), part in rows.groupby(["side", "rope", "layer"], sort=False):
-            names = {"method": label(record), "side": side, "rope": rope}
+            names = {"method": named(record), "side": side, "rope": rope}
             lines.append({**names, "by": "layer", "place": layer, "rel_mse": part["rel_mse"].mean()})
         bins = rows_of(record, store, "positions")
         for (side, rope), part in bins.groupby(["side", "rope"], sort=False):
-            names = {"method": label(record), "side": side, "rope": rope}
+            names = {"method": named(record), "side": side, "rope": rope}
             means = [sum(column) / len(column) for column in zip(*part["rel_mse"], strict=True)]
             for (start, end), value in zip(part["bins"].iloc[0], means, strict=True):
                 lines.append({**names, "by": "position", "place": (start + end) / 2, "rel_mse": value})
