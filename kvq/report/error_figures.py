@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvq.report.labels import named
 from kvq.report.mosaic import Look, mosaic
-from kvq.report.style import colour, figure, marker, style, whole_numbers
+from kvq.report.style import colour, figure, lines_of, style, whole_numbers
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def places_figure(table: pd.DataFrame, title: str) -> Figure:
     with style():
         made = figure(2, 4.2)
         axes = made.subplots(2, 2, sharey="row")
-        methods = list(dict.fromkeys(table["method"]))
+        looks = lines_of(table["method"])
         for line, side in zip(axes, ("key", "value"), strict=True):
             for axis, by in zip(line, ("layer", "position"), strict=True):
-                for index, method in enumerate(methods):
+                for method, look in looks.items():
                     for rope, dashes in (("after", "-"), ("before", "--")):
                         wanted = (table["method"] == method) & (table["side"] == side) & (table["by"] == by)
                         part = table[wanted & (table["rope"] == rope)]
@@ -112,8 +112,8 @@ def places_figure(table: pd.DataFrame, title: str) -> Figure:
                                 part["place"],
                                 part["rel_mse"],
                                 dashes,
-                                color=colour(index),
-                                marker=marker(index),
+                                color=look.color,
+                                marker=look.marker,
                                 label=name,
                             )
                 axis.set_xlabel("layer" if by == "layer" else "position (token)")

@@ -37,8 +37,8 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
         yield f"≈ within noise of full precision: |ΔNLL| is at most {NOISE:g} standard errors. Never set in bold."
     if any(row.best for row in rows):
         yield (
-            f"Bold: on the frontier of effective bits and loss. By more than {NOISE:g} paired standard errors it beats "
-            "every method of as few or fewer bits, and one of as many or more."
+            f"Bold: on the Pareto frontier of effective bits and loss, judged by {NOISE:g} paired standard errors: it "
+            "beats the row before it on the frontier, and no method of as few or fewer bits beats it."
         )
     yield from _variants(rows)
     yield from _unquantized(rows)

@@ -271,3 +271,15 @@ def test_labels() -> None:
 )
 def test_numbers(value: float, digits: int, signed: bool, text: str) -> None:
     assert fixed(value, digits, signed) == text
+
+
+def test_twins_do_not_take_each_other_off_the_frontier(store: Store) -> None:
+    full = sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 32.0)
+    runs = [("good", "2", 0.3, 2.1), ("twin", "2", 0.3, 2.2), ("good", "3", 0.1, 3.1), ("bad", "3", 0.6, 3.0)]
+    for seed, (method, bits, mean, size) in enumerate(runs):
+        sweeps.put_run(store, method, bits, sweeps.losses(mean, 0.01, seed + 1), full, size)
+    sweeps.put_run(store, "good/variant", "2", sweeps.losses(0.05, 0.01, 9), full, 1.9)
+    table = only(store)
+    assert [(row.name, row.bits) for row in table.rows if row.best] == [("good", "2"), ("good", "3")]
+    assert [row.name for row in table.rows if row.variant] == ["good/variant"]
+    assert any(note.startswith("The frontier is over methods") for note in table.notes)
