@@ -53,10 +53,9 @@ def table_of_panels(
             axis.tick_params(length=0, labelsize=6)
             lengths = [f"{length:g}" for length in panel.columns]
             axis.set_xticks(range(len(lengths)), lengths if row == filled[-1] else [""] * len(lengths), rotation=90)
-            first = next(place for place, width in enumerate(widths) if (method, width) in panels)
             places = range(0, len(panel.index), max(1, (len(panel.index) - 1) // 2))
             texts = [f"{panel.index[place]:g}" for place in places]
-            axis.set_yticks(list(places), texts if column == first else [""] * len(texts))
+            axis.set_yticks(list(places), texts if column == 0 else [""] * len(texts))
             if row == filled[0]:
                 axis.set_title({"1": "1 bit"}.get(bits, f"{bits} bits" if bits.isdecimal() else bits), fontsize=7)
     made.supxlabel("length (tokens)", fontsize=7)

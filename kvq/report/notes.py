@@ -38,7 +38,8 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
     if any(row.best for row in rows):
         yield (
             f"Bold: on the Pareto frontier of effective bits and loss, judged by {NOISE:g} paired standard errors: it "
-            "beats the row before it on the frontier, and no method of as few or fewer bits beats it."
+            "beats the row before it on the frontier, and none of as few or fewer bits beats it. Rows within noise of "
+            "full precision are not judged."
         )
     yield from _variants(rows)
     yield from _unquantized(rows)

@@ -20,7 +20,7 @@ _OTHERS = {
     "identity": "#828A94",
     "zero": "#A9AEB5",
     "quarot": "#882255",
-    "spinquant": "#AA4499",
+    "spinquant": "#FA7E61",
     "rotatekv": "#8C6D1F",
     "kivi_had": "#B8860B",
     "gear": "#44AA99",

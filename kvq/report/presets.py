@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvq.config import Config, MethodConfig, Scoring, compose, conf_dir
-from kvq.explain import COMPOSE_ERRORS
+from kvq.explain import COMPOSE_ERRORS, choices
 from kvq.identity import by_names
 from kvq.results.record import canonical
 
@@ -89,11 +88,14 @@ def presets() -> Presets:
     return Presets()
 
 
+@functools.cache
+def _choices() -> dict[str, dict[str, str]]:
+    return choices()
+
+
 def _file(group: str, name: str) -> Path | None:
     """The file of a preset; None where a name, which comes from a record, is not that of one."""
-    plain = re.fullmatch(r"[\w-]+(/[\w-]+)*", name)
-    path = conf_dir() / group / f"{name}.yaml"
-    return path if plain and path.is_file() else None
+    return conf_dir() / group / f"{name}.yaml" if name in _choices()[group] else None
 
 
 def _canonical(whole: Any, bits: str, scoring: str | None) -> Settings | None:

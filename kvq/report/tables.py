@@ -153,15 +153,15 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
     done = [record for record in records if record.status == "done" and record.key not in baselines]
     measured = {record.key for record in done}
     variants = {record.key for record in done if is_variant(record)}
-    best = frontier([record for record in done if record.key not in variants], comparisons)
     full = {record.key: effective_bits(record) for record in records if record.key in baselines}
     corrected = holm({r.key: r.metrics["p_value"] for r in done if "p_value" in r.metrics})
+    noisy = {record.key for record in done if is_noise(record, corrected.get(record.key))}
+    best = frontier([record for record in done if record.key not in variants | noisy], comparisons)
     ordered = sorted(records, key=lambda r: (r.key not in baselines, names[r.key], by_bits(r.bits), r.key))
     rows: list[Row] = []
     footnotes = 0
     for record in ordered:
         baseline = record.key in baselines
-        noise = record.key in measured and is_noise(record, corrected.get(record.key))
         footnotes += record.status != "done"
         rows.append(
             Row(
@@ -169,8 +169,8 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
                 name=names[record.key],
                 bits=record.bits or (record.provenance.dtype if baseline else "fixed"),
                 baseline=baseline,
-                within_noise=noise,
-                best=record.key in best and not noise,
+                within_noise=record.key in noisy,
+                best=record.key in best,
                 stale=stale(record),
                 footnote=None if record.status == "done" else footnotes,
                 p_value=corrected.get(record.key),

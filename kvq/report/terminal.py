@@ -21,7 +21,7 @@ from kvq.results import Record, Store
 PLAIN_WIDTH = 100
 # What a narrow terminal leaves out first, the rest from the right; never the first columns. Blanks behind a column.
 _LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
-_KEPT, _BETWEEN = 5, 1
+_KEPT, _BETWEEN = 5, 2
 
 
 def print_tables(
@@ -51,7 +51,8 @@ def print_table(table: Table, console: Console) -> None:
         _fill_sideways(drawn, table)
     else:
         columns = fitting(table, console.width)
-        left_out = [column.title for column in columns_of(table) if column not in columns]
+        shown = {column.title for column in columns}
+        left_out = [column.title for column in columns_of(table) if column.title not in shown]
         _fill(drawn, table, columns)
     console.print(Text(table.title, style="italic"), soft_wrap=True)
     console.print(drawn)
