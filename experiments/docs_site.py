@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a link out of docs/ leads nowhere on the site, so the file's place in the repository is said instead."""
+"""A hook of mkdocs: a link out of docs/ leads nowhere on the site, so the path in the repository replaces it."""
 
 from __future__ import annotations
 

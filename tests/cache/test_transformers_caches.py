@@ -19,10 +19,10 @@ from tests.random_models import in_double_precision, llama, random_llama, token_
 from tests.tasks.test_scoring import chunked, token_by_token
 
 BACKENDS = [
-    pytest.param(name, marks=pytest.mark.skipif(not installed(name), reason=f"needs the extra [{name}]")) for name in BITS
+    pytest.param(name, marks=pytest.mark.skipif(not installed(name), reason=f"extra [{name}]")) for name in BITS
 ]
 CASES = [
-    pytest.param(name, bits, marks=pytest.mark.skipif(not installed(name), reason=f"needs the extra [{name}]"))
+    pytest.param(name, bits, marks=pytest.mark.skipif(not installed(name), reason=f"extra [{name}]"))
     for name, known in BITS.items()
     for bits in known
 ]
