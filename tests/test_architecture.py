@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +68,48 @@ def test_imports_go_one_way(path: Path) -> None:
     assert room in ALLOWED, f"{room} has no place in the order of imports"
     too_far = imported(path) - ALLOWED[room] - {room, "errors"}
     assert not too_far, f"{path.relative_to(ROOT)} imports {sorted(too_far)}"
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Nor do more of them in a ring; imports for type checkers alone count too."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sources()
+    }
+    house = networkx.DiGraph()
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in files:
+                found = [f"{node.module}.{alias.name}" for alias in node.names]
+                house.add_edges_from((name, inner if inner in files else node.module) for inner in found)
+            elif isinstance(node, ast.Import):
+                house.add_edges_from((name, alias.name) for alias in node.names if alias.name in files)
+    assert house.number_of_edges() > len(files)
+    assert not [ring for ring in networkx.strongly_connected_components(house) if len(ring) > 1]
+
+
+def test_a_cache_knows_no_method_by_name() -> None:
+    policies = {path.stem for path in (PACKAGE / "methods").glob("*.py")} - {
+        "__init__",
+        "build",
+        "method",
+        "packed_tensor",
+    }
+    assert policies >= {"eviction", "kept_keys", "plan", "sinks", "transformers_caches"}
+    for path in (PACKAGE / "cache").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "kvq.methods" not in text.replace("`kvq.methods.method.Method`", ""), path.name
+
+
+def test_settings_need_no_torch() -> None:
+    code = "import sys, kvq.config.identity; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "set()\n"
+
+
+def test_rooms_are_few() -> None:
+    assert len({path.relative_to(PACKAGE).parts[0] for path in sources()} - {"__init__.py"}) <= 20
 
 
 def test_files_and_functions_stay_readable() -> None:
