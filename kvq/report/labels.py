@@ -14,7 +14,6 @@ from typing import Any
 from kvq.report.departures import SIDES, departures, joined, said
 from kvq.report.presets import presets
 from kvq.report.settings import flatten
-from kvq.report.tables.layout import Planned
 from kvq.results import Record
 
 _OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
@@ -29,10 +28,7 @@ RATES = ("cq/4c9b", "cq/8c10b")
 _NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap")
 
 
-Run = Record | Planned
-
-
-def read_presets(records: Iterable[Run]) -> None:
+def read_presets(records: Iterable[Record]) -> None:
     """Compose the presets that the records' labels are compared with, all at once."""
     presets().read({(group, getattr(record, group)) for record in records for group in GROUPS})
 
@@ -92,7 +88,7 @@ _WINDOWS = ("windows", "context", "stride", "scoring")
 _SCORED = {"generation": "as in generation", "parallel": "in parallel", "continuation": "as a continuation"}
 
 
-def protocol(run: Run) -> str:
+def protocol(run: Record) -> str:
     """A run's protocol for a figure: windows and scoring where the task has them, and what departs from its presets."""
     task = run.config.get("task")
     given = {name: task.get(name) for name in _WINDOWS} if isinstance(task, Mapping) else {}
@@ -107,7 +103,7 @@ def protocol(run: Run) -> str:
     return ", ".join([*words, *others])
 
 
-def protocol_departures(run: Run) -> list[str]:
+def protocol_departures(run: Record) -> list[str]:
     """What a run's task, model and text have that their presets have not, in words."""
     out = []
     for group in ("task", "model", "dataset"):

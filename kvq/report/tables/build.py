@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvq.report.labels import is_variant, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
 from kvq.report.settings import PROTOCOL, flatten, settings_of
 from kvq.report.tables.cells import columns_of
-from kvq.report.tables.layout import Planned, Row, Table, Tables
+from kvq.report.tables.layout import Row, Table, Tables
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, judge, run_key
 from kvq.results.statistics import ALPHA, holm, within_noise
@@ -33,7 +33,6 @@ def build_tables(
     store: Store,
     *,
     keys: Collection[str] | None = None,
-    planned: Iterable[Planned] = (),
     stale: Callable[[Record], bool] | None = None,
     scanned: tuple[list[Record], list[Broken]] | None = None,
 ) -> Tables:
@@ -42,7 +41,6 @@ def build_tables(
     Args:
         store: where the records are.
         keys: show these runs alone, with the full-precision runs they are paired with; None shows all.
-        planned: runs of a sweep; those without a record are listed as missing.
         stale: whether a record was made by code that has changed since; None reads the code.
         scanned: what `read_records` gave, so that the folder is not read twice.
 
@@ -54,13 +52,9 @@ def build_tables(
         wanted = set(keys) | {record.baseline_key for record in records if record.key in keys}
         records = [record for record in records if record.key in wanted]
     groups: dict[str, list[Record]] = defaultdict(list)
-    missing: dict[str, list[Planned]] = defaultdict(list)
     for record in records:
         groups[_protocol_key(record)].append(record)
     read_presets(records)
-    present = {record.key for record in records}
-    for plan in {plan.key: plan for plan in planned if plan.key not in present}.values():
-        missing[_protocol_key(plan)].append(plan)
     read = {record.key: record for record in records}
     comparisons = Comparisons(lambda key: store.samples_of(read[key]) if key in read else store.samples(key))
     stale = stale or judge()
@@ -69,17 +63,14 @@ def build_tables(
     def skip(record: Record, reason: str) -> None:
         odd.append(Broken(store.record_path(record.key), reason.partition(": ")[2]))
 
-    for protocol in sorted(groups.keys() | missing.keys()):
-        planned_here = missing.get(protocol, [])
+    for protocol in sorted(groups):
 
-        def make(group: list[Record], name: str = protocol, more: Sequence[Planned] = planned_here) -> Table:
-            return _checked(_table(name, group, more, comparisons, stale))
+        def make(group: list[Record], name: str = protocol) -> Table:
+            return _checked(_table(name, group, comparisons, stale))
 
-        of_records = made_of(groups.get(protocol, []), make, lambda record: record.key, "table", skip)
+        of_records = made_of(groups[protocol], make, lambda record: record.key, "table", skip)
         if of_records is not None:
             tables.append(of_records)
-        elif planned_here:
-            tables.append(make([]))
     return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), tuple(odd))
 
 
@@ -113,24 +104,22 @@ def _checked(table: Table) -> Table:
     return table
 
 
-def _protocol(run: Record | Planned) -> dict[str, Any]:
+def _protocol(run: Record) -> dict[str, Any]:
     fallback: dict[str, Any] = {"task": run.task, "model": run.model, "dataset": run.dataset, "seed": None}
     return {name: run.config.get(name, fallback[name]) for name in PROTOCOL}
 
 
-def _protocol_key(run: Record | Planned) -> str:
+def _protocol_key(run: Record) -> str:
     return run_key(_protocol(run))
 
 
 def _table(
     protocol: str,
     records: Sequence[Record],
-    missing: Sequence[Planned],
     comparisons: Comparisons,
     stale: Callable[[Record], bool],
 ) -> Table:
-    runs: list[Record | Planned] = [*records, *missing]
-    first = min(runs, key=lambda run: (run.task, run.model, run.dataset, run.key))
+    first = min(records, key=lambda run: (run.task, run.model, run.dataset, run.key))
     rows = _rows(records, comparisons, stale)
     model = model_name(first.model)
     slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, model, first.dataset))
@@ -140,7 +129,7 @@ def _table(
         title=_titled(f"{first.task}: {model} on {first.dataset}", words),
         protocol=_describe(first, records),
         rows=rows,
-        notes=tuple(notes_of(rows, missing, comparisons)),
+        notes=tuple(notes_of(rows, comparisons)),
         words=words,
         about=protocol_of(first),
         settings=tuple((name, text) for name, text in flatten(_protocol(first)) if text != "null"),
@@ -216,7 +205,7 @@ def _names(records: Sequence[Record]) -> dict[str, str]:
     return names
 
 
-def _describe(run: Record | Planned, records: Sequence[Record]) -> tuple[str, ...]:
+def _describe(run: Record, records: Sequence[Record]) -> tuple[str, ...]:
     """One line each on the task, the model, the dataset: every setting that is not null, in the order of its name."""
     lines = []
     for name, value in _protocol(run).items():

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from kvq.results import Broken, Record
-
-
-class Planned(NamedTuple):
-    """A run that a sweep asks for; a table says so when its record is missing."""
-
-    key: str
-    task: str
-    model: str
-    dataset: str
-    method: str
-    bits: str
-    config: Mapping[str, Any]
-    command: str = ""
 
 
 @dataclass(frozen=True)

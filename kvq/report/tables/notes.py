@@ -1,21 +1,21 @@
-"""What a table says under itself: marks, failures, where more bits did not help, what is missing."""
+"""What a table says under itself: marks, failures, where more bits did not help."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvq.report.comparisons import Comparisons, widths
 from kvq.report.settings import settings_of
 from kvq.report.tables.cells import UNQUANTIZED
-from kvq.report.tables.layout import Planned, Row
+from kvq.report.tables.layout import Row
 from kvq.results import Record
 from kvq.results.statistics import ALPHA, NOISE, within_noise
 
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
 
-def notes_of(rows: Sequence[Row], missing: Iterable[Planned], comparisons: Comparisons) -> list[str]:
+def notes_of(rows: Sequence[Row], comparisons: Comparisons) -> list[str]:
     """Plain-text notes of a table, each one line; whoever writes them escapes them."""
     return [
         *(_item_marks(rows) if any("items" in row.record.metrics for row in rows) else _marks(rows)),
@@ -26,7 +26,6 @@ def notes_of(rows: Sequence[Row], missing: Iterable[Planned], comparisons: Compa
         *_bit_widths(rows, comparisons),
         *_baselines(rows),
         *_failures(rows),
-        *_missing(missing),
     ]
 
 
@@ -176,9 +175,3 @@ def _failures(rows: Sequence[Row]) -> Iterator[str]:
         if row.footnote is not None:
             reason = " ".join((row.record.reason or "no reason recorded").split())
             yield f"[{row.footnote}] {row.name}, {row.bits} bits, {row.record.status}: {reason}"
-
-
-def _missing(missing: Iterable[Planned]) -> Iterator[str]:
-    for plan in sorted(missing, key=lambda plan: (plan.method, plan.bits, plan.key)):
-        bits = f", {plan.bits} bits" if plan.bits else ""
-        yield f"Missing: {plan.method}{bits}." + (f" Run: {plan.command}" if plan.command else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from rich import box
@@ -14,7 +14,7 @@ from rich.text import Text
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.cells import Cell, Column, columns_of, is_of_diagnostics, measured
 from kvq.report.tables.experiment_files import Grid
-from kvq.report.tables.layout import Planned, Row, Table
+from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
 
 # A file has no width of its own; rich would take 80, in which the columns do not fit.
@@ -29,7 +29,6 @@ def print_tables(
     console: Console,
     *,
     keys: Collection[str] | None = None,
-    planned: Iterable[Planned] = (),
     stale: Callable[[Record], bool] | None = None,
 ) -> None:
     """Print the tables of a store, or of the runs `keys` and their full-precision runs; fits 80 columns.
@@ -37,7 +36,7 @@ def print_tables(
     Raises:
         RecordError: the folder of the store cannot be listed.
     """
-    for table in build_tables(store, keys=keys, planned=planned, stale=stale).tables:
+    for table in build_tables(store, keys=keys, stale=stale).tables:
         print_table(table, console)
 
 

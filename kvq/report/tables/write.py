@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from kvq.errors import RecordError
 from kvq.report.tables import formats
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import Planned, Tables
+from kvq.report.tables.layout import Tables
 from kvq.results import Record, Store
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
@@ -24,7 +24,6 @@ def write_tables(
     store: Store,
     out_dir: str | os.PathLike[str],
     *,
-    planned: Iterable[Planned] = (),
     stale: Callable[[Record], bool] | None = None,
 ) -> list[Path]:
     """Write every table of a store as Markdown, CSV and LaTeX, with an index.md, and return their paths.
@@ -34,7 +33,7 @@ def write_tables(
     Raises:
         RecordError: the store has no records, or the folder cannot be written.
     """
-    return write(build_tables(store, planned=planned, stale=stale), out_dir, source=store.runs)
+    return write(build_tables(store, stale=stale), out_dir, source=store.runs)
 
 
 def write(tables: Tables, out_dir: str | os.PathLike[str], source: Path) -> list[Path]:

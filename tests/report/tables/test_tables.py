@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq.report import Planned, Row, Table, build_tables
+from kvq.report import Row, Table, build_tables
 from kvq.report.comparisons import by_bits, parse_label, widths
 from kvq.report.tables.cells import COLUMNS, fixed
-from kvq.results import Record, Store, run_key
+from kvq.results import Record, Store
 from tests.report import sweeps
 from tests.results import made
 
@@ -215,26 +215,6 @@ def test_a_sweeps_own_runs_with_their_baseline(store: Store) -> None:
     store.record_path(runs["fp16"].key).unlink()
     table = only(store, keys=[runs["good 2"].key])
     assert any(runs["fp16"].key[:12] in note and "no record" in note for note in table.notes)
-
-
-def test_missing_runs_are_listed_with_their_command(store: Store) -> None:
-    runs = sweeps.sweep(store)
-
-    def planned(method: str, bits: str, **kind: Any) -> Planned:
-        settings = made.config(method, bits, **kind)
-        return Planned(
-            run_key(settings), "ppl", "tiny", "pydocs", method, bits, settings, f"python run.py method={method}"
-        )
-
-    plans = [planned("good", "2"), planned("nsn", "2"), planned("nsn", "2"), planned("nsn", "3", seed=5)]
-    assert plans[0].key == runs["good 2"].key
-    found = build_tables(store, planned=plans).tables
-    missing = [[note for note in table.notes if note.startswith("Missing")] for table in found]
-    assert sorted(missing) == [
-        ["Missing: nsn, 2 bits. Run: python run.py method=nsn"],
-        ["Missing: nsn, 3 bits. Run: python run.py method=nsn"],
-    ]
-    assert sorted(len(table.rows) for table in found) == [0, 7]
 
 
 def test_broken_files_do_not_stop_the_others(store: Store) -> None:
