@@ -9,8 +9,8 @@ import numpy as np
 
 from kvq.errors import RecordError
 from kvq.results import Broken, Record, Store
-from kvq.results.direction import is_lower_better
 from kvq.results.item_tests import judge_items
+from kvq.results.metrics import is_lower_better
 
 _TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 
