@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvq import composing
 from kvq.calibration_config import CalibrationConfig
+from kvq.composing import CONFIG_NAME as CONFIG_NAME
+from kvq.composing import VERSION_BASE as VERSION_BASE
 from kvq.errors import ConfigError, did_you_mean
 from kvq.layout_config import LayoutConfig
 from kvq.logger_config import LOGGERS
@@ -32,9 +32,6 @@ from kvq.task_config import BootstrapConfig as BootstrapConfig
 from kvq.task_config import PplConfig as PplConfig
 from kvq.task_config import Scoring as Scoring
 from kvq.task_config import Windows as Windows
-
-VERSION_BASE = "1.3"
-CONFIG_NAME = "config"
 
 
 class Device(enum.StrEnum):
@@ -336,14 +333,8 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> D
         overrides: as on the command line, such as `["method=nsn", "bits=2"]`.
         config_dir: a further folder of configuration groups, as `--config-dir` gives on the command line.
     """
-    running = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
-    try:
-        with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-            return hydra_compose(CONFIG_NAME, overrides=[*overrides, *search])
-    finally:
-        GlobalHydra.instance().hydra = running
+    files = composing.Files.of(conf_dir(), None if config_dir is None else Path(config_dir))
+    return (composing.merged(files, overrides) or composing.by_hydra(files, overrides)).config
 
 
 def resolve(cfg: DictConfig) -> Config:
