@@ -34,6 +34,7 @@ ALLOWED = {
     "logger_config": {"ranges"},
     "composing": set(),
     "config": {"calibration_config", "composing", "layout_config", "logger_config", "methods", "ranges", "task_config"},
+    "sweep_loader": {"composing", "config"},
     "explain": {"config", "methods"},
     "methods": METHODS,
     "cache": CACHE,

@@ -7,13 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.base import Node
 
 from kvq import composing
+from kvq.cli import main
 from kvq.composing import Composed, Files, by_hydra, merged
 from kvq.config import compose, conf_dir
 from kvq.explain import choices
+from kvq.sweep_loader import SweepLoader
 
 GROUPS = choices()
 MORE = ["bits=k3v2", "seed=7", "residual.size=64", "dataset.data_files=[a.txt,b.txt]"]
@@ -145,3 +147,29 @@ def test_hydra_composes_a_choice_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for bits in (1, 2, 3, 4):
         assert compose(["method=kivi", "task=ppl", f"bits={bits}"]).bits == bits
     assert time.process_time() - started < 2
+
+
+SWEEPS = [
+    ["method=nsn,kivi", "bits=2,3"],
+    ["method=kivi,oscar", "bits=2", "residual.size=32,64", "task=ppl/nsn"],
+    ["method=oscar", "bits=2", "method.key.stages.hadamard=null", "++method.calibration.seed=1,2"],
+    ["+experiment=nsnquant/table5", "model=tiny"],
+]
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=" ".join)
+def test_the_jobs_of_a_sweep_are_those_of_hydras_own_loader(sweep: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, jobs = SweepLoader.load_sweep_config, []
+
+    def compared(self: SweepLoader, master: DictConfig, given: list[str]) -> DictConfig:
+        found = quick(self, master, given)
+        if len(jobs) < 4:
+            whole = self.whole.load_sweep_config(master, list(given))
+            assert OmegaConf.to_container(found) == OmegaConf.to_container(whole)
+        jobs.append(found)
+        return found
+
+    monkeypatch.setattr(SweepLoader, "load_sweep_config", compared)
+    monkeypatch.setattr("kvq.cli._measure", lambda config, sweep: None)
+    assert main(["-m", *sweep]) == 0
+    assert len(jobs) >= 2

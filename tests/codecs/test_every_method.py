@@ -26,6 +26,7 @@ from kvq.codecs.vector import VectorQuantizer
 from kvq.config import compose, conf_dir, resolve
 from kvq.errors import Unsupported
 from tests.calibrated import build
+from tests.properties import examples
 
 METHODS = sorted(
     str(path.relative_to(conf_dir() / "method").with_suffix("")) for path in (conf_dir() / "method").rglob("*.yaml")
@@ -101,7 +102,7 @@ def test_there_are_methods():
 
 
 @pytest.mark.parametrize("name", CODED)
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(data=st.data())
 def test_decode_is_finite_and_of_the_right_kind(name, data):
     lowest, highest = bits_range(name) or (3, 3)

@@ -74,7 +74,7 @@ def test_fresh_needles_are_found(model, tokenizer, length, count):
     assert needle_accuracy(model, tokenizer, length=length, count=count, seed=20) >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_same_text")
 def test_bits_per_byte_are_the_cards(model, tokenizer):
     measured = bits_per_byte(model, tokenizer, "pydocs")

@@ -12,6 +12,7 @@ from tests.kernels.test_eager import UNIFORM, query, uniform
 
 pytest.importorskip("numba")
 from kvq.kernels import cpu
+from tests.properties import examples
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3}
 
@@ -36,7 +37,7 @@ def test_methods(name, bits, dtype):
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.data())
 def test_any_uniform_chain(data):
     """What the loops do not have is refused, in a line; everything else is right."""
