@@ -1,9 +1,11 @@
 """Composing a configuration without paying Hydra's price each time: a choice of a group is composed once.
 
 Hydra takes 0.1 to 0.2 s to compose. Its result consists of the defaults, what the chosen files put in place of them,
-and single values on top. So files are composed by Hydra and kept, and values are merged into a copy with OmegaConf, as
-Hydra does. Whatever this module does not know how to merge (added or deleted keys, packages, settings of Hydra itself),
-and whatever fails, is left to Hydra, which words the error. `tests/test_composing.py` compares both.
+and single values on top. So the defaults are composed by Hydra and kept. A file that is made from its own settings and
+other files of its group is merged over the schema with OmegaConf, as Hydra does; any other is composed by Hydra once.
+Values are merged into a copy. Whatever this module does not know how to merge (added or deleted keys, packages,
+settings of Hydra itself), and whatever fails, is left to Hydra, which words the error. `tests/test_composing.py`
+compares both.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.base import Node
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
@@ -129,31 +133,68 @@ def _composed_once(files: Files, choices: tuple[str, ...]) -> Composed:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _assembled(files: Files, choices: tuple[str, ...]) -> Composed:
-    """The defaults with each choice in its place, where every choice is of its own group alone; else Hydra's answer."""
-    groups = [_parsed(choice).key_or_group for choice in choices]
-    alone = len(set(groups)) == len(groups) > 1 and all(_stands_alone(files, choice) for choice in choices)
-    if not alone:
+    """The defaults with each choice in its place, where every choice is of its own group alone; else Hydra's answer.
+
+    Settings of all groups (`+experiment=`) are merged last, as Hydra does.
+    """
+    given = [_parsed(choice) for choice in choices]
+    added = [each for each in given if each.is_add()]
+    nodes = {each.key_or_group: _node(files, each) for each in given if not each.is_add()}
+    everywhere = [_layers(files, each.key_or_group, str(each.value())) for each in added]
+    if len(nodes) + len(added) < len(given) or len(added) > 1 or None in nodes.values() or None in everywhere:
         return _composed_once(files, choices)
     base = _composed_once(files, ())
-    config, names = copy.deepcopy(base.config), dict(base.choices)
-    for choice, group in zip(choices, groups, strict=True):
-        own = _composed_once(files, (choice,))
-        config[group] = own.config._get_node(group)
-        names |= {key: name for key, name in own.choices.items() if base.choices.get(key) != name}
-    return Composed(config, names)
+    config = copy.deepcopy(base.config)
+    for group, node in nodes.items():
+        config[group] = node
+    with open_dict(config):
+        for layer in (layer for layers in everywhere for layer in layers or ()):
+            config.merge_with({name: layer._get_node(name) for name in layer if name != "hydra"})
+    return Composed(config, base.choices | {each.key_or_group: str(each.value()) for each in given})
+
+
+def _node(files: Files, given: Override) -> Node | None:
+    """What a choice puts in its group's place; None where it changes more than that."""
+    group, name = given.key_or_group, given.value()
+    if type(name) is not str or files.further is not None:
+        return None
+    layers = _layers(files, group, name)
+    if layers is not None:
+        root = ConfigStore.instance().load("config_schema.yaml").node
+        for layer in layers:
+            root.merge_with({group: layer})
+        return root._get_node(group)
+    if _WIDER.search((files.folder / group / f"{name}.yaml").read_text(encoding="utf-8")):
+        return None
+    base, own = _composed_once(files, ()), _composed_once(files, (str(given.input_line),))
+    alone = _apart_from(base.config, group) == _apart_from(own.config, group)
+    return own.config._get_node(group) if alone and own.choices == base.choices | {group: name} else None
 
 
 @functools.lru_cache(maxsize=4096)
-def _stands_alone(files: Files, choice: str) -> bool:
-    """Whether choosing this file changes nothing but its group's node."""
-    given = _parsed(choice)
-    group, name = given.key_or_group, given.value()
-    if given.is_add() or type(name) is not str or files.further is not None:
-        return False
-    if _WIDER.search((files.folder / group / f"{name}.yaml").read_text(encoding="utf-8")):
-        return False
-    base, own = _composed_once(files, ()), _composed_once(files, (choice,))
-    return _apart_from(base.config, group) == _apart_from(own.config, group)
+def _layers(files: Files, group: str, name: str) -> list[DictConfig] | None:
+    """Settings of a file and of the files of its group that it is made from, the last of which win.
+
+    None for a file that is made from anything else: a schema, another package, an override of another choice. All
+    settings of an experiment belong to no group.
+    """
+    header, here = ("# @package _global_\n", "") if group == "experiment" else ("", "@_here_")
+    path = files.folder / group / f"{name}.yaml"
+    if files.further is not None or not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8")
+    if not text.startswith(header) or _WIDER.search(text.removeprefix(header)):
+        return None
+    own = OmegaConf.load(path)
+    assert isinstance(own, DictConfig)
+    found: list[DictConfig] = []
+    for entry in own.pop("defaults", ["_self_"]):
+        other = re.fullmatch(rf"/{group}/([\w/]+){here}", str(entry))
+        layers = [own] if entry == "_self_" else _layers(files, group, other[1]) if other else None
+        if layers is None:
+            return None
+        found += layers
+    return found
 
 
 def _apart_from(config: DictConfig, group: str) -> dict[str, object]:
