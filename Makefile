@@ -29,7 +29,7 @@ sweep: setup ## run a sweep: make sweep SWEEP="method=kivi,nsn bits=2,3"
 
 tables: setup ## write and print the tables of all results, and the papers' tables beside ours; needs no model
 	$(BIN)/python -m kvq.report --print
-	$(BIN)/python -m kvq.experiments
+	$(BIN)/python -m kvq.papers
 
 figures: setup ## draw every figure that the results allow; needs no model
 	$(BIN)/python -m kvq.report.figures
@@ -45,7 +45,7 @@ docs: setup ## fill the numbers of README.md and docs/findings.md from the table
 	$(BIN)/python experiments/findings.py
 
 wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project mine --workspace"); what is there stays
-	$(BIN)/python -m kvq.tracking $(WANDB)
+	$(BIN)/python -m kvq.report.wandb $(WANDB)
 
 test: setup ## set up and run all tests (TEST_ARGS="-n 2": in two processes)
 	$(BIN)/python -m pytest $(TEST_ARGS)

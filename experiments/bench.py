@@ -31,11 +31,11 @@ import encode_bench
 from kvq.cache import KVCache
 from kvq.codecs import rope_table
 from kvq.config import compose, resolve
-from kvq.diagnostic_config import TniConfig
+from kvq.config.diagnostics import TniConfig
+from kvq.config.tasks import Prefill
 from kvq.methods.build import Method, build_method
 from kvq.models import LoadedModel, load_model
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, package_versions
-from kvq.task_config import Prefill
 from kvq.tasks.capture import capture
 from kvq.tasks.generate import Reader
 from kvq.tasks.scoring import generation_bounds, parallel_method, score

@@ -12,13 +12,13 @@ from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from kvq import calibrated_run
+from kvq.calibration import run as calibrated_run
 from kvq.calibration.collect import LayerStates, collect
 from kvq.codecs import NonUniformQuantizer, UndoRope
 from kvq.codecs.kmeans import codebooks, nearest
 from kvq.codecs.quantizers import Axis
 from kvq.config import compose, resolve
-from kvq.tasks.inputs import Inputs
+from kvq.models.inputs import Inputs
 
 COUPLED = {"4c9b": (4, 9), "8c10b": (8, 10)}
 TOKENS, GROUPS = 16384, 4

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # Each with the name under which `make` has it.
 COMMANDS = {
     "tables": ("kvq.report",),
-    "experiments": ("kvq.experiments",),
+    "experiments": ("kvq.papers",),
     "figures": ("kvq.report.figures",),
     "report": ("kvq.report.html",),
 }

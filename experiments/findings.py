@@ -21,8 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kvq.results import Record, Store
-from kvq.results.source import is_stale
+from kvq.results import Record, Store, is_stale
 from kvq.results.statistics import delta_nll_of_samples
 
 ROOT = Path(__file__).parents[1]

@@ -11,11 +11,11 @@ from hydra.types import HydraContext
 
 
 class _QuickSweeper(BasicSweeper):
-    """Hydra's own sweeper; its jobs are composed by `kvq.sweep_loader`, in a fraction of Hydra's time."""
+    """Hydra's own sweeper; its jobs are composed by `kvq.config.sweep_loader`, in a fraction of Hydra's time."""
 
     def setup(self, *, hydra_context, task_function, config):
         """Give the launcher that loader too."""
-        from kvq.sweep_loader import SweepLoader
+        from kvq.config.sweep_loader import SweepLoader
 
         quick = HydraContext(SweepLoader(hydra_context.config_loader), hydra_context.callbacks)
         super().setup(hydra_context=quick, task_function=task_function, config=config)
@@ -32,7 +32,7 @@ class GroupedSweeper(_QuickSweeper):
     @staticmethod
     def split_arguments(overrides, max_batch_size):
         """Batches of jobs; the base class asks for them by this name."""
-        from kvq.experiments.sweep import grouped
+        from kvq.papers.sweep import grouped
 
         jobs = grouped(job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch)
         size = max_batch_size or len(jobs)
@@ -48,7 +48,7 @@ class ExperimentSweeper(_QuickSweeper):
 
     def split_arguments(self, overrides, max_batch_size):
         """Jobs in one batch; the base class asks for them by this name."""
-        from kvq.experiments.sweep import sweep_of
+        from kvq.papers.sweep import sweep_of
 
         return [[list(job) for job in sweep_of(self.config, overrides).jobs]]
 

@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, resolve
+from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.errors import ConfigError, KvqError, Unsupported
-from kvq.experiments.sweep import EXPERIMENT_SWEEPER, sweep_of
-from kvq.explain import COMPOSE_ERRORS, choices, explain
+from kvq.papers.sweep import EXPERIMENT_SWEEPER, sweep_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from kvq.config import Config
-    from kvq.sweep import Plan, Sweep
+    from kvq.sweep import Sweep, SweepPlan
 
 OK, RUN_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _SCRATCH = "KVQ_SCRATCH"
@@ -51,7 +51,7 @@ class _Session:
     jobs: list[list[str]] = field(default_factory=list)
     elsewhere: bool = False
     sweep: Sweep | None = None
-    plan: Plan | None = None
+    plan: SweepPlan | None = None
     failed: bool = False
     experiment: str | None = None
     results_dir: str = ""
@@ -208,14 +208,14 @@ def _measure(cfg: DictConfig, sweep: bool) -> None:
 def _planned(config: Config, shown: ModuleType) -> bool:
     """Say what a run of `plan=true` would do; false for a run to be measured."""
     if config.plan:
-        _session.plan = _session.plan or shown.Plan()
+        _session.plan = _session.plan or shown.SweepPlan()
         _session.plan.add(config)
     return config.plan
 
 
 def _show_experiment(name: str, jobs: int) -> None:
     """A paper's table, measured beside published; under `plan=true` only what it costs."""
-    from kvq.experiments.show import print_cost, print_experiment
+    from kvq.papers.show import print_cost, print_experiment
 
     if _session.plan is None:
         print_experiment(name, _session.results_dir)

@@ -1,9 +1,18 @@
-"""Errors a user can act on: each message is one line that names the setting, what was given and what is allowed."""
+"""Errors a user can act on, and what settings may be: a message names the setting, what was given, what is allowed."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_SEED = 2**32 - 1
+MAX_RESAMPLES = 10**6
+MAX_THREADS = 1024
+MAX_DIGITS = 18
+"""Digits of a number that fits into 64 bits."""
 
 
 class KvqError(Exception):
@@ -35,3 +44,45 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 def first_line(error: Exception) -> str:
     """The first line of what another library's error says, or the error's type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def at_least(setting: str, value: int | float | None, lowest: int | float) -> None:
+    """Raise `ConfigError` naming `setting` when `value` lies below `lowest`; None is no value."""
+    if value is not None and value < lowest:
+        raise ConfigError(f"{setting}={value}: at least {lowest}")
+
+
+def within(setting: str, value: int | None, lowest: int, highest: int) -> None:
+    """Raise `ConfigError` naming `setting` when `value` lies outside of a range; None is no value."""
+    if value is not None and not lowest <= value <= highest:
+        side = f"at least {lowest}" if value < lowest else f"at most {highest}"
+        raise ConfigError(f"{setting}={value}: {side}")
+
+
+def check_seed(setting: str, value: int) -> None:
+    """Raise `ConfigError` naming `setting` when `value` is no seed."""
+    if not 0 <= value <= MAX_SEED:
+        raise ConfigError(f"{setting}={value}: 0 to {MAX_SEED}")
+
+
+def not_empty(setting: str, value: str | None) -> None:
+    """Raise `ConfigError` naming `setting` when `value` is an empty text, such as that of an unset variable."""
+    if value is not None and not value.strip():
+        raise ConfigError(f"{setting}={value}: empty")
+
+
+def check_codec(setting: str, given: Any) -> None:
+    """Raise `ConfigError` naming `setting` for what cannot be a codec, whose parts are checked when it is built."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{setting}={given}: a codec (stages, order and quantizer), or null")
+
+
+def check_folder(setting: str, path: str) -> None:
+    """Raise `ConfigError` naming `setting` for what is no folder and cannot become one by its name."""
+    try:
+        usable = bool(path) and (Path(path).is_dir() or not os.path.lexists(path))
+    except (OSError, ValueError) as error:  # a name too long, a null character
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"{setting}={path[:40]!r}...: {reason}") from error
+    if not usable:
+        raise ConfigError(f"{setting}={path}: not a folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -12,31 +13,23 @@ from typing import Any
 
 import torch
 
-import kvq.cache.foreign
-import kvq.cache.kept
-import kvq.cache.sinks
-import kvq.codecs.codec
-import kvq.codecs.hadamard
-import kvq.codecs.packed
-import kvq.codecs.packing
-from kvq import calibrated_run
+from kvq.calibration import run as calibrated_run
+from kvq.calibration.bind import Calibration
 from kvq.config import Config, full_precision
+from kvq.config.identity import canonical
 from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported
-from kvq.identity import canonical
 from kvq.methods.build import Method, method_of
-from kvq.methods.calibrated import Calibration
 from kvq.methods.kept import bind_kept_keys
-from kvq.results import Record, Store, is_stale, run_key, source_hash
+from kvq.models.inputs import Inputs
+from kvq.results import Record, Store, is_stale, run_key
 from kvq.results.journal import Journal
 from kvq.results.provenance import PeakMemory, collect, utc_now
 from kvq.results.record import Status
-from kvq.tasks.inputs import Inputs
+from kvq.results.versions import versions_of
 from kvq.tasks.measurement import Baseline, Measurement
 from kvq.tasks.registry import task_of
 from kvq.tasks.stepwise import check_decode_mode
-
-_CODEC_MODULES = (kvq.codecs.codec, kvq.codecs.hadamard, kvq.codecs.packed, kvq.codecs.packing)
 
 
 def run(config: Config) -> Record:
@@ -106,7 +99,7 @@ def state_of(config: Config, key: str, store: Store) -> tuple[str, str]:
     if record is None:
         return "pending", ""
     if record.status == "done" and is_stale(record):
-        return "stale", "its source code has changed since"
+        return "stale", "the version of a part has been raised since"
     return record.status, record.reason or ""
 
 
@@ -120,7 +113,7 @@ def on_disk(config: Config) -> tuple[str, str, Record | None]:
 def to_be_calibrated(config: Config, inputs: Inputs) -> bool:
     """Whether a run would first fit its method's tables; reads no weights."""
     method = method_for(config, inputs)
-    return method.is_calibrated and not calibrated_run.file_of(inputs, _codec_modules(method)).is_file()
+    return method.is_calibrated and not calibrated_run.file_of(inputs).is_file()
 
 
 def _usable(store: Store, key: str, config: Config) -> Record | None:
@@ -153,7 +146,8 @@ def _measure(
 ) -> Record:
     task = task_of(config.task.name)
     data, journal = task.fingerprint(inputs), Journal()
-    started, result, modules = utc_now(), Measurement(), task.modules
+    started, result, settings = utc_now(), Measurement(), _canonical(config, inputs)
+    versions = versions_of(settings)
     clock: dict[str, float] = {}
     status: Status = "done"
     reason, memory = None, PeakMemory("cpu")
@@ -161,13 +155,12 @@ def _measure(
     try:
         if isinstance(method, Unsupported):
             raise method
-        modules = (*task.modules, *_codec_modules(method))
         with _timed(clock, "load"):
             device = inputs.device
         method, calibration = _bound(inputs, method, clock)
         torch.manual_seed(config.seed)
         memory = PeakMemory(device)
-        journal = _journal(config, store, key, f"{source_hash(modules)} {device.type}")
+        journal = _journal(config, store, key, f"{json.dumps(versions)} {device.type}")
         with _timed(clock, "measure"):
             result = calibrated_run.with_metrics(task.measure(inputs, method, baseline, journal), calibration)
     except Unsupported as error:
@@ -182,11 +175,10 @@ def _measure(
         status=status,
         reason=reason,
         baseline_key=baseline.key if baseline else None,
-        config=_canonical(config, inputs),
+        config=settings,
         metrics=result.metrics,
         units=result.units,
-        source_hash=source_hash(modules),
-        source_modules=sorted(module.__name__ for module in modules),
+        versions=versions,
         provenance=collect(
             dtype=config.model.dtype.value,
             seed=config.seed,
@@ -233,26 +225,6 @@ def _journal_path(store: Store, key: str) -> Path:
     return store.root / "partial" / f"{key}.jsonl"
 
 
-def _codec_modules(method: Method) -> tuple:
-    """Modules whose source makes the method's codes: its stages' and quantizers', and those of the chain itself."""
-    if method.backend is not None:
-        return (kvq.cache.foreign,)
-    names = set()
-    for codec in (method.key, method.value):
-        if codec is not None:
-            for part in (codec.quantizer, *(stage for _, stage in codec.stages)):
-                names |= {kind.__module__ for kind in type(part).__mro__ if kind.__module__ not in ("builtins", "abc")}
-    if method.plan is not None:
-        names |= {type(method.plan).__module__, "kvq.cache.plan", "kvq.cache.observe"}
-    if method.eviction is not None:
-        names |= {type(method.eviction).__module__, "kvq.cache.evict", "kvq.cache.observe"}
-    chain = {module.__name__: module for module in _CODEC_MODULES}
-    codecs = tuple((chain | {name: sys.modules[name] for name in names}).values()) if names else ()
-    sinks = (kvq.cache.sinks,) if method.sink_tokens else ()
-    kept = (kvq.cache.kept,) if method.kept_keys is not None else ()
-    return (*codecs, *sinks, *kept, *(calibrated_run.MODULES if method.is_calibrated else ()))
-
-
 def _bound(inputs: Inputs, method: Method, clock: dict[str, float]) -> tuple[Method, Calibration | None]:
     """The method with its tables and the ids of kept tokens, where it has any."""
     if method.kept_keys is not None:
@@ -260,7 +232,7 @@ def _bound(inputs: Inputs, method: Method, clock: dict[str, float]) -> tuple[Met
     if not method.is_calibrated:
         return method, None
     with _timed(clock, "calibrate"):
-        return calibrated_run.bound(inputs, method, _codec_modules(method))
+        return calibrated_run.bound(inputs, method)
 
 
 @contextlib.contextmanager

@@ -8,13 +8,13 @@ from rich.console import Console
 from tqdm import tqdm
 
 from kvq.config import Config, full_precision
+from kvq.config.identity import by_names
 from kvq.errors import DataError, Unsupported
-from kvq.identity import by_names
+from kvq.models.inputs import Inputs
 from kvq.report import print_tables
+from kvq.report.wandb import track
 from kvq.results import Record, Store
 from kvq.runner import key_of, method_for, state_of, to_be_calibrated
-from kvq.tasks.inputs import Inputs
-from kvq.tracking import track
 
 
 class Sweep:
@@ -40,7 +40,7 @@ class Sweep:
             print_tables(Store(folder), Console(), keys=keys)
 
 
-class Plan:
+class SweepPlan:
     """What a command would run, said line by line; nothing is started."""
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq.config import compose, resolve
+from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
-from kvq.tasks.inputs import Inputs
 from tests.random_models import save_random_model
 
 TEXT = " ".join(f"{number} is the square of {root};" for root in range(300) for number in [root * root])

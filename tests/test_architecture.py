@@ -10,48 +10,34 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvq"
 
-# What a room may import of kvq, beside itself and kvq.errors.
+# What a room may import of kvq, beside itself and kvq.errors: the rooms that stand below it.
 CODECS = {"codecs"}
 KERNELS = CODECS | {"kernels"}
-METHODS = CODECS | {"methods", "config", "explain", "ranges"}
-CACHE = METHODS | {"cache", "kernels"}
-INPUTS = {"models", "data", "hub"}
-DIAGNOSTICS = {"diagnostics", "diagnostic_config"}
-TASKS = CACHE | INPUTS | DIAGNOSTICS | {"tasks", "task_config", "speed_config", "results"}
-CALIBRATION = CACHE | INPUTS | {"calibration", "calibration_config", "results"}
+INPUTS = {"config", "data", "models"}
+METHODS = CODECS | {"config", "methods"}
+CACHE = METHODS | KERNELS | {"cache", "models"}
+DIAGNOSTICS = CODECS | {"diagnostics"}
+TASKS = CACHE | INPUTS | DIAGNOSTICS | {"results", "tasks"}
+RUNS = TASKS | {"calibration"}
 ALLOWED = {
     "errors": set(),
-    "hub": set(),
+    "config": set(),
+    "results": {"config"},
     "codecs": set(),
-    "kernels": KERNELS,
+    "kernels": CODECS,
     "diagnostics": CODECS,
-    "ranges": set(),
-    "diagnostic_config": {"ranges"},
-    "speed_config": {"ranges"},
-    "task_config": {"diagnostic_config", "ranges", "speed_config"},
-    "calibration_config": {"ranges"},
-    "layout_config": set(),
-    "logger_config": {"ranges"},
-    "composing": set(),
-    "config": {"calibration_config", "composing", "layout_config", "logger_config", "methods", "ranges", "task_config"},
-    "sweep_loader": {"composing", "config"},
-    "explain": {"config", "methods"},
+    "data": {"config"},
+    "models": {"config", "data"},
     "methods": METHODS,
     "cache": CACHE,
-    "models": {"cache", "config", "hub"},
-    "identity": {"config", "methods", "task_config"},
-    "data": {"config", "hub"},
-    "results": set(),
-    "report": {"results"},
-    "calibration": CALIBRATION,
-    "tracking": {"logger_config", "report", "results"},
     "tasks": TASKS,
-    "calibrated_run": TASKS | CALIBRATION | {"identity"},
-    "runner": TASKS | {"identity", "calibrated_run"},
-    "sweep": TASKS | {"identity", "runner", "report", "tracking"},
-    "experiments": {"config", "explain", "identity", "layout_config", "report", "results"},
-    "cli": {"config", "experiments", "explain", "runner", "sweep", "__version__"},
-    "__init__": {"methods", "cache", "calibration"},
+    "calibration": TASKS,
+    "report": {"config", "results"},
+    "papers": {"config", "report", "results"},
+    "runner": RUNS,
+    "sweep": RUNS | {"report", "runner"},
+    "cli": {"config", "papers", "runner", "sweep", "__version__"},
+    "__init__": {"cache", "calibration", "methods"},
 }
 
 

@@ -88,7 +88,7 @@ VALUES = [
     (["method.key._target_=[1,2]"], r"method.key._target_=\[1, 2\]: cannot be imported"),
     (["method.key._target_=math.pi"], "method.key._target_=math.pi: cannot be imported"),
     (["method.first_layers.count=1", "+method.first_layers.key=5"], "method.first_layers.key=5: a codec"),
-    (["task.version=-1"], "task.version=-1: at least 1"),
+    (["task.version=2"], "task.version"),
     (["task.bootstrap.resamples=1000000000"], "task.bootstrap.resamples=1000000000: at most 1000000"),
     (["task=niah", "task.resamples=1000000000"], "task.resamples=1000000000: at most 1000000"),
     (["task=niah", "task.digits=20"], "task.digits=20: at most 18"),

@@ -31,7 +31,7 @@ class FakeRunner:
     def Sweep(self, total):
         return self.shown("sweep", total)
 
-    def Plan(self):
+    def SweepPlan(self):
         return self.shown("plan")
 
     def shown(self, *what):

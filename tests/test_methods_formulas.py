@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.cache.foreign import ForeignLayer
+from kvq.cache.transformers_caches import TransformersLayer
 from kvq.codecs import rope_table
-from kvq.methods.backend import BITS, installed
+from kvq.config.backend import BITS, installed
 from kvq.methods.build import build_method
 from tests.calibrated import build, random_states
 from tests.formulas import closed_forms, evaluate
@@ -30,7 +30,7 @@ def measured(name, bits, fitted, x, block):
     """Bits per element of keys and of values `x` in blocks, by the method fitted to `fitted`."""
     method = build(name, fitted, bits)
     if method.backend is not None:
-        layer = ForeignLayer(method.backend, method.residual.key, "a layer")
+        layer = TransformersLayer(method.backend, method.residual.key, "a layer")
         layer.update(x, x)
         return layer.key.bits_per_element, layer.value.bits_per_element
     rope = rope_table(x.shape[2], x.shape[3])

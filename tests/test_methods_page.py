@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from kvq.methods.backend import BITS, installed
+from kvq.config.backend import BITS, installed
 from kvq.methods.build import build_method
 from tests.methods_page import METHODS, PAGE, PRESETS, ROWS, config
 

@@ -84,7 +84,7 @@ def test_repeating_a_command_measures_nothing(
     assert main([*given, "-m", "method=rtn,nsn", "bits=2,3"]) == 0
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").glob("*.json")}
     assert len(before) == 5
-    monkeypatch.setattr("kvq.tasks.inputs.load_model", None)
+    monkeypatch.setattr("kvq.models.inputs.load_model", None)
     monkeypatch.setattr("kvq.tasks.ppl.run_ppl", None)
     assert main([*given, "-m", "method=rtn,nsn", "bits=2,3"]) == 0
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").glob("*.json")} == before
@@ -144,14 +144,14 @@ def test_a_stale_run_is_said_and_measured_again(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*given, "method=rtn", "bits=2"]) == 0
-    edit_record(tmp_path, "rtn 2", source_hash="0" * 64)
+    edit_record(tmp_path, "rtn 2", versions={"ppl": 0})
     capsys.readouterr()
     assert main([*given, "method=rtn", "bits=2", "plan=true"]) == 0
     out = capsys.readouterr().out
     assert "stale       rtn bits=2" in out
     assert "done        fp16" in out
     assert main([*given, "method=rtn", "bits=2"]) == 0
-    assert records(tmp_path)["rtn 2"].source_hash != "0" * 64
+    assert records(tmp_path)["rtn 2"].versions["ppl"] == 1
 
 
 def test_a_corrupt_record_is_named_and_measured_again(

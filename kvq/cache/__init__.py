@@ -1,6 +1,6 @@
 """The quantized cache for transformers models: residual policies, packed storage, forks."""
 
-from kvq.cache.cache import KVCache, KVCacheLayer, head_dims_of
+from kvq.cache.cache import KVCache, KVCacheLayer
 from kvq.cache.side import CacheSide
 
-__all__ = ["CacheSide", "KVCache", "KVCacheLayer", "head_dims_of"]
+__all__ = ["CacheSide", "KVCache", "KVCacheLayer"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvq.cache.observe import Attended, hook_interface
-from kvq.cache.sources import Columns
+from kvq.cache.sources import SourceColumns
 from kvq.errors import Unsupported
 
 _CACHE_NAMES = ("past_key_values", "layer_past")
@@ -25,7 +25,7 @@ class WatchfulCache(Cache, abc.ABC):
     """A cache that hears of every attention before it happens."""
 
     @abc.abstractmethod
-    def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> Columns | None:
+    def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         """The columns that this attention will read; None: the tokens as they are.
 
         Args:

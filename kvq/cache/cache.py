@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from kvq.cache.attention import WatchfulCache, watch
-from kvq.cache.evict import EvictingLayer, check_attention, check_eviction
-from kvq.cache.foreign import ForeignLayer
+from kvq.cache.evict import EvictingLayer, check_distances, check_eviction
 from kvq.cache.kept import KeptSide
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.observe import Attended
@@ -21,41 +20,11 @@ from kvq.cache.plan import planned_layers
 from kvq.cache.rotary import RopeTable, angles, styles_of
 from kvq.cache.side import CacheSide
 from kvq.cache.sinks import side_of
-from kvq.cache.sources import Columns
+from kvq.cache.sources import SourceColumns
+from kvq.cache.transformers_caches import TransformersLayer
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import Method
-
-
-def head_dims_of(config: Any) -> list[int]:
-    """Channels of one attention head in every layer that has keys and values of its own.
-
-    Args:
-        config: a transformers text configuration.
-
-    Raises:
-        Unsupported: some layer keeps something other than keys and values per head.
-    """
-    name = type(config).__name__
-    if getattr(config, "kv_lora_rank", None):
-        raise Unsupported(
-            f"model: {name} has multi-head latent attention (kv_lora_rank={config.kv_lora_rank}): it caches latent "
-            "vectors, not keys and values per head"
-        )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        given = ", ".join(sorted(kinds))
-        raise Unsupported(f"model: {name} has layers of {given}, whose state is not keys and values of every token")
-    count = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    own = getattr(config, "per_layer_config", None)  # since transformers 5.18, where layers may differ
-    return [_head_dim(config if own is None else own[index], config) for index in range(count)]
-
-
-def _head_dim(layer: Any, config: Any) -> int:
-    try:
-        return int(getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    except Exception as error:  # of a kind of its own where layers differ
-        raise Unsupported(f"model: {type(config).__name__} does not say the head_dim of each layer") from error
-
+from kvq.models.head_dims import head_dims_of
 
 ATTENTIONS = ("dense", "packed")
 
@@ -90,6 +59,8 @@ class KVCache(WatchfulCache):
             cannot read its codes.
     """
 
+    version: ClassVar[int] = 1
+
     def __init__(
         self,
         model: nn.Module,
@@ -112,7 +83,7 @@ class KVCache(WatchfulCache):
                 if codec is not None:
                     codec.check(head_dim)
         self.method = method
-        self._columns: Columns | None = None
+        self._columns: SourceColumns | None = None
         count = len(head_dims)
         super().__init__(layers=list(self._layers(config, count, keep_decoded, quantized_prefill, attention)))
         watch(model)
@@ -132,7 +103,7 @@ class KVCache(WatchfulCache):
         if method.backend is not None:
             if quantized_prefill:
                 raise Unsupported(f"quantized_prefill: method={method.name} attends to a prefill in full precision")
-            return [ForeignLayer(method.backend, method.residual.key, f"layer {i}") for i in range(count)]
+            return [TransformersLayer(method.backend, method.residual.key, f"layer {i}") for i in range(count)]
         layers = [
             KVCacheLayer(key=sides[0], value=sides[1], quantized_prefill=quantized_prefill)
             for sides in ([self._side(side, i, count, keep_decoded) for side in ("key", "value")] for i in range(count))
@@ -170,12 +141,12 @@ class KVCache(WatchfulCache):
             layer.key.rope = layer.value.rope = self._tables[group]
 
     @override
-    def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> Columns | None:
+    def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         index, layers = int(module.layer_idx), self._own  # type: ignore[arg-type]
         if index >= len(layers):  # it reads the keys and values of an earlier one
             return self._columns
         if not layers[index].keeps_order:
-            check_attention(module, arguments, layers[index].get_seq_length() + hidden.shape[1], layers[index].shuffled)
+            check_distances(module, arguments, layers[index].get_seq_length() + hidden.shape[1], layers[index].shuffled)
         if self._tables:
             self._tables[self._groups[index]].extend(
                 layers[index].get_seq_length(), hidden.shape[1], angles(module, arguments), hidden

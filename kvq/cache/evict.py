@@ -37,7 +37,7 @@ def check_eviction(method: Method, config: Any) -> None:
         raise Unsupported("method.eviction: layers of this model read the keys and values of earlier ones")
 
 
-def check_attention(module: Any, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
+def check_distances(module: Any, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
     """Raise `Unsupported` for an attention that goes by how far back a token stands, which the layer does not keep."""
     if arguments.get("alibi") is not None:
         raise Unsupported(

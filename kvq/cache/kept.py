@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -9,8 +11,8 @@ from typing_extensions import override
 
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
+from kvq.config.residual import ResidualSide
 from kvq.errors import Unsupported
-from kvq.methods.residual import ResidualSide
 
 _POSITION_BYTES = 4
 
@@ -23,6 +25,8 @@ class KeptSide(CacheSide):
     Args:
         ids: tokens of the vocabulary whose keys are kept.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool, ids: tuple[int, ...]

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide
-from kvq.cache.sources import Columns, columns_of
+from kvq.cache.sources import SourceColumns, columns_of
 from kvq.errors import ConfigError, Unsupported
 
 
@@ -78,7 +78,7 @@ class Layer(CacheLayerMixin):
         """Keep (and repeat) batch entries by index."""
 
     @abc.abstractmethod
-    def announce(self, queries: int, device: torch.device, known: Columns | None) -> Columns | None:
+    def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         """What the next update, of `queries` tokens one by one, will return; None: the tokens as they are.
 
         `known`: those of the layer before, which serve all layers of one residual.
@@ -95,7 +95,7 @@ class KVCacheLayer(Layer):
     def __init__(self, key: CacheSide, value: CacheSide, quantized_prefill: bool = False) -> None:
         super().__init__()
         self.key, self.value, self.quantized_prefill = key, value, quantized_prefill
-        self._columns: Columns | None = None
+        self._columns: SourceColumns | None = None
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -124,7 +124,7 @@ class KVCacheLayer(Layer):
         return any(side.moves(queries).queries for side in (self.key, self.value))
 
     @override
-    def announce(self, queries: int, device: torch.device, known: Columns | None) -> Columns | None:
+    def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         self._columns = None
         if self.one_by_one and self._moving(queries):
             moves, tokens = (self.key.moves(queries), self.value.moves(queries)), self.key.tokens + queries

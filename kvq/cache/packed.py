@@ -25,10 +25,10 @@ from kvq.cache.layer import KVCacheLayer
 from kvq.cache.side import CacheSide
 from kvq.cache.store import narrowed
 from kvq.codecs import Codec
+from kvq.config.residual import PrefillBlock, ResidualSide
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, attend, form_of, fused
 from kvq.methods.build import Method
-from kvq.methods.residual import PrefillBlock, ResidualSide
 
 PREFIX = "kvq_"
 ORIGINALS = ("sdpa", "eager")
@@ -122,9 +122,9 @@ def packed_layer(like: KVCacheLayer) -> PackedLayer:
 
 
 def check_packed(model: nn.Module, method: Method) -> None:
-    """Raise `Unsupported`: as `check_codecs` and `check_attention`."""
+    """Raise `Unsupported`: as `check_codecs` and `check_replaceable`."""
     check_codecs(method)
-    check_attention(model)
+    check_replaceable(model)
 
 
 def check_codecs(method: Method) -> None:
@@ -137,7 +137,7 @@ def check_codecs(method: Method) -> None:
             form_of(codec)
 
 
-def check_attention(model: nn.Module) -> None:
+def check_replaceable(model: nn.Module) -> None:
     """Raise `Unsupported` where a model's attention is not ours to replace."""
     for config, module in _configs(model):
         way = getattr(config, "_attn_implementation", None)

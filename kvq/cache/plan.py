@@ -13,13 +13,13 @@ from typing_extensions import override
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide, States
-from kvq.cache.sources import Moves
+from kvq.cache.sources import Departures
 from kvq.codecs import Growable
-from kvq.codecs.tokens import PlannedCodec, TokenSplit
+from kvq.codecs.zipcache import PlannedCodec, TokenSplit
+from kvq.config.residual import PrefillBlock
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import Method
 from kvq.methods.plan import OutlierTokens, Saliency
-from kvq.methods.residual import PrefillBlock
 
 
 def planned_layers(method: Method, layers: list[KVCacheLayer], keep_decoded: bool) -> list[KVCacheLayer]:
@@ -60,11 +60,11 @@ class PoolSide(CacheSide):
         self.pooled = 0
 
     @override
-    def moves(self, queries: int) -> Moves:
+    def moves(self, queries: int) -> Departures:
         fresh = self.residual_tokens - self.pooled
         groups = 0 if self.codec is None else (fresh + queries - 1) // self._group
         when = [self._group * (group + 1) - fresh for group in range(groups)]
-        return Moves(self.packed_tokens, tuple(query for query in when for _ in range(self._group)))
+        return Departures(self.packed_tokens, tuple(query for query in when for _ in range(self._group)))
 
     def _order(self, states: States) -> Int[Tensor, "batch heads tokens"]:
         """The pool first, then the others, in the order in which they came."""

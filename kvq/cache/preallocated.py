@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import override
 
-from kvq.cache.cache import head_dims_of
-from kvq.cache.packed import Held, check_attention, first_seen, use_packed_attention
+from kvq.cache.packed import Held, check_replaceable, first_seen, use_packed_attention
+from kvq.models.head_dims import head_dims_of
 
 ATTENTION = "scaled_dot_product_attention, queries of a head as rows"
 
@@ -89,7 +89,7 @@ class PreallocatedCache(Cache):
     """
 
     def __init__(self, model: nn.Module, room: int) -> None:
-        check_attention(model)
+        check_replaceable(model)
         use_packed_attention(model)
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         super().__init__(layers=[_Layer(room) for _ in head_dims_of(config)])

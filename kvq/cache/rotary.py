@@ -22,7 +22,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, to
 """Largest difference relative to the largest key; RoPE tables have the dtype of the model."""
 
 
-class Columns(enum.Enum):
+class AngleColumns(enum.Enum):
     """Where the table of `r` columns that a model hands to its attention has the angle of each channel pair."""
 
     first_half = "first_half"
@@ -34,16 +34,16 @@ class Columns(enum.Enum):
 class Style:
     """How keys are turned: where the angles are, and whether a pair is two neighbouring channels (GPT-J)."""
 
-    columns: Columns
+    columns: AngleColumns
     interleaved: bool
 
     def rope(self, cos: Float[Tensor, "rows tokens columns"], sin: Float[Tensor, "rows tokens columns"]) -> Rope:
         """Pure rotations; a factor on attention (yarn, longrope) stays in the keys."""
         pairs = cos.shape[-1] // 2
         pick = {
-            Columns.first_half: slice(0, pairs),
-            Columns.even: slice(0, None, 2),
-            Columns.every: slice(None),
+            AngleColumns.first_half: slice(0, pairs),
+            AngleColumns.even: slice(0, None, 2),
+            AngleColumns.every: slice(None),
         }[self.columns]
         cos, sin = (part[..., pick].to(torch.promote_types(part.dtype, torch.float32)) for part in (cos, sin))
         size = torch.hypot(cos, sin)
@@ -51,11 +51,11 @@ class Style:
 
 
 STYLES = (
-    Style(Columns.first_half, False),  # Llama and most others
-    Style(Columns.even, True),  # Cohere
-    Style(Columns.first_half, True),  # GLM-4
-    Style(Columns.every, False),  # gpt-oss
-    Style(Columns.every, True),  # GPT-J
+    Style(AngleColumns.first_half, False),  # Llama and most others
+    Style(AngleColumns.even, True),  # Cohere
+    Style(AngleColumns.first_half, True),  # GLM-4
+    Style(AngleColumns.every, False),  # gpt-oss
+    Style(AngleColumns.every, True),  # GPT-J
 )
 
 

@@ -9,12 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.cache.rotary import RopeTable
-from kvq.cache.sources import Moves
+from kvq.cache.sources import Departures
 from kvq.cache.store import BlockStore, TokenStore
 from kvq.codecs import Codec, Growable
 from kvq.codecs.rope import Rope
+from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.errors import DataError, Unsupported
-from kvq.methods.residual import Policy, PrefillBlock, ResidualSide
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
 
@@ -125,14 +125,14 @@ class CacheSide:
         self._flush(first)
         return visible
 
-    def moves(self, queries: int) -> Moves:
+    def moves(self, queries: int) -> Departures:
         """The tokens that leave full precision before the last of `queries` tokens that come one by one."""
         if self.codec is None or self._encodes_at_once:
-            return Moves(self.packed_tokens, ())
+            return Departures(self.packed_tokens, ())
         held = self.residual_tokens
         groups = max(held + queries - 1 - self._kept, 0) // self._group
         when = [self._kept + self._group * (group + 1) - held for group in range(groups)]
-        return Moves(self.packed_tokens, tuple(query for query in when for _ in range(self._group)))
+        return Departures(self.packed_tokens, tuple(query for query in when for _ in range(self._group)))
 
     def append_one_by_one(self, states: States) -> tuple[States, States | None]:
         """Add states as if each came in an update of its own.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache.side import CacheSide, States
-from kvq.cache.sources import Moves
+from kvq.cache.sources import Departures
 from kvq.codecs import Codec, Growable
 from kvq.codecs.rope import Rope
-from kvq.methods.residual import ResidualSide
+from kvq.config.residual import ResidualSide
 
 
 class SinkSide(CacheSide):
@@ -18,6 +20,8 @@ class SinkSide(CacheSide):
 
     They count among the bytes in full precision, as the residual does.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False, sinks: int = 0
@@ -66,13 +70,13 @@ class SinkSide(CacheSide):
         return self._behind(None if rest is None else super().append(rest, quantized_prefill))
 
     @override
-    def moves(self, queries: int) -> Moves:
+    def moves(self, queries: int) -> Departures:
         sinks = min(self._sinks - self.sink_tokens, queries)
         start = self.sink_tokens + sinks
         if queries == sinks:
-            return Moves(start + self.packed_tokens, ())
+            return Departures(start + self.packed_tokens, ())
         found = super().moves(queries - sinks)
-        return Moves(found.start + start, tuple(query + sinks for query in found.queries))
+        return Departures(found.start + start, tuple(query + sinks for query in found.queries))
 
     @override
     def append_one_by_one(self, states: States) -> tuple[States, States | None]:

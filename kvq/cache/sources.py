@@ -20,7 +20,7 @@ States = Float[Tensor, "batch heads _tokens head_dim"]
 
 
 @dataclass(frozen=True)
-class Moves:
+class Departures:
     """Tokens `start`, `start + 1`, ... of one side leave full precision within a chunk.
 
     `queries[i]` is the first query of the chunk, counted from 0, that reads token `start + i` decoded; never 0.
@@ -31,7 +31,7 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Picks:
+class CopySources:
     """Where one side's copies come from: copy `full_at[i]` is token `full[i]`, copy `decoded_at[i]` the moved token
     `decoded[i]`, counted from the side's first.
     """
@@ -54,7 +54,7 @@ class Picks:
 
 
 @dataclass(frozen=True)
-class Columns:
+class SourceColumns:
     """The keys and values of a chunk: the tokens as its first query reads them, then further copies of those that move.
 
     Attributes:
@@ -64,10 +64,10 @@ class Columns:
         visible: the copy of a token that each query reads.
     """
 
-    moves: tuple[Moves, Moves]
+    moves: tuple[Departures, Departures]
     copies: Int[Tensor, " copies"]
-    keys: Picks
-    values: Picks
+    keys: CopySources
+    values: CopySources
     visible: Bool[Tensor, "queries columns"]
     _masks: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class Columns:
         """Tokens, each counted once."""
         return self.visible.shape[1] - self.copies.numel()
 
-    def serve(self, moves: tuple[Moves, Moves], tokens: int, queries: int, device: torch.device) -> bool:
+    def serve(self, moves: tuple[Departures, Departures], tokens: int, queries: int, device: torch.device) -> bool:
         """Whether they are the columns of another layer too."""
         same = (self.moves, self.tokens, self.visible.shape[0]) == (moves, tokens, queries)
         return same and self.visible.device == device
@@ -105,7 +105,7 @@ class Columns:
         return mask.masked_fill(~self.visible, torch.finfo(mask.dtype).min)
 
 
-def columns_of(moves: tuple[Moves, Moves], tokens: int, queries: int, device: torch.device) -> Columns:
+def columns_of(moves: tuple[Departures, Departures], tokens: int, queries: int, device: torch.device) -> SourceColumns:
     """Lay out the copies that `queries` need, the last of the `tokens` tokens being theirs.
 
     Args:
@@ -125,7 +125,7 @@ def columns_of(moves: tuple[Moves, Moves], tokens: int, queries: int, device: to
     start = torch.cat([torch.zeros_like(earlier), earlier[second], both[third]])
     end = torch.cat([earlier, both[second], torch.full_like(third, never)])
     query = torch.arange(queries)[:, None]
-    return Columns(
+    return SourceColumns(
         moves,
         copies.to(device),
         _picks(copies, key_moved, keys.start, device),
@@ -134,12 +134,12 @@ def columns_of(moves: tuple[Moves, Moves], tokens: int, queries: int, device: to
     )
 
 
-def _picks(copies: Tensor, moved: Tensor, start: int, device: torch.device) -> Picks:
+def _picks(copies: Tensor, moved: Tensor, start: int, device: torch.device) -> CopySources:
     still, gone = torch.nonzero(~moved).flatten(), torch.nonzero(moved).flatten()
-    return Picks(*(index.to(device) for index in (still, copies[still], gone, copies[gone] - start)))
+    return CopySources(*(index.to(device) for index in (still, copies[still], gone, copies[gone] - start)))
 
 
-def _first_decoded(moves: Moves, tokens: int, never: int) -> Int[Tensor, " tokens"]:
+def _first_decoded(moves: Departures, tokens: int, never: int) -> Int[Tensor, " tokens"]:
     at = torch.full((tokens,), never)
     at[moves.start : moves.start + len(moves.queries)] = torch.tensor(moves.queries, dtype=torch.long)
     return at

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Codec, Growable, Packed, PackedStore
-from kvq.codecs.packed import Run
+from kvq.codecs.packed import BlockRun
 from kvq.codecs.packing import pack, unpack
 from kvq.codecs.rope import Rope
 
@@ -182,4 +182,4 @@ def _repacked(like: Packed, rows: dict[str, int], joined: dict[str, Tensor], sta
         parts[name] = pack(some, bits)[0] if bits in (1, 2, 4) else some.clone()
     size = min(UNIT, length)
     own = {name: part.shape[2] * size // length for name, part in parts.items()}
-    return dataclasses.replace(like, parts=parts, runs=(Run(size, length // size, own),))
+    return dataclasses.replace(like, parts=parts, runs=(BlockRun(size, length // size, own),))

@@ -1,5 +1,5 @@
 """Calibration: text that is not the text under test, states and gradients of a model on it, fits, and their files."""
 
-from kvq.calibration.step import bind_calibration, calibrate
+from kvq.calibration.fit import bind_calibration, calibrate
 
 __all__ = ["bind_calibration", "calibrate"]

@@ -13,8 +13,8 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from kvq.calibration.bind import Calibration
 from kvq.errors import DataError, RecordError
-from kvq.methods.calibrated import Calibration
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
 

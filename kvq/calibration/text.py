@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvq.calibration_config import CalibrationConfig
 from kvq.config import DatasetConfig, Loader, compose, resolve
+from kvq.config.calibration import CalibrationConfig
+from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.data.text import load_tokens
 from kvq.errors import ConfigError, DataError
-from kvq.explain import COMPOSE_ERRORS, explain
 
 _WINDOWS_STREAM = 0x63616C69
 """Keeps the draw of windows apart from other uses of the same seed."""

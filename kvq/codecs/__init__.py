@@ -6,26 +6,27 @@ from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, Learn
 from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
-from kvq.codecs.coupled import CoupledQuantizer
+from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.gear import SparseLowRank, low_rank
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, levels_for, optimal_levels
-from kvq.codecs.nsn import Center, ChannelScale, ChannelShift
-from kvq.codecs.packed import Growable, Packed, PackedStore, Run, merge_runs
+from kvq.codecs.nsnquant import Center, ChannelScale, ChannelShift
+from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs
 from kvq.codecs.packing import pack, plane_widths, unpack
-from kvq.codecs.polar import PolarQuantizer, angle_levels
+from kvq.codecs.polarquant import PolarQuantizer, angle_levels
 from kvq.codecs.qjl import SketchQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, UniformQuantizer, Zero, ZeroPoint
 from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.stages import Hadamard, RandomizedHadamard, RandomRotation, Scope, Stage, TokenNorm
-from kvq.codecs.tokens import ChannelRoot, PlannedCodec, TokenSplit
 from kvq.codecs.turboquant import ChannelSplit, InnerProductQuantizer, Sketch
 from kvq.codecs.vector import VectorQuantizer
+from kvq.codecs.zipcache import ChannelRoot, PlannedCodec, TokenSplit
 
 __all__ = [
     "ApplyRope",
     "Axis",
+    "BlockRun",
     "Calibrated",
     "Center",
     "ChannelOrder",
@@ -56,7 +57,6 @@ __all__ = [
     "RandomRotation",
     "RandomizedHadamard",
     "Rope",
-    "Run",
     "Scope",
     "SignedMaxQuantizer",
     "Sketch",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -32,6 +34,8 @@ class SignedMaxQuantizer(Quantizer):
 
     Source: `quantize_row_q4_0_ref` and `dequantize_row_q4_0` of ggml.
     """
+
+    version: ClassVar[int] = 1
 
     token_group = 1
 
@@ -86,6 +90,8 @@ class HalfAwayQuantizer(UniformQuantizer):
     Source: `quantize_row_q8_0_ref` and `dequantize_row_q8_0` of ggml.
     """
 
+    version: ClassVar[int] = 1
+
     def __init__(self, bits: int, group_size: int | None = None) -> None:
         super().__init__(bits, Axis.per_token, group_size, symmetric=True)
 
@@ -109,6 +115,8 @@ class Float8Quantizer(Quantizer):
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv 2209.05433), Table 1.
     """
+
+    version: ClassVar[int] = 1
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:

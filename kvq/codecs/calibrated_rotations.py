@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -41,6 +42,8 @@ class LearnedRotation(Calibrated, Stage):
 
     Source: SpinQuant (arXiv 2405.16406), R2; the step is that of Li et al. (arXiv 2002.01113), exact.
     """
+
+    version: ClassVar[int] = 1
 
     orthogonal = True
     token_group = 1
@@ -110,6 +113,8 @@ class GroupedHadamard(Stage):
     Source: RotateKV (arXiv 2501.16383): grouped-head rotation of 4 heads.
     """
 
+    version: ClassVar[int] = 1
+
     token_group = 1
     rotates_tokens = True
 
@@ -150,6 +155,8 @@ class ChannelOrder(Calibrated, Stage):
 
     Source: RotateKV (arXiv 2501.16383): outlier-aware rotation; the released calibration sorts signed sums.
     """
+
+    version: ClassVar[int] = 1
 
     token_group = 1
     rotates_tokens = True

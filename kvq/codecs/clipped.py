@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class ClippedQuantizer(UniformQuantizer):
 
     Source: RotateKV (arXiv 2501.16383); `squared_bits` is what its released code computes.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self,

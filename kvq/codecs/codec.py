@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs.packed import Packed, Run
+from kvq.codecs.packed import BlockRun, Packed
 from kvq.codecs.quantizers import Gain, Parts, Quantizer, to_stored
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage
@@ -27,6 +28,8 @@ class Codec:
     Raises:
         ConfigError: `order` names an unknown stage, one twice, or leaves one out.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
         for name in order:
@@ -81,7 +84,7 @@ class Codec:
                 blocks = x[:, :, start : start + length * number].unflatten(2, (number, length)).transpose(1, 2)
                 turned = None if rope is None else rope.narrow(start, length * number).blocks(length, number)
                 parts = {name: part.transpose(1, 2) for name, part in self.encode_block(blocks, turned).items()}
-                runs.append(Run(length, number, {name: part.shape[-2] for name, part in parts.items()}))
+                runs.append(BlockRun(length, number, {name: part.shape[-2] for name, part in parts.items()}))
                 pieces.append({name: part.flatten(2, 3) for name, part in parts.items()})
         parts = pieces[0] if len(pieces) == 1 else {name: torch.cat([p[name] for p in pieces], 2) for name in pieces[0]}
         return Packed(parts, tuple(runs), batch, heads, head_dim, x.dtype)

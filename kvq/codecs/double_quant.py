@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -30,6 +31,8 @@ class DoubleQuant:
 
     Source: NSNQuant (arXiv 2505.18231), section 3.5; QLoRA (arXiv 2305.14314), section 3.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(self, bits: int, axis: Axis | str, group_size: int | None = None, signed: bool = False) -> None:
         if not 2 <= bits <= MAX_BITS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -38,6 +39,8 @@ class SparseLowRank(Quantizer):
 
     Source: GEAR (arXiv 2403.05527), section 3.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self,

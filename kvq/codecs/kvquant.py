@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -59,6 +60,8 @@ class NonUniformQuantizer(Calibrated, Quantizer):
     Source: KVQuant (arXiv 2401.18079), sections 3.2 to 3.5, and its released simulation. Calibration: levels by k-means
     of all scaled entries that are not kept apart, weighted with squared gradients.
     """
+
+    version: ClassVar[int] = 1
 
     wants_gradients = True
 
@@ -214,6 +217,8 @@ class SparseCodec(Codec):
     which `outlier.count` says how many are each token's. Sequences of a batch have lists of one length: where a
     sequence has fewer, its last token counts some that name no channel.
     """
+
+    version: ClassVar[int] = 1
 
     @override
     def encode(

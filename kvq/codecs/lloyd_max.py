@@ -7,6 +7,7 @@ import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -186,6 +187,8 @@ class LloydMaxQuantizer(Quantizer):
 
     Source: TurboQuant (arXiv 2504.19874), algorithm 1.
     """
+
+    version: ClassVar[int] = 1
 
     token_group = 1
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """`count` consecutive blocks of `tokens` tokens each; `rows[name]` rows of part `name` belong to each block."""
 
     tokens: int
@@ -35,7 +35,7 @@ class Packed:
     """
 
     parts: dict[str, Tensor]
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     batch: int
     heads: int
     head_dim: int
@@ -57,7 +57,7 @@ class Packed:
         return 8 * self.nbytes / (self.batch * self.heads * self.tokens * self.head_dim)
 
 
-def merge_runs(first: tuple[Run, ...], second: tuple[Run, ...]) -> tuple[Run, ...]:
+def merge_runs(first: tuple[BlockRun, ...], second: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
     """Concatenate two lists of runs, joining neighbours of the same block size."""
     runs = list(first)
     for run in second:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -43,6 +44,8 @@ class SketchQuantizer(Quantizer):
 
     Source: QJL (arXiv 2406.03482), definition 3.1; sizes, rows and norms of its released LongBench run.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -90,6 +90,8 @@ class Quantizer(abc.ABC):
 class Passthrough(Quantizer):
     """Stores values as they are: the identity canary of every task."""
 
+    version: ClassVar[int] = 1
+
     token_group = 1
 
     @override
@@ -103,6 +105,8 @@ class Passthrough(Quantizer):
 
 class Zero(Quantizer):
     """Stores nothing and decodes to zeros: the canary that must wreck every score."""
+
+    version: ClassVar[int] = 1
 
     token_group = 1
 
@@ -136,6 +140,8 @@ class UniformQuantizer(Quantizer):
         ConfigError: unknown axis, zero point or gain, group size or clip out of range.
         Unsupported: bits the grid cannot have.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -87,10 +88,14 @@ class UndoRope(_RopeStage):
     Needs the tokens' rotations: `Codec.encode(x, rope=...)`. A model without a rotary embedding has nothing to undo.
     """
 
+    version: ClassVar[int] = 1
+
     back = True
 
 
 class ApplyRope(_RopeStage):
     """The rotary embedding again, as a pure rotation; see `UndoRope`."""
+
+    version: ClassVar[int] = 1
 
     back = False

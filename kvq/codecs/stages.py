@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import enum
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -92,6 +93,8 @@ def per_block(x: Tensor, matrix: Tensor) -> Tensor:
 class Hadamard(_Rotation):
     """`x H_D / sqrt(D)` (QuaRot, arXiv 2404.00456), in Sylvester's order where D is a power of two; orthonormal."""
 
+    version: ClassVar[int] = 1
+
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: head dims that are no power of two, nor one times 12, 20 or 28."""
@@ -110,6 +113,8 @@ class Hadamard(_Rotation):
 class RandomizedHadamard(Hadamard):
     """A fixed random sign per channel, then `Hadamard` (RHT). `seed` is the method's own, never a data seed."""
 
+    version: ClassVar[int] = 1
+
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
@@ -121,6 +126,8 @@ class RandomizedHadamard(Hadamard):
 
 class RandomRotation(_Rotation):
     """A Haar-distributed rotation (determinant +1) drawn from `seed`: QR of a Gaussian matrix with the sign fix."""
+
+    version: ClassVar[int] = 1
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -167,6 +174,8 @@ class TokenNorm(Stage):
     Raises:
         ConfigError: unknown scope.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self, scope: Scope | str = Scope.head, rms: bool = False, double_quant: DoubleQuant | None = None

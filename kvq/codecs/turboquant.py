@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -45,6 +46,8 @@ class InnerProductQuantizer(Quantizer):
 
     Source: TurboQuant (arXiv 2504.19874), algorithm 2; QJL (arXiv 2406.03482), definition 3.1.
     """
+
+    version: ClassVar[int] = 1
 
     token_group = 1
 
@@ -113,6 +116,8 @@ class ChannelSplit(Quantizer):
 
     Source: TurboQuant (arXiv 2504.19874), section 4.3, whose outlier channels have one more bit.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(self, outliers: int, high: Codec, low: Codec) -> None:
         if outliers < 1:

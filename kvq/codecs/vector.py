@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from jaxtyping import Float
 from torch import Size, Tensor, dtype
 from typing_extensions import override
@@ -29,6 +31,8 @@ class VectorQuantizer(Quantizer):
 
     Source: NSNQuant (arXiv 2505.18231), sections 3.3 and 3.4.
     """
+
+    version: ClassVar[int] = 1
 
     token_group = 1
 

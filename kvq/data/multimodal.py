@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq import hub
+from kvq.data import hub
 from kvq.errors import DataError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq import hub
+from kvq.data import hub
 from kvq.errors import DataError, did_you_mean, first_line
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import UniformQuantizer, plane_widths
-from kvq.codecs.packed import Packed, Run
+from kvq.codecs.packed import BlockRun, Packed
 from kvq.codecs.quantizers import Axis, ZeroPoint
 from kvq.errors import Unsupported
 from kvq.kernels.cpu_loops import Grid, loops_for, weights_of
@@ -174,7 +174,7 @@ def unfit(states: PackedStates) -> str | None:
     return None
 
 
-def _continues(run: Run, quantizer: UniformQuantizer) -> bool:
+def _continues(run: BlockRun, quantizer: UniformQuantizer) -> bool:
     """The blocks of a run follow each other as one would: whole bytes, whole groups."""
     size = quantizer.group_size or run.tokens
     whole = quantizer.axis is Axis.per_token or run.tokens % min(size, run.tokens) == 0
@@ -202,7 +202,7 @@ def _segment(
     form: Form,
     quantizer: UniformQuantizer,
     parts: dict[str, Tensor],
-    run: Run,
+    run: BlockRun,
     count: int,
     start: int,
 ) -> Segment:

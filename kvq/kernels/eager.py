@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import UniformQuantizer, plane_widths, unpack
-from kvq.codecs.nsn import ChannelShift
+from kvq.codecs.nsnquant import ChannelShift
 from kvq.codecs.quantizers import Axis, ZeroPoint
 from kvq.codecs.stages import restored
 from kvq.kernels.form import Form, PackedStates, form_of, turned_scores

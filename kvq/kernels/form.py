@@ -30,7 +30,7 @@ from kvq.codecs import (
     UniformQuantizer,
     VectorQuantizer,
 )
-from kvq.codecs.nsn import ChannelShift
+from kvq.codecs.nsnquant import ChannelShift
 from kvq.codecs.rope import ApplyRope, UndoRope
 from kvq.codecs.stages import Stage, restored
 from kvq.errors import Unsupported

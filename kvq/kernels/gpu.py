@@ -11,7 +11,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import Packed, Run, UniformQuantizer, plane_widths
+from kvq.codecs import BlockRun, Packed, UniformQuantizer, plane_widths
 from kvq.codecs.quantizers import Axis
 from kvq.errors import Unsupported
 from kvq.kernels import triton_loops
@@ -68,7 +68,7 @@ def unfit(states: PackedStates) -> str | None:
     return _unfit_run(quantizer, states.packed[0].runs[0])
 
 
-def _unfit_run(quantizer: UniformQuantizer, run: Run) -> str | None:
+def _unfit_run(quantizer: UniformQuantizer, run: BlockRun) -> str | None:
     size = min(quantizer.group_size or run.tokens, run.tokens)
     if run.count > 1 and (run.tokens % 8 or (quantizer.axis is Axis.per_channel and run.tokens % size)):
         return f"blocks of {run.tokens} tokens do not continue each other"
@@ -99,7 +99,7 @@ def _sides(states: PackedStates) -> Iterator[_Side]:
             yield _side(form, quantizer, parts, run, packed.head_dim)
 
 
-def _side(form: Form, quantizer: UniformQuantizer, parts: dict[str, Tensor], run: Run, head_dim: int) -> _Side:
+def _side(form: Form, quantizer: UniformQuantizer, parts: dict[str, Tensor], run: BlockRun, head_dim: int) -> _Side:
     norms = [part for name, part in parts.items() if name == "gain" or name.endswith(".scale")]
     if len(norms) > 1:
         blocks = {name: part.unflatten(2, (run.count, run.rows[name])).transpose(1, 2) for name, part in parts.items()}
@@ -213,7 +213,7 @@ def _behind(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
 def _blocks_from(packed: Packed, start: int) -> tuple[Packed, int]:
     """The blocks that hold tokens from `start` on, and how many tokens stand before them."""
     rows, skipped = dict.fromkeys(packed.parts, 0), 0
-    runs: list[Run] = []
+    runs: list[BlockRun] = []
     for run in packed.runs:
         blocks = min(run.count, max(0, start - skipped) // run.tokens) if not runs else 0
         skipped += blocks * run.tokens

@@ -17,14 +17,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvq.codecs import Codec, calibrated_parts
 from kvq.config import Config, MethodConfig, compose, resolve
+from kvq.config.backend import BackendConfig, check_backend
+from kvq.config.bits import Bits, parse_bits
+from kvq.config.explain import COMPOSE_ERRORS, explain
+from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
-from kvq.explain import COMPOSE_ERRORS, explain
-from kvq.methods.backend import BackendConfig, check_backend
-from kvq.methods.bits import Bits, parse_bits
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept import KeptKeys, numbered
-from kvq.methods.plan import Plan
-from kvq.methods.residual import Residual, ResidualConfig, effective_residual
+from kvq.methods.plan import MixedPrecision
 
 _Part = TypeVar("_Part")
 _ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
@@ -45,7 +45,7 @@ class Method:
 
     `bits` is None for a fixed-rate method. `backend`: another library's cache in the place of codecs. `sink_tokens`
     first tokens stay in full precision. `kept_keys`: so do the keys of chosen tokens. `bound`: of a calibrated method,
-    the codecs of each layer with their tables (`kvq.methods.calibrated.bind`).
+    the codecs of each layer with their tables (`kvq.calibration.bind.bind`).
     """
 
     name: str
@@ -59,7 +59,7 @@ class Method:
     sink_tokens: int = 0
     bound: Mapping[str, Sequence[Codec | None]] = field(default_factory=dict)
     eviction: Eviction | None = None
-    plan: Plan | None = None
+    plan: MixedPrecision | None = None
     kept_keys: KeptKeys | None = None
 
     def codec(self, side: str, layer: int, layers: int) -> Codec | None:
@@ -171,7 +171,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     if method.backend is not None and given is not None:
         check_backend(method.name, method.backend, given, effective)
     eviction = _part(method.name, "method.eviction", method.eviction, Eviction)  # type: ignore[type-abstract]
-    plan = _part(method.name, "method.plan", method.plan, Plan)
+    plan = _part(method.name, "method.plan", method.plan, MixedPrecision)
     if plan is not None:
         plan.check(method.name, effective)
         if eviction is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -91,6 +92,8 @@ class StreamingLLM(Eviction):
     Source: StreamingLLM (arXiv 2309.17453), section 3.2; its released code moves kept keys to new positions.
     """
 
+    version: ClassVar[int] = 1
+
     observes = False
 
     def __init__(
@@ -117,6 +120,8 @@ class HeavyHitters(Eviction):
 
     Source: H2O (arXiv 2306.14048), algorithm 1.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self, budget: float | int = 0.25, least: int = 64, when: When | str = When.always, recent: float | int = 0.5
@@ -146,6 +151,8 @@ class SnapKV(Eviction):
     Source: SnapKV (arXiv 2404.14469), section 4; scores are means over the query heads of a KV head, the released code
     repeats KV heads and keeps tokens per query head.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -10,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.quantizers import choice
+from kvq.config.residual import Policy, Residual
 from kvq.errors import ConfigError
-from kvq.methods.residual import Policy, Residual
 
 
-class Plan:
+class MixedPrecision:
     """Chooses tokens of a layer as they leave full precision. Its blocks depend on more than their own tokens."""
 
     def check(self, name: str, residual: Residual) -> None:
@@ -27,7 +28,7 @@ class Plan:
             )
 
 
-class OutlierTokens(Plan):
+class OutlierTokens(MixedPrecision):
     """A pool of full-precision tokens per KV head: those whose keys have the smallest sum of magnitudes.
 
     Each time a block leaves, the pool and the block compete; who loses is quantized as the block.
@@ -41,6 +42,8 @@ class OutlierTokens(Plan):
 
     Source: OTT (arXiv 2505.10938).
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(self, pool: int = 3, exempt_layers: int = 2) -> None:
         if pool < 1:
@@ -70,7 +73,7 @@ class Decoding(enum.Enum):
     last = "last"
 
 
-class Saliency(Plan):
+class Saliency(MixedPrecision):
     """The tokens that probe queries attend to: the last ones of a block and some at random.
 
     Args:
@@ -86,6 +89,8 @@ class Saliency(Plan):
 
     Source: ZipCache (arXiv 2405.14256), sections 4.3 and 4.4.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self,

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from kvq import hub
-from kvq.cache import head_dims_of
+from kvq.data import hub
 from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean
+from kvq.models.head_dims import head_dims_of
 from kvq.models.outliers import implant_outliers
 
 if TYPE_CHECKING:

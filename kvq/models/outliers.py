@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvq.cache import head_dims_of
 from kvq.config import OutliersConfig
 from kvq.errors import Unsupported
+from kvq.models.head_dims import head_dims_of
 
 
 @torch.no_grad()

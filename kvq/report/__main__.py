@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from kvq.errors import KvqError
-from kvq.report.drawing import seldom_collected
-from kvq.report.tables import build_tables
-from kvq.report.terminal import print_table
-from kvq.report.write import write
+from kvq.report.figures.drawing import seldom_collected
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.terminal import print_table
+from kvq.report.tables.write import write
 from kvq.results import Store
 
 

@@ -18,10 +18,10 @@ import pandas as pd
 from rich.console import Console
 
 from kvq.errors import KvqError, RecordError
-from kvq.report.cells import DASH, fixed
-from kvq.report.experiment_files import Grid
 from kvq.report.settings import flatten
-from kvq.report.terminal import print_grid
+from kvq.report.tables.cells import DASH, fixed
+from kvq.report.tables.experiment_files import Grid
+from kvq.report.tables.terminal import print_grid
 from kvq.results import Record, Store
 from kvq.results.item_tests import differ_p
 from kvq.results.statistics import ALPHA, delta_nll_of_samples, holm, paired_mean, within_noise
@@ -138,10 +138,15 @@ def _corrected(changes: Sequence[Change]) -> list[Change]:
     ]
 
 
+def _raised(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> str:
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return f"other version of {', '.join(names)}"
+
+
 def _moved(before: Record, after: Record) -> str:
-    """What is not the same about two runs of one name: settings, or only the code that made them."""
+    """What is not the same about two runs of one name: settings, or only the versions of what made them."""
     if before.key == after.key:
-        return "" if before.source_hash == after.source_hash else "other code"
+        return "" if before.versions == after.versions else _raised(before.versions, after.versions)
     sides = [dict(flatten(record.config)) for record in (before, after)]
     names = sorted(name for name in sides[0].keys() | sides[1].keys() if sides[0].get(name) != sides[1].get(name))
     shown = [f"{name}: {sides[0].get(name, DASH)} to {sides[1].get(name, DASH)}" for name in names[:_SHOWN_SETTINGS]]

@@ -4,7 +4,7 @@
 """
 
 from kvq.results.record import Provenance, Record, canonical, run_key
-from kvq.results.source import is_stale, judge, source_hash
 from kvq.results.store import Broken, Store
+from kvq.results.versions import is_stale, judge
 
-__all__ = ["Broken", "Provenance", "Record", "Store", "canonical", "is_stale", "judge", "run_key", "source_hash"]
+__all__ = ["Broken", "Provenance", "Record", "Store", "canonical", "is_stale", "judge", "run_key"]

@@ -23,7 +23,7 @@ from pydantic import (
 
 from kvq.errors import RecordError
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 # Beyond this an integral float no longer names one integer, so 1e300 stays a float in canonical JSON.
 _EXACT_INTEGERS = 2.0**53
 
@@ -107,7 +107,7 @@ class Record(_Frozen):
     unit of the metric of that name. `samples_sha256` is filled in by `Store.put`.
     """
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     key: str
     status: Status
     reason: str | None = None
@@ -120,8 +120,7 @@ class Record(_Frozen):
     config: dict[str, Any]
     metrics: dict[str, float] = Field(default_factory=dict)
     units: dict[str, str] = Field(default_factory=dict)
-    source_hash: str = Field(description="`source_hash` of the modules that made the numbers")
-    source_modules: list[str] = Field(default_factory=list, description="names of those modules; empty when not kept")
+    versions: dict[str, int | str] = Field(description="versions of the parts that made the numbers, by name")
     provenance: Provenance
     samples_sha256: str | None = Field(default=None, description="digest of the samples file; null without samples")
 

@@ -1,4 +1,4 @@
-"""A hash of source code that changes when the code does, and not when its prose does."""
+"""A hash of source code that changes when the code does, and not when its prose does: the version of what has none."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import inspect
 import io
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
-
-from kvq.errors import RecordError
-from kvq.results.record import Record
 
 # From Python 3.12 on an f-string is a run of tokens; before, it is one STRING token.
 _OPENING = {getattr(tokenize, "FSTRING_START", None)} - {None}
@@ -27,29 +24,21 @@ Position = tuple[int, int]
 Span = tuple[Position, Position]
 
 
-def source_hash(modules: Iterable[ModuleType]) -> str:
-    """Return the SHA-256 (hex) of the source of `modules`, in any order, each counted once.
+def code_hash(*files: Path) -> str:
+    """Return the SHA-256 (hex) of the code of `files`, in any order.
 
-    Comments, docstrings, blank lines and trailing blanks do not count, so prose can be mended without calling runs
-    stale; everything else does, indentation included. The result is the same on every supported Python. A module that
-    is not Python source (an extension) counts by its bytes.
-
-    Raises:
-        RecordError: a module that has no file.
+    Comments, docstrings, blank lines and trailing blanks do not count; everything else does, indentation included. The
+    result is the same on every supported Python. A file that is not Python source (an extension) counts by its bytes.
     """
-    files: dict[str, Path] = {}
-    for module in modules:
-        file = getattr(module, "__file__", None)
-        if file is None or not Path(file).is_file():
-            raise RecordError(
-                f"source_hash: module '{module.__name__}' has no source file; put its code in an importable file"
-            )
-        files[module.__name__] = Path(file)
-    return _hash_files(files)
+    digest = hashlib.sha256()
+    for content in sorted(code_text(_decode(f)).encode() if f.suffix == ".py" else f.read_bytes() for f in files):
+        digest.update(f"{len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def code_behind(function: Callable[..., Any]) -> str:
-    """Return the SHA-256 (hex) of the code that a function runs, prose left out as by `source_hash`.
+    """Return the SHA-256 (hex) of the code that a function runs, prose left out as by `code_hash`.
 
     That is the file it is written in, and the files in the same folder or below it that this one takes names from, in
     turn. What has no file counts by its bytecode, or by the name of its class.
@@ -69,7 +58,7 @@ def code_behind(function: Callable[..., Any]) -> str:
         if file.is_relative_to(folder) and (name := file.relative_to(folder).as_posix()) not in files:
             files[name] = file
             todo += [found for value in list(names.values()) if (found := _names_behind(value)) is not None]
-    return _hash_files(files)
+    return code_hash(*files.values())
 
 
 def _names_behind(value: Any) -> dict[str, Any] | None:
@@ -89,34 +78,8 @@ def _bytecode(code: CodeType) -> tuple[Any, ...]:
     return code.co_code, code.co_names, inner
 
 
-def is_stale(record: Record) -> bool:
-    """Return whether the code that made a record has changed since, or is gone.
-
-    The modules are found by name and read, not imported. A record that does not name its modules cannot be judged and
-    is not called stale.
-    """
-    if not record.source_modules:
-        return False
-    files = {name: _find(name) for name in record.source_modules}
-    found = {name: path for name, path in files.items() if path is not None}
-    return len(found) < len(files) or _hash_files(found) != record.source_hash
-
-
-def judge() -> Callable[[Record], bool]:
-    """`is_stale` for many records at once: code that several name is read once."""
-    known: dict[tuple[str, ...], bool] = {}
-
-    def asked(record: Record) -> bool:
-        made_by = (record.source_hash, *record.source_modules)
-        if made_by not in known:
-            known[made_by] = is_stale(record)
-        return known[made_by]
-
-    return asked
-
-
-def _find(name: str) -> Path | None:
-    """File of a module, found without importing it or its packages."""
+def file_of_module(name: str) -> Path | None:
+    """File of a module, found without importing it or its packages; None where there is none."""
     path: list[str] | None = None
     spec = None
     parts = name.split(".")
@@ -126,15 +89,6 @@ def _find(name: str) -> Path | None:
             return None
         path = list(spec.submodule_search_locations or ())
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
-
-
-def _hash_files(files: Mapping[str, Path]) -> str:
-    digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        content = code_text(_decode(path)).encode("utf-8") if path.suffix == ".py" else path.read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()
 
 
 def _decode(path: Path) -> str:

@@ -15,13 +15,13 @@ from kvq.cache.attention import attentions, named_arguments
 from kvq.cache.observe import INTERFACE, Hooked
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
-from kvq.diagnostic_config import CaptureConfig
+from kvq.config.diagnostics import CaptureConfig
+from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.diagnostics.fidelity import Attention
 from kvq.errors import DataError, Unsupported
 from kvq.methods.build import Method
-from kvq.methods.residual import Policy, PrefillBlock, ResidualSide
 from kvq.models import LoadedModel
-from kvq.tasks.inputs import Inputs
+from kvq.models.inputs import Inputs
 from kvq.tasks.stepwise import check_codecs_alone
 from kvq.tasks.windows import cut_windows
 

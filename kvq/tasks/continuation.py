@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.cache.side import CacheSide
+from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.methods.build import Method
-from kvq.methods.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.models import LoadedModel
 from kvq.tasks.scoring import ScoredChunk
 

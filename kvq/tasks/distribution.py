@@ -6,7 +6,6 @@ Keys go through NSN before their rotary embedding and are looked at behind it, a
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -14,13 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvq.codecs.codebooks
-import kvq.codecs.vector
-import kvq.diagnostics.normality
-import kvq.tasks.capture
 from kvq.codecs import Hadamard, RandomizedHadamard, VectorQuantizer
 from kvq.codecs.codebooks import CODEBOOKS
-from kvq.diagnostic_config import DistributionConfig
+from kvq.config.diagnostics import DistributionConfig
 from kvq.diagnostics.normality import (
     STEPS,
     channel_kl,
@@ -35,10 +30,10 @@ from kvq.diagnostics.normality import (
 )
 from kvq.errors import ConfigError, Unsupported, did_you_mean
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks import capture as capturing
 from kvq.tasks.capture import Layer, capture, fingerprint, windows_of
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
 ORACLE_DRAWS = 1000
@@ -211,9 +206,4 @@ def check(inputs: Inputs, method: Method) -> None:
     capturing.check(inputs, method)
 
 
-TASK = Task(
-    check,
-    measure,
-    (kvq.codecs.codebooks, kvq.codecs.vector, kvq.diagnostics.normality, kvq.tasks.capture, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -6,7 +6,6 @@ All tokens of a window are quantized, in the blocks of the method's residual; no
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvq.diagnostics.fidelity
-import kvq.tasks.capture
 from kvq.codecs import Codec
-from kvq.diagnostic_config import Arms, ErrorConfig
+from kvq.config.diagnostics import Arms, ErrorConfig
 from kvq.diagnostics.fidelity import (
     Arm,
     arms,
@@ -29,9 +26,9 @@ from kvq.diagnostics.fidelity import (
     relative_mse_by_position,
 )
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
 QUANTITIES = ("rel_mse", "cosine", "weight_kl", "output_error")
@@ -167,9 +164,4 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     return Measurement(metrics, units, rows)
 
 
-TASK = Task(
-    check,
-    measure,
-    (kvq.diagnostics.fidelity, kvq.tasks.capture, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -17,12 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
+from kvq.config.residual import Policy
+from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
 from kvq.methods.eviction import When
-from kvq.methods.residual import Policy
 from kvq.models import LoadedModel
-from kvq.task_config import Prefill
 from kvq.tasks.scoring import FULL_PRECISION_CHUNK
 from kvq.tasks.stepwise import steps
 

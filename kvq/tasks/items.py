@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from kvq.config.tasks import ItemsConfig
 from kvq.errors import DataError
 from kvq.results.item_tests import judge_items
 from kvq.results.journal import Journal
 from kvq.results.statistics import paired_mean
-from kvq.task_config import ItemsConfig
 from kvq.tasks import storage
 from kvq.tasks.measurement import Baseline, Measurement
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from operator import itemgetter
 from typing import Any
 
-import kvq.cache.packed
-import kvq.tasks.regimes
-import kvq.tasks.speed
+from kvq.config.speed import LatencyConfig, References, Regime
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.speed_config import LatencyConfig, References, Regime
-from kvq.tasks.inputs import Inputs
-from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.regimes import check_regimes
 from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, median_of, paired_ratios
 
@@ -64,9 +60,4 @@ def check(inputs: Inputs, method: Method) -> None:
     check_regimes(method, task.regimes)
 
 
-TASK = Task(
-    check,
-    measure,
-    (*CACHE_MODULES, kvq.cache.packed, kvq.tasks.regimes, kvq.tasks.speed, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -20,21 +20,19 @@ from typing import Any
 
 import numpy as np
 
-import kvq.tasks.generate
-import kvq.tasks.lm_eval_model
-from kvq import hub
 from kvq.config import Config, Loader, compose, resolve
+from kvq.config.tasks import LmEvalConfig, Prefill
+from kvq.data import hub
 from kvq.errors import ConfigError, DataError
 from kvq.methods.build import Method, method_of
+from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
 from kvq.results.journal import Journal
 from kvq.results.source import code_behind
-from kvq.task_config import LmEvalConfig, Prefill
 from kvq.tasks.generate import Reader, check_prefill
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say, units
 from kvq.tasks.lm_eval_model import CacheLM
-from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task
 
 # lm-eval's own seed of few-shot examples, so that prompts are those that others report.
 _FEWSHOT_SEED = 1234
@@ -329,12 +327,7 @@ def register() -> None:
         model_registry.register("kvq", target=f"{KvqLM.__module__}:{KvqLM.__qualname__}")
 
 
-TASK = Task(
-    check,
-    measure,
-    (*CACHE_MODULES, kvq.tasks.generate, kvq.tasks.lm_eval_model, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)
 
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate

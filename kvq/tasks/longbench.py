@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +18,17 @@ from typing import Any
 
 import numpy as np
 
-import kvq.tasks.generate
-import kvq.tasks.longbench_protocol
-from kvq import hub
 from kvq.config import DatasetConfig, Loader
+from kvq.config.tasks import LongbenchConfig
+from kvq.data import hub
 from kvq.errors import ConfigError, DataError
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.task_config import LongbenchConfig
 from kvq.tasks.generate import Reader, check_prefill, end_tokens
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, paired, units
 from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
-from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics
 
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
@@ -269,9 +266,4 @@ def fingerprint(inputs: Inputs) -> str:
     return digest.hexdigest()
 
 
-TASK = Task(
-    check,
-    measure,
-    (*CACHE_MODULES, kvq.tasks.generate, kvq.tasks.longbench_protocol, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-import kvq.cache.rotary
-import kvq.cache.side
-import kvq.cache.sources
-import kvq.cache.store
 
 if TYPE_CHECKING:
     from kvq.methods.build import Method
+    from kvq.models.inputs import Inputs
     from kvq.results.journal import Journal
-    from kvq.tasks.inputs import Inputs
-
-CACHE_MODULES = (kvq.cache.rotary, kvq.cache.side, kvq.cache.sources, kvq.cache.store)
-"""Modules that decide what attention reads."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +35,10 @@ class Task:
     """A task, as the runner calls it.
 
     `check` reads no weights and raises `Unsupported` for a method, `ConfigError` for a length, that it cannot do;
-    `measure` keeps what it has scored in the journal, from which a killed run goes on; `modules` are those whose source
-    decides its numbers, whatever the method; `fingerprint` names what is scored.
+    `measure` keeps what it has scored in the journal, from which a killed run goes on; `fingerprint` names
+    what is scored.
     """
 
     check: Callable[[Inputs, Method], None]
     measure: Callable[[Inputs, Method, Baseline | None, Journal], Measurement]
-    modules: tuple[ModuleType, ...]
     fingerprint: Callable[[Inputs], str]

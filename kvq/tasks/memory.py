@@ -6,23 +6,20 @@ OScaR's 5.3x at 128K tokens and 2 bits, both against 16 bits.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
-import kvq.cache.store
-import kvq.diagnostics.layout
 from kvq.cache.store import UNIT, BlockStore, TokenStore
 from kvq.codecs import Codec, Rope
-from kvq.diagnostic_config import MemoryConfig
+from kvq.config.diagnostics import MemoryConfig
+from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.diagnostics.layout import KINDS, by_kind, layout, packed_tokens, plain_bytes
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import Method
-from kvq.methods.residual import Policy, PrefillBlock, ResidualSide
+from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, cache_shape
 from kvq.results.journal import Journal
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.stepwise import check_codecs_alone
 
@@ -135,9 +132,4 @@ def fingerprint(inputs: Inputs) -> str:
     return cache_shape(inputs.config.model).name
 
 
-TASK = Task(
-    check,
-    measure,
-    (kvq.cache.store, kvq.diagnostics.layout, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,20 +12,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-import kvq.data.multimodal
-import kvq.models.media
-import kvq.tasks.generate
 from kvq.data.multimodal import MediaItem, choice_score, ocrbench_score, read_items
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.models.load import load_processor
 from kvq.models.media import MODALITIES, MediaModel, modalities
 from kvq.results.journal import Journal
-from kvq.task_config import MultimodalConfig, Prefill
 from kvq.tasks.generate import Reader, answer_text, end_tokens, stop_at
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, units
-from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics
 
 _BESIDE = ("input_ids", "attention_mask")
@@ -173,15 +168,4 @@ def fingerprint(inputs: Inputs) -> str:
     return digest.hexdigest()
 
 
-TASK = Task(
-    check,
-    measure,
-    (
-        *CACHE_MODULES,
-        kvq.data.multimodal,
-        kvq.models.media,
-        kvq.tasks.generate,
-        sys.modules[__name__],
-    ),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -7,29 +7,25 @@ same form, of which one is asked for; an answer is a hit, a wrong needle, a mixt
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-import kvq.data.needles
-import kvq.tasks.generate
-import kvq.tasks.hallucination
 from kvq.config import Loader
+from kvq.config.tasks import NiahConfig, NiahMode
 from kvq.data.needles import Needle, draw_needles, retrieval_prompt
 from kvq.data.text import TokenData, encode
 from kvq.errors import ConfigError, DataError
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.statistics import flips, mcnemar
-from kvq.task_config import NiahConfig, NiahMode
 from kvq.tasks.generate import Reader, answer_text, check_prefill, end_tokens, stop_at
 from kvq.tasks.hallucination import Outcome, classify, random_rate
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.items import Clock, Items, Sample, Scored, by_part, measure_items, paired, units
-from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics
 
 # Words the generator of items, so that no other use of the same seed draws the same numbers.
@@ -246,9 +242,4 @@ def fingerprint(inputs: Inputs) -> str:
     return f"{text} in {longest} tokens" if tight else text
 
 
-TASK = Task(
-    check,
-    measure,
-    (*CACHE_MODULES, kvq.data.needles, kvq.tasks.generate, kvq.tasks.hallucination, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -16,18 +16,16 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-import kvq.tasks.scoring
-import kvq.tasks.windows
 from kvq.cache import KVCache
 from kvq.config import PplConfig, Scoring
 from kvq.errors import DataError
 from kvq.methods.build import Method
 from kvq.models import LoadedModel
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.continuation import holding_method, score_continuation
-from kvq.tasks.inputs import Inputs
-from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.reference import ReferenceLogProbs
 from kvq.tasks.scoring import ScoredChunk, parallel_method, score
 from kvq.tasks.stepwise import check_at_once, scoring_bounds
@@ -298,9 +296,4 @@ def fingerprint(inputs: Inputs) -> str:
     return inputs.tokens.fingerprint
 
 
-TASK = Task(
-    check,
-    measure,
-    (*CACHE_MODULES, kvq.tasks.scoring, kvq.tasks.windows),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -19,9 +19,9 @@ from kvq.cache import KVCache
 from kvq.cache.packed import check_codecs
 from kvq.codecs import Codec, Packed, Rope
 from kvq.codecs.quantizers import Parts
+from kvq.config.speed import Regime
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
-from kvq.speed_config import Regime
 
 
 class PerHeadCodec(Codec):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-from kvq.diagnostic_config import SCHEMAS as DIAGNOSTICS
+from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
+from kvq.config.speed import SCHEMAS as SPEED
 from kvq.errors import ConfigError, did_you_mean
-from kvq.speed_config import SCHEMAS as SPEED
 from kvq.tasks.measurement import Task
 
 _TASKS = ("ppl", "niah", "longbench", "lm_eval", "multimodal", *DIAGNOSTICS, *SPEED)

@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
+from kvq.config.residual import Policy
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
-from kvq.methods.residual import Policy
 from kvq.models import LoadedModel
 
 FULL_PRECISION_CHUNK = 128

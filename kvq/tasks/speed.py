@@ -19,17 +19,17 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from kvq.cache import KVCache
-from kvq.cache.cache import head_dims_of
 from kvq.cache.packed import check_codecs
 from kvq.cache.preallocated import PreallocatedCache
 from kvq.config import Attention, Config
+from kvq.config.speed import References, SpeedConfig
 from kvq.errors import ConfigError
 from kvq.methods.build import Method, method_of
 from kvq.models import LoadedModel, load_model
+from kvq.models.head_dims import head_dims_of
+from kvq.models.inputs import Inputs
 from kvq.models.load import pick_device
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
-from kvq.speed_config import References, SpeedConfig
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.regimes import cache_maker
 
 SUBJECT = "method"

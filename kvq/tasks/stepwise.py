@@ -9,7 +9,7 @@ import itertools
 from typing import Any
 
 from kvq.config import Scoring
-from kvq.diagnostic_config import SCHEMAS as DIAGNOSTICS
+from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
 from kvq.methods.eviction import When

@@ -6,21 +6,18 @@ No model is read.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import kvq.diagnostics.fidelity
-import kvq.diagnostics.imbalance
 from kvq.codecs import Codec, rope_table
-from kvq.diagnostic_config import SyntheticConfig
+from kvq.config.diagnostics import SyntheticConfig
 from kvq.diagnostics.fidelity import reconstruct
 from kvq.diagnostics.imbalance import imbalanced
 from kvq.diagnostics.norms import TOKENS_PER_GROUP
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import block_of
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.stepwise import check_codecs_alone
 
@@ -93,9 +90,4 @@ def fingerprint(_inputs: Inputs) -> str:
     return "made-up keys"
 
 
-TASK = Task(
-    check,
-    measure,
-    (kvq.diagnostics.fidelity, kvq.diagnostics.imbalance, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import kvq.cache.packed
-import kvq.tasks.speed
+from kvq.config.speed import ThroughputConfig
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.speed_config import ThroughputConfig
-from kvq.tasks.inputs import Inputs
-from kvq.tasks.measurement import CACHE_MODULES, Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, median_of, paired_ratios
 
 
@@ -78,9 +75,4 @@ def check(inputs: Inputs, method: Method) -> None:
     check_length(inputs, f"task.prompt={task.prompt}", task.prompt + task.new_tokens, method)
 
 
-TASK = Task(
-    check,
-    measure,
-    (*CACHE_MODULES, kvq.cache.packed, kvq.tasks.speed, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

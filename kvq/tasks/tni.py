@@ -5,7 +5,6 @@ Published claims under test: OScaR (arXiv 2605.19660), sections 3 and 4; nsn's v
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from typing import Any
 
@@ -13,11 +12,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-import kvq.diagnostics.fidelity
-import kvq.diagnostics.norms
-import kvq.tasks.capture
 from kvq.codecs import Codec, UniformQuantizer
-from kvq.diagnostic_config import TniConfig
+from kvq.config.diagnostics import TniConfig
 from kvq.diagnostics.fidelity import attention_received, reconstruct
 from kvq.diagnostics.norms import (
     find_sinks,
@@ -33,9 +29,9 @@ from kvq.diagnostics.norms import (
     without_tokens,
 )
 from kvq.methods.build import Method
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of
-from kvq.tasks.inputs import Inputs
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
 SIDES = ("query", "key", "value")
@@ -238,9 +234,4 @@ def summary(rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str
     return out, units
 
 
-TASK = Task(
-    check,
-    measure,
-    (kvq.diagnostics.fidelity, kvq.diagnostics.norms, kvq.tasks.capture, sys.modules[__name__]),
-    fingerprint,
-)
+TASK = Task(check, measure, fingerprint)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvq.codecs import Codec
 from kvq.config import compose, resolve
-from kvq.methods.backend import BITS
+from kvq.config.backend import BITS
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import torch
 import kvq
 from kvq.cache import KVCache
 from kvq.config import conf_dir
-from kvq.methods.backend import BITS, installed
+from kvq.config.backend import BITS, installed
 from tests.cache.states import nearest_bits, quantizes
 from tests.calibrated import bound, random_states
 from tests.random_models import llama, token_ids

@@ -9,8 +9,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 import kvq
 from kvq.cache import KVCache
 from kvq.config import ModelConfig, conf_dir
+from kvq.config.backend import BITS, installed
 from kvq.errors import ConfigError, Unsupported
-from kvq.methods.backend import BITS, installed
 from kvq.models import LoadedModel, load_model
 from tests.cache.states import nearest_bits
 from tests.random_models import in_double_precision, llama, token_ids

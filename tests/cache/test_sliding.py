@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import kvq
 from kvq.cache import CacheSide
 from kvq.cache.store import UNIT, TokenStore
-from kvq.methods.residual import Policy, PrefillBlock, ResidualSide
+from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from tests.cache.states import NaiveSide, states
 from tests.properties import examples
 

@@ -52,7 +52,7 @@ def builds(name, head_dim):
         return False
 
 
-# A backend has no codec; tests/cache/test_foreign.py holds its layers to the same. Eviction alone has none either.
+# A backend has no codec; tests/cache/test_transformers_caches.py holds its layers to the same. Nor has eviction alone.
 CODED = [name for name in METHODS if config(name).key is not None]
 QUANTIZING = [name for name in CODED if bits_range(name) is not None]
 GROUPS = ["own", 5, 16, "null"]

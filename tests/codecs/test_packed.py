@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.codecs import Codec, Growable, Hadamard, Packed, PackedStore, Run, TokenNorm, UniformQuantizer, merge_runs
+from kvq.codecs import BlockRun, Codec, Growable, Hadamard, Packed, PackedStore, TokenNorm, UniformQuantizer, merge_runs
 from tests.properties import examples
 
 
@@ -107,8 +107,8 @@ def test_equal_blocks_are_one_run():
 
 
 def test_runs_merge_only_when_alike():
-    one, more, other = Run(8, 2, {"a": 1}), Run(8, 3, {"a": 1}), Run(8, 1, {"a": 2})
-    assert merge_runs((one,), (more, other)) == (Run(8, 5, {"a": 1}), other)
+    one, more, other = BlockRun(8, 2, {"a": 1}), BlockRun(8, 3, {"a": 1}), BlockRun(8, 1, {"a": 2})
+    assert merge_runs((one,), (more, other)) == (BlockRun(8, 5, {"a": 1}), other)
     assert merge_runs((), (one,)) == (one,)
     assert merge_runs((one,), ()) == (one,)
     assert one.count == 2
@@ -152,6 +152,6 @@ def test_selecting_leaves_the_original():
 
 def test_packed_counts_what_it_holds():
     parts = {"codes.0": torch.zeros(1, 2, 3, 4, dtype=torch.uint8), "scale": torch.zeros(1, 2, 1, 4).half()}
-    packed = Packed(parts, (Run(3, 1, {"codes.0": 3, "scale": 1}),), 1, 2, 4, torch.float32)
+    packed = Packed(parts, (BlockRun(3, 1, {"codes.0": 3, "scale": 1}),), 1, 2, 4, torch.float32)
     assert packed.nbytes == 24 + 16
     assert packed.bits_per_element == 8 * 40 / 24

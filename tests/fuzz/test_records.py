@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvq.report import figures
 from kvq.report.__main__ import main as tables
 from kvq.report.diff import main as diff
-from kvq.report.experiments import by_signature
+from kvq.report.figures import every as figures
 from kvq.report.html.__main__ import main as page
 from kvq.report.judged import read_records
+from kvq.report.tables.experiments import by_signature
+from kvq.report.wandb.entry import entry_of
 from kvq.results import Store
-from kvq.tracking.entry import entry_of
 from tests.fuzz.odd_records import examples, mutated, put
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import kvq
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
 from kvq.config import conf_dir
+from kvq.config.backend import BITS
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, form_of
 from kvq.kernels.eager import attend
 from kvq.kernels.pieces import TILE
-from kvq.methods.backend import BITS
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
 from tests.kernels import oracle

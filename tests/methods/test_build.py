@@ -5,8 +5,8 @@ import torch
 
 import kvq
 from kvq.config import compose, resolve
+from kvq.config.bits import Bits
 from kvq.errors import ConfigError, KvqError, Unsupported
-from kvq.methods.bits import Bits
 from kvq.methods.build import build_method, instantiate_method, method_of
 
 

@@ -8,9 +8,9 @@ import yaml
 
 from kvq.codecs import rope_table
 from kvq.config import compose, conf_dir, resolve
-from kvq.identity import canonical
-from kvq.methods.backend import BITS, installed
-from kvq.methods.bits import Bits
+from kvq.config.backend import BITS, installed
+from kvq.config.bits import Bits
+from kvq.config.identity import canonical
 from kvq.methods.build import build_method
 from tests.cache.states import nearest_bits
 from tests.calibrated import build

@@ -11,11 +11,12 @@ import torch
 from transformers import DeepseekV3Config, Qwen3_5TextConfig
 
 import kvq
-from kvq.cache import KVCache, head_dims_of
+from kvq.cache import KVCache
 from kvq.cache.rotary import styles_of
 from kvq.config import PplConfig, Scoring, Windows, conf_dir
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
+from kvq.models.head_dims import head_dims_of
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.reference import ReferenceLogProbs
 from kvq.tasks.scoring import generation_bounds, parallel_method

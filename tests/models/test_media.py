@@ -8,9 +8,9 @@ import kvq
 from kvq.cache import KVCache
 from kvq.cache.attention import attentions, named_arguments
 from kvq.cache.rotary import angles, styles_of
+from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
 from kvq.models.media import MODALITIES, MediaModel, modalities
-from kvq.task_config import Prefill
 from kvq.tasks.generate import Reader
 from kvq.tasks.modality import SIDES, norms_by_modality
 from tests.cache.states import nearest_bits

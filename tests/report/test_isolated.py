@@ -9,7 +9,7 @@ import pytest
 
 from kvq.errors import RecordError
 from kvq.report import build_tables
-from kvq.report.figures import main as figures
+from kvq.report.figures.every import main as figures
 from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
 from kvq.results import Store

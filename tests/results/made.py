@@ -55,7 +55,7 @@ def record(method: str, bits: str = "", *, settings: Mapping[str, Any] | None = 
         "method": method,
         "bits": bits,
         "config": made,
-        "source_hash": "s",
+        "versions": {"ppl": 1},
         "provenance": provenance(),
     }
     return Record(**(known | changes))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,14 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvq.errors
 import kvq.results.record
 import kvq.results.source
 import kvq.results.store
-from kvq.errors import RecordError
-from kvq.results import is_stale, source_hash
-from kvq.results.source import code_text
-from tests.results import made
+from kvq.results.source import code_hash, code_text
 
 CODE = '''"""What it is."""
 
@@ -54,11 +48,9 @@ class Disc:
     async def empty(self): ; return 1'''
 
 
-def write(path: Path, text: str) -> ModuleType:
+def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    return importlib.util.module_from_spec(spec)
+    return path
 
 
 def test_what_is_left() -> None:
@@ -80,8 +72,8 @@ def test_what_is_left() -> None:
 )
 def test_prose_does_not_count(tmp_path: Path, old: str, new: str) -> None:
     assert old in CODE
-    before = source_hash([write(tmp_path / "disc.py", CODE)])
-    assert source_hash([write(tmp_path / "disc.py", CODE.replace(old, new))]) == before
+    before = code_hash(write(tmp_path / "disc.py", CODE))
+    assert code_hash(write(tmp_path / "disc.py", CODE.replace(old, new))) == before
 
 
 @pytest.mark.parametrize(
@@ -99,8 +91,8 @@ def test_prose_does_not_count(tmp_path: Path, old: str, new: str) -> None:
 )
 def test_code_counts(tmp_path: Path, old: str, new: str) -> None:
     assert old in CODE
-    before = source_hash([write(tmp_path / "disc.py", CODE)])
-    assert source_hash([write(tmp_path / "disc.py", CODE.replace(old, new))]) != before
+    before = code_hash(write(tmp_path / "disc.py", CODE))
+    assert code_hash(write(tmp_path / "disc.py", CODE.replace(old, new))) != before
 
 
 @given(comment=st.text(st.characters(exclude_categories=["C", "Z"])), place=st.sampled_from([0, 1, 2, 3]))
@@ -121,31 +113,15 @@ def test_real_code_is_left_whole(module: ModuleType) -> None:
     assert ast.dump(ast.parse(code_text(text))) == ast.dump(tree)
 
 
-def test_order_and_repeats_do_not_count() -> None:
-    one, two = kvq.results.source, kvq.errors
-    assert source_hash([one, two]) == source_hash([two, one, two])
-    assert source_hash([one]) != source_hash([one, two]) != source_hash([])
+def test_order_does_not_count(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one.py", "x = 1"), write(tmp_path / "two.py", "x = 2")
+    assert code_hash(one, two) == code_hash(two, one)
+    assert len({code_hash(one), code_hash(two), code_hash(one, two), code_hash()}) == 4
 
 
-def test_a_module_without_a_file_is_named() -> None:
-    with pytest.raises(RecordError, match="module 'ghost' has no source file"):
-        source_hash([ModuleType("ghost")])
-
-
-def test_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    package = tmp_path / "kvq_discs"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise AssertionError('read, not imported')")
-    module = write(package / "disc.py", CODE)
-    module.__name__ = "kvq_discs.disc"
-    record = made.record("kivi", "2", source_hash=source_hash([module]), source_modules=["kvq_discs.disc"])
-    assert not is_stale(record)
-    write(package / "disc.py", CODE.replace("What it is", "A disc"))
-    assert not is_stale(record)
-    write(package / "disc.py", CODE.replace("r**2", "r**3"))
-    assert is_stale(record)
-    (package / "disc.py").unlink()
-    assert is_stale(record)
-    assert not is_stale(made.record("kivi", "2"))  # it does not say what made it
-    assert "kvq_discs" not in sys.modules
+def test_an_extension_counts_by_its_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "fast.so"
+    file.write_bytes(b"\x00# 1")
+    before = code_hash(file)
+    file.write_bytes(b"\x00# 2")
+    assert code_hash(file) != before

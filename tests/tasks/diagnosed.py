@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvq.config import ModelConfig
 from kvq.models import LoadedModel
+from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.tasks.inputs import Inputs
 from tests.random_models import VOCABULARY, random_llama, token_ids
 
 

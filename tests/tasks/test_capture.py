@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvq.diagnostic_config import TniConfig
+from kvq.config.diagnostics import TniConfig
 from kvq.diagnostics.fidelity import query_chunks
 from kvq.errors import ConfigError, DataError
 from kvq.models import LoadedModel

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.cli import main
 from kvq.config import PplConfig, Scoring, Windows
+from kvq.config.residual import Policy
 from kvq.methods.build import Method, build_method
-from kvq.methods.residual import Policy
 from kvq.models import LoadedModel
 from kvq.results import Store
 from kvq.tasks.continuation import holding_method, score_continuation

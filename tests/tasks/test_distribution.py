@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvq import build_method
-from kvq.diagnostic_config import DistributionConfig
+from kvq.config.diagnostics import DistributionConfig
 from kvq.diagnostics.normality import channel_kl, hadamard, nsn
 from kvq.errors import ConfigError, Unsupported
 from kvq.tasks import distribution

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvq import build_method
-from kvq.diagnostic_config import Arms, ErrorConfig
+from kvq.config.diagnostics import Arms, ErrorConfig
 from kvq.diagnostics.fidelity import relative_mse
 from kvq.tasks import error
 from kvq.tasks.capture import Layer, capture

@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from kvq.cache import KVCache
+from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
 from kvq.methods.build import Method, build_method
 from kvq.models import LoadedModel
-from kvq.task_config import Prefill
 from kvq.tasks.generate import Reader, Sampler, answer_text, check_prefill, stop_at
 from tests.data.byte_tokenizer import byte_tokenizer
 from tests.random_models import in_double_precision, random_llama, token_ids

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvq.config.tasks import NiahConfig
 from kvq.errors import ConfigError, DataError
 from kvq.results.journal import Journal
-from kvq.task_config import NiahConfig
 from kvq.tasks.items import Items, Scored, by_part, compare, measure_items, score_items
 from kvq.tasks.measurement import Baseline
 from kvq.tasks.registry import task_of

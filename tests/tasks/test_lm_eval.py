@@ -102,7 +102,7 @@ def canaries(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_identity_is_lm_evals_own_model_item_by_item_and_zero_is_not(given: list[str], canaries: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    from kvq.tasks.inputs import Inputs
+    from kvq.models.inputs import Inputs
     from kvq.tasks.lm_eval import evaluate
 
     inputs = Inputs(config_of(given))
@@ -224,7 +224,7 @@ def logged(doc: int, filtered: str, **metrics: Any) -> dict[str, Any]:
 
 
 def test_the_metric_that_counts() -> None:
-    from kvq.task_config import LmEvalConfig
+    from kvq.config.tasks import LmEvalConfig
     from kvq.tasks.lm_eval import item_samples
 
     task = LmEvalConfig(tasks=["any"])
@@ -275,7 +275,7 @@ def test_lm_evals_command_line_has_the_model(given: list[str], canaries: Path, t
 def test_a_continuation_that_merges_into_its_context_is_one_line(given: list[str]) -> None:
     from lm_eval.api.instance import Instance
 
-    from kvq.task_config import Prefill
+    from kvq.config.tasks import Prefill
     from kvq.tasks.generate import Reader
     from kvq.tasks.lm_eval_model import CacheLM
 
@@ -319,7 +319,7 @@ def test_edited_metric_code_of_a_task_is_another_run(
 
     def key() -> str:  # in a process of its own, as an edit is met
         code = (
-            "import sys; from kvq.config import compose, resolve; from kvq.tasks.inputs import Inputs; "
+            "import sys; from kvq.config import compose, resolve; from kvq.models.inputs import Inputs; "
             "from kvq.tasks.lm_eval import fingerprint; print(fingerprint(Inputs(resolve(compose(sys.argv[1:])))))"
         )
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)

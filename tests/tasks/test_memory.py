@@ -8,7 +8,7 @@ import torch
 from kvq import KVCache, build_method
 from kvq.cache.side import CacheSide
 from kvq.codecs.rope import Rope
-from kvq.diagnostic_config import MemoryConfig
+from kvq.config.diagnostics import MemoryConfig
 from kvq.errors import ConfigError
 from kvq.models.shapes import CacheShape, cache_shape, shipped
 from kvq.tasks import memory

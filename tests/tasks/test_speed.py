@@ -16,12 +16,12 @@ import torch
 from kvq.cache import KVCache
 from kvq.cache.preallocated import PreallocatedCache
 from kvq.config import compose, resolve
+from kvq.config.identity import canonical
+from kvq.config.speed import LatencyConfig
 from kvq.errors import ConfigError, Unsupported
-from kvq.identity import canonical
 from kvq.methods.build import build_method
 from kvq.results import Store
 from kvq.runner import run
-from kvq.speed_config import LatencyConfig
 from kvq.tasks import speed
 from kvq.tasks.regimes import PerHeadCodec
 from kvq.tasks.speed import median_of, paired_ratios

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvq.config import PplConfig, Scoring, Windows
+from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method
-from kvq.task_config import Prefill
 from kvq.tasks.generate import Reader, check_prefill
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.stepwise import check_at_once, check_codecs_alone, scoring_bounds

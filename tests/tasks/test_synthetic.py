@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvq import build_method
-from kvq.diagnostic_config import SyntheticConfig
+from kvq.config.diagnostics import SyntheticConfig
 from kvq.errors import Unsupported
 from kvq.tasks import synthetic
 from kvq.tasks.capture import block_of

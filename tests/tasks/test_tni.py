@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvq import build_method
-from kvq.diagnostic_config import TniConfig
+from kvq.config.diagnostics import TniConfig
 from kvq.models import LoadedModel
 from kvq.tasks import tni
 from kvq.tasks.measurement import Measurement

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvq.errors import KvqError
-from kvq.report.drawing import seldom_collected
+from kvq.report.figures.drawing import seldom_collected
 from kvq.report.html.page import write_report
 from kvq.results import Store
 

@@ -9,8 +9,8 @@ function recordOf(run) {
   const whole = { baseline_key: record.baseline_key, bits: run.baseline || run.bits === "fixed" ? "" : run.bits, config: parts(record.config),
     dataset: run.dataset, key: run.key, method: run.method, metrics: Object.fromEntries(run.metrics), model: run.model,
     provenance: { ...parts(record.provenance), ...record.own }, reason: run.reason || null, samples_sha256: record.samples_sha256,
-    schema_version: record.schema_version, source_hash: data.pool[record.source_hash], source_modules: data.pool[record.source_modules],
-    status: run.status, task: run.task, units: data.pool[record.units] };
+    schema_version: record.schema_version, status: run.status, task: run.task,
+    units: data.pool[record.units], versions: data.pool[record.versions] };
   if (record.left_out) whole["(left out)"] = `${record.left_out} more metrics; the record has them`;
   return whole;
 }

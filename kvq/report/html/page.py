@@ -13,12 +13,12 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvq.errors import RecordError
-from kvq.report.cells import columns_of
 from kvq.report.html import provenance
 from kvq.report.html.payload import payload
 from kvq.report.html.safe import png_uri, script_json, shown, source_digest
-from kvq.report.layout import Tables
-from kvq.report.tables import build_tables
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.cells import columns_of
+from kvq.report.tables.layout import Tables
 from kvq.results import Store
 from kvq.results.atomic import write_file
 from kvq.results.store import cause

@@ -11,7 +11,7 @@ from kvq.report.comparisons import by_bits
 from kvq.report.html.metrics import Metric, columns, describe
 from kvq.report.html.papers import Paper, papers
 from kvq.report.html.safe import arxiv_link, shown
-from kvq.report.layout import Row, Tables
+from kvq.report.tables.layout import Row, Tables
 from kvq.results import Record
 
 # What a record of kilobytes never reaches; past it, the page says where the rest is.
@@ -130,8 +130,7 @@ def _whole(record: Record, pool: Pool) -> dict[str, Any]:
         "provenance": pool.add_parts({name: part for name, part in provenance.items() if name not in _OF_A_RUN}),
         "own": {name: provenance[name] for name in _OF_A_RUN},
         "units": pool.add(record.units),
-        "source_hash": pool.add(record.source_hash),
-        "source_modules": pool.add(record.source_modules),
+        "versions": pool.add(record.versions),
         "baseline_key": record.baseline_key,
         "samples_sha256": record.samples_sha256,
         "schema_version": record.schema_version,

@@ -1,0 +1,228 @@
+"""A layer of transformers' own quantized cache in the place of one of kvq's: the methods `quanto` and `hqq`.
+
+That cache quantizes a whole prefill at once and lets attention read it in full precision. Later tokens wait until
+`residual.size` are there; then everything, what was decoded and what waited, is quantized again. What a token is worth
+thus depends on how many flushes it has been through (decode mode), and no chunk may go past a flush.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQuantizedLayer
+from typing_extensions import override
+
+from kvq.cache.layer import Layer
+from kvq.cache.rotary import RopeTable
+from kvq.cache.sources import Departures, SourceColumns
+from kvq.config.backend import BackendConfig
+from kvq.config.residual import ResidualSide
+from kvq.errors import ConfigError, DataError, Unsupported
+
+_LAYERS: dict[str, type[QuantizedLayer]] = {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer}
+
+States = Float[Tensor, "batch heads _tokens head_dim"]
+
+
+@functools.cache
+def check_works(backend: str, device: torch.device) -> None:
+    """Quantize and dequantize a token: optimum-quanto compiles C++ the first time it does.
+
+    Raises:
+        Unsupported: the backend's package is there and cannot do it.
+    """
+    held, token = _LAYERS[backend](nbits=4, q_group_size=64), torch.zeros(1, 1, 1, 64, device=device)
+    try:
+        for _ in range(2):
+            held.update(token, token)
+    except (RuntimeError, ImportError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        needs = "; it compiles C++ and needs ninja and a compiler" if backend == "quanto" else ""
+        raise Unsupported(f"method={backend}: does not work on this machine ({reason}){needs}") from error
+
+
+def stored_bytes(held: Any) -> int:
+    """Bytes of the tensors in what a backend made of a tensor, whatever it wraps them in."""
+    if isinstance(held, Mapping):
+        return sum(map(stored_bytes, held.values()))
+    if isinstance(held, list | tuple):
+        return sum(map(stored_bytes, held))
+    if not isinstance(held, Tensor):
+        return 0
+    parts = getattr(held, "__tensor_flatten__", None)
+    return (
+        held.numel() * held.element_size() if parts is None else sum(stored_bytes(getattr(held, n)) for n in parts()[0])
+    )
+
+
+class TransformersSide:
+    """Keys or values of a `TransformersLayer`, as the cache counts them."""
+
+    uses_rope = False
+    rope: RopeTable | None = None
+
+    def __init__(self, layer: TransformersLayer, name: str) -> None:
+        self._layer, self._name = layer, name
+        self.codec, self.residual, self.label = layer.backend, layer.residual, f"{layer.label} {name}"
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held, -1 before the first tokens."""
+        return len(self._layer.held) or -1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held in all."""
+        return int(self._layer.held[0].cumulative_length) if self._layer.held else 0
+
+    @property
+    def residual_tokens(self) -> int:
+        """Tokens that wait in full precision."""
+        waiting = self._waiting
+        return waiting[0].shape[2] if waiting else 0
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens that are quantized."""
+        return self.tokens - self.residual_tokens
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of every tensor that the backend holds: codes, scales, zero points."""
+        return sum(stored_bytes(getattr(held, f"_quantized_{self._name}")) for held in self._layer.held)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of the tokens that wait, in the model's dtype."""
+        return sum(part.numel() * part.element_size() for part in self._waiting)
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that one token of the batch stands for: batch x heads x head_dim."""
+        return self._layer.elements_per_token
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits per quantized element: all tokens of a prefill are, so there are some once there are tokens."""
+        return 8 * self.packed_bytes / (self.packed_tokens * self.elements_per_token) if self.packed_tokens else 0.0
+
+    def moves(self, queries: int) -> Departures:
+        """The tokens that are quantized, again or for the first time, before the last of `queries` single ones."""
+        at = max(self.residual.size - self.residual_tokens, 1) if self.tokens else 1
+        return Departures(0, (at,) * (self.tokens + at) if at < queries else ())
+
+    def check_finite(self) -> None:
+        """Nothing to do: states are checked as they come."""
+
+    @property
+    def _waiting(self) -> list[Tensor]:
+        parts = [getattr(held, self._name) for held in self._layer.held]
+        return [part for part in parts if part is not None and part.ndim == 4]
+
+
+class TransformersLayer(Layer):
+    """Keys and values of one attention layer in transformers' quantized layers, one for each sequence of a batch.
+
+    transformers quantizes a batch as one tensor, and hqq's groups then span its sequences; apart, a sequence is what it
+    would be alone.
+    """
+
+    def __init__(self, backend: BackendConfig, residual: ResidualSide, label: str) -> None:
+        super().__init__()
+        self.backend, self.residual, self.label = backend, residual, label
+        self.held: list[QuantizedLayer] = []
+        self.elements_per_token = 0
+        self._see()
+
+    def _see(self) -> None:
+        self.key, self.value = TransformersSide(self, "keys"), TransformersSide(self, "values")
+
+    @override
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make a layer of transformers' for each sequence."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        heads, dim, group = key_states.shape[1], key_states.shape[3], self.backend.group_size
+        if heads * dim % group:
+            raise Unsupported(
+                f"{self.label}: {heads} heads of head_dim={dim} are no multiple of method.backend.group_size={group}, "
+                f"and {self.backend.name} takes whole groups only"
+            )
+        check_works(self.backend.name, key_states.device)
+        kind, settings = _LAYERS[self.backend.name], {"nbits": self.backend.bits, "q_group_size": group}
+        self.held = [kind(**settings, residual_length=self.residual.size) for _ in range(key_states.shape[0])]
+        self.is_initialized = True
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append `[batch, heads, tokens, head_dim]` states; what attention reads, oldest token first.
+
+        Raises:
+            DataError: states that are NaN or infinite, or another batch than that held.
+            Unsupported: a partial group; tokens that are to come one by one and go past a flush.
+        """
+        for states, side in ((key_states, "keys"), (value_states, "values")):
+            if not bool(torch.isfinite(states).all()):
+                raise DataError(f"{self.label} {side}: NaN or infinite values; check the model's dtype and weights")
+        if self.one_by_one and self.key.moves(key_states.shape[2]).queries:
+            raise Unsupported(
+                f"{self.label}: {key_states.shape[2]} tokens at once go past a flush of {self.backend.name}, which "
+                "quantizes all tokens anew; end chunks where it flushes"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != len(self.held):
+            raise DataError(f"{self.label}: batch of {key_states.shape[0]} after {len(self.held)}; reset() the cache")
+        self.elements_per_token = key_states.numel() // key_states.shape[2]
+        rows = [held.update(key_states[i : i + 1], value_states[i : i + 1]) for i, held in enumerate(self.held)]
+        return torch.cat([keys for keys, _ in rows]), torch.cat([values for _, values in rows])
+
+    @override
+    def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
+        """None: a chunk that ends where the layer flushes reads the tokens as they are."""
+        return None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.held = []
+        self.elements_per_token = 0
+        self.is_initialized = False
+
+    @override
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.held:
+            self.elements_per_token = self.elements_per_token // len(self.held) * int(indices.numel())
+            self.held = [copy.copy(self.held[index]) for index in indices.tolist()]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers).
+
+        Raises:
+            ConfigError: a positive number.
+            Unsupported: the cut reaches into what is quantized.
+        """
+        if tokens_to_remove > 0:
+            raise ConfigError(f"crop({tokens_to_remove}): give a negative number of tokens to remove")
+        waiting = self.key.residual_tokens
+        if -tokens_to_remove > waiting:
+            raise Unsupported(
+                f"{self.label}: cannot remove {-tokens_to_remove} tokens, only {waiting} are still in the residual; "
+                f"what {self.backend.name} has quantized cannot be cropped (fork() the cache before the tokens instead)"
+            )
+        for held in self.held if tokens_to_remove else []:
+            left = waiting + tokens_to_remove
+            held.keys, held.values = held.keys[:, :, :left], held.values[:, :, :left]  # type: ignore[index]
+            held.cumulative_length += tokens_to_remove
+
+    @override
+    def fork(self) -> TransformersLayer:
+        """A copy that shares the tokens held so far: transformers' layer replaces its tensors, it writes into none."""
+        other = copy.copy(self)
+        other.held = [copy.copy(held) for held in self.held]
+        other._see()
+        return other

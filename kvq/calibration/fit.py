@@ -1,0 +1,159 @@
+"""The calibration step: find the file of a method's calibration, or make it; bind the method to it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from kvq.calibration import files
+from kvq.calibration.bind import Calibration, bind
+from kvq.calibration.collect import LayerStates, collect
+from kvq.calibration.learn import learn, learned_rotation
+from kvq.codecs import Codec, calibrated_parts, fit_codec
+from kvq.config.calibration import CalibrationConfig
+from kvq.errors import DataError, Unsupported
+from kvq.methods.build import Method
+from kvq.models import LoadedModel
+from kvq.models.head_dims import head_dims_of
+from kvq.results.provenance import PeakMemory
+
+_SAMPLED = 1024  # entries of each weight that enter its name
+_KEPT_BYTES = 2**30
+
+
+def weights_name(model: nn.Module) -> str:
+    """What names the weights of a model in memory: a hash of shapes and of the first entries of each, in bfloat16."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        first = weight.detach().flatten()[:_SAMPLED].to(torch.bfloat16).view(torch.int16).cpu()
+        digest.update(f"{name} {list(weight.shape)}".encode() + first.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def calibrate(
+    loaded: LoadedModel, method: Method, windows: Int[Tensor, "samples length"], settings: CalibrationConfig
+) -> Calibration:
+    """Fit a method's tables to a model on windows of text.
+
+    Raises:
+        ConfigError, DataError, Unsupported: what the method's parts, the text or the model cannot do.
+    """
+    start, memory = time.perf_counter(), PeakMemory(loaded.device)
+    head_dims = head_dims_of(loaded.text_config)
+    torch.manual_seed(settings.seed)
+    tensors = learn(loaded, method, windows, head_dims)
+    wants = [part.wants_gradients for codec in _codecs(method).values() for part in calibrated_parts(codec).values()]
+    shown = windows if _fitted(method) else windows[:1]  # of learned parts alone, for the number of heads
+    states, earlier = _states(loaded, shown, settings, any(wants))
+    heads = [layer.key.shape[0] for layer in states.values()]
+    for index, layer in tqdm(states.items(), desc="fitting", unit="layer", leave=False, disable=None):
+        tensors |= _fit(method, layer, index, len(head_dims), settings.seed, loaded.device)
+    return Calibration(
+        {name: tensors[name] for name in sorted(tensors)},
+        method.name,
+        weights_name(loaded.model),
+        heads,
+        head_dims,
+        time.perf_counter() - start + earlier,
+        memory.read(),
+    )
+
+
+_Collected = tuple[dict[int, LayerStates], float]
+_kept: dict[tuple[object, ...], _Collected] = {}
+
+
+def _states(loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, gradients: bool) -> _Collected:
+    """States of every layer, and the seconds that they took earlier: methods of a sweep share what is small enough."""
+    text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+    name = (weights_name(loaded.model), loaded.device, text, settings.tokens, settings.seed, gradients)
+    if name not in _kept:
+        _kept.clear()
+        start = time.perf_counter()
+        states = collect(loaded, windows, settings.tokens, gradients, settings.seed)
+        if sum(layer.nbytes for layer in states.values()) > _KEPT_BYTES:
+            return states, 0.0
+        _kept[name] = states, time.perf_counter() - start
+        return states, 0.0
+    return _kept[name]
+
+
+def _codecs(method: Method) -> dict[str, Codec]:
+    sides = {"key": method.key, "value": method.value}
+    return {side: codec for side, codec in sides.items() if codec is not None and calibrated_parts(codec)}
+
+
+def _fitted(method: Method) -> list[str]:
+    """Sides that are fitted to states, where they are not learned."""
+    return [side for side, codec in _codecs(method).items() if learned_rotation(codec) is None]
+
+
+@torch.no_grad()
+def _fit(
+    method: Method, states: LayerStates, layer: int, layers: int, seed: int, device: torch.device
+) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    for side in _fitted(method):
+        kept = {number % layers for number in method.full_precision_layers.get(side, ())}
+        if layer in kept:
+            continue
+        x, gradients = getattr(states, side).to(device), states.gradients.get(side)
+        rope = states.rope
+        found = fit_codec(
+            _codecs(method)[side],
+            x.float() if x.dtype != torch.float64 else x,
+            None if gradients is None else gradients.to(device).float(),
+            None if rope is None else type(rope)(rope.cos.to(device), rope.sin.to(device), rope.interleaved),
+            seed,
+        )
+        out |= {f"{side}.{layer}.{name}": table.cpu() for name, table in found.items()}
+    return out
+
+
+def calibrated(
+    method: Method,
+    loaded: LoadedModel,
+    windows: Int[Tensor, "samples length"],
+    settings: CalibrationConfig,
+    path: Path,
+) -> tuple[Method, Calibration]:
+    """The method bound to the calibration of file `path`, which is made where it is missing or cannot be read.
+
+    Raises:
+        RecordError: a folder that cannot be written.
+        KvqError: as `calibrate` and `bind`.
+    """
+    with files.held(path):
+        try:
+            found = files.read(path)
+        except DataError as error:
+            if path.exists():
+                print(f"{error}; calibrating again", file=sys.stderr)
+            files.write(path, calibrate(loaded, method, windows, settings))
+            found = files.read(path)
+    return bind(method, found, weights_name(loaded.model), head_dims_of(loaded.text_config)), found
+
+
+def bind_calibration(method: Method, model: nn.Module, file: str | Path) -> Method:
+    """A calibrated method with the tables of a file, for use with `kvq.KVCache(model, method)`.
+
+    Args:
+        method: from `kvq.build_method`, with the settings that were calibrated.
+        model: the causal LM that it was calibrated on.
+        file: under `results/calibration`, as a run leaves it.
+
+    Raises:
+        DataError: no file, or one that is not a calibration.
+        Unsupported: a calibration of another model, number of layers or head dim; a method that calibrates nothing.
+    """
+    if not method.is_calibrated:
+        raise Unsupported(f"method={method.name}: calibrates nothing; use it as it is")
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    return bind(method, files.read(file), weights_name(model), head_dims_of(config))

@@ -1,0 +1,96 @@
+"""Coupled quantization (CQ): neighbouring channels share one index into centroids of their own."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.kmeans import codebooks, nearest
+from kvq.codecs.packing import MAX_BITS, pack, plane_widths, unpack
+from kvq.codecs.quantizers import Parts, Quantizer
+from kvq.errors import ConfigError, Unsupported
+
+
+class CoupledQuantizer(Calibrated, Quantizer):
+    """`channels` contiguous channels of a head share one `code_bits`-bit index: 4 and 9 give 2.25 bits, 8 and 10 1.25.
+
+    Args:
+        channels: channels that are coupled.
+        code_bits: bits of an index, 1-16.
+        iterations: Lloyd's iterations, at most.
+
+    Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`. The centroids, one set for each layer, head and
+    group of channels, are fp16 tables of the calibration.
+
+    Raises:
+        ConfigError: a number below 1.
+        Unsupported: an index of more than 16 bits.
+
+    Source: CQ (arXiv 2405.03917): k-means weighted by the sum of squared gradients of the coupled channels; the
+    nearest centroid by plain L2.
+    """
+
+    version: ClassVar[int] = 1
+
+    token_group = 1
+    wants_gradients = True
+
+    def __init__(self, channels: int, code_bits: int, iterations: int = 25) -> None:
+        for name, value in (("channels", channels), ("code_bits", code_bits), ("iterations", iterations)):
+            if value < 1:
+                raise ConfigError(f"{name}={value}: at least 1")
+        if code_bits > MAX_BITS:
+            raise Unsupported(f"code_bits={code_bits}: an index of coupled channels has 1 to {MAX_BITS} bits")
+        self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: a head dim that is no multiple of `channels`, or not that of the calibration."""
+        if head_dim % self.channels:
+            raise Unsupported(f"head_dim={head_dim}: {self.channels} channels are coupled at a time")
+        self.check_shape(head_dim)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """`[..., heads, groups, tokens, channels]`."""
+        return x.unflatten(-1, (-1, self.channels)).transpose(-3, -2)
+
+    @override
+    def fit(
+        self, x: Float[Tensor, "heads tokens dim"], gradients: Float[Tensor, "heads tokens dim"] | None, seed: int
+    ) -> Tables:
+        """`centroids` `[heads, groups, 2^code_bits, channels]` in fp16."""
+        points = self._grouped(x.float()).flatten(0, 1).contiguous()
+        weights = torch.ones_like(points) if gradients is None else self._grouped(gradients.float()).flatten(0, 1)
+        mass = weights.square().sum(-1)
+        found = codebooks(points, mass, 2**self.code_bits, self.iterations, seed)
+        limit = torch.finfo(torch.float16).max
+        return {"centroids": found.clamp(-limit, limit).half().unflatten(0, (x.shape[0], -1))}
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Indices of the nearest centroids."""
+        centroids = self.table("centroids", x).flatten(0, 1)
+        points = self._grouped(x)
+        lead = points.shape[:-4]
+        blocks = points.reshape(-1, centroids.shape[0], *points.shape[-2:])
+        # Each block on its own: its indices do not depend on how many are encoded together.
+        codes = torch.stack([nearest(block, centroids) for block in blocks])
+        codes = codes.view(*lead, *points.shape[-4:-1]).transpose(-2, -1)
+        if self.code_bits <= 8:
+            codes = codes.to(torch.uint8)
+        return {f"codes.{i}": plane for i, plane in enumerate(pack(codes.contiguous(), self.code_bits))}
+
+    @override
+    def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """The centroids."""
+        planes = [parts[f"codes.{i}"] for i in range(len(plane_widths(self.code_bits)))]
+        codes = unpack(planes, self.code_bits, shape[-2]).long()
+        heads, dim = shape[-3], shape[-1]
+        centroids = self.table("centroids", torch.empty(heads, 0, dim, dtype=dtype, device=codes.device))
+        sets = torch.arange(heads * (dim // self.channels), device=codes.device).view(heads, 1, -1)
+        return centroids.flatten(0, 2).index_select(0, (codes + sets * 2**self.code_bits).flatten()).view(shape)

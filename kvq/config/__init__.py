@@ -1,0 +1,38 @@
+"""Every setting of a run: its schema and ranges, how it is composed and resolved, and what of it names the run."""
+
+from kvq.config.composing import compose, conf_dir, full_precision, resolve
+from kvq.config.merging import CONFIG_NAME, VERSION_BASE
+from kvq.config.run import (
+    DEVICE_MAPS,
+    Attention,
+    Config,
+    DatasetConfig,
+    Dtype,
+    Loader,
+    MethodConfig,
+    ModelConfig,
+    OutliersConfig,
+)
+from kvq.config.tasks import BootstrapConfig, PplConfig, Scoring, Windows
+
+__all__ = [
+    "CONFIG_NAME",
+    "DEVICE_MAPS",
+    "VERSION_BASE",
+    "Attention",
+    "BootstrapConfig",
+    "Config",
+    "DatasetConfig",
+    "Dtype",
+    "Loader",
+    "MethodConfig",
+    "ModelConfig",
+    "OutliersConfig",
+    "PplConfig",
+    "Scoring",
+    "Windows",
+    "compose",
+    "conf_dir",
+    "full_precision",
+    "resolve",
+]

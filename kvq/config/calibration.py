@@ -1,0 +1,45 @@
+"""Settings of the calibration step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvq.errors import ConfigError, at_least, check_seed, not_empty
+
+
+@dataclass
+class CalibrationConfig:
+    """On what a calibrated method is fitted; `dataset` null: it calibrates nothing.
+
+    Attributes:
+        dataset: a configuration of `conf/dataset`, of which the text for calibration is taken, never the text under
+            test: of an embedded corpus its calibration split, else the split named by `split`.
+        path: a local copy of that text (a file or a folder), as `dataset.path`.
+        split: null: `calibration` of an embedded corpus, `train` of a data set on the hub; a local text has none.
+        samples, length: so many sequences of so many tokens, drawn by `seed`.
+        tokens: of all samples together, so many tokens are fitted to, drawn by `seed`; null: all.
+        seed: draws samples and tokens, and begins the fits.
+    """
+
+    version: ClassVar[int] = 1
+
+    dataset: str | None = None
+    path: str | None = None
+    split: str | None = None
+    samples: int = 16
+    length: int = 2048
+    tokens: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        not_empty("method.calibration.path", self.path)
+        at_least("method.calibration.samples", self.samples, 1)
+        at_least("method.calibration.length", self.length, 2)
+        check_seed("method.calibration.seed", self.seed)
+        if self.tokens is not None and self.tokens < self.samples:
+            raise ConfigError(
+                f"method.calibration.tokens={self.tokens}: at least one of each of {self.samples} samples"
+            )
+        if self.split == "test":
+            raise ConfigError("method.calibration.split=test: never the text under test; train, or null")

@@ -1,0 +1,114 @@
+"""Composing a run's configuration from `conf/` and the command line, and checking every value of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvq.config.bits import Bits, parse_bits
+from kvq.config.logger import LOGGERS
+from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged
+from kvq.config.run import Config
+from kvq.config.tasks import SCHEMAS
+from kvq.errors import ConfigError, did_you_mean
+
+
+def register() -> None:
+    """Put the schemas and the resolver `${kvbits:key}` where Hydra finds them; may be called again."""
+    store = ConfigStore.instance()
+    store.store(name="config_schema", node=Config)
+    for name, schema in SCHEMAS.items():
+        store.store(group="task", name=f"{name}_schema", node=schema)
+    for name, logger in LOGGERS.items():
+        store.store(group="logger", name=f"{name}_schema", node=logger)
+    OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)
+
+
+def _kvbits(side: str, *, _root_: DictConfig) -> int:
+    bits = _bits_of(_root_)
+    return {"key": bits.key, "value": bits.value}[side]
+
+
+def _bits_of(root: DictConfig) -> Bits:
+    given = root.bits
+    return parse_bits(OmegaConf.to_container(given) if OmegaConf.is_config(given) else given)
+
+
+register()
+
+
+def conf_dir() -> Path:
+    """The folder of configuration files: beside the package in a checkout, inside it when installed from a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / f"{CONFIG_NAME}.yaml").is_file():
+            return folder
+    raise ConfigError(f"conf: no {CONFIG_NAME}.yaml in {package / 'conf'} or {package.parent / 'conf'}; reinstall kvq")
+
+
+def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig:
+    """Compose the run's configuration from Hydra overrides; also works while a Hydra application runs.
+
+    Args:
+        overrides: as on the command line, such as `["method=nsn", "bits=2"]`.
+        config_dir: a further folder of configuration groups, as `--config-dir` gives on the command line.
+    """
+    files = Files.of(conf_dir(), None if config_dir is None else Path(config_dir))
+    return (merged(files, overrides) or by_hydra(files, overrides)).config
+
+
+def resolve(cfg: DictConfig) -> Config:
+    """Check every value and return the typed configuration; the method's codecs are plain dicts without interpolations.
+
+    Raises:
+        ConfigError: a value out of range, of the wrong type, or missing.
+    """
+    _check_keys(cfg)
+    _bits_of(cfg)
+    try:
+        cfg = cfg.copy()
+        OmegaConf.resolve(cfg)
+        config = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise _one_line(error) from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"configuration of type {type(config).__name__}: its defaults must begin with config_schema")
+    return config
+
+
+def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
+    """Refuse mandatory keys without a value, and keys added with `+` that the schema does not have.
+
+    Hydra lets the latter pass, and they would be silently ignored.
+    """
+    kind = OmegaConf.get_type(cfg)
+    known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
+    for name in map(str, cfg):
+        setting = f"{prefix}{name}"
+        if known is not None and name not in known:
+            raise ConfigError(f"{setting}: unknown setting.{did_you_mean(name, known)}")
+        if OmegaConf.is_missing(cfg, name):
+            raise ConfigError(f"{setting} has no value: give {setting}=...")
+        if not OmegaConf.is_interpolation(cfg, name) and isinstance(cfg[name], DictConfig):
+            _check_keys(cfg[name], f"{setting}.")
+
+
+def _one_line(error: OmegaConfBaseException) -> ConfigError:
+    setting = f"{error.full_key}: " if error.full_key else ""
+    return ConfigError(f"{setting}{str(error.msg or error).splitlines()[0]}")
+
+
+@functools.cache
+def _full_precision() -> Config:
+    return resolve(compose(["method=fp16"]))
+
+
+def full_precision(config: Config) -> Config:
+    """The same run without quantization: its baseline."""
+    return replace(config, method=_full_precision().method)

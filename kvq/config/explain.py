@@ -1,0 +1,158 @@
+"""Choices of each configuration group, and Hydra's errors retold in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvq.config.composing import compose, conf_dir
+from kvq.errors import KvqError, did_you_mean
+
+# OmegaConf asserts that a setting below null has something to be set in.
+COMPOSE_ERRORS = (KvqError, HydraException, OmegaConfBaseException, ValueError, AssertionError, yaml.YAMLError)
+_FEW = 10
+# Launcher -> the extra that installs it.
+LAUNCHERS = {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers", "ray": "ray"}
+
+
+def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
+    """Group -> choice -> its one-line description (the first comment of the file); presets are named with a slash.
+
+    What begins with an underscore is a part of others.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for folder in [conf_dir(), *([Path(config_dir)] if config_dir else [])]:
+        for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.with_suffix("").parts):
+            group, *names = path.relative_to(folder).with_suffix("").parts
+            if names and not any(name.startswith("_") for name in names):
+                found.setdefault(group, {})["/".join(names)] = _description(path)
+    return found
+
+
+def _description(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = [line[1:].strip() for line in lines if line.startswith("#") and "@package" not in line]
+    return comments[0] if comments else ""
+
+
+def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path | None = None) -> str:
+    """Retell an error of composing in one line: the setting, what was given, what is allowed."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        missing = str(error.missing_cfg_file)
+        if missing.startswith("hydra/launcher/"):
+            return _unknown_launcher(missing.rpartition("/")[2], error.options or [])
+        return _unknown_choice(missing, config_dir) or _flat(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read as setting=value"
+    if isinstance(error, AssertionError):
+        return _below_null(overrides, config_dir) or _flat(error)
+    text = str(error)
+    if match := re.match(r"Could not override '([^']+)'", text):
+        return _unknown_key(match[1], overrides, config_dir)
+    if match := re.match(r"Error merging override (.+)", text):
+        return f"{match[1]}: {_reason(error.__cause__ or error, named=True)}"
+    if match := re.match(r"Ambiguous value for argument '(.+?)'", text):
+        return f"{match[1]}: several values need -m (a sweep)"
+    if match := re.match(r"Config group override must be a string or a list. Got", text):
+        nameless = next((f"{given}: cannot be read as setting=value" for given in overrides if given[:1] == "="), None)
+        return nameless or _number_for_choice(overrides, config_dir) or _flat(error)
+    return _reason(error.__cause__) if isinstance(error.__cause__, OmegaConfBaseException) else _flat(error)
+
+
+def _flat(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def _reason(error: BaseException, named: bool = False) -> str:
+    """The message of OmegaConf without its lines about types; an unknown enum value gets a suggestion."""
+    key = None if named else getattr(error, "full_key", None)
+    first = _flat(str(getattr(error, "msg", None) or error).splitlines()[0])
+    hint = ""
+    if match := re.search(r"Invalid value '(.+?)', expected one of \[(.+)\]", first):
+        hint = "." + did_you_mean(match[1], match[2].split(", "))
+    return f"{key}: {first}{hint}" if key and key not in first else f"{first}{hint}"
+
+
+def unknown_choice(group: str, name: str, config_dir: str | Path | None = None) -> str:
+    """One line for a choice that a group does not have."""
+    options = list(choices(config_dir).get(group, {}))
+    allowed = f"one of {', '.join(options)}" if len(options) <= _FEW else "`python run.py --help` lists all"
+    return f"{group}={name}: unknown {group}; {allowed}.{did_you_mean(name, options)}"
+
+
+def _unknown_choice(config: str, config_dir: str | Path | None) -> str | None:
+    group, _, name = config.partition("/")
+    return unknown_choice(group, name, config_dir) if group in choices(config_dir) else None
+
+
+def _unknown_launcher(name: str, installed: Sequence[str]) -> str:
+    if name in LAUNCHERS:
+        return f"hydra/launcher={name}: not installed; pip install 'kvq[{LAUNCHERS[name]}]'"
+    known = sorted({*installed, *LAUNCHERS})
+    return f"hydra/launcher={name}: unknown launcher; one of {', '.join(known)}.{did_you_mean(name, known)}"
+
+
+def _number_for_choice(overrides: Sequence[str], config_dir: str | Path | None) -> str | None:
+    groups = choices(config_dir)
+    for override in overrides:
+        group, _, name = override.lstrip("+").partition("=")
+        if group in groups and re.fullmatch(r"[-+\d.eE]+|true|false|null|\{.*\}", name, re.IGNORECASE):
+            return unknown_choice(group, name, config_dir)
+    return None
+
+
+def _below_null(overrides: Sequence[str], config_dir: str | Path | None) -> str | None:
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        parent = key.rpartition(".")[0]
+        rest = [other for other in overrides if not other.lstrip("+~").startswith(f"{parent}.")]
+        if parent and OmegaConf.select(compose(rest, config_dir), parent) is None:
+            return f"{key}: {parent} is null here and has no settings; choose a configuration that has them"
+    return None
+
+
+def _unknown_key(key: str, overrides: Sequence[str], config_dir: str | Path | None) -> str:
+    groups = choices(config_dir)
+    if key in groups:
+        given = next((o.partition("=")[2] for o in overrides if o.partition("=")[0] == key), "...")
+        if given not in groups[key] and given != "...":
+            return unknown_choice(key, given, config_dir)
+        return f"{key}={given}: not among the defaults; add it with +{key}={given}"
+    names = _known_keys(key, overrides, config_dir)
+    parent, _, last = key.rpartition(".")
+    siblings = [name for name in names if name.rpartition(".")[0] == parent]
+    hint = did_you_mean(last, [name.rpartition(".")[2] for name in siblings])
+    if not siblings or (not hint and not parent):
+        hint = did_you_mean(key, [*names, *groups])
+    allowed = ", ".join(name.rpartition(".")[2] for name in siblings)
+    place = parent or "the top level"
+    return f"{key}: unknown setting" + (f"; {place} has {allowed}." if siblings else ".") + hint
+
+
+def _known_keys(key: str, overrides: Sequence[str], config_dir: str | Path | None) -> list[str]:
+    """Dotted names of all settings under the choices that were made, as far as they compose without the unknown key."""
+    rest = [override for override in overrides if not override.lstrip("+~").startswith(key) and "," not in override]
+    for given in (rest, []):
+        try:
+            return _dotted(compose(given, config_dir))
+        except COMPOSE_ERRORS:
+            continue
+    return []
+
+
+def _dotted(cfg: DictConfig, prefix: str = "") -> list[str]:
+    names = []
+    for name in map(str, cfg):
+        full = f"{prefix}{name}"
+        names.append(full)
+        if not OmegaConf.is_missing(cfg, name) and not OmegaConf.is_interpolation(cfg, name):
+            item = cfg[name]
+            if isinstance(item, DictConfig):
+                names += _dotted(item, f"{full}.")
+    return names

@@ -1,0 +1,161 @@
+"""What names a run: the settings that decide its numbers, and no others."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq.config.backend import MODE
+from kvq.config.residual import Policy, PrefillBlock, ResidualSide
+from kvq.config.run import Attention, Config
+from kvq.config.tasks import Windows, is_timed
+from kvq.errors import ConfigError
+
+
+def canonical(
+    config: Config, model_fingerprint: str, dataset_fingerprint: str, calibration_fingerprint: str | None = None
+) -> dict[str, Any]:
+    """What a run measures, as plain JSON values: the run's key is a hash of this.
+
+    Names, labels and notes, `bits` itself (the codecs hold theirs), device, threads, folders, batch size, `plan` and
+    `force` are left out, as are null stages, settings that cannot matter (a stride between disjoint windows) and the
+    residual of a side that is not quantized: so an alias is the same run, and full precision is one run whatever `bits`
+    and `residual` say. Fingerprints stand for weights and text, `calibration_fingerprint` for what a method is
+    calibrated on (None: nothing). Of a task that measures time `dataset_fingerprint` is the machine's name, and
+    stands under `machine` too.
+
+    Raises:
+        ConfigError: a codec without stages or order.
+    """
+    residual = config.effective_residual
+    codecs = {side: _bare_codec(getattr(config.method, side)) for side in ("key", "value")}
+    backend = config.method.backend
+    task = {name: value for name, value in vars(config.task).items() if name not in ("batch_size", "include_path")}
+    if task.get("windows") is Windows.disjoint:
+        task["stride"] = None
+    if task.get("prompt", "") is None:
+        del task["prompt"]  # belongs to one scoring
+    if "regimes" in task and (not task["regimes"] or config.method.is_full_precision):
+        del task["regimes"]  # none are timed, as before they could be
+    return _plain(
+        {
+            "model": {
+                "dtype": config.model.dtype,
+                "outliers": config.model.outliers or None,
+                "fingerprint": model_fingerprint,
+                **({"trust_remote_code": True} if config.model.trust_remote_code else {}),
+            },
+            "dataset": {
+                "loader": config.dataset.loader,
+                "documents": config.dataset.documents,
+                "max_tokens": config.dataset.max_tokens,
+                "fingerprint": dataset_fingerprint,
+            },
+            "method": codecs
+            | _kept_layers(config, codecs)
+            | _backend(config)
+            | _first_layers(config)
+            | _sinks(config)
+            | _kept_keys(config)
+            | _more(config)
+            | _calibration(config, calibration_fingerprint),
+            "residual": {
+                side: _bare_side(getattr(residual, side)) if codecs[side] or backend else None for side in codecs
+            },
+            "task": task,
+            "seed": config.seed,
+            **_attention(config),
+            **({"machine": dataset_fingerprint} if is_timed(config.task) else {}),
+        }
+    )
+
+
+def by_names(config: Config) -> dict[str, Any]:
+    """`canonical` of a run whose weights, texts and machine are not known: their fingerprints are empty."""
+    reads = getattr(config.task, "reads_weights", True)
+    calibrates = reads and config.method.calibration.dataset is not None
+    return canonical(config, "", "", "" if calibrates else None)
+
+
+def _kept_layers(config: Config, codecs: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that a quantized side keeps in full precision; nothing where there are none, as before they could be."""
+    kept = {side: sorted(set(layers)) for side, layers in config.method.full_precision_layers.items() if codecs[side]}
+    return {"full_precision_layers": kept} if any(kept.values()) else {}
+
+
+def _backend(config: Config) -> dict[str, Any]:
+    """Another library's cache, and that it quantizes anew what it decoded; nothing where there is none."""
+    backend = config.method.backend
+    return {} if backend is None else {"backend": {**vars(backend), "mode": MODE}}
+
+
+def _more(config: Config) -> dict[str, Any]:
+    """What a method is beside its codecs; nothing where it is no more than they."""
+    parts = {"eviction": config.method.eviction, "plan": config.method.plan}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _first_layers(config: Config) -> dict[str, Any]:
+    """Codecs of the first layers; nothing where they are those of the others."""
+    first = config.method.first_layers
+    own = {side: _bare_codec(getattr(first, side)) for side in ("key", "value")}
+    return {"first_layers": {"count": first.count, **own}} if first.count and any(own.values()) else {}
+
+
+def _sinks(config: Config) -> dict[str, Any]:
+    """First tokens in full precision; nothing where there are none, as before they could be."""
+    kept = 0 if config.method.is_full_precision else config.method.sink_tokens
+    return {"sink_tokens": kept} if kept else {}
+
+
+def _kept_keys(config: Config) -> dict[str, Any]:
+    """Tokens whose keys stay in full precision; nothing where there are none, as before they could be."""
+    kept = config.method.kept_keys
+    if not kept.texts or config.method.key is None:
+        return {}
+    return {"kept_keys": {"texts": sorted(set(kept.texts)), "layers": sorted(set(kept.layers))}}
+
+
+def _calibration(config: Config, fingerprint: str | None) -> dict[str, Any]:
+    """What tables are fitted to; nothing for a method that has none. The name is that of a domain, for figures."""
+    settings = config.method.calibration
+    if fingerprint is None or config.method.is_full_precision:
+        return {}
+    wanted = ("dataset", "samples", "length", "tokens", "seed")
+    return {"calibration": {name: getattr(settings, name) for name in wanted} | {"fingerprint": fingerprint}}
+
+
+def _attention(config: Config) -> dict[str, Any]:
+    """How a token attends, where a task measures its time; scores do not depend on it."""
+    packed = (
+        is_timed(config.task) and config.cache.attention is Attention.packed and not config.method.is_full_precision
+    )
+    return {"attention": config.cache.attention} if packed else {}
+
+
+def _bare_side(side: ResidualSide) -> dict[str, Any]:
+    """A side's residual, without the size that a whole block quantized at once does not have."""
+    size = None if side.policy is Policy.none and side.prefill_block is PrefillBlock.whole else side.size
+    return {"policy": side.policy, "size": size, "prefill_block": side.prefill_block}
+
+
+def _bare_codec(codec: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if codec is None or "stages" not in codec:
+        return None if codec is None else dict(codec)
+    if not isinstance(codec["stages"], Mapping) or not isinstance(codec.get("order"), Sequence):
+        raise ConfigError("method: a codec has stages (a mapping, perhaps empty) and an order (a list of their names)")
+    stages = {name: stage for name, stage in codec["stages"].items() if stage is not None}
+    return {**codec, "stages": stages, "order": [name for name in codec["order"] if name in stages]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return value

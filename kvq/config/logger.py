@@ -1,0 +1,63 @@
+"""Where finished runs are shown beside their records; nothing here changes what a run measures or how it is named."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvq.errors import ConfigError, at_least
+
+_MAX_NAME = 128
+
+
+class WandbMode(enum.StrEnum):
+    """`offline`: files under `results_dir/wandb`, which `wandb sync` sends later."""
+
+    online = "online"
+    offline = "offline"
+
+
+@dataclass
+class NoLogger:
+    """Records alone."""
+
+    name: str = "none"
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "none")
+
+
+@dataclass
+class WandbLogger:
+    """Weights & Biases. `entity`: null = the account's own; `group`: null = one for each sweep's command.
+
+    `samples`: most rows of a run's table of samples; `timeout`: seconds to wait for the server before going on without.
+    """
+
+    name: str = "wandb"
+    project: str = "kvq"
+    entity: str | None = None
+    group: str | None = None
+    mode: WandbMode = WandbMode.online
+    samples: int = 1000
+    timeout: int = 30
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "wandb")
+        for setting in ("project", "entity", "group"):
+            given = getattr(self, setting)
+            if given is not None and not (0 < len(given) <= _MAX_NAME and not set(given) & set("/\\#?%:\n")):
+                raise ConfigError(
+                    f"logger.{setting}={given[:_MAX_NAME]}: 1 to {_MAX_NAME} characters, none of / \\ # ? % :"
+                )
+        at_least("logger.samples", self.samples, 0)
+        at_least("logger.timeout", self.timeout, 1)
+
+
+Logger = NoLogger | WandbLogger
+LOGGERS: dict[str, type[Logger]] = {"none": NoLogger, "wandb": WandbLogger}
+
+
+def _check_name(given: str, name: str) -> None:
+    if given != name:
+        raise ConfigError(f"logger.name={given}: choose another logger by logger=..., not by its name")

@@ -1,0 +1,290 @@
+"""The schema of every setting.
+
+Values are checked when a run enters (`kvq.config.resolve`); choices and unknown keys while Hydra composes.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from omegaconf import MISSING
+
+from kvq.config.backend import backend_of
+from kvq.config.bits import Bits, parse_bits
+from kvq.config.calibration import CalibrationConfig
+from kvq.config.layout import LayoutConfig
+from kvq.config.residual import Residual, ResidualConfig, effective_residual
+from kvq.config.tasks import TIMED, Scoring, is_timed
+from kvq.errors import (
+    MAX_THREADS,
+    ConfigError,
+    at_least,
+    check_codec,
+    check_folder,
+    check_seed,
+    did_you_mean,
+    not_empty,
+    within,
+)
+
+
+class Device(enum.StrEnum):
+    """Where the model runs; `auto`: CUDA when there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(enum.StrEnum):
+    """Dtype of weights and activations, by torch's name."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class Loader(enum.StrEnum):
+    """How text is taken: carried by installed packages, one stream of joined rows, or cropped documents.
+
+    `items`: no text but the items of a task that brings its own.
+    """
+
+    embedded = "embedded"
+    text = "text"
+    documents = "documents"
+    items = "items"
+
+
+@dataclass
+class OutliersConfig:
+    """Function-preserving channel outliers: scales are powers of two, counts (0: none) per layer and KV head."""
+
+    version: ClassVar[int] = 1
+
+    key_scale: float = 8.0
+    value_scale: float = 4.0
+    key_pairs: int = 0
+    value_channels: int = 0
+    seed: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.key_pairs or self.value_channels)
+
+    def __post_init__(self) -> None:
+        for setting in ("key_scale", "value_scale"):
+            scale = getattr(self, setting)
+            if scale <= 0 or not (scale.hex().startswith("0x1.0000000000000p")):
+                raise ConfigError(f"model.outliers.{setting}={scale}: a power of two, so that logits stay the same")
+        at_least("model.outliers.key_pairs", self.key_pairs, 0)
+        at_least("model.outliers.value_channels", self.value_channels, 0)
+        check_seed("model.outliers.seed", self.seed)
+
+
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Ways in which transformers spreads a model over devices."""
+
+
+@dataclass
+class ModelConfig:
+    """A model: `path` is a hub id, a local folder, or `embedded:tiny`. `context` in tokens, None = the model's own.
+
+    `device_map` spreads the layers over all devices, as transformers does; None = one device. `trust_remote_code`: code
+    that comes with the model is run.
+    """
+
+    name: str = MISSING
+    path: str = MISSING
+    revision: str | None = None
+    dtype: Dtype = Dtype.float32
+    context: int | None = None
+    device_map: str | None = None
+    trust_remote_code: bool = False
+    outliers: OutliersConfig = field(default_factory=OutliersConfig)
+
+    def __post_init__(self) -> None:
+        not_empty("model.name", self.name)
+        not_empty("model.path", self.path)
+        not_empty("model.revision", self.revision)
+        at_least("model.context", self.context, 2)
+        if self.device_map is not None and self.device_map not in DEVICE_MAPS:
+            hint = did_you_mean(self.device_map, DEVICE_MAPS)
+            raise ConfigError(f"model.device_map={self.device_map}: null or one of {', '.join(DEVICE_MAPS)}.{hint}")
+
+
+@dataclass
+class DatasetConfig:
+    """Text to score: on the hub (`hub_id`), or local (`path`: jsonl, parquet, text or a saved dataset)."""
+
+    name: str = MISSING
+    loader: Loader = Loader.text
+    path: str | None = None
+    hub_id: str | None = None
+    hub_config: str | None = None
+    data_files: Any = None
+    split: str | None = None
+    text_field: str = "text"
+    separator: str = "\n\n"
+    documents: int | None = None
+    seed: int = 0
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        not_empty("dataset.name", self.name)
+        not_empty("dataset.path", self.path)
+        not_empty("dataset.hub_id", self.hub_id)
+        at_least("dataset.documents", self.documents, 1)
+        at_least("dataset.max_tokens", self.max_tokens, 2)
+        check_seed("dataset.seed", self.seed)
+        if self.loader is Loader.embedded and (self.path or self.hub_id):
+            raise ConfigError(
+                f"dataset.path={self.path or self.hub_id}: dataset={self.name} is embedded and reads no other text; "
+                "use dataset=wikitext2 (joined rows) or c4 (documents)"
+            )
+
+
+@dataclass
+class FirstLayersConfig:
+    """Codecs of the first `count` layers, where they are not those of the others (None: as the others)."""
+
+    count: int = 0
+    key: Any = None
+    value: Any = None
+
+    def __post_init__(self) -> None:
+        at_least("method.first_layers.count", self.count, 0)
+        check_codec("method.first_layers.key", self.key)
+        check_codec("method.first_layers.value", self.value)
+
+
+@dataclass
+class KeptKeysConfig:
+    """Tokens by their texts, whose keys `layers` keep in full precision (none: no tokens)."""
+
+    texts: list[str] = field(default_factory=list)
+    layers: list[int] = field(default_factory=lambda: [0])
+
+
+@dataclass
+class MethodConfig:
+    """A method: one codec each for keys and values (None = full precision), and its default residual.
+
+    `bits_range` is the lowest and highest `bits` it can do; None = a fixed rate, whatever `bits` says.
+    `eviction`: which tokens a layer keeps (`kvq.methods.eviction`; None = all). `plan`: which ones it treats apart
+    (`kvq.methods.plan`).
+    `full_precision_layers`: layers whose keys or values are not quantized, by side; negative ones count from the end.
+    `backend`: another library's cache in the place of codecs, which are then null (a `BackendConfig` once checked).
+    `sink_tokens`: so many first tokens stay in full precision. `kept_keys`: and the keys of these, in some layers.
+    """
+
+    name: str = MISSING
+    label: str | None = None
+    arxiv: str | None = None
+    note: str | None = None
+    bits_range: list[int] | None = None
+    key: Any = None
+    value: Any = None
+    residual: ResidualConfig = field(default_factory=ResidualConfig)
+    full_precision_layers: dict[str, list[int]] = field(default_factory=dict)
+    backend: Any = None
+    first_layers: FirstLayersConfig = field(default_factory=FirstLayersConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    sink_tokens: int = 0
+    kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
+    eviction: Any = None
+    plan: Any = None
+
+    def __post_init__(self) -> None:
+        not_empty("method.name", self.name)
+        check_codec("method.key", self.key)
+        check_codec("method.value", self.value)
+        at_least("method.sink_tokens", self.sink_tokens, 0)
+        for side in self.full_precision_layers:
+            if side not in ("key", "value"):
+                raise ConfigError(f"method.full_precision_layers.{side}: key or value")
+        limits = self.bits_range
+        if limits is not None and not (len(limits) == 2 and 1 <= limits[0] <= limits[1]):
+            raise ConfigError(f"method.bits_range={limits}: [lowest, highest], or null for a fixed rate")
+        self.backend = backend_of(self.backend)
+        if self.backend is not None and (self.key is not None or self.value is not None or limits is None):
+            raise ConfigError("method.backend: stands in the place of key and value, and needs bits_range")
+
+    @property
+    def is_full_precision(self) -> bool:
+        """Neither keys nor values are quantized, and none are evicted."""
+        return self.key is None and self.value is None and self.backend is None and self.eviction is None
+
+
+class Attention(enum.StrEnum):
+    """How a decoded token attends: to decoded keys and values, or to packed codes (the same up to rounding)."""
+
+    dense = "dense"
+    packed = "packed"
+
+
+@dataclass
+class CacheConfig:
+    """`keep_decoded`: keep the decoded copy for speed; results are the same, no memory is claimed.
+
+    `attention`: what a task that measures speed decodes with; scores always come from dense attention.
+    """
+
+    keep_decoded: bool = False
+    attention: Attention = Attention.dense
+
+    def __post_init__(self) -> None:
+        if self.keep_decoded and self.attention is Attention.packed:
+            raise ConfigError("cache.attention=packed: reads codes; cache.keep_decoded=true is for dense attention")
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    bits: Any = 3
+    seed: int = 0
+    plan: bool = False
+    force: bool = False
+    results_dir: str = "results"
+    device: Device = Device.auto
+    threads: int | None = None
+    method: MethodConfig = field(default_factory=MethodConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    residual: ResidualConfig = field(default_factory=ResidualConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    task: Any = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    logger: Any = None
+
+    def __post_init__(self) -> None:
+        parse_bits(self.bits)
+        limit, asked = self.model.context, getattr(self.task, "context", None)
+        if limit is not None and asked is not None and asked > limit:
+            raise ConfigError(
+                f"task.context={asked}: model={self.model.name} takes at most {limit} tokens (model.context)"
+            )
+        within("threads", self.threads, 1, MAX_THREADS)
+        check_seed("seed", self.seed)
+        if self.cache.attention is Attention.packed and self.task is not None and not is_timed(self.task):
+            name = getattr(self.task, "name", self.task)
+            raise ConfigError(
+                f"cache.attention=packed: task={name} scores with dense attention; packed is for {' and '.join(TIMED)}"
+            )
+        check_folder("results_dir", self.results_dir)
+
+    @property
+    def parsed_bits(self) -> Bits | None:
+        """Bits of keys and values; None for a fixed-rate method, which ignores `bits`."""
+        return None if self.method.bits_range is None else parse_bits(self.bits)
+
+    @property
+    def effective_residual(self) -> Residual:
+        """The method's default under this run's `residual`; `parallel` and `continuation` quantize at once."""
+        residual = effective_residual(self.method.residual, self.residual)
+        return (
+            residual if getattr(self.task, "scoring", Scoring.generation) is Scoring.generation else residual.at_once()
+        )

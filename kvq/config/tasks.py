@@ -1,0 +1,319 @@
+"""The settings of the tasks; `kvq.config` puts them where Hydra finds them.
+
+`version` of a task is raised when its scores would change: records of the one before are stale.
+"""
+
+from __future__ import annotations
+
+import enum
+import string
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from omegaconf import MISSING
+
+from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
+from kvq.config.speed import SCHEMAS as SPEED
+from kvq.errors import MAX_DIGITS, MAX_RESAMPLES, ConfigError, at_least, check_seed, did_you_mean, not_empty, within
+
+BENCHMARKS = ("ocrbench", "mmau_pro")
+
+
+class Windows(enum.StrEnum):
+    """`sliding`: every `stride` tokens, scoring what is new; `disjoint`: side by side, the remainder dropped."""
+
+    sliding = "sliding"
+    disjoint = "disjoint"
+
+
+class Scoring(enum.StrEnum):
+    """When keys and values are quantized while a window is scored.
+
+    `generation`: by the residual policy, as in decoding, causal; `parallel`: everything at once; `continuation`: a
+    prompt at once, behind which everything stays in full precision.
+    """
+
+    generation = "generation"
+    parallel = "parallel"
+    continuation = "continuation"
+
+
+class Prefill(enum.StrEnum):
+    """How a prompt is read, up to its last token, which always reads the quantized cache as a decoded token does.
+
+    `whole`: in one forward at full precision, quantized behind it, as the papers generate; `chunked`: as if its tokens
+    came one by one, so that they read the quantized cache too.
+    """
+
+    whole = "whole"
+    chunked = "chunked"
+
+
+class NiahMode(enum.StrEnum):
+    """`single`: one needle; `distractors`: further needles of the same form, of which one is asked for (nsn)."""
+
+    single = "single"
+    distractors = "distractors"
+
+
+def _check_name(given: str, name: str) -> None:
+    if given != name:
+        raise ConfigError(f"task.name={given}: choose another task by task=..., not by its name")
+
+
+@dataclass
+class BootstrapConfig:
+    """Block bootstrap over windows: `block` consecutive windows are drawn together."""
+
+    resamples: int = 2000
+    block: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        within("task.bootstrap.resamples", self.resamples, 2, MAX_RESAMPLES)
+        at_least("task.bootstrap.block", self.block, 1)
+        check_seed("task.bootstrap.seed", self.seed)
+
+
+@dataclass
+class PplConfig:
+    """Perplexity: windows of `context` tokens, every `stride` when sliding; `prompt`: tokens before a continuation."""
+
+    name: str = "ppl"
+    version: ClassVar[int] = 1
+    windows: Windows = Windows.sliding
+    context: int = 2048
+    stride: int = 512
+    scoring: Scoring = Scoring.generation
+    prompt: int | None = None
+    max_windows: int | None = None
+    batch_size: int = 4
+    bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "ppl")
+        at_least("task.context", self.context, 2)
+        at_least("task.max_windows", self.max_windows, 1)
+        at_least("task.batch_size", self.batch_size, 1)
+        if self.scoring is not Scoring.continuation:
+            if self.prompt is not None:
+                raise ConfigError(f"task.prompt={self.prompt}: belongs to task.scoring=continuation")
+        elif self.prompt is None or not 2 <= self.prompt < self.context:
+            given = "null" if self.prompt is None else self.prompt
+            raise ConfigError(
+                f"task.prompt={given}: 2 to task.context - 1 ({self.context - 1}), behind which is scored"
+            )
+        elif self.windows is Windows.sliding:
+            raise ConfigError("task.windows=sliding: task.scoring=continuation cuts disjoint windows")
+        if self.windows is Windows.sliding and not 1 <= self.stride <= self.context:
+            raise ConfigError(f"task.stride={self.stride}: 1 to task.context ({self.context})")
+
+
+@dataclass
+class ItemsConfig:
+    """What every task with items has.
+
+    Attributes:
+        prefill: how a prompt is read.
+        batch_size: prompts of equal length that go through the model together.
+        noise_floor: the full-precision run is repeated in another batch order, and its flips are recorded.
+        margin: largest fall of the score that still counts as "not worse".
+        resamples: of the paired bootstrap over items.
+    """
+
+    name: str = "items"
+    version: ClassVar[int] = 1
+    prefill: Prefill = Prefill.whole
+    batch_size: int = 1
+    noise_floor: bool = True
+    margin: float = 0.05
+    resamples: int = 2000
+
+    def __post_init__(self) -> None:
+        at_least("task.batch_size", self.batch_size, 1)
+        within("task.resamples", self.resamples, 2, MAX_RESAMPLES)
+        if not 0 < self.margin < 1:
+            raise ConfigError(f"task.margin={self.margin}: above 0 and below 1")
+
+
+@dataclass
+class NiahConfig(ItemsConfig):
+    """Needles in a haystack: `repeats` items at each of `depths` (0 to 1) of prompts of `lengths` tokens.
+
+    `needles` in all, the one that is asked for included (null: 1, or 5 with distractors), with values of `digits`
+    digits. `needle` and `question` are templates over {key} and {value}; null: those of the embedded model. `answer` is
+    the value of a needle whose template has none.
+    """
+
+    name: str = "niah"
+    mode: NiahMode = NiahMode.single
+    lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048])
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    repeats: int = 10
+    needles: int | None = None
+    digits: int = 6
+    needle: str | None = None
+    question: str | None = None
+    answer: str | None = None
+    max_new_tokens: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_name(self.name, "niah")
+        for setting in ("lengths", "depths"):
+            if not getattr(self, setting) or len(set(getattr(self, setting))) < len(getattr(self, setting)):
+                raise ConfigError(f"task.{setting}={getattr(self, setting)}: a list of one or more, each once")
+        at_least("task.lengths", min(self.lengths), 2)
+        if not all(0 <= depth <= 1 for depth in self.depths):
+            raise ConfigError(f"task.depths={self.depths}: each 0 (start of the haystack) to 1 (its end)")
+        at_least("task.repeats", self.repeats, 1)
+        within("task.digits", self.digits, 1, MAX_DIGITS)
+        at_least("task.max_new_tokens", self.max_new_tokens, 1)
+        at_least("task.needles", self.needles, 1 if self.mode is NiahMode.single else 2)
+        if self.mode is NiahMode.single and self.needles not in (None, 1):
+            raise ConfigError(f"task.needles={self.needles}: task.mode=single plants one; task.mode=distractors more")
+        check_seed("task.seed", self.seed)
+        self._check_templates()
+
+    def _check_templates(self) -> None:
+        if (self.needle is None) != (self.question is None):
+            raise ConfigError("task.needle and task.question: give both templates, or neither")
+        known = {"needle": _fields("needle", self.needle), "question": _fields("question", self.question)}
+        if "value" in known["question"]:
+            raise ConfigError(f"task.question={self.question!r}: gives the value away; it may have {{key}}")
+        if self.needle is not None and ("value" in known["needle"]) == (self.answer is not None):
+            raise ConfigError("task.answer: the value of a task.needle without {value}, and of no other")
+        if self.answer is not None and self.answer not in (self.needle or ""):
+            raise ConfigError(f"task.answer={self.answer!r}: is not in task.needle")
+        if self.mode is NiahMode.distractors and self.needle is not None:
+            missing = [f"task.{name}" for name, found in known.items() if "key" not in found]
+            if missing or self.answer is not None:
+                raise ConfigError("task.mode=distractors: task.needle has {key} and {value}, task.question {key}")
+
+    @property
+    def planted(self) -> int:
+        """Needles in one haystack."""
+        return self.needles or (1 if self.mode is NiahMode.single else 5)
+
+
+def _fields(setting: str, template: str | None) -> set[str]:
+    """Names in braces. Raises: ConfigError: a template that cannot be filled."""
+    try:
+        parts = [part for part in string.Formatter().parse(template or "") if part[1] is not None]
+    except ValueError as error:
+        raise ConfigError(f"task.{setting}={template!r}: {error}") from error
+    found = {str(name) for _, name, _, _ in parts}
+    if any(form or conversion for _, _, form, conversion in parts):  # a width could fill the memory
+        raise ConfigError(f"task.{setting}={template!r}: {{key}} and {{value}} stand without a format")
+    if found - {"key", "value"}:
+        raise ConfigError(f"task.{setting}={template!r}: {{key}} and {{value}} are filled in, {sorted(found)} are not")
+    return found
+
+
+@dataclass
+class LongbenchConfig(ItemsConfig):
+    """LongBench: at most `limit` items of each of `subsets`; with `buckets`, scores by the length of the context too.
+
+    Prompts longer than `max_length` tokens (null: what the model takes, less the answer) lose their middle.
+    `chat_template` holds for the subsets that the benchmark does not exempt.
+    """
+
+    version: ClassVar[int] = 2
+    name: str = "longbench"
+    subsets: list[str] = field(default_factory=list)
+    buckets: bool = False
+    limit: int | None = None
+    max_length: int | None = None
+    chat_template: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_name(self.name, "longbench")
+        if not self.subsets or len(set(self.subsets)) < len(self.subsets):
+            raise ConfigError(f"task.subsets={self.subsets}: a list of one or more, each once")
+        at_least("task.limit", self.limit, 1)
+        at_least("task.max_length", self.max_length, 2)
+
+
+@dataclass
+class LmEvalConfig(ItemsConfig):
+    """Tasks of lm-eval, by name or as local YAML files.
+
+    Attributes:
+        tasks: names, or paths of YAML files.
+        include_path: a folder of further task files.
+        metric: the per-item metric that counts (null: each task's first).
+        num_fewshot: examples before each item (null: each task's own).
+        limit: at most this many items of each task.
+        chat_template: whether prompts go through the tokenizer's chat template.
+        generation: what to change in the tasks' generation settings, such as {temperature: 0.6, do_sample: true}.
+        repeats: answers drawn for each item under sampling; its score is their mean (pass@1).
+        metadata: what a task's own code asks for, such as {max_seq_lengths: [4096]} for RULER.
+        allow_code: tasks may run the code that the model writes.
+    """
+
+    name: str = "lm_eval"
+    prefill: Prefill = Prefill.chunked
+    tasks: list[str] = MISSING
+    include_path: str | None = None
+    metric: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    chat_template: bool = False
+    generation: Any = None
+    repeats: int = 1
+    metadata: Any = None
+    allow_code: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_name(self.name, "lm_eval")
+        not_empty("task.include_path", self.include_path)
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ConfigError(f"task.tasks={self.tasks}: a list of one or more, each once, such as task.tasks=[gsm8k]")
+        at_least("task.num_fewshot", self.num_fewshot, 0)
+        at_least("task.limit", self.limit, 1)
+        at_least("task.repeats", self.repeats, 1)
+        for setting in ("generation", "metadata"):
+            if not isinstance(getattr(self, setting), dict | None):
+                raise ConfigError(f"task.{setting}={getattr(self, setting)}: a mapping, or null")
+        if self.repeats > 1 and not (self.generation or {}).get("do_sample"):
+            raise ConfigError(f"task.repeats={self.repeats}: greedy answers repeat; set task.generation.do_sample=true")
+
+
+@dataclass
+class MultimodalConfig(ItemsConfig):
+    """Questions about images: at most `limit` items of `benchmark`, one at a time, answers of `max_new_tokens`."""
+
+    name: str = "multimodal"
+    benchmark: str = "ocrbench"
+    limit: int | None = None
+    max_new_tokens: int = 100
+    noise_floor: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_name(self.name, "multimodal")
+        if self.benchmark not in BENCHMARKS:
+            hint = did_you_mean(self.benchmark, BENCHMARKS)
+            raise ConfigError(f"task.benchmark={self.benchmark}: one of {', '.join(BENCHMARKS)}.{hint}")
+        at_least("task.limit", self.limit, 1)
+        at_least("task.max_new_tokens", self.max_new_tokens, 1)
+
+
+SCHEMAS = {
+    "ppl": PplConfig,
+    "niah": NiahConfig,
+    "longbench": LongbenchConfig,
+    "lm_eval": LmEvalConfig,
+    "multimodal": MultimodalConfig,
+    **DIAGNOSTICS,
+    **SPEED,
+}
+TIMED = tuple(f"task={name}" for name in SPEED)
+
+
+def is_timed(task: object) -> bool:
+    """The task measures time, so that how a token attends is part of what it measures."""
+    return getattr(task, "timed", False)

@@ -1,0 +1,180 @@
+"""Every experiment with the signatures of its runs, so that records can be found without a model or a data set."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from kvq.config import Config, compose, resolve
+from kvq.config.explain import COMPOSE_ERRORS, choices, explain
+from kvq.config.identity import by_names
+from kvq.config.layout import LayoutConfig
+from kvq.errors import KvqError
+from kvq.papers.cells import Cell, Overrides, cells_of, command, jobs_of, missing_choices, placed
+from kvq.papers.sweep import is_embedded, layout_of, written
+from kvq.report.tables.experiments import Asked, CellRun, Experiment, signature
+
+
+def names() -> list[str]:
+    """Experiments with a table, as `+experiment=` takes them."""
+    return [name for name in choices()["experiment"] if "/" in name]
+
+
+@functools.cache
+def layout_named(name: str) -> LayoutConfig:
+    """The layout of an experiment, composed once.
+
+    Raises:
+        KvqError: it does not compose.
+    """
+    try:
+        return layout_of(compose([f"+experiment={name}"]))
+    except COMPOSE_ERRORS as error:
+        raise KvqError(f"+experiment={name}: {explain(error, [f'+experiment={name}'])}") from error
+
+
+Present = Collection[tuple[str, str]]
+"""Model and method of the runs that there are records of."""
+
+
+def experiment_of(name: str, present: Present = ()) -> Experiment | None:
+    """An experiment and its runs; None for one without a table.
+
+    Args:
+        name: as `+experiment=` takes it.
+        present: what records are there of; other runs need no signature.
+
+    Raises:
+        KvqError: it does not compose.
+    """
+    layout = layout_named(name)
+    if layout.paper is None or layout.title is None:
+        return None
+    cells = cells_of(layout)
+    jobs = jobs_of(cells, (), {})
+    return Experiment(
+        name=name,
+        paper=layout.paper,
+        table=layout.table,
+        title=layout.title,
+        units=layout.units,
+        scale=layout.scale,
+        pool=layout.pool,
+        rows=tuple(layout.rows),
+        sections=tuple(layout.sections),
+        cells=tuple(_asked(cell, present) for cell in cells),
+        runs=len(jobs),
+        baselines=_baselines(jobs),
+        stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(jobs, present)},
+        own=frozenset(layout.own),
+        waiting=dict(sorted(Counter(missing for job in jobs for missing in missing_choices(job, _choices())).items())),
+    )
+
+
+@functools.cache
+def _choices() -> dict[str, dict[str, str]]:
+    return choices()
+
+
+def _small(jobs: Iterable[Overrides], present: Present) -> list[str]:
+    """Embedded models that have runs; none for an experiment that is one of embedded models itself."""
+    own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
+    if own and all(_embedded(model) for model in own):
+        return []
+    return [model for model in sorted({model for model, _ in present}) if _embedded(model)]
+
+
+@functools.cache
+def _embedded(model: str) -> bool:
+    return model in _choices()["model"] and is_embedded(model)
+
+
+# Words that full precision does not heed.
+_OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
+
+
+def _baselines(jobs: Iterable[Overrides]) -> int:
+    """Runs of full precision that others need and that are no row of their own."""
+    plain: dict[bool, set[Overrides]] = {True: set(), False: set()}
+    for job in jobs:
+        rest = tuple(sorted(word for word in job if not word.startswith(_OF_A_METHOD)))
+        plain["method=fp16" in job or not any(word.startswith("method=") for word in job)].add(rest)
+    return len(plain[False] - plain[True])
+
+
+def _asked(cell: Cell, present: Present) -> Asked:
+    return Asked(cell.labels, cell.metric, tuple(_run(run, present) for run in cell.runs), cell.reason)
+
+
+def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present: Present) -> tuple[Asked, ...]:
+    """The same shape on an embedded model; where it runs another task, what the columns read is that task's own."""
+    asked: dict[tuple[Overrides, ...], Asked] = {}
+    found = []
+    for cell in cells:
+        runs = tuple(dict.fromkeys(placed(run, [f"model={model}"], layout.small) for run in cell.runs))
+        other = {_task(run) for run in cell.runs} != {_task(run) for run in runs}
+        dropped = {"model", *(layout.metrics if other else ())}
+        labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}
+        made = Asked(labels, "" if other else cell.metric, tuple(_run(run, present) for run in runs), cell.reason)
+        if runs and not (other and runs in asked):
+            asked[runs] = made
+            found.append(made)
+    unique = {tuple(made.labels.items()): made for made in found}
+    return tuple(unique.values())
+
+
+def _task(run: Sequence[str]) -> str:
+    return next((word.split("=")[1].partition("/")[0] for word in run if word.startswith("task=")), "")
+
+
+def _run(run: Overrides, present: Present) -> CellRun:
+    missing = list(missing_choices(run, _choices()))
+    if missing:
+        return CellRun(command(run), waits=f"{', '.join(missing)}: not in this version")
+    chosen = {word.partition("=")[0]: word.partition("=")[2] for word in run}
+    wanted = [written(group, chosen[group], "name") if group in chosen else None for group in ("model", "method")]
+    if not any(all(name in (None, there) for name, there in zip(wanted, pair, strict=True)) for pair in present):
+        return CellRun(command(run))
+    try:
+        return CellRun(command(run), _signature(run))
+    except COMPOSE_ERRORS as error:
+        return CellRun(command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
+
+
+@functools.cache
+def _config(run: Overrides) -> Config:
+    return resolve(compose(list(run)))
+
+
+# Groups that say nothing about one another: the words that belong to each, the settings they make, and what is composed
+# beside them, since the default task may ask for windows that a small model does not take.
+_APART: tuple[tuple[tuple[str, ...], tuple[str, ...], Overrides], ...] = (
+    (("method=", "method.", "bits="), ("method", "bits"), ()),
+    (("model=", "model."), ("model",), ("task=memory",)),
+    (("dataset=", "dataset."), ("dataset",), ()),
+)
+
+
+@functools.cache
+def _signature(run: Overrides) -> str:
+    """What a run measures, by names."""
+    config = resolved(run)
+    return signature(by_names(config), config.model.name, config.dataset.name)
+
+
+def resolved(run: Overrides) -> Config:
+    """A run's configuration, as composed whole. Groups are composed apart, and each choice once: tables share them.
+
+    Raises:
+        ConfigError, or what composing raises: the run cannot be had.
+    """
+    chosen = {words: tuple(word for word in run if word.startswith(words)) for words, _, _ in _APART}
+    rest = [word for word in run if not any(word in found for found in chosen.values())]
+    config = _config((*rest, "model.context=null"))
+    for words, settings, beside in _APART:
+        if chosen[words]:
+            given = _config((*chosen[words], *beside))
+            config = replace(config, **{name: getattr(given, name) for name in settings})
+    return config

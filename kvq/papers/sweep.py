@@ -1,0 +1,91 @@
+"""The jobs of `+experiment=<paper>/<table>`: those of its layout that can be composed here, under the command line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from omegaconf import OmegaConf
+
+from kvq.config import compose, conf_dir
+from kvq.config.explain import COMPOSE_ERRORS, choices
+from kvq.config.layout import LayoutConfig
+from kvq.papers.cells import Overrides, cells_of, jobs_of, missing_choices
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+EXPERIMENT_SWEEPER = "hydra_plugins.kvq_experiments.ExperimentSweeper"
+_EMBEDDED = "embedded:"
+# What a process loads once for the runs that have it in common, by the words that choose it; the first matters most.
+_SHARED = (("model=", "model."), ("dataset=", "dataset.", "task=", "task."))
+Job = TypeVar("Job", bound=Sequence[str])
+
+
+@dataclass(frozen=True)
+class ExperimentSweep:
+    """What is run, and what is left out: (choice that does not exist, how many runs wait for it)."""
+
+    jobs: list[Overrides]
+    waiting: dict[str, int]
+
+
+def layout_of(config: DictConfig) -> LayoutConfig:
+    """The checked layout of a composed configuration; its `paper` is None where it has none."""
+    layout = OmegaConf.to_object(config.layout)
+    assert isinstance(layout, LayoutConfig)
+    return layout
+
+
+def is_embedded(model: str) -> bool:
+    """Whether a model ships with the package, so that an experiment on it is a stand-in for the paper's."""
+    try:
+        path = written("model", model, "path") or str(compose([f"model={model}"]).model.path)
+    except COMPOSE_ERRORS:
+        return False  # composing the job says why
+    return path.startswith(_EMBEDDED)
+
+
+@functools.cache
+def written(group: str, choice: str, setting: str) -> str | None:
+    """A setting of a choice as its file has it, such as the name that records give it; None: composing decides it."""
+    path = conf_dir() / group / f"{choice}.yaml"
+    found = yaml.safe_load(path.read_text(encoding="utf-8")).get(setting) if path.is_file() else None
+    return None if found is None or "${" in found else str(found)
+
+
+def grouped(jobs: Iterable[Job]) -> list[Job]:
+    """Jobs of one model one after the other, of these those of one text and task; else as they were.
+
+    A process holds one model, one text and one full-precision reference at a time (`kvq.models.inputs`): a sweep that
+    goes back and forth between two would load them for every run.
+    """
+    given = list(jobs)
+    chosen = [[tuple(word for word in job if word.startswith(names)) for names in _SHARED] for job in given]
+    ranks = [{words: rank for rank, words in enumerate(dict.fromkeys(column))} for column in zip(*chosen, strict=True)]
+    wanted = [[rank[words] for rank, words in zip(ranks, own, strict=True)] for own in chosen]
+    return [given[place] for place in sorted(range(len(given)), key=wanted.__getitem__)]
+
+
+def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> ExperimentSweep:
+    """Jobs of the experiment in `config`, for every product of the command line's values."""
+    layout = layout_of(config)
+    cells, known = cells_of(layout), choices()
+    jobs: list[Overrides] = []
+    for given in (tuple(job) for batch in BasicSweeper.split_arguments(list(overrides), None) for job in batch):
+        model = next((word.partition("=")[2] for word in given if word.startswith("model=")), "")
+        jobs += jobs_of(cells, given, layout.small if model and is_embedded(model) else {})
+    ready: list[Overrides] = []
+    waiting: dict[str, int] = {}
+    for job in grouped(dict.fromkeys(jobs)):
+        missing = list(missing_choices(job, known))
+        for name in missing:
+            waiting[name] = waiting.get(name, 0) + 1
+        if not missing:
+            ready.append(job)
+    return ExperimentSweep(ready, waiting)

@@ -1,0 +1,1 @@
+"""Figures as functions of the records under results/: how they look, what each shows, and their files."""

@@ -1,0 +1,154 @@
+"""Every figure that the records of a results folder allow.
+
+Pareto fronts, variants of a method, where needles get lost, and those of the diagnostic tasks; each as PDF and PNG with
+its numbers beside it as CSV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kvq.errors import KvqError, RecordError
+from kvq.report.figures import loss as losses
+from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name
+from kvq.report.figures.drawing import Drawing, cores, write_drawings
+from kvq.report.figures.index import Noted
+from kvq.report.figures.mosaic import Look, mosaic
+from kvq.report.figures.style import style
+from kvq.report.isolated import made_of, noted
+from kvq.report.judged import read_records
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.layout import Row, Table, Tables
+from kvq.results import Broken, Record, Store
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
+
+
+def needle_grid(rows: Sequence[Row], store: Store) -> pd.DataFrame:
+    """Outcomes of every run by length (tokens) and depth: one line per cell, shares of its items."""
+    lines: list[dict[str, Any]] = []
+    for row in rows:
+        if row.record.status != "done":
+            continue
+        samples = [sample for sample in store.samples_of(row.record) if "skipped" not in sample]
+        cells = sorted({(sample["length"], sample["depth"]) for sample in samples})
+        for length, depth in cells:
+            here = [sample["outcome"] for sample in samples if (sample["length"], sample["depth"]) == (length, depth)]
+            shares = {outcome: here.count(outcome) / len(here) for outcome in _OUTCOMES}
+            lines.append(
+                {"method": row.name, "bits": row.bits, "length": length, "depth": depth, "items": len(here)} | shares
+            )
+    return pd.DataFrame(lines, columns=["method", "bits", "length", "depth", "items", *_OUTCOMES])
+
+
+def heat_map(grid: pd.DataFrame, title: str) -> Figure:
+    """One panel per run: the share of needles found, depth (top: start of the haystack) by length."""
+    from matplotlib.colors import Normalize
+
+    panels = [
+        (f"{method} {bits}", cells.pivot(index="depth", columns="length", values="hit"))
+        for (method, bits), cells in grid.groupby(["method", "bits"], sort=False)
+    ]
+    with style():
+        return mosaic(panels, Look(Normalize(0, 1), "length (tokens)", "depth", "needles found"), title, down=True)
+
+
+_TOO_FEW = "dispersion and Δperplexity: {} models with records; a rank correlation needs 3"
+
+
+def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = None) -> Iterator[Drawing]:
+    """What tables show as figures. Needles: a heat map. Perplexity: loss against effective bits, and methods' variants.
+
+    `skipped` takes the reasons of tables whose samples cannot be read; None raises them.
+
+    Raises:
+        RecordError: samples that are missing, where `skipped` is None.
+    """
+    for table in tables.tables:
+        grid = _grid(table, store, skipped) if _is_of_needles(table) else None
+        if grid is not None and not grid.empty:
+            yield Drawing(table.slug, grid, heat_map, (table.title,))
+        yield from made_of(table.rows, _made_losses(table), _name, "loss figures", noted(skipped)) or ()
+
+
+def _grid(table: Table, store: Store, skipped: list[str] | None) -> pd.DataFrame | None:
+    return made_of(
+        table.rows, functools.partial(needle_grid, store=store), _name, "heat map of needles", noted(skipped)
+    )
+
+
+def _made_losses(table: Table) -> Callable[[list[Row]], list[Drawing]]:
+    return lambda rows: list(_losses(replace(table, rows=tuple(rows))))
+
+
+def _name(row: Row) -> str:
+    return f"run {row.record.key[:12]}"
+
+
+def _losses(table: Table) -> Iterator[Drawing]:
+    numbers = losses.pareto_table(table)
+    if len(numbers) > 1:
+        title = f"Loss and bits: {table.title}"
+        yield Drawing(file_name(f"pareto-{table.slug}"), numbers, losses.pareto_figure, (title,))
+    for name, bars in losses.variants(table):
+        title = f"Variants of {name}: {table.title}"
+        yield Drawing(file_name(f"variants-{name}-{table.slug}"), bars, losses.variants_figure, (title,))
+
+
+def _is_of_needles(table: Table) -> bool:
+    return any(row.record.task == "niah" and row.record.status == "done" for row in table.rows)
+
+
+def _drawings(store: Store, scanned: tuple[list[Record], list[Broken]], skipped: list[str]) -> Iterator[Drawing]:
+    """Everything that records allow; what takes longest is first, so that it is worked on while tables are made."""
+    yield from embedding_drawings(scanned[0], store, skipped)
+    yield from table_drawings(build_tables(store, scanned=scanned), store, skipped)
+    yield from diagnostic_drawings(scanned[0], store, skipped)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; what cannot be drawn is named, the rest is drawn."""
+    parser = argparse.ArgumentParser(prog="python -m kvq.report.figures", description=__doc__)
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
+    )
+    parser.add_argument("--out", type=Path, help="folder for the figures (default: figures/ in the results folder)")
+    parser.add_argument(
+        "--jobs", type=int, default=1 if arguments else cores(), help="processes that draw (default: one for each core)"
+    )
+    given = parser.parse_args(arguments)
+    store, out = Store(given.results), given.out or given.results / "figures"
+    skipped: list[str] = []
+    try:
+        records, broken = scanned = read_records(store)
+        for one in broken:
+            print(f"skipped {one.path}: {one.reason}", file=sys.stderr)
+        if not records:
+            raise RecordError(f"no records to draw under '{store.runs}': run a sweep first, such as -m method=nsn,kivi")
+        drawings = Noted(_drawings(store, scanned, skipped))
+        paths = write_drawings(drawings, out, given.jobs, skipped)
+        paths.append(drawings.write(out))
+    except KvqError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for path in paths:
+        print(path)
+    for path in paths:
+        if path.name == "dispersion-spearman.csv":
+            found = pd.read_csv(path)
+            known = found[found["rho"].notna()]
+            print(known.to_string(index=False) if len(known) else _TOO_FEW.format(found["n"].max()))
+    for reason in skipped:
+        print(f"skipped: {reason}", file=sys.stderr)
+    return 1 if skipped else 0

@@ -1,0 +1,84 @@
+"""`figures/index.md`: every figure by what it shows, with its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kvq.errors import RecordError
+from kvq.report.escapes import escape_markdown
+from kvq.report.figures.drawing import Drawing
+from kvq.results.atomic import write_file
+from kvq.results.store import cause
+
+INDEX = "index.md"
+# Headings by the beginning of a figure's name, in the order of the page; what has none comes last.
+_KINDS = {
+    "pareto": "Loss against effective bits, with the frontier",
+    "variants": "Variants of a method",
+    "widths": "Loss by bit width",
+    "calibration-shift": "Calibrated on one text, tested on another",
+    "niah": "Needles found, by depth and length",
+    "memory": "Bytes of the cache",
+    "error-places": "Errors by layer and position",
+    "error-steps": "Errors by stages of a method",
+    "synthetic": "Errors on made-up keys: low sinks and outlier channels",
+    "tni-boxes": "Token norms by position",
+    "tni-heat": "Token norms by layer and position",
+    "tni-groups": "Ranges of groups, bounds and errors",
+    "distribution-kl": "Closeness to a normal distribution",
+    "distribution-layers": "Normalized states by layer",
+    "distribution-tsne": "Tokens in two dimensions",
+    "dispersion": "Dispersion of norms and loss, over models",
+}
+_OTHERS = "Others"
+
+
+class Noted:
+    """Drawings passed on one by one, while their names and titles are kept for the index."""
+
+    def __init__(self, drawings: Iterable[Drawing]) -> None:
+        self._drawings = drawings
+        self.titles: dict[str, tuple[str, bool]] = {}
+
+    def __iter__(self) -> Iterator[Drawing]:
+        for drawing in self._drawings:
+            self.titles[drawing.stem] = drawing.title, drawing.draw is not None
+            yield drawing
+
+    def write(self, folder: Path) -> Path:
+        """Write the index and return its path.
+
+        Raises:
+            RecordError: a folder that cannot be written.
+        """
+        # One that could not be drawn has no files.
+        self.titles = {stem: title for stem, title in self.titles.items() if (folder / f"{stem}.csv").is_file()}
+        try:
+            write_file(folder / INDEX, self._page().encode(), durable=False)
+        except OSError as error:
+            raise RecordError(f"figures: cannot write under '{folder}': {cause(error)}") from error
+        return folder / INDEX
+
+    def _page(self) -> str:
+        lines = [
+            "# Figures",
+            "",
+            "Drawn from the records by `make figures`; changes here are overwritten. Each has its numbers",
+        ]
+        lines += ["beside it. Tables are in [tables](../tables/index.md)."]
+        for kind in [*_KINDS, ""]:
+            stems = [stem for stem in sorted(self.titles) if _kind(stem) == kind]
+            if not stems:
+                continue
+            lines += ["", f"## {_KINDS.get(kind, _OTHERS)}", ""]
+            for stem in stems:
+                title, drawn = self.titles[stem]
+                kinds = ("png", "pdf", "csv") if drawn else ("csv",)
+                files = ", ".join(f"[{suffix.upper()}]({stem}.{suffix})" for suffix in kinds)
+                lines.append(f"- {escape_markdown(title)} (`{stem}`): {files}")
+        return "\n".join(lines) + "\n"
+
+
+def _kind(stem: str) -> str:
+    return next((kind for kind in _KINDS if stem.startswith(kind)), "")

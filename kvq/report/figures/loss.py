@@ -1,0 +1,183 @@
+"""Figures of perplexity runs: loss against effective bits with the frontier, and variants of a method side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kvq.report.comparisons import by_bits, effective_bits
+from kvq.report.figures.style import MOST_LINES, colour, figure, legend_columns, lines_of, style, symlog
+from kvq.report.tables.layout import Row, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOSSES = (("delta_nll", "ΔNLL (nats/token)"), ("kl_mean", "KL mean (nats)"))
+_OTHERS = "others"
+_BITS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+_FEWEST = 3
+_MOST_BARS = 12
+_MOST_PANELS = 4
+
+
+def pareto_table(table: Table) -> pd.DataFrame:
+    """One line per run: bits it really held, its losses, and whether it is on the frontier beyond noise."""
+    lines: list[dict[str, Any]] = []
+    for row in table.rows:
+        metrics, bits = row.record.metrics, effective_bits(row.record)
+        if row.record.status == "done" and not row.baseline and bits is not None and "delta_nll" in metrics:
+            losses = {name: metrics.get(name) for name in ("delta_nll", "delta_nll_se", "kl_mean")}
+            lines.append(
+                {"method": row.name, "bits": row.bits, "effective_bits": bits} | losses | {"frontier": row.best}
+            )
+    return pd.DataFrame(lines, columns=["method", "bits", "effective_bits", *_columns(), "frontier"])
+
+
+def _columns() -> list[str]:
+    return ["delta_nll", "delta_nll_se", "kl_mean"]
+
+
+def pareto_figure(numbers: pd.DataFrame, title: str) -> Figure:
+    """Two panels, ΔNLL and KL by effective bits; rings: on the frontier beyond noise (of ΔNLL); bars: standard errors.
+
+    Of many methods those nearest to the front have a line of their own, the others are grey.
+    """
+    nearest = _nearest(numbers)
+    looks = lines_of(nearest)
+    with style():
+        names = [*looks, *[_OTHERS] * (len(nearest) < numbers["method"].nunique())]
+        columns = legend_columns(names, 2)
+        made = figure(2, 2.9 + 0.15 * math.ceil(len(names) / columns))
+        axes = made.subplots(1, 2)
+        for axis, (loss, name) in zip(axes, LOSSES, strict=True):
+            known = numbers[numbers[loss].notna()].sort_values("effective_bits", kind="stable")
+            others = known[~known["method"].isin(looks)]
+            axis.plot(others["effective_bits"], others[loss], ".", color="#bbbbbb", markersize=3, zorder=1)
+            for method, look in looks.items():
+                part = known[known["method"] == method]
+                axis.plot(part["effective_bits"], part[loss], **look._asdict(), label=method, markersize=3.5, zorder=2)
+            _scales(axis, known, loss)
+            if loss == "delta_nll":
+                _frontier(axis, known)
+            axis.set_xlabel("effective bits per element" + (" (ring: frontier)" if loss == "delta_nll" else ""))
+            axis.set_ylabel(name)
+            axis.grid(linewidth=0.3)
+        handles, labels = axes[0].get_legend_handles_labels()
+        if _OTHERS in names:
+            handles += axes[0].plot([], [], ".", color="#bbbbbb", markersize=5)
+            labels.append(_OTHERS)
+        made.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=2.6, columnspacing=1)
+        made.suptitle(title, fontsize=8)
+    return made
+
+
+def _nearest(numbers: pd.DataFrame) -> list[str]:
+    """Up to `MOST_LINES` methods: those on the frontier, then those whose best run is nearest to the lowest losses.
+
+    Near is the smallest factor, over a method's runs, between its loss and the lowest of as few or fewer bits.
+    """
+    ordered = numbers.sort_values("effective_bits", kind="stable")
+    losses = ordered["kl_mean"].fillna(ordered["delta_nll"]).clip(lower=1e-6)
+    factor = losses / losses.cummin()
+    best = factor.groupby(ordered["method"]).min()
+    on_it = numbers.groupby("method")["frontier"].any()
+    names = sorted(best.index, key=lambda method: (not on_it[method], best[method], method))
+    return names[:MOST_LINES]
+
+
+def _scales(axis: Any, known: pd.DataFrame, loss: str) -> None:
+    """Bits by powers of two, losses by powers of ten."""
+    symlog(axis, known[loss])
+    low, high = float(known["effective_bits"].min()), float(known["effective_bits"].max())
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(0.8 * low, 1.1 * high)
+    ticks = [tick for tick in _BITS if 0.8 * low <= tick <= 1.1 * high]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+
+
+def _frontier(axis: Any, known: pd.DataFrame) -> None:
+    """Rings with the runs' names beside them."""
+    ring = known[known["frontier"]]
+    axis.plot(ring["effective_bits"], ring["delta_nll"], "o", markersize=8, markerfacecolor="none", color="black")
+    if ring.empty:
+        return
+    axis.set_xlim(left=0.55 * float(known["effective_bits"].min()))  # room for the names
+    axis.get_ylim()  # brings the limits up to date
+    places = ring[["effective_bits", "delta_nll"]].to_numpy(dtype=float)
+    points = (axis.transScale + axis.transLimits).transform(places) * _PANEL
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points.tolist()]
+    for (x, y), (_, run) in zip(points.tolist(), ring.iterrows(), strict=True):
+        text = f"{run['method']} {run['bits']}".removesuffix(" fixed")
+        boxes = [_box(x, y, text, *side) for side in _SIDES]
+        side = next((i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)), 0)
+        taken.append(boxes[side])
+        across, up = _SIDES[side]
+        axis.annotate(
+            text,
+            (run["effective_bits"], run["delta_nll"]),
+            (across, up),
+            textcoords="offset points",
+            ha="right" if across < 0 else "left",
+            va="center",
+            fontsize=_NAME,
+        )
+
+
+Box = tuple[float, float, float, float]
+# Where a name may stand, in points from its ring: below to the left, where only what is better would be, or else.
+_SIDES = ((-6.0, -5.0), (-6.0, 5.0), (-6.0, -12.0), (6.0, 7.0), (-6.0, 12.0), (6.0, 14.0))
+# Points: a name's size, and about what a panel has across and up.
+_NAME, _PANEL = 5.5, (200, 155)
+
+
+def _box(x: float, y: float, text: str, across: float, up: float) -> Box:
+    """About where a name would be, in points."""
+    length, start = 0.56 * _NAME * len(text), x + across
+    left = start - length if across < 0 else start
+    return left, y + up - 0.55 * _NAME, left + length, y + up + 0.55 * _NAME
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def variants(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Variants of one method, (method, numbers), at every width at which there are three or more."""
+    groups: dict[str, dict[str, list[Row]]] = {}
+    for row in table.rows:
+        if row.record.status == "done" and not row.baseline and "delta_nll" in row.record.metrics:
+            widths = groups.setdefault(row.record.method.partition("/")[0], {})
+            widths.setdefault(row.record.bits, []).append(row)
+    for method, widths in sorted(groups.items()):
+        lines = [
+            {"bits": row.bits, "variant": row.name, "effective_bits": effective_bits(row.record)}
+            | {name: row.record.metrics.get(name) for name in _columns()}
+            for bits in sorted(widths, key=by_bits)
+            for row in sorted(widths[bits], key=lambda row: row.record.metrics["delta_nll"])
+            if len(widths[bits]) >= _FEWEST
+        ]
+        if lines:
+            yield method, pd.DataFrame(lines)
+
+
+def variants_figure(numbers: pd.DataFrame, title: str) -> Figure:
+    """Bars of ΔNLL with standard errors, a panel for each width, the best on top."""
+    panels = [(bits, part.head(_MOST_BARS)) for bits, part in numbers.groupby("bits", sort=False)][:_MOST_PANELS]
+    with style():
+        made = figure(2, 0.9 + sum(0.25 + 0.16 * len(part) for _, part in panels))
+        axes = made.subplots(len(panels), 1, squeeze=False, height_ratios=[len(part) + 1 for _, part in panels])
+        for axis, (bits, part) in zip(axes.flat, panels, strict=True):
+            places = range(len(part))
+            axis.barh(places, part["delta_nll"], 0.7, xerr=part["delta_nll_se"].fillna(0), color=colour(0), capsize=2)
+            sizes = ["" if pd.isna(size) else f" ({size:.2f})" for size in part["effective_bits"]]
+            axis.set_yticks(places, [f"{name}{size}" for name, size in zip(part["variant"], sizes, strict=True)])
+            axis.invert_yaxis()
+            axis.axvline(0, color="#999999", linewidth=0.6)
+            axis.set_title(f"{bits} bits", loc="left")
+        made.supxlabel("ΔNLL (nats/token); effective bits in brackets", fontsize=8)
+        made.suptitle(title, fontsize=8)
+    return made

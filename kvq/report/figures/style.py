@@ -1,0 +1,223 @@
+"""How every figure looks and how it is written: one set of colours and sizes, as PDF and PNG, its numbers as CSV."""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from kvq.errors import RecordError
+from kvq.report.figures.fonts import cut_once
+from kvq.results.atomic import write_file
+from kvq.results.store import cause
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLUMN = 3.4
+"""Inches of one column of a two-column paper; a figure is one or two wide."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+"""Okabe and Ito's, which colour-blind readers tell apart; yellow is left out, it is too light for lines."""
+MOST_LINES = 16
+"""More lines than this cannot be told apart; the numbers beside a figure hold all."""
+FONTS = ("DejaVu Sans",)
+"""One, which comes with matplotlib: a list of others is searched for every text, and differs by machine."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+# Families that most figures show: solid, each with a colour of its own. Others are dashed.
+_SOLID = ("nsnquant", "oscar", "nsn", "quarot", "kivi", "turboquant", "fp16", "rtn")
+_DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
+_SETTINGS: Any = {
+    "font.family": list(FONTS),
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4,
+    "pdf.fonttype": 42,
+    "image.cmap": "viridis",
+}
+
+_DPI = 200
+# Of 9: a tenth of a figure's time less than the usual 6, for files that are hardly larger.
+_COMPRESS = 3
+# Without dates and versions the same records give the same bytes.
+_METADATA: Any = {"CreationDate": None, "Producer": None}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Figures made inside look alike."""
+    import matplotlib
+
+    with matplotlib.rc_context(_SETTINGS):
+        yield
+
+
+def figure(columns: int, height: float) -> Figure:
+    """An empty figure one or two columns wide and `height` inches high."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(COLUMN * columns, height), layout="constrained")
+
+
+def colour(index: int) -> str:
+    """The colour of the series of this index; they repeat after eight."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def marker(index: int) -> str:
+    """The marker of the series of this index."""
+    return MARKERS[index % len(MARKERS)]
+
+
+class Line(NamedTuple):
+    """How a method is drawn: the colour and dashes of its family, a marker that no other of its colour has."""
+
+    color: str
+    linestyle: Any
+    marker: str
+
+
+def lines_of(methods: Iterable[str]) -> dict[str, Line]:
+    """A look for each method, by name. Those of one family (`nsn`, `nsn/arm_a`) share colour and dashes.
+
+    A family looks the same in every figure, unless two of one figure want the same look: it comes from its name.
+    """
+    names = sorted(set(methods))
+    taken: dict[str, int] = {}
+    for family in sorted({name.partition("/")[0] for name in names}, key=lambda name: (name not in _SOLID, name)):
+        wanted = _SOLID.index(family) if family in _SOLID else zlib.crc32(family.encode()) % (len(COLOURS) * 2)
+        first = 0 if family in _SOLID else len(COLOURS)
+        places = len(COLOURS) * len(_DASHES) - first
+        free = [place for step in range(places) if (place := first + (wanted + step) % places) not in taken.values()]
+        taken[family] = free[0] if free else first + wanted % places
+    used: Counter[int] = Counter()
+    found = {}
+    for family, place in taken.items():
+        colour = place % len(COLOURS)
+        for name in (name for name in names if name.partition("/")[0] == family):
+            kind = MARKERS[(colour + used[colour]) % len(MARKERS)]
+            found[name] = Line(COLOURS[colour], _DASHES[place // len(COLOURS)], kind)
+            used[colour] += 1
+    return {name: found[name] for name in names}
+
+
+def legend_columns(names: Sequence[str], columns: int) -> int:
+    """How many columns of a legend with these names fit a figure `columns` columns wide."""
+    return max(1, int(COLUMN * columns / (0.42 + 0.062 * max(map(len, names), default=1))))
+
+
+def whole_numbers(axis: Any) -> None:
+    """Ticks along x at integers alone."""
+    axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def symlog(axis: Any, losses: pd.Series, along: str = "y") -> None:
+    """Losses along x or y by powers of ten; linear near 0, where noise turns signs."""
+    sizes = losses.abs()
+    if sizes.any():
+        # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
+        small = max(float(sizes[sizes > 0].min()), 1e-4)
+        getattr(axis, f"set_{along}scale")("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
+        _powers_of_ten(getattr(axis, f"{along}axis"))
+
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def _powers_of_ten(axis: Any) -> None:
+    """Label the ticks of a logarithmic axis as text: matplotlib's are formulas, a tenth of a figure's time."""
+    from matplotlib.ticker import Formatter, NullFormatter
+
+    class Powers(Formatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            power = math.log10(abs(x)) if x else math.nan
+            if not math.isclose(power, round(power) if x else 0, abs_tol=1e-6):
+                return f"{x:g}"
+            return ("−" if x < 0 else "") + "10" + str(round(power)).translate(_RAISED)
+
+    axis.set_major_formatter(Powers())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _as_it_is(made: Figure) -> None:
+    """Text of records is no formula: a dollar sign in a name shows as one."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import FuncFormatter
+
+    texts = [*made.texts, *(text for legend in made.legends for text in legend.get_texts())]
+    for axes in made.axes:
+        # Not the ticks: asking for them makes them, hundreds in a figure that may show none.
+        texts += [child for child in axes.get_children() if isinstance(child, Text)]
+        texts += [axes.xaxis.label, axes.yaxis.label]
+        texts += axes.legend_.get_texts() if axes.legend_ else []
+        for axis in (axes.xaxis, axes.yaxis):
+            named = isinstance(axis.get_major_formatter(), FuncFormatter)  # what `set_xticks` makes of labels
+            texts += axis.get_majorticklabels() if named else []
+    for text in texts:
+        if "$" in text.get_text():
+            text.set_parse_math(False)
+
+
+def png_of(made: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
+    return _rendered(made, ("png",))["png"]
+
+
+def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, bytes]:
+    """The bytes of files; by the canvas itself, because `savefig` would draw each figure twice."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_pdf import FigureCanvasPdf
+    from PIL import Image
+
+    files = {kind: io.BytesIO() for kind in kinds}
+    _as_it_is(made)
+    with style():
+        made.dpi = _DPI
+        canvas = FigureCanvasAgg(made)
+        # Laid out once for both files, and by the renderer that draws next: it has measured the texts already.
+        if engine := made.get_layout_engine():
+            engine.execute(made)
+        made.set_layout_engine("none")
+        canvas.draw()
+        opaque = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
+        Image.fromarray(opaque).save(files["png"], format="png", dpi=(_DPI, _DPI), compress_level=_COMPRESS)
+        if "pdf" in files:
+            with cut_once():
+                FigureCanvasPdf(made).print_pdf(files["pdf"], metadata=_METADATA)
+    return {kind: file.getvalue() for kind, file in files.items()}
+
+
+def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
+    """Write `stem`.csv and, of a figure, .pdf and .png and return their paths; the same records give the same bytes.
+
+    Raises:
+        RecordError: a folder that cannot be written.
+    """
+    files = {"csv": numbers.to_csv(index=False, lineterminator="\n").encode()}
+    if made is not None:
+        files |= _rendered(made)
+    written = []
+    for kind, content in files.items():
+        path = folder / f"{stem}.{kind}"
+        try:
+            write_file(path, content, durable=False)
+        except OSError as error:
+            raise RecordError(f"figures: cannot write under '{folder}': {cause(error)}") from error
+        written.append(path)
+    return written

@@ -1,0 +1,176 @@
+"""Figures of `task=tni`: norms by position, where they are low, ranges through a method's stages, bounds and errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from kvq.report.figures.error import rows_of
+from kvq.report.figures.style import colour, figure, style, whole_numbers
+from kvq.results import Record, Store
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIDES = ("query", "key", "value")
+_BOXES = 20
+
+
+def norms_table(record: Record, store: Store) -> pd.DataFrame:
+    """One line per side, layer, head and kept position: the norm, and its layer's relative norm and attention."""
+    lines: list[dict[str, Any]] = []
+    for _, row in rows_of(record, store, "positions").iterrows():
+        for index, position in enumerate(row["positions"]):
+            for head, norm in enumerate(row["norms"][index]):
+                lines.append(
+                    {
+                        "side": row["side"],
+                        "layer": row["layer"],
+                        "head": head,
+                        "position": position,
+                        "norm": norm,
+                        "relative_norm": row["relative"][index],
+                        "attention": row["attention"][index],
+                    }
+                )
+    return pd.DataFrame(lines)
+
+
+def boxes_figure(table: pd.DataFrame, title: str) -> Figure:
+    """Boxes over all layers and heads of the norm over its head's median, at the first and some later positions."""
+    with style():
+        positions = sorted(table["position"].unique())
+        later = (
+            [positions[int(i)] for i in np.linspace(16, len(positions) - 1, _BOXES - 16)] if len(positions) > 16 else []
+        )
+        chosen = [*positions[:16], *later]
+        made = figure(2, 4.4)
+        axes = made.subplots(3, 1, sharex=True)
+        for axis, side in zip(axes, SIDES, strict=True):
+            part = table[table["side"] == side]
+            medians = part.groupby(["layer", "head"])["norm"].transform("median")
+            part = part.assign(share=part["norm"] / medians)
+            data = [part[part["position"] == position]["share"].to_numpy() for position in chosen]
+            axis.boxplot(
+                data,
+                widths=0.6,
+                patch_artist=True,
+                boxprops={"facecolor": "#56B4E9", "linewidth": 0.6},
+                medianprops={"color": "black"},
+                flierprops={"markersize": 2},
+                whiskerprops={"linewidth": 0.6},
+            )
+            axis.axhline(1, color="#999999", linewidth=0.6)
+            axis.set_ylabel(f"{side} norm /\nmedian of its head")
+            axis.set_ylim(bottom=0)
+        axes[-1].set_xticks(range(1, len(chosen) + 1), [str(position) for position in chosen])
+        axes[-1].set_xlabel("position (token)")
+        made.suptitle(title, fontsize=8)
+    return made
+
+
+def heat_figure(table: pd.DataFrame, title: str) -> Figure:
+    """Layer by position: relative norms (median over heads) of queries, keys and values, and the attention received."""
+    from matplotlib.colors import LogNorm
+
+    with style():
+        made = figure(2, 3.6)
+        axes = made.subplots(2, 2, sharex=True, sharey=True)
+        ticks = None
+        for axis, name in zip(axes.flat, (*SIDES, "attention"), strict=True):
+            quantity = "attention" if name == "attention" else "relative_norm"
+            part = table[table["side"] == ("key" if name == "attention" else name)]
+            grid = part.groupby(["layer", "position"])[quantity].first().unstack()
+            if name == "attention":
+                scale = LogNorm(1e-4, 1)
+                image = axis.imshow(grid.to_numpy().clip(1e-4), norm=scale, aspect="auto", cmap="cividis")
+                made.colorbar(image, ax=axis, label="mean weight received")
+            else:
+                image = axis.imshow(grid.to_numpy(), vmin=0, vmax=2, aspect="auto", cmap="PuOr")
+                made.colorbar(image, ax=axis, label="norm / median", extend="max")
+            axis.set_title("attention" if name == "attention" else f"{name} norms")
+            axis.set_yticks(
+                range(len(grid.index)), [str(layer) for layer in grid.index] if len(grid.index) <= 12 else None
+            )
+            if ticks is None:
+                ticks = sorted({0, 8, *np.linspace(15, grid.shape[1] - 1, 4).astype(int)} & set(range(grid.shape[1])))
+            axis.set_xticks(ticks, [str(grid.columns[tick]) for tick in ticks])
+        made.supxlabel("position (token; from 16 on logarithmic)", fontsize=8)
+        made.supylabel("layer", fontsize=8)
+        made.suptitle(title, fontsize=8)
+    return made
+
+
+def groups_table(record: Record, store: Store) -> pd.DataFrame:
+    """Ranges by stage, groups with their bound, spread and error, and the sinks' groups with and without them."""
+    found = [rows_of(record, store, kind) for kind in ("range", "group", "without")]
+    return pd.concat([part for part in found if not part.empty], ignore_index=True)
+
+
+def groups_figure(table: pd.DataFrame, title: str) -> Figure:
+    """Ranges through the stages; error of key groups by bound and norm spread; the sinks' groups without them."""
+    with style():
+        made = figure(2, 4.6)
+        axes = made.subplots(2, 2)
+        ranges = table[table["kind"] == "range"]
+        for index, side in enumerate(("key", "value")):
+            part = ranges[ranges["side"] == side]
+            stages = list(dict.fromkeys(part["stage"]))
+            means = [part[part["stage"] == stage]["relative_range"].mean() for stage in stages]
+            axes[0, 0].plot(range(len(stages)), means, "os"[index] + "-", color=colour(index), label=f"{side}s")
+            for place, (stage, mean) in enumerate(zip(stages, means, strict=True)):
+                axes[0, 0].annotate(
+                    stage,
+                    (place, mean),
+                    (0, -5 if place % 2 else 5),  # in turns, so that neighbours do not overlap
+                    textcoords="offset points",
+                    ha="center",
+                    va="top" if place % 2 else "bottom",
+                    fontsize=6,
+                    color=colour(index),
+                )
+        axes[0, 0].set_xlabel("stage (0: as they come)")
+        axes[0, 0].set_ylabel("mean group range R / RMS")
+        axes[0, 0].margins(x=0.2, y=0.25)
+        axes[0, 0].set_xticks(range(max(len(part["stage"].unique()) for _, part in ranges.groupby("side"))))
+        axes[0, 0].legend(loc="best")
+        groups = table[table["kind"] == "group"]
+        keys = groups[groups["side"] == "key"]
+        names = (
+            (axes[0, 1], "bound", "step bound R/(2(2^b-1))"),
+            (axes[1, 0], "norm_deviation", "deviation of token norms"),
+        )
+        for axis, name, text in names:
+            if name in keys and keys[name].notna().any():
+                for index, (layer, part) in enumerate(keys.groupby("layer")):
+                    axis.scatter(
+                        part[name], part["error"], s=5, color=colour(index), label=f"layer {layer:g}", alpha=0.7
+                    )
+                axis.set_xlabel(f"{text} of the group (key units)")
+                axis.set_ylabel("RMS error (key units)")
+            else:
+                axis.set_axis_off()
+        handles, labels = axes[1, 0].get_legend_handles_labels()
+        if handles and len(handles) <= 8:
+            axes[1, 0].legend(handles, labels, loc="best", handletextpad=0.1)
+        _without(axes[1, 1], table[table["kind"] == "without"])
+        made.suptitle(title, fontsize=8)
+    return made
+
+
+def _without(axis: Any, table: pd.DataFrame) -> None:
+    part = table[table["side"] == "key"] if not table.empty else table
+    if part.empty:
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, "no tokens share a scale", ha="center", va="center", transform=axis.transAxes)
+        return
+    layers = part["layer"].to_numpy(dtype=float)
+    for index, (name, text) in enumerate((("with_sinks", "with the lowest tokens"), ("without_sinks", "without"))):
+        axis.bar(layers + 0.4 * index - 0.2, part[name], 0.38, color=colour(index), label=text)
+    axis.set_xlabel("layer")
+    whole_numbers(axis)
+    axis.set_ylabel("error of the others in\ntheir groups, relative")
+    axis.set_ylim(top=1.35 * float(part[["with_sinks", "without_sinks"]].to_numpy().max()))
+    axis.legend(loc="upper right", ncols=2)

@@ -1,0 +1,147 @@
+"""Where more bits are worse, and how imbalance of norms goes with failure: figures over perplexity records."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kvq.errors import RecordError
+from kvq.report.figures.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
+from kvq.results import Record, Store, run_key
+from kvq.results.statistics import NOISE, delta_nll_of_samples, spearman
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Methods of a figure one column wide; how far apart the first and the last of a width are drawn, in bits.
+_FEW, _ASIDE = 6, 0.3
+
+
+def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """Runs by method and bits: ΔNLL to full precision with its error, and the paired change from the width before.
+
+    `valley`: the loss is higher than at the next smaller width by more than `NOISE` paired standard errors.
+    """
+    lines: list[dict[str, Any]] = []
+    wanted = [record for record in records if record.bits.isdecimal() and "delta_nll" in record.metrics]
+    for method, runs in itertools.groupby(sorted(wanted, key=lambda r: (r.method, int(r.bits))), lambda r: r.method):
+        before: Record | None = None
+        for record in runs:
+            line: dict[str, Any] = {
+                "method": method,
+                "bits": int(record.bits),
+                "delta_nll": record.metrics["delta_nll"],
+                "delta_nll_se": record.metrics.get("delta_nll_se", math.nan),
+                "delta_perplexity": record.metrics.get("delta_perplexity", math.nan),
+                "step": math.nan,
+                "step_se": math.nan,
+                "valley": False,
+            }
+            if before is not None:
+                change = _paired(record, before, store)
+                line["step"], line["step_se"] = change
+                line["valley"] = change[0] > NOISE * change[1]
+            lines.append(line)
+            before = record
+    return pd.DataFrame(lines)
+
+
+def _paired(record: Record, before: Record, store: Store) -> tuple[float, float]:
+    """Change of the loss from one run to another on the same windows, and its error; none: infinite."""
+    try:
+        found = delta_nll_of_samples(store.samples_of(record), store.samples_of(before))
+    except RecordError:
+        return math.nan, math.inf
+    return found.value, math.inf if found.standard_error is None else found.standard_error
+
+
+def valley_figure(table: pd.DataFrame, title: str) -> Figure:
+    """ΔNLL by bits on a scale that is linear near 0; rings: worse than a bit less, beyond noise.
+
+    Of many methods the best are drawn; the numbers beside the figure hold all.
+    """
+    best = table.groupby("method", sort=False)["delta_nll"].min().nsmallest(MOST_LINES).index
+    table = table[table["method"].isin(best)]
+    with style():
+        looks = lines_of(table["method"])
+        wide = 1 if len(looks) <= _FEW else 2
+        columns = legend_columns(list(looks), wide)
+        made = figure(wide, 2.4 + 0.15 * math.ceil(len(looks) / columns))
+        axis = made.subplots()
+        for place, (method, part) in enumerate(table.groupby("method", sort=False)):
+            aside = _ASIDE * (place - (len(looks) - 1) / 2) / len(looks)  # so that bars of one width can be told apart
+            axis.errorbar(
+                part["bits"] + aside,
+                part["delta_nll"],
+                part["delta_nll_se"].fillna(0),
+                **looks[str(method)]._asdict(),
+                elinewidth=0.6,
+                capsize=1.2,
+                label=str(method),
+                markersize=3,
+            )
+            worse = part[part["valley"]]
+            axis.plot(
+                worse["bits"] + aside, worse["delta_nll"], "o", markersize=9, markerfacecolor="none", color="black"
+            )
+        symlog(axis, table["delta_nll"])
+        axis.axhline(0, color="#999999", linewidth=0.6)
+        axis.set_xlabel("bits (ring: worse than one bit less, beyond noise)")
+        axis.set_ylabel("ΔNLL (nats/token)")
+        whole_numbers(axis)
+        axis.grid(linewidth=0.3)
+        made.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, handlelength=2.6)
+        axis.set_title(title)
+    return made
+
+
+def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
+    """Pairs of a model's dispersion of norms (`task=tni`) and what a method costs it (`task=ppl`), one line per pair.
+
+    A pair has the same weights, implants and text. Several runs of `task=tni` on them count once, the last by key.
+    """
+    spread = {_states(record): record for record in records if record.task == "tni" and _SPREADS[0] in record.metrics}
+    lines = []
+    for record in records:
+        found = spread.get(_states(record))
+        if record.task == "ppl" and found is not None and "delta_nll" in record.metrics:
+            lines.append(
+                {
+                    "model": record.model,
+                    "weights": run_key(record.config["model"])[:8],
+                    "dataset": record.dataset,
+                    "method": record.method,
+                    "bits": record.bits,
+                    "protocol": run_key({name: record.config.get(name) for name in _PROTOCOL})[:6],
+                    **{name: found.metrics[name] for name in _SPREADS},
+                    "delta_nll": record.metrics["delta_nll"],
+                    "delta_perplexity": record.metrics["delta_perplexity"],
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+_SPREADS = ("key_cv_layer0", "value_cv_layer0", "key_cv", "value_cv")
+_PROTOCOL = ("task", "method", "residual", "seed")
+
+
+def _states(record: Record) -> str:
+    return repr([sorted(record.config.get(name, {}).items()) for name in ("model", "dataset")])
+
+
+def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
+    """Spearman's rho over models of each statistic with Δperplexity, for every method, width and protocol.
+
+    A model is one point, the mean over its texts: two texts of one model are no two models.
+    """
+    lines = []
+    for (method, bits, protocol), runs in table.groupby(["method", "bits", "protocol"], sort=True):
+        part = runs.groupby("weights")[[*_SPREADS, "delta_perplexity"]].mean()
+        for name in _SPREADS:
+            found = spearman(part[name].tolist(), part["delta_perplexity"].tolist())
+            lines.append({"method": method, "bits": bits, "protocol": protocol, "statistic": name, **found._asdict()})
+    return pd.DataFrame(lines)

@@ -1,0 +1,192 @@
+"""Tables of runs: which records stand together, as which rows, under which notes.
+
+Everything here is a function of the store: no model, no codec is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from kvq.report.comparisons import Comparisons, by_bits, frontier
+from kvq.report.isolated import made_of
+from kvq.report.judged import read_records
+from kvq.report.settings import PROTOCOL, flatten, settings_of
+from kvq.report.tables.cells import columns_of
+from kvq.report.tables.layout import Planned, Row, Table, Tables
+from kvq.report.tables.notes import notes_of
+from kvq.results import Broken, Record, Store, judge, run_key
+from kvq.results.statistics import ALPHA, holm, within_noise
+
+# A name that sets two runs apart by more settings than this is cut short and ends in the run's key.
+_SHOWN_SETTINGS = 4
+
+
+def build_tables(
+    store: Store,
+    *,
+    keys: Collection[str] | None = None,
+    planned: Iterable[Planned] = (),
+    stale: Callable[[Record], bool] | None = None,
+    scanned: tuple[list[Record], list[Broken]] | None = None,
+) -> Tables:
+    """Group the records of a store into one table per protocol (task, model, dataset, seed with all their settings).
+
+    Args:
+        store: where the records are.
+        keys: show these runs alone, with the full-precision runs they are paired with; None shows all.
+        planned: runs of a sweep; those without a record are listed as missing.
+        stale: whether a record was made by code that has changed since; None reads the code.
+        scanned: what `read_records` gave, so that the folder is not read twice.
+
+    Raises:
+        RecordError: the folder cannot be listed.
+    """
+    records, broken = scanned or read_records(store)
+    if keys is not None:
+        wanted = set(keys) | {record.baseline_key for record in records if record.key in keys}
+        records = [record for record in records if record.key in wanted]
+    groups: dict[str, list[Record]] = defaultdict(list)
+    missing: dict[str, list[Planned]] = defaultdict(list)
+    for record in records:
+        groups[_protocol_key(record)].append(record)
+    present = {record.key for record in records}
+    for plan in {plan.key: plan for plan in planned if plan.key not in present}.values():
+        missing[_protocol_key(plan)].append(plan)
+    read = {record.key: record for record in records}
+    comparisons = Comparisons(lambda key: store.samples_of(read[key]) if key in read else store.samples(key))
+    stale = stale or judge()
+    tables, odd = [], list(broken)
+
+    def skip(record: Record, reason: str) -> None:
+        odd.append(Broken(store.record_path(record.key), reason.partition(": ")[2]))
+
+    for protocol in sorted(groups.keys() | missing.keys()):
+        planned_here = missing.get(protocol, [])
+
+        def make(group: list[Record], name: str = protocol, more: Sequence[Planned] = planned_here) -> Table:
+            return _checked(_table(name, group, more, comparisons, stale))
+
+        of_records = made_of(groups.get(protocol, []), make, lambda record: record.key, "table", skip)
+        if of_records is not None:
+            tables.append(of_records)
+        elif planned_here:
+            tables.append(make([]))
+    return Tables(tuple(sorted(tables, key=lambda table: table.slug)), tuple(odd))
+
+
+def _checked(table: Table) -> Table:
+    """The table, once every cell of it has been written."""
+    for column in columns_of(table):
+        for row in table.rows:
+            column.cell(row)
+    return table
+
+
+def _protocol(run: Record | Planned) -> dict[str, Any]:
+    fallback: dict[str, Any] = {"task": run.task, "model": run.model, "dataset": run.dataset, "seed": None}
+    return {name: run.config.get(name, fallback[name]) for name in PROTOCOL}
+
+
+def _protocol_key(run: Record | Planned) -> str:
+    return run_key(_protocol(run))
+
+
+def _table(
+    protocol: str,
+    records: Sequence[Record],
+    missing: Sequence[Planned],
+    comparisons: Comparisons,
+    stale: Callable[[Record], bool],
+) -> Table:
+    runs: list[Record | Planned] = [*records, *missing]
+    first = min(runs, key=lambda run: (run.task, run.model, run.dataset, run.key))
+    rows = _rows(records, comparisons, stale)
+    slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, first.model, first.dataset))
+    return Table(
+        slug=f"{slug}-{protocol[:8]}",
+        title=f"{first.task}: {first.model} on {first.dataset}",
+        protocol=_describe(first, records),
+        rows=rows,
+        notes=tuple(notes_of(rows, missing, comparisons)),
+    )
+
+
+def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[Record], bool]) -> tuple[Row, ...]:
+    baselines = {record.baseline_key for record in records} | {r.key for r in records if r.method == "fp16"}
+    names = _names(records)
+    done = [record for record in records if record.status == "done" and record.key not in baselines]
+    measured = {record.key for record in done}
+    best = frontier(done, comparisons)
+    corrected = holm({r.key: r.metrics["p_value"] for r in done if "p_value" in r.metrics})
+    ordered = sorted(records, key=lambda r: (r.key not in baselines, names[r.key], by_bits(r.bits), r.key))
+    rows: list[Row] = []
+    footnotes = 0
+    for record in ordered:
+        baseline = record.key in baselines
+        noise = record.key in measured and is_noise(record, corrected.get(record.key))
+        footnotes += record.status != "done"
+        rows.append(
+            Row(
+                record=record,
+                name=names[record.key],
+                bits=record.bits or (record.provenance.dtype if baseline else "fixed"),
+                baseline=baseline,
+                within_noise=noise,
+                best=record.key in best and not noise,
+                stale=stale(record),
+                footnote=None if record.status == "done" else footnotes,
+                p_value=corrected.get(record.key),
+            )
+        )
+    return tuple(rows)
+
+
+def is_noise(record: Record, p_value: float | None) -> bool:
+    """Whether a run cannot be told from full precision; `p_value`: that of its items, corrected for a table."""
+    if p_value is not None:
+        return p_value > ALPHA or record.metrics.get("within_noise") == 1
+    if "items" in record.metrics:
+        return record.metrics.get("within_noise") == 1  # too few of them for a p-value
+    delta, error = record.metrics.get("delta_nll"), record.metrics.get("delta_nll_se")
+    return delta is not None and error is not None and within_noise(delta, error)
+
+
+def _names(records: Sequence[Record]) -> dict[str, str]:
+    """Names of rows by key: settings are added to a method's name where two of its runs share name and bits."""
+    settings = {record.key: settings_of(record) for record in records}
+    by_method: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_method[record.method].append(record)
+    names: dict[str, str] = {}
+    for method, runs in by_method.items():
+        apart: set[str] = set()
+        for bits in {run.bits for run in runs}:
+            twins = [settings[run.key] for run in runs if run.bits == bits]
+            known = {name for twin in twins for name in twin}
+            apart |= {name for name in known if len({twin.get(name) for twin in twins}) > 1}
+        for run in runs:
+            shown = [f"{name}={settings[run.key][name]}" for name in sorted(apart & settings[run.key].keys())]
+            if len(shown) > _SHOWN_SETTINGS:
+                shown = [*shown[:_SHOWN_SETTINGS], f"... run {run.key[:8]}"]
+            names[run.key] = f"{method} [{', '.join(shown)}]" if shown else method
+    return names
+
+
+def _describe(run: Record | Planned, records: Sequence[Record]) -> tuple[str, ...]:
+    """One line each on the task, the model, the dataset: every setting that is not null, in the order of its name."""
+    lines = []
+    for name, value in _protocol(run).items():
+        leaves = [f"{leaf}={text}" if leaf else text for leaf, text in sorted(flatten(value)) if text != "null"]
+        if leaves:
+            lines.append(f"{name}: {', '.join(leaves)}")
+    done = [record for record in records if record.status == "done"]
+    counts = {(r.metrics.get("windows"), r.metrics.get("scored_tokens")) for r in done}
+    if len(counts) == 1 and None not in (found := next(iter(counts))):
+        lines.append("scored: {:.0f} windows, {:.0f} tokens".format(*found))
+    items = {(r.metrics["items"], r.metrics.get("skipped_items", 0.0)) for r in done if "items" in r.metrics}
+    if len(items) == 1:
+        lines.append("scored: {:.0f} items, {:.0f} skipped".format(*next(iter(items))))
+    return tuple(lines)

@@ -1,0 +1,276 @@
+"""Tables of experiments on disk: Markdown, CSV, LaTeX and an index. Every text from elsewhere is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from kvq.errors import RecordError
+from kvq.report.escapes import escape_markdown, one_line
+from kvq.report.tables.cells import DASH, fixed
+from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
+from kvq.report.tables.latex import PREAMBLE, Sheet, floats
+from kvq.report.tables.reference import AXES, Published, Reference
+from kvq.results import Record, judge
+from kvq.results.atomic import write_file
+from kvq.results.store import cause
+
+INDEX = "index.md"
+_SHOWN_COMMANDS = 3
+_BITS = ("published bits", "measured bits", "effective bits")
+_OWN = ("Not measured: ", "Run: ", "The other ")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text: `title`, what its cells hold, header, rows, and notes below it."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    labels: int
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """An experiment with what its cells print, and those of the stand-ins that were run."""
+
+    experiment: Experiment
+    cells: list[Shown]
+    stand_ins: dict[str, list[Shown]]
+
+
+def fill(
+    experiment: Experiment, records: Answers, reference: Reference, stale: Callable[[Record], bool] | None = None
+) -> Filled:
+    """Fill an experiment's cells from records and published figures."""
+    stale = stale or judge()
+    small = {model: stand_in_cells(experiment, model, records, stale) for model in experiment.stand_ins}
+    cells = shown_cells(experiment, records, reference, stale)
+    return Filled(experiment, cells, {model: here for model, here in small.items() if here})
+
+
+def grids_of(filled: Filled) -> list[Grid]:
+    """The experiment's tables, one for each section, then its stand-ins that were run."""
+    experiment, grids = filled.experiment, []
+    for machine, cells in _by_machine(filled.cells):
+        for section in labels_of(cells, experiment.sections):
+            here = [cell for cell in cells if labels_of([cell], experiment.sections) == [section]]
+            grids.append(_grid(experiment, here, ", ".join(filter(None, [*section, machine]))))
+    for model, small in filled.stand_ins.items():
+        for machine, here in _by_machine(small):
+            said = ", ".join(filter(None, [f"stand-in on {model}, not the paper's experiment", machine]))
+            grids.append(_grid(experiment, here, said))
+    return grids
+
+
+def _by_machine(cells: Sequence[Shown]) -> list[tuple[str, list[Shown]]]:
+    """Cells by the machine of their times, as a title names it; times of two machines share no table."""
+    machines = dict.fromkeys(cell.machine for cell in cells)
+    return [(name and f"times on {name}", [cell for cell in cells if cell.machine == name]) for name in machines]
+
+
+def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Grid:
+    rows = [axis for axis in experiment.rows if any(cell.asked.labels.get(axis) for cell in cells)]
+    others = [axis for axis in AXES if axis not in (*experiment.rows, *experiment.sections)]
+    columns = [axis for axis in others if len(labels_of(cells, [axis])) > 1]
+    alone = [label for axis in others if axis not in columns for (label,) in labels_of(cells, [axis])]
+    printed = any(cell.published is not None for cell in cells)
+    numbers: dict[str, int] = {}
+    lines = []
+    titles, digits = labels_of(cells, columns), _digits(cells)
+    for row in labels_of(cells, rows):
+        here = [cell for cell in cells if labels_of([cell], rows) == [row]]
+        places = {labels_of([cell], columns)[0]: cell for cell in here}
+        shown = [
+            _cell(cell, numbers, digits.get(cell.asked.metric, 3), printed) if (cell := places.get(title)) else ""
+            for title in titles
+        ]
+        lines.append([*row, *_bits(here, printed), *shown])
+    what = ", ".join(filter(None, ["measured / published / difference" if printed else "measured", experiment.units]))
+    names = [", ".join(filter(None, title)) or what for title in titles]
+    bits = [*_BITS[:1]] * printed + [*_BITS[1:]]
+    title = ": ".join(filter(None, [experiment.title, "; ".join(filter(None, [section, *alone]))]))
+    notes = [f"Cells: {what}."] if columns else []
+    return Grid(title, [*rows, *bits, *names], lines, len(rows), [*notes, *_notes(experiment, cells, numbers)])
+
+
+def _bits(cells: Sequence[Shown], printed: bool) -> list[str]:
+    published = list(dict.fromkeys(cell.published.avg_bits for cell in cells if cell.published))
+    measured = [[getattr(cell, name) for cell in cells] for name in ("bits", "effective_bits")]
+    texts = [list(dict.fromkeys(fixed(bits, 3) for bits in row if bits is not None)) for row in measured]
+    return [
+        *([", ".join(filter(None, published)) or DASH] if printed else []),
+        *(", ".join(row) or DASH for row in texts),
+    ]
+
+
+def _digits(cells: Sequence[Shown]) -> dict[str, int]:
+    """Decimals by metric: as many as the paper prints of it; three where nothing is published."""
+    digits: dict[str, int] = {}
+    for cell in cells:
+        if cell.published is not None:
+            text = f"{cell.published.value:.4f}".rstrip("0")
+            metric = cell.asked.metric
+            digits[metric] = max(digits.get(metric, 0), len(text.partition(".")[2]))
+    return digits
+
+
+def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> str:
+    if cell.value is None:
+        mark = f" [{numbers.setdefault(cell.reason, len(numbers) + 1)}]" if cell.reason else ""
+        measured = f"{DASH}{mark}"
+    else:
+        digits += cell.error is not None and not printed  # or the error would be one figure
+        error = "" if cell.error is None else f" ± {fixed(cell.error, digits)}"
+        measured = f"{'≈ ' if cell.within_noise else ''}{fixed(cell.value, digits)}{error}{' †' if cell.stale else ''}"
+    if not printed:
+        return measured
+    published = DASH if cell.published is None else _printed(cell.published, digits)
+    difference = DASH if cell.difference is None else fixed(cell.difference, digits, signed=True)
+    return f"{measured} / {published} / {difference}"
+
+
+def _printed(number: Published, digits: int) -> str:
+    """A published number: without decimals that an approximate one does not have, and marked where there is a note."""
+    text = f"~{number.value:g}" if number.is_approximate else fixed(number.value, digits)
+    return f"{text}{'*' * bool(number.note)}"
+
+
+def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str, int]) -> Iterator[str]:
+    for reason, number in numbers.items():
+        yield f"[{number}] {reason}"
+    for note in dict.fromkeys(cell.published.note for cell in cells if cell.published and cell.published.note):
+        yield f"* {note}"
+    if any(cell.error is not None for cell in cells):
+        yield "± standard error."
+    if any(cell.within_noise for cell in cells):
+        yield "≈ within noise of full precision."
+    if any(cell.stale for cell in cells):
+        yield "† stale: code that made this run has changed since."
+    missing = list(dict.fromkeys(line for cell in cells if not cell.reason for line in cell.missing))
+    if missing:
+        yield f"Not measured: {len(missing)} runs. All of the table: python run.py +experiment={experiment.name}"
+        yield from (f"Run: {line}" for line in missing[:_SHOWN_COMMANDS])
+        if len(missing) > _SHOWN_COMMANDS:
+            yield f"The other {len(missing) - _SHOWN_COMMANDS} commands stand in the table's CSV file."
+
+
+def markdown(experiment: Experiment, grids: Sequence[Grid]) -> str:
+    """All tables of an experiment on one page."""
+    where = " ".join(filter(None, [experiment.paper, experiment.table]))
+    lines = [f"# {escape_markdown(f'{where}: {experiment.title}')}", ""]
+    more = f" and {experiment.baselines} of full precision beside them" if experiment.baselines else ""
+    lines += [f"`python run.py +experiment={experiment.name}`, {experiment.runs} runs in full{more}."]
+    for choice, runs in experiment.waiting.items():
+        lines.append(f"\nNot in this version: `{choice}`, which {runs} of the runs need.")
+    for grid in grids:
+        rows = [grid.header, *grid.rows]
+        text = [f"| {' | '.join(escape_markdown(cell) for cell in row)} |" for row in rows]
+        text.insert(1, f"| {' | '.join(':---' if i < grid.labels else '---:' for i in range(len(grid.header)))} |")
+        lines += ["", f"## {escape_markdown(grid.title)}", "", *text, ""]
+        lines += [f"- {_as_code(note)}" for note in grid.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _as_code(note: str) -> str:
+    """A note of which a command can be copied; other text is escaped."""
+    said, begin, line = note.partition("python run.py ")
+    ours = begin and said.startswith(_OWN)  # the reason of a record may hold anything
+    return f"{escape_markdown(said)}`{begin}{one_line(line).replace('`', '')}`" if ours else escape_markdown(note)
+
+
+def latex(experiment: Experiment, grids: Sequence[Grid]) -> str:
+    """The tables for a paper, with booktabs; commands of what is missing are comments."""
+    lines = [PREAMBLE]
+    for index, grid in enumerate(grids):
+        sheet = Sheet(
+            caption=grid.title,
+            label=f"tab:{slug(experiment)}" + (f"-{index + 1}" if len(grids) > 1 else ""),
+            header=grid.header,
+            rows=grid.rows,
+            labels=grid.labels + sum(title in _BITS for title in grid.header),
+            left=frozenset(range(grid.labels)),
+            notes=[note for note in grid.notes if not note.startswith(_OWN)],
+            comments=[note for note in grid.notes if note.startswith(_OWN)],
+        )
+        lines.append(floats(sheet))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def csv(filled: Filled) -> str:
+    """One line per cell, numbers in full, with the commands of runs that are missing."""
+    cells = [(cell, "") for cell in filled.cells]
+    cells += [(cell, model) for model, here in filled.stand_ins.items() for cell in here]
+    rows = [
+        {
+            **{axis: cell.asked.labels.get(axis, "") for axis in AXES},
+            "stand_in": stand_in,
+            "machine": cell.machine,
+            "read": cell.asked.metric,
+            "units": filled.experiment.units,
+            "measured": cell.value,
+            "standard_error": cell.error,
+            "published": cell.published.value if cell.published else None,
+            "difference": cell.difference,
+            "published_bits": cell.published.avg_bits if cell.published else "",
+            "measured_bits": cell.bits,
+            "effective_bits": cell.effective_bits,
+            "within_noise": cell.within_noise,
+            "stale": cell.stale,
+            "reason": " ".join((cell.reason or "").split()),
+            "note": cell.published.note if cell.published else "",
+            "missing": " ; ".join(cell.missing),
+        }
+        for cell, stand_in in cells
+    ]
+    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
+
+
+def slug(experiment: Experiment) -> str:
+    """The experiment's name as a file's."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", experiment.name).strip("-.") or "experiment"
+
+
+def write_experiments(
+    experiments: Sequence[Experiment], records: Answers, reference: Reference, out_dir: Path
+) -> list[Path]:
+    """Write every experiment as Markdown, CSV and LaTeX and an index of them; return their paths.
+
+    Raises:
+        RecordError: the folder cannot be written.
+    """
+    files: dict[str, str] = {}
+    stale = judge()
+    lines = [
+        "# Experiments",
+        "",
+        "Published figures and ours beside them, by `make tables`; changes here are overwritten.",
+        "",
+    ]
+    lines += [
+        "| experiment | table | measured | stand-ins | runs in full | not in this version |",
+        "| :--- | :--- | ---: | :--- | ---: | :--- |",
+    ]
+    for experiment in experiments:
+        filled = fill(experiment, records, reference, stale)
+        name, grids = slug(experiment), grids_of(filled)
+        files |= {f"{name}.md": markdown(experiment, grids), f"{name}.tex": latex(experiment, grids)}
+        files[f"{name}.csv"] = csv(filled)
+        done = f"{sum(cell.value is not None for cell in filled.cells)} of {len(filled.cells)}"
+        where = " ".join(filter(None, [experiment.paper, experiment.table]))
+        cell = [f"[{escape_markdown(f'{where}: {experiment.title}')}]({name}.md)", done]
+        cell += [", ".join(filled.stand_ins) or DASH, str(experiment.runs), ", ".join(experiment.waiting) or DASH]
+        lines.append(f"| `{experiment.name}` | {' | '.join(cell)} |")
+    files[INDEX] = "\n".join(lines) + "\n"
+    try:
+        for name, text in files.items():
+            write_file(out_dir / name, text.encode("utf-8"), durable=False)
+    except OSError as error:
+        raise RecordError(f"tables: cannot write under '{out_dir}': {cause(error)}") from error
+    return [out_dir / name for name in files]

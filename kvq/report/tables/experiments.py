@@ -1,0 +1,244 @@
+"""An experiment's table: measured beside published beside their difference, as a function of records and figures."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvq.report.tables.build import is_noise
+from kvq.report.tables.reference import Published, Reference
+from kvq.results import Record, is_stale, run_key
+
+MAIN_METRICS = ("score", "accuracy", "perplexity")
+
+
+class CellRun(NamedTuple):
+    """A run that a cell asks for. `signature` is None where no record can answer; `waits`: what it needs first."""
+
+    command: str
+    signature: str | None = None
+    waits: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A cell: its labels by axis, the metric that is read (empty: the task's own), its runs, or why it has none."""
+
+    labels: Mapping[str, str]
+    metric: str
+    runs: tuple[CellRun, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table of a paper as it is asked for; `stand_ins`: model -> cells of a small run of the same shape.
+
+    `runs` counts the distinct runs of a full reproduction, `baselines` those of full precision beside them; `waiting`:
+    choice that is not here yet -> runs that need it; `own`: labels that no paper prints, shown all the same.
+    """
+
+    name: str
+    paper: str
+    table: str | None
+    title: str
+    units: str
+    scale: float
+    pool: str
+    rows: tuple[str, ...]
+    sections: tuple[str, ...]
+    cells: tuple[Asked, ...]
+    runs: int
+    baselines: int
+    stand_ins: Mapping[str, tuple[Asked, ...]]
+    waiting: Mapping[str, int]
+    own: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A cell with its numbers, `value`, its standard `error` and `published` in the table's units.
+
+    `error` is that of a single run whose record has one; `reason`: why there is no value; `machine`: on which the
+    times of its table were measured.
+    """
+
+    asked: Asked
+    published: Published | None
+    value: float | None = None
+    error: float | None = None
+    bits: float | None = None
+    effective_bits: float | None = None
+    within_noise: bool = False
+    stale: bool = False
+    reason: str | None = None
+    missing: tuple[str, ...] = ()
+    machine: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        """Measured minus published."""
+        return None if self.value is None or self.published is None else self.value - self.published.value
+
+
+def signature(config: Mapping[str, Any], model: str, dataset: str) -> str:
+    """What a run measures, by the names of its model and its texts: known before any of them is loaded.
+
+    It is the run's key without fingerprints and without the machine of a time, which a cell cannot know: `Address` has
+    that beside it. Everything else that the key has counts, so whatever changes a number tells two runs apart.
+
+    Args:
+        config: what the run's key is a hash of (`kvq.config.identity.canonical`).
+        model, dataset: their names, which stand for the fingerprints.
+    """
+    parts = {name: part for name, part in config.items() if name != "machine"}
+    method = parts.get("method")
+    if isinstance(method, Mapping) and "calibration" in method:
+        parts["method"] = {**method, "calibration": _named(method["calibration"])}
+    for name, given in (("model", model), ("dataset", dataset)):
+        parts[name] = [given, _named(config.get(name))]
+    return run_key(parts)
+
+
+def _named(part: Any) -> Any:
+    """A part of a key without its fingerprint."""
+    return {name: item for name, item in part.items() if name != "fingerprint"} if isinstance(part, Mapping) else part
+
+
+class Address(NamedTuple):
+    """Where a record is found: its signature, and for a time the machine that it was measured on (else empty)."""
+
+    signature: str
+    machine: str = ""
+
+
+Answers = Mapping[Address, Record]
+"""Records by address."""
+
+
+def address(record: Record) -> Address:
+    """Where a record is found."""
+    name = signature(record.config, record.model, record.dataset)
+    return Address(name, str(record.config.get("machine") or ""))
+
+
+def by_signature(records: Iterable[Record]) -> Answers:
+    """Records as answers; of several at one address, one that is done, the youngest."""
+    wanted = sorted(records, key=lambda record: (record.status == "done", record.provenance.started))
+    return {address(record): record for record in wanted}
+
+
+def _answer(run: CellRun, records: Answers, machine: str) -> Record | None:
+    """The record of a run; a time is that of `machine`, anything else is no machine's."""
+    if run.signature is None:
+        return None
+    return records.get(Address(run.signature, machine)) or records.get(Address(run.signature))
+
+
+def _machines(cells: Iterable[Asked], records: Answers) -> list[str]:
+    """Machines whose times answer some run of the cells; an empty name where there is none."""
+    asked = {run.signature for cell in cells for run in cell.runs}
+    return sorted({found.machine for found in records if found.machine and found.signature in asked}) or [""]
+
+
+def read_metric(record: Record, metric: str) -> float | None:
+    """A metric of a record, or one that follows from others; None where the run has none.
+
+    A `*` stands for a batch or a context: the metric is read where just one fits.
+    """
+    metrics = record.metrics
+    if "*" in metric:
+        found = fnmatch.filter(metrics, metric.rpartition(" of ")[2])
+        metric = metric.replace(metric.rpartition(" of ")[2], found[0]) if len(found) == 1 else metric
+    if not metric:
+        return next((metrics[name] for name in MAIN_METRICS if name in metrics), None)
+    if metric in metrics:
+        return metrics[metric]
+    if metric == "hits" and {"accuracy", "items"} <= metrics.keys():
+        return metrics["accuracy"] * metrics["items"]
+    if metric == "delta_perplexity_percent" and {"perplexity", "delta_perplexity"} <= metrics.keys():
+        return 100 * metrics["delta_perplexity"] / (metrics["perplexity"] - metrics["delta_perplexity"])
+    if (seconds := metrics.get(metric.removeprefix("milliseconds of "))) is not None:
+        return 1000 * seconds
+    if (ratio := metrics.get(metric.removeprefix("overhead in percent of "))) is not None:
+        return 100 * (ratio - 1)
+    return None
+
+
+def shown_cells(
+    experiment: Experiment,
+    records: Answers,
+    reference: Reference,
+    stale: Callable[[Record], bool] = is_stale,
+) -> list[Shown]:
+    """The cells of a table that print something: those a paper has and `experiment.own`; all where none is published.
+
+    Times of several machines never share a table: every cell then stands once for each machine.
+    """
+    cells = []
+    for machine in _machines(experiment.cells, records):
+        for asked in experiment.cells:
+            published = reference.find(experiment.paper, experiment.table, asked.labels)
+            if published is not None or experiment.table is None or experiment.own & set(asked.labels.values()):
+                cells.append(_shown(asked, published, records, machine, experiment, stale))
+    return cells
+
+
+def stand_in_cells(
+    experiment: Experiment, model: str, records: Answers, stale: Callable[[Record], bool] = is_stale
+) -> list[Shown]:
+    """The cells of a stand-in, by machine as `shown_cells`; nothing where none of its runs is there."""
+    asked = experiment.stand_ins[model]
+    machines = _machines(asked, records)
+    cells = [_shown(one, None, records, machine, experiment, stale) for machine in machines for one in asked]
+    return cells if any(cell.value is not None for cell in cells) else []
+
+
+def _shown(
+    asked: Asked,
+    published: Published | None,
+    records: Answers,
+    machine: str,
+    experiment: Experiment,
+    stale: Callable[[Record], bool],
+) -> Shown:
+    answers = [(run, _answer(run, records, machine)) for run in asked.runs]
+    found = [record for _, record in answers if record is not None]
+    missing = tuple(run.command for run, record in answers if record is None)
+    reason = asked.reason or next((run.waits for run in asked.runs if run.waits), None)
+    failed = next((record for record in found if record.status != "done"), None)
+    if reason is None and failed is not None:
+        reason = f"{failed.status}: {failed.reason or 'no reason recorded'}"
+    if reason is not None or not found or missing:
+        return Shown(asked, published, reason=reason, missing=missing, machine=machine)
+    values = [read_metric(record, asked.metric) for record in found]
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return Shown(asked, published, reason=f"the run has no metric '{asked.metric}'", machine=machine)
+    alone = found[0] if len(found) == 1 else None
+    error = None if alone is None else alone.metrics.get(f"{asked.metric}_se")
+    return Shown(
+        asked,
+        published,
+        value=experiment.scale * sum(known) / (1 if experiment.pool == "sum" else len(known)),
+        error=None if error is None else abs(experiment.scale) * error,
+        bits=_same(record.metrics.get("bits_per_element") for record in found),
+        effective_bits=_same(record.metrics.get("effective_bits") for record in found),
+        within_noise=alone is not None
+        and alone.baseline_key is not None
+        and is_noise(alone, alone.metrics.get("p_value")),
+        stale=any(stale(record) for record in found),
+        machine=machine,
+    )
+
+
+def _same(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def labels_of(cells: Sequence[Shown], axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Labels along `axes` in the order in which cells have them."""
+    return list(dict.fromkeys(tuple(cell.asked.labels.get(axis, "") for axis in axes) for cell in cells))

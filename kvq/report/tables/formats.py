@@ -1,0 +1,155 @@
+"""A table as Markdown, CSV or LaTeX. Names, reasons and settings come from users: each format escapes all text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+import pandas as pd
+
+from kvq.report.escapes import escape_markdown, one_line
+from kvq.report.tables.cells import Cell, columns_of, is_of_items
+from kvq.report.tables.latex import PREAMBLE, Sheet, floats
+from kvq.report.tables.layout import Table, Tables
+
+CSV_METRICS = (
+    "bits_per_element",
+    "key_bits",
+    "value_bits",
+    "effective_bits",
+    "perplexity",
+    "nll",
+    "delta_perplexity",
+    "delta_nll",
+    "delta_nll_se",
+    "kl_mean",
+    "kl_p99",
+    "top1_agreement",
+    "scored_tokens",
+    "windows",
+)
+# A setting longer than this, such as a fingerprint, is cut short in the index.
+_SHOWN = 40
+
+
+def markdown(table: Table) -> str:
+    """The table as GitHub Markdown, its protocol above and its notes below."""
+
+    def shown(cell: Cell) -> str:
+        text = escape_markdown(cell.text)
+        return f"**{text}**" if cell.bold else text
+
+    columns = columns_of(table)
+    lines = [f"# {escape_markdown(table.title)}", ""]
+    lines += [f"- {escape_markdown(line)}" for line in table.protocol]
+    lines += ["", _markdown_row([escape_markdown(column.title) for column in columns])]
+    lines += [_markdown_row(["---:" if column.numeric else ":---" for column in columns])]
+    lines += [_markdown_row([shown(column.cell(row)) for column in columns]) for row in table.rows]
+    lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def csv(table: Table) -> str:
+    """One line per run: names, status, marks and every number in full; no metric, no text in its place."""
+    metrics: tuple[str, ...] = CSV_METRICS
+    if is_of_items(table):
+        metrics = tuple(sorted({name for row in table.rows for name in row.record.metrics}))
+    rows = [
+        {
+            "method": row.name,
+            "bits": row.record.bits,
+            "status": row.record.status,
+            "reason": one_line(row.record.reason or ""),
+            "baseline": row.baseline,
+            "within_noise": row.within_noise,
+            "best": row.best,
+            "stale": row.stale,
+            **({"p_holm": row.p_value} if is_of_items(table) else {}),
+            **{name: row.record.metrics.get(name) for name in metrics},
+            "dtype": row.record.provenance.dtype,
+            "key": row.record.key,
+        }
+        for row in table.rows
+    ]
+    columns = ["method", "bits", "status", "reason", "baseline", "within_noise", "best", "stale"]
+    columns += ["p_holm"] if is_of_items(table) else []
+    frame = pd.DataFrame(rows, columns=[*columns, *metrics, "dtype", "key"])
+    return frame.to_csv(index=False, lineterminator="\n")
+
+
+def latex(table: Table) -> str:
+    """The table for a paper, with booktabs: its caption names the protocol's runs, its notes stand below."""
+    columns = columns_of(table)
+    cells = [[column.cell(row) for column in columns] for row in table.rows]
+    sheet = Sheet(
+        caption=table.title,
+        label=f"tab:{table.slug}",
+        header=[column.title for column in columns],
+        rows=[[cell.text for cell in row] for row in cells],
+        labels=2,
+        left=frozenset(index for index, column in enumerate(columns) if not column.numeric),
+        bold=frozenset((r, c) for r, row in enumerate(cells) for c, cell in enumerate(row) if cell.bold),
+        notes=table.notes,
+    )
+    return f"{PREAMBLE}\n{floats(sheet)}"
+
+
+def index(tables: Tables) -> str:
+    """A page that links every table, by task, and names every file that is not a record."""
+    lines = [
+        "# Tables",
+        "",
+        "Made from the records by `make tables`; changes here are overwritten. The papers' tables,",
+    ]
+    lines += ["measured beside published, are in [experiments](experiments/index.md); figures in"]
+    lines += ["[figures](../figures/index.md)."]
+    for task, found in groupby(tables.tables, key=lambda table: table.title.partition(":")[0]):
+        here = list(found)
+        lines += [
+            "",
+            f"## {escape_markdown(task)}",
+            "",
+            "| table | runs | what sets it apart | |",
+            "| :--- | :--- | :--- | :--- |",
+        ]
+        for table in here:
+            others = f"[CSV]({table.slug}.csv), [LaTeX]({table.slug}.tex)"
+            name = table.title.partition(": ")[2] or table.title
+            cells = [
+                f"[{escape_markdown(name)}]({table.slug}.md)",
+                _counts(table),
+                escape_markdown(_apart(table, here)),
+            ]
+            lines.append(_markdown_row([*cells, others]))
+    if tables.broken:
+        lines += ["", "## Skipped, because they are not records", ""]
+        lines += [f"- {escape_markdown(f'{broken.path.name}: {broken.reason}')}" for broken in tables.broken]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(table: Table) -> str:
+    states = [row.record.status for row in table.rows]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states))) or "no runs"
+    stale = sum(row.stale for row in table.rows)
+    return f"{counts}, {stale} stale" if stale else counts
+
+
+def _apart(table: Table, others: Sequence[Table]) -> str:
+    """Settings that tables of this title do not share."""
+    settings = [set(_settings(other)) for other in others if other.title == table.title]
+    shared = set.intersection(*settings)
+    return ", ".join(setting for setting in _settings(table) if setting not in shared)
+
+
+def _settings(table: Table) -> list[str]:
+    found = []
+    for line in table.protocol:
+        name, _, said = line.partition(": ")
+        parts = re.split(r", (?=[\w.]+=)", said) if "=" in said else [f"{name}={said}"]
+        found += [part if len(part) <= _SHOWN else f"{part[:_SHOWN]}…" for part in parts if name != "scored"]
+    return found

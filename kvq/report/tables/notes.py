@@ -1,0 +1,162 @@
+"""What a table says under itself: marks, failures, where more bits did not help, what is missing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvq.report.comparisons import Comparisons, widths
+from kvq.report.settings import settings_of
+from kvq.report.tables.layout import Planned, Row
+from kvq.results import Record
+from kvq.results.statistics import ALPHA, NOISE, within_noise
+
+_DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+
+
+def notes_of(rows: Sequence[Row], missing: Iterable[Planned], comparisons: Comparisons) -> list[str]:
+    """Plain-text notes of a table, each one line; whoever writes them escapes them."""
+    return [
+        *(_item_marks(rows) if any("items" in row.record.metrics for row in rows) else _marks(rows)),
+        *_perplexity(rows, comparisons),
+        *_dtypes(rows),
+        *_residuals(rows),
+        *_decode_mode(rows),
+        *_bit_widths(rows, comparisons),
+        *_baselines(rows),
+        *_failures(rows),
+        *_missing(missing),
+    ]
+
+
+def _marks(rows: Sequence[Row]) -> Iterator[str]:
+    if any("delta_nll_se" in row.record.metrics and not row.baseline for row in rows):
+        yield "± is the standard error by block bootstrap over windows, paired with full precision."
+    if any(row.within_noise for row in rows):
+        yield f"≈ within noise of full precision: |ΔNLL| is at most {NOISE:g} standard errors. Never set in bold."
+    if any(row.best for row in rows):
+        yield (
+            f"Bold: on the frontier of effective bits and loss. By more than {NOISE:g} paired standard errors it beats "
+            "every row of as few or fewer bits, and one of as many or more."
+        )
+    yield from _stale(rows)
+
+
+def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
+    if any(row.p_value is not None for row in rows):
+        yield (
+            "Differences are to full precision on the same items: ± is the standard error by bootstrap over items, p "
+            "that of McNemar's exact test (scores other than 0 and 1: of flipping the signs of differences), corrected "
+            "for all rows of the table (Holm)."
+        )
+    if any(row.within_noise for row in rows):
+        yield (
+            f"≈ within noise of full precision: p is above {ALPHA:g}, there are too few items for a p, or no more "
+            "items changed than in another batch order."
+        )
+    floors = {row.record.metrics["noise_flips"] for row in rows if "noise_flips" in row.record.metrics}
+    for floor in sorted(floors):
+        yield f"Full precision in another batch order changed {100 * floor:.1f}% of the items."
+    kept = [row for row in rows if row.record.metrics.get("not_worse") == 1]
+    if kept:
+        names = ", ".join(f"{row.name} {row.bits}" for row in kept)
+        yield f"Not worse than full precision by the protocol's margin (task.margin), p at most {ALPHA:g}: {names}."
+    yield from _stale(rows)
+
+
+def _stale(rows: Sequence[Row]) -> Iterator[str]:
+    if any(row.stale for row in rows):
+        yield "† stale: code that made this run has changed since; repeat the command and it is measured again."
+
+
+def _perplexity(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
+    for row in rows:
+        error = comparisons.perplexity_error(row.record) if row.baseline and row.record.status == "done" else None
+        if error is not None:
+            yield (
+                f"Perplexity of {row.name} has a standard error of {error:.3f} over the windows of this text; all rows "
+                "share them, so it does not tell rows apart."
+            )
+
+
+def _dtypes(rows: Sequence[Row]) -> Iterator[str]:
+    for dtype in sorted({row.record.provenance.dtype for row in rows if "effective_bits" in row.record.metrics}):
+        size = f": {_DTYPE_BITS[dtype]} bits per element" if dtype in _DTYPE_BITS else ""
+        yield (
+            f"Full-precision rows and residual tokens are stored in the run's compute dtype ({dtype}{size}); "
+            "effective bits count them so."
+        )
+
+
+def _residuals(rows: Sequence[Row]) -> Iterator[str]:
+    names: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        if row.record.status == "done" and not row.baseline:
+            settings = sorted(settings_of(row.record).items())
+            residual = [(name, value) for name, value in settings if name.startswith("residual.")]
+            text = ", ".join(f"{name.removeprefix('residual.')}={value}" for name, value in residual)
+            names[text].add(row.name)
+    for text in sorted(names.keys() - {""}):
+        yield f"Residual of {', '.join(sorted(names[text]))}: {text}."
+
+
+def _decode_mode(rows: Sequence[Row]) -> Iterator[str]:
+    names = sorted({row.name for row in rows if (row.record.config.get("method") or {}).get("backend")})
+    if names:
+        yield (
+            f"{', '.join(names)}: decode mode. The cache is transformers' own; at each flush it quantizes anew what it "
+            "decoded, the whole past, so that a token's error depends on the flushes behind it."
+        )
+
+
+def _bit_widths(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
+    methods: dict[str, list[Record]] = defaultdict(list)
+    for row in rows:
+        if row.record.status == "done" and not row.baseline and "perplexity" in row.record.metrics:
+            methods[row.name].append(row.record)
+    falls, exceptions = 0, []
+    for name in sorted(methods):
+        for fewer, more in widths(methods[name]):
+            if comparisons.beats(more, fewer):
+                falls += 1
+            else:
+                exceptions.append(f"{name}: {_exception(fewer, more, comparisons)}")
+    everywhere = f"perplexity falls by more than {NOISE:g} paired standard errors from each bit width to the next"
+    if exceptions:
+        yield from exceptions
+        if falls:
+            yield f"For all other pairs of bit widths of a method {everywhere}."
+    elif falls:
+        yield f"For every method measured at several bit widths {everywhere}."
+
+
+def _exception(fewer: Record, more: Record, comparisons: Comparisons) -> str:
+    where = f"from {fewer.bits} to {more.bits} bits"
+    found = comparisons.delta_nll(more, fewer)
+    if found is None:
+        return f"whether perplexity falls {where} cannot be told: the samples of the two runs cannot be paired."
+    if found.standard_error is None:
+        return f"whether perplexity falls {where} cannot be told: too few windows for a standard error."
+    rises = found.value > 0 and not within_noise(found.value, found.standard_error)
+    verb = "rises" if rises else f"does not fall by more than {NOISE:g} paired standard errors"
+    return f"perplexity {verb} {where}: ΔNLL {found.value:+.4f} ± {found.standard_error:.4f} nats/token."
+
+
+def _baselines(rows: Sequence[Row]) -> Iterator[str]:
+    keys = {row.record.key for row in rows}
+    lost = sorted({r.baseline_key for row in rows if (r := row.record).baseline_key and r.baseline_key not in keys})
+    for key in lost:
+        yield f"The full-precision run {key[:12]} that rows are paired with has no record here."
+
+
+def _failures(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row.footnote is not None:
+            reason = " ".join((row.record.reason or "no reason recorded").split())
+            yield f"[{row.footnote}] {row.name}, {row.bits} bits, {row.record.status}: {reason}"
+
+
+def _missing(missing: Iterable[Planned]) -> Iterator[str]:
+    for plan in sorted(missing, key=lambda plan: (plan.method, plan.bits, plan.key)):
+        bits = f", {plan.bits} bits" if plan.bits else ""
+        yield f"Missing: {plan.method}{bits}." + (f" Run: {plan.command}" if plan.command else "")

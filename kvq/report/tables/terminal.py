@@ -1,0 +1,102 @@
+"""Tables on a terminal: colours and rules there, plain text in a pipe or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.cells import Cell, Column, columns_of, is_of_diagnostics, measured
+from kvq.report.tables.experiment_files import Grid
+from kvq.report.tables.layout import Planned, Row, Table
+from kvq.results import Record, Store
+
+# A file has no width of its own; rich would take 80, in which the columns do not fit.
+PLAIN_WIDTH = 100
+
+
+def print_tables(
+    store: Store,
+    console: Console,
+    *,
+    keys: Collection[str] | None = None,
+    planned: Iterable[Planned] = (),
+    stale: Callable[[Record], bool] | None = None,
+) -> None:
+    """Print the tables of a store, or of the runs `keys` and their full-precision runs; fits 100 columns.
+
+    Raises:
+        RecordError: the folder of the store cannot be listed.
+    """
+    for table in build_tables(store, keys=keys, planned=planned, stale=stale).tables:
+        print_table(table, console)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print one table with its notes; where there is no terminal, a note is one line."""
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    drawn = _empty(console)
+    if is_of_diagnostics(table):
+        _fill_sideways(drawn, table)
+    else:
+        _fill(drawn, table)
+    console.print(Text(table.title, style="italic"), soft_wrap=True)
+    console.print(drawn)
+    for note in table.notes:
+        console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
+
+
+def _empty(console: Console) -> RichTable:
+    return RichTable(
+        box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+
+
+def _fill(drawn: RichTable, table: Table) -> None:
+    columns = columns_of(table)
+    for column in columns:
+        drawn.add_column(
+            column.short,
+            justify="right" if column.numeric else "left",
+            overflow="ellipsis" if column.numeric else "fold",
+            no_wrap=column.numeric,
+        )
+    for row in table.rows:
+        drawn.add_row(*_texts(row, columns))
+
+
+def _fill_sideways(drawn: RichTable, table: Table) -> None:
+    """A line for each metric and a column for each run: diagnostics measure many things on few runs."""
+    drawn.add_column("Metric", overflow="fold")
+    for row in table.rows:
+        drawn.add_column(Text(f"{row.name}\n{row.bits}"), justify="right")
+    for column in measured(table):
+        drawn.add_row(Text(column.title), *(_text(column.cell(row)) for row in table.rows))
+
+
+def print_grid(grid: Grid, console: Console) -> None:
+    """Print a table of an experiment with its notes."""
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    drawn = _empty(console)
+    for index, name in enumerate(grid.header):
+        drawn.add_column(name, justify="left" if index < grid.labels else "right", overflow="fold")
+    for row in grid.rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    console.print(Text(grid.title, style="italic"), soft_wrap=True)
+    console.print(drawn)
+    for note in grid.notes:
+        console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
+
+
+def _texts(row: Row, columns: Sequence[Column]) -> list[Text]:
+    return [_text(column.cell(row)) for column in columns]
+
+
+def _text(cell: Cell) -> Text:
+    return Text(cell.text, style="bold" if cell.bold else "")

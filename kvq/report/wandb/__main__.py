@@ -1,0 +1,65 @@
+"""`python -m kvq.report.wandb`: send finished records to Weights & Biases; what is there already is not sent again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from kvq.config.logger import WandbLogger, WandbMode
+from kvq.errors import KvqError, RecordError
+from kvq.report.wandb.run import Tracker
+from kvq.report.wandb.workspace import save_workspace
+from kvq.results import Store
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    given = _parser().parse_args(arguments)
+    try:
+        settings = WandbLogger(
+            project=given.project,
+            entity=given.entity,
+            group=given.group,
+            mode=WandbMode.offline if given.offline else WandbMode.online,
+        )
+        store = Store(given.results)
+        records, broken = store.scan()
+        if not records:
+            raise RecordError(
+                f"no records under '{store.runs}': run a sweep first, such as python run.py -m method=nsn,kivi"
+            )
+        for file in broken:
+            print(f"skipped {file.path}: {file.reason}", file=sys.stderr)
+        tracker = Tracker(settings, store)
+        finished = [record for record in records if record.status != "failed"]
+        bar = tqdm(finished, desc="wandb", unit="run", disable=None, leave=False)
+        sent = sum(tracker.push(record, again=given.again) for record in bar)
+        print(f"{sent} sent, {len(finished) - sent} there already, {len(records) - len(finished)} failed and left out")
+        if given.workspace:
+            print(save_workspace(settings))
+    except KvqError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kvq.report.wandb", description=__doc__)
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
+    )
+    parser.add_argument("--project", default="kvq", help="project (default: kvq)")
+    parser.add_argument("--entity", help="account or team (default: the account's own)")
+    parser.add_argument("--group", help="group of all runs (default: one for each sweep's command)")
+    parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead")
+    parser.add_argument("--again", action="store_true", help="send also what is there already")
+    parser.add_argument("--workspace", action="store_true", help="save the view 'kvq' in the project too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

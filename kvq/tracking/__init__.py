@@ -1,5 +1,0 @@
-"""Finished runs shown elsewhere, beside their records: each from its record alone, now or later."""
-
-from kvq.tracking.live import track
-
-__all__ = ["track"]

@@ -1,0 +1,196 @@
+"""The calibration step of a run: its file, its bytes, its place in the key, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvq
+from kvq.calibration import files
+from kvq.calibration.run import file_of, text_of
+from kvq.calibration.text import calibration_text, check_apart, dataset_of
+from kvq.cli import main
+from kvq.config import compose, resolve
+from kvq.config.calibration import CalibrationConfig
+from kvq.data.embedded import is_held_out, load_corpus, module_paths
+from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.models import load_model
+from kvq.results import Store
+from tests.random_models import llama, save_random_model
+from tests.sweeps import inputs_of, records, small_run
+
+WORDS = " ".join(f"the root of {root * root} is {root}," for root in range(300))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A run on a random model that calibrates on another text than it is tested on."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    (folder / "roots.txt").write_text(WORDS, encoding="utf-8")
+    return [
+        *small_run(folder),
+        "task.max_windows=2",
+        f"method.calibration.path={folder / 'roots.txt'}",
+        "method.calibration.dataset=wikitext2",
+        "method.calibration.samples=3",
+        "method.calibration.length=64",
+    ]
+
+
+def calibrations(results: Path) -> list[Path]:
+    return sorted((results / "calibration").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["kvquant", "spinquant", "rotatekv"])
+def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: Path) -> None:
+    extra = ["method.value.stages.rotation.steps=3"] if name == "spinquant" else []
+    run = [*given, *extra, f"method={name}", "bits=2"]
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        assert main([*run, f"results_dir={folder}"]) == 0
+    (one,), (two,) = (calibrations(folder) for folder in folders)
+    assert one.name == two.name
+    assert one.read_bytes() == two.read_bytes()
+    record = records(folders[0])[f"{name} 2"]
+    found = files.read(one)
+    assert record.metrics["calibration_bytes"] == found.nbytes > 0
+    assert record.units["calibration_bytes"] == "bytes"
+    elements = 8 * record.metrics["total_bytes"] / record.metrics["effective_bits"]
+    assert record.metrics["calibration_bits"] == pytest.approx(8 * found.nbytes / elements)
+    assert record.metrics["calibration_seconds"] == found.seconds
+    assert json.loads(one.with_suffix(".json").read_text())["table_bytes"] == found.nbytes
+    assert record.config["method"]["calibration"]["samples"] == 3
+    stamp = one.stat().st_mtime_ns
+    assert main([*run, "force=true", f"results_dir={folders[0]}"]) == 0
+    assert one.stat().st_mtime_ns == stamp
+
+
+def test_killed_and_repeated(given: list[str], tmp_path: Path) -> None:
+    """A process that dies while it fits leaves nothing that a later one would take for a calibration."""
+    run = [*given, "method=cq", "method.key.quantizer.iterations=2", "method.value.quantizer.iterations=2"]
+    whole, killed = (f"results_dir={tmp_path / name}" for name in ("whole", "killed"))
+    assert main([*run, whole]) == 0
+    dying = (
+        "import os, kvq.calibration.fit as step\n"
+        "from kvq.cli import main\n"
+        "fit, seen = step._fit, []\n"
+        "def die(*given):\n"
+        "    seen.append(1)\n"
+        "    return os._exit(9) if len(seen) == 2 else fit(*given)\n"
+        "step._fit = die\n"
+        f"main({[*run, killed]!r})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", dying], check=False).returncode == 9
+    assert not calibrations(tmp_path / "killed")
+    assert main([*run, killed]) == 0
+    (one,), (two,) = (calibrations(tmp_path / name) for name in ("whole", "killed"))
+    assert one.read_bytes() == two.read_bytes()
+    two.write_bytes(two.read_bytes()[:100])
+    assert main([*run, "force=true", killed]) == 0
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_what_decides_a_calibration_is_in_its_name_and_in_the_key(given: list[str]) -> None:
+    def name(*changes: str) -> Path:
+        return file_of(inputs_of([*given, "method=kvquant", "bits=2"], *changes), ())
+
+    base = name()
+    for same in ("residual.size=16", "task.context=90", "results_dir=results", "method.label=x"):
+        assert name(same) == base
+    for other in ("samples=2", "length=48", "tokens=100", "seed=1"):
+        assert name(f"method.calibration.{other}") != base
+    assert name("method.key.quantizer.qnorm=true") != base
+    assert name("bits=3") != base
+    fingerprints = {
+        text_of(inputs_of([*given, "method=kvquant"], f"method.calibration.seed={i}")).fingerprint for i in (0, 1)
+    }  # type: ignore[union-attr]
+    assert len(fingerprints) == 2
+
+
+def test_a_plan_starts_nothing(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*given, "method=kvquant", "bits=2", "plan=true", f"results_dir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "pending     kvquant bits=2" in said
+    assert "to be calibrated" in said
+    assert not calibrations(tmp_path)
+
+
+def test_binding_is_of_this_very_model(given: list[str], tmp_path: Path) -> None:
+    assert main([*given, "method=kvquant", "bits=2", f"results_dir={tmp_path}"]) == 0
+    (file,) = calibrations(tmp_path)
+    method = kvq.build_method("kvquant", bits=2)
+    model = load_model(resolve(compose(given)).model).model
+    assert kvq.KVCache(model, kvq.bind_calibration(method, model, file)).get_seq_length() == 0
+    with pytest.raises(Unsupported, match=r"method=kvquant: not calibrated; `python run.py method=kvquant .*bind"):
+        kvq.KVCache(model, method)
+    for other, says in (
+        (llama(layers=2, head_dim=128, seed=3, heads=2, kv_heads=1, vocabulary=256), "of another model"),
+        (llama(layers=3, head_dim=128, heads=2, kv_heads=1), "of a model with 2 layers, not 3"),
+        (llama(layers=2, head_dim=64, heads=2, kv_heads=1), "of a model with head_dim=128, not 64"),
+    ):
+        with pytest.raises(Unsupported, match=f"^calibration of method=kvquant: {says}"):
+            kvq.bind_calibration(method, other, file)
+    with pytest.raises(Unsupported, match=r"calibration of method=kvquant: has no tables for value\.0\.rotation"):
+        kvq.bind_calibration(kvq.build_method("spinquant", bits=2), model, file)
+    with pytest.raises(Unsupported, match="method=kivi: calibrates nothing"):
+        kvq.bind_calibration(kvq.build_method("kivi", bits=2), model, file)
+    with pytest.raises(DataError, match="nowhere"):
+        kvq.bind_calibration(method, model, tmp_path / "nowhere")
+
+
+def test_calibration_text_is_apart_from_the_text_under_test() -> None:
+    for kind in ("pydocs", "pysource"):
+        calibration, test = (load_corpus(kind, split).documents for split in ("calibration", "test"))
+        assert len(" ".join(calibration)) > 500_000
+        assert not set(calibration) & set(test)
+    assert dataset_of(CalibrationConfig("pydocs")).split == "calibration"
+    assert dataset_of(CalibrationConfig("wikitext2")).split == "train"
+    tested = resolve(compose(["dataset=wikitext2"])).dataset
+    check_apart(dataset_of(CalibrationConfig("wikitext2")), tested)
+    own = [
+        resolve(compose(["dataset=wikitext2", f"dataset.path={path}"])).dataset for path in ("a/../one.txt", "two.txt")
+    ]
+    given = dataset_of(CalibrationConfig("wikitext2", path="one.txt"))
+    check_apart(given, own[1])
+    with pytest.raises(ConfigError, match=r"method\.calibration\.dataset=wikitext2: it is the text under test"):
+        check_apart(given, own[0])
+    with pytest.raises(ConfigError, match=r"c4: it names files without a training side; give"):
+        dataset_of(CalibrationConfig("c4"))
+    with pytest.raises(ConfigError, match=r"method\.calibration\.split=test: never"):
+        CalibrationConfig("pydocs", split="test")
+
+
+def test_calibration_modules_are_training_modules() -> None:
+    sources = {path.read_text(encoding="utf-8").strip() for name, path in module_paths().items() if is_held_out(name)}
+    assert not sources & set(load_corpus("pysource", "calibration").documents)
+
+
+def test_too_little_text_is_said(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a few words " * 20, encoding="utf-8")
+    tokenizer = resolve(compose([f"model.path={save_random_model(tmp_path / 'm')}"]))
+    from kvq.models import load_tokenizer
+
+    settings = CalibrationConfig("wikitext2", path=str(tmp_path / "short.txt"), samples=9, length=64)
+    with pytest.raises(DataError, match=r"method\.calibration\.samples=9: the text of wikitext2 has 3 windows of 64"):
+        calibration_text(settings, load_tokenizer(tokenizer.model))
+
+
+def test_tasks_that_read_no_model_say_so(given: list[str], tmp_path: Path) -> None:
+    run = ["task=synthetic", "dataset=pydocs", "method=kvquant", "bits=2", "model=tiny", f"results_dir={tmp_path}"]
+    assert main(run) == 1
+    (record,) = [r for r in Store(tmp_path).scan()[0] if r.method == "kvquant"]
+    assert record.status == "unsupported"
+    assert "reads no model, on which method=kvquant is calibrated" in (record.reason or "")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_too(given: list[str], tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        assert main([*given, "method=cq", "device=cuda", f"results_dir={tmp_path / folder}"]) == 0
+    (one,), (two,) = (calibrations(tmp_path / name) for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()

@@ -1,0 +1,104 @@
+"""A golden output: what was stored when the versions were these, and how it is compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).parent / "outputs"
+TOLERANCE = 1e-3
+"""Of the root mean square: other processors round otherwise, and a code may fall on the other side of a boundary."""
+SHARE = 0.97
+"""Of the numbers, within the tolerance."""
+FITTED = 1e-3
+"""Relative; bytes of methods that store a list of outliers follow their thresholds."""
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Outputs of one case, and the versions of all that made them."""
+
+    versions: dict[str, int | str]
+    exact: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+
+
+def read(file: Path) -> dict[str, Golden]:
+    """Goldens of a file by case; none where there is no file."""
+    if not file.is_file():
+        return {}
+    return {name: Golden(**value) for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
+
+
+def write(file: Path, goldens: Mapping[str, Golden]) -> None:
+    """One line for each list of numbers, five digits each."""
+    shown = {}
+    for name, golden in sorted(goldens.items()):
+        shown[name] = asdict(golden) | {
+            "numbers": {what: [float(f"{x:.5g}") for x in values] for what, values in golden.numbers.items()}
+        }
+    text = json.dumps(shown, indent=1, sort_keys=True)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(_lists_on_a_line(text) + "\n", encoding="utf-8")
+
+
+def _lists_on_a_line(text: str) -> str:
+    out: list[str] = []
+    inside = False
+    for line in text.split("\n"):
+        if inside:
+            out[-1] += line.strip() if line.strip() in ("]", "],") else line.strip() + " "
+            inside = line.strip() not in ("]", "],")
+        else:
+            out.append(line)
+            inside = line.endswith("[")
+    return "\n".join(line.replace(" ]", "]") for line in out)
+
+
+def moved(before: Golden, now: Golden) -> list[str]:
+    """What is not as it was, in words; empty where all is within the tolerance."""
+    found = []
+    for name in sorted(before.exact.keys() | now.exact.keys()):
+        old, new = before.exact.get(name), now.exact.get(name)
+        if old is None or new is None or abs(old - new) > FITTED * old * ("SparseCodec" in before.versions):
+            found.append(f"{name} was {old}, is {new}")
+    for name in sorted(before.numbers.keys() | now.numbers.keys()):
+        a, b = (np.array(golden.numbers.get(name, []), dtype=np.float64) for golden in (before, now))
+        if a.shape != b.shape:
+            found.append(f"{name} had {a.size} numbers, has {b.size}")
+            continue
+        scale = float(np.sqrt(np.mean(a**2))) or 1.0
+        inside = float(np.mean(np.abs(a - b) <= TOLERANCE * scale)) if a.size else 1.0
+        if inside < SHARE:
+            found.append(f"{name}: {1 - inside:.0%} of {a.size} numbers moved by more than {TOLERANCE} of their size")
+    return found
+
+
+def complaint(moving: Mapping[str, tuple[Golden, list[str]]]) -> str:
+    """What moved, which version to raise, and the command that writes the goldens anew."""
+    standing = [golden for file in FOLDER.glob("*.json") for name, golden in read(file).items() if name not in moving]
+    suspects = to_raise([golden for golden, _ in moving.values()], standing)
+    lines = [f"{name}: {'; '.join(what)}" for name, (_, what) in moving.items()]
+    return "\n".join(
+        [
+            *lines,
+            f"Raise the version of what changed ({', '.join(suspects)}), so that its records are measured again, then:",
+            "    python -m tests.golden " + " ".join(f"'{name}'" for name in moving),
+        ]
+    )
+
+
+def to_raise(moving: Sequence[Golden], standing: Iterable[Golden]) -> list[str]:
+    """Parts that every golden that moved has and no golden that stood; else those that all that moved have."""
+    common = set.intersection(*(set(golden.versions) for golden in moving))
+    return sorted(common - {name for golden in standing for name in golden.versions} or common)
+
+
+def file_of(name: str) -> Path:
+    """File of a case: methods by family, tasks together."""
+    kind, _, case = name.partition(" ")
+    return FOLDER / (f"method_{case.partition('/')[0]}.json" if kind == "method" else "tasks.json")

@@ -1,0 +1,107 @@
+"""What every method stores and decodes of the states of one fixed random model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from kvq.calibration.step import calibrate, weights_name
+from kvq.methods.backend import BITS, installed
+from kvq.methods.calibrated import bind
+from torch import Tensor
+
+from kvq.cache import KVCache
+from kvq.config import compose, conf_dir, resolve
+from kvq.config.calibration import CalibrationConfig
+from kvq.config.identity import canonical
+from kvq.methods.build import Method, method_of
+from kvq.models import LoadedModel
+from kvq.results.versions import versions_of
+from tests.cache.states import nearest_bits
+from tests.golden.held import Golden
+from tests.random_models import llama, token_ids
+
+_TWINS = ("cq/4c9b", "cq/pysource", "cq/8c10b_pysource", "kvquant/pysource")
+"""The same as another method, or calibrated on another text, which is not the text here."""
+METHODS = sorted(
+    name
+    for path in (conf_dir() / "method").rglob("*.yaml")
+    if (name := path.relative_to(conf_dir() / "method").with_suffix("").as_posix()) not in _TWINS
+)
+LAYERS, HEAD_DIM, CALIBRATED_DIM = 3, 128, 32
+PROMPT, STEPS = 184, 9
+"""So that blocks of 32 and of 64 tokens fill up in the prompt and again while decoding."""
+SUMMED = 3
+"""Tokens whose projections are added up, so that every token counts and a file stays small."""
+
+
+def missing(name: str) -> str | None:
+    """The package that a method needs and that is not installed."""
+    return name if name in BITS and not installed(name) else None
+
+
+@torch.no_grad()
+def golden_of(name: str) -> Golden:
+    """Run a prompt and then single tokens through the model and a cache of the method; project what attention reads."""
+    config = resolve(compose([f"method={name}", f"bits={nearest_bits(name)}", *_fitting(name)]))
+    calibrates = config.method.calibration.dataset is not None
+    dim = CALIBRATED_DIM if calibrates else HEAD_DIM
+    model = llama(layers=LAYERS, head_dim=dim, kv_heads=1 if calibrates else 2)
+    method = _ready(method_of(config, dim), LoadedModel(model, torch.device("cpu")), config.method.calibration)
+    cache, ids = KVCache(model, method), token_ids(PROMPT + STEPS)
+    read: dict[int, tuple[Tensor, Tensor]] = {}
+    for index, layer in enumerate(cache.layers):
+        _keep_what_is_read(layer, index, read)
+    for chunk in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1)):
+        model(input_ids=chunk, past_key_values=cache)
+    numbers = [_projected(x, 2 * index + side) for index in sorted(read) for side, x in enumerate(read[index])]
+    return Golden(
+        versions=versions_of(canonical(config, "", "", "" if calibrates else None)),
+        exact={"packed_bytes": cache.packed_bytes, "nbytes": cache.nbytes},
+        numbers={"decoded": torch.cat(numbers).tolist()},
+    )
+
+
+def _fitting(name: str) -> list[str]:
+    """What makes a method of many layers, or of a long calibration, one of three layers and a short one."""
+    family = name.partition("/")[0]
+    if family == "qjl" and name != "qjl/one_sketch":
+        return ["method.first_layers.count=1"]
+    if family == "turboquant_plus":
+        return ["method.full_precision_layers.value=[0]"]
+    return ["method.value.stages.rotation.steps=3"] if family == "spinquant" else []
+
+
+def _ready(method: Method, loaded: LoadedModel, settings: CalibrationConfig) -> Method:
+    if method.kept_keys is not None:
+        method = dataclasses.replace(method, kept_keys=dataclasses.replace(method.kept_keys, ids=(3, 7)))
+    if not method.is_calibrated:
+        return method
+    short = dataclasses.replace(settings, samples=4, length=256, tokens=None)
+    windows = token_ids(short.length, seed=2, batch=short.samples)
+    with torch.enable_grad():
+        found = calibrate(loaded, method, windows, short)
+    return bind(method, found, weights_name(loaded.model), [loaded.model.config.head_dim] * LAYERS)
+
+
+def _keep_what_is_read(layer: Any, index: int, read: dict[int, tuple[Tensor, Tensor]]) -> None:
+    update = layer.update
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        read[index] = update(*args, **kwargs)
+        return read[index]
+
+    layer.update = kept
+
+
+def _projected(x: Tensor, seed: int) -> Tensor:
+    """Weighted sums over heads and channels of `[1, heads, tokens, dim]`, then over runs of tokens."""
+    heads, tokens, dim = x.shape[1:]
+    generator = torch.Generator().manual_seed(1000 + seed)
+    weights = torch.randn(heads, dim, generator=generator, dtype=torch.float64)
+    by_token = torch.einsum("htd,hd->t", x[0].double(), weights) * torch.randn(
+        tokens, generator=generator, dtype=torch.float64
+    )
+    padding = -tokens % SUMMED
+    return torch.nn.functional.pad(by_token, (0, padding)).unflatten(0, (-1, SUMMED)).sum(1)

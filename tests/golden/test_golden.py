@@ -1,0 +1,111 @@
+"""No number moves without the version of what made it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvq.config.tasks import SCHEMAS
+from kvq.results.versions import declared
+from tests.golden import methods, tasks
+from tests.golden.held import Golden, complaint, file_of, moved, read, to_raise
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def hold(name: str, golden: Golden) -> None:
+    before = read(file_of(name)).get(name)
+    assert before is not None, f"{name} has no golden: python -m tests.golden '{name}'"
+    what = moved(before, golden)
+    assert not what, complaint({name: (golden, what)})
+    assert before.versions == golden.versions, f"a version was raised: python -m tests.golden '{name}'"
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_methods(name: str) -> None:
+    if package := methods.missing(name):
+        pytest.skip(f"needs kvq[{package}]")
+    hold(f"method {name}", methods.golden_of(name))
+
+
+@pytest.mark.parametrize("name", tasks.CASES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_tasks(name: str, tmp_path: Path) -> None:
+    hold(f"task {name}", tasks.golden_of(name, tmp_path))
+
+
+def test_every_part_of_every_method_and_task_has_a_golden() -> None:
+    """All but what times, and the other libraries' caches, which may not be installed."""
+    held = {name for case in _cases() for name in _golden(case).versions}
+    settings = {schema.__name__ for schema in SCHEMAS.values()} | {"ItemsConfig", "DiagnosticConfig", "SpeedConfig"}
+    assert set(declared()) - held - settings == {"latency", "throughput", "BackendConfig"}
+
+
+def _cases() -> list[str]:
+    files = sorted({file_of(f"method {name}") for name in methods.METHODS} | {file_of("task ppl")})
+    return [name for file in files for name in read(file)]
+
+
+def _golden(name: str) -> Golden:
+    return read(file_of(name))[name]
+
+
+def test_what_moves_is_found() -> None:
+    before = Golden({"ppl": 1}, {"nbytes": 8}, {"x": [float(value) for value in range(100)]})
+    assert moved(before, before) == []
+    assert moved(before, Golden({"ppl": 1}, {"nbytes": 9}, before.numbers)) == ["nbytes was 8, is 9"]
+    for share, stands in [(2, True), (20, False)]:
+        numbers = [value + (5 if index < share else 0) for index, value in enumerate(before.numbers["x"])]
+        assert (moved(before, Golden({"ppl": 1}, before.exact, {"x": numbers})) == []) is stands
+    assert moved(before, Golden({"ppl": 1}, before.exact, {"x": [2 * x for x in before.numbers["x"]]}))
+    assert moved(before, Golden({"ppl": 1}, before.exact, {}))
+
+
+def test_the_version_to_raise_is_named() -> None:
+    one, two, three = (Golden(dict.fromkeys(names, 1)) for names in (["a", "b", "c"], ["a", "b"], ["a"]))
+    assert to_raise([one, two], [three]) == ["b"]
+    assert to_raise([one, three], [two]) == ["a"]
+
+
+DAMAGES = [
+    (
+        "method nsnquant",
+        "return self._patterns.lookup(codes[:1]).mul_(_rows(self._signs, codes[1]))",
+        "mul_(",
+        "div_(1.1 * ",
+    ),
+    ("method nsnquant", "return self._turned(codes * step)", "codes * step", "codes * step * 0.99"),
+    ("method kivi", "self.value.append(value_states, self.quantized_prefill),", "value_states,", "2 * value_states,"),
+    (
+        "method turboquant/prod",
+        "self.key.append(key_states, self.quantized_prefill),",
+        "key_states,",
+        "key_states.roll(1, 2),",
+    ),
+    ("task ppl sliding parallel", "result.scores[index].nll += float(nll[row])", "float(", "2 * float("),
+]
+"""A case, the one line of the package that is damaged, and how: what a hash of some files, once, did not see."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "line", "old", "new"), DAMAGES)
+def test_damage_is_seen(name: str, line: str, old: str, new: str, tmp_path: Path) -> None:
+    for part in ("kvq", "conf", "tests", "pyproject.toml"):
+        source = ROOT / part
+        shutil.copytree(source, tmp_path / part) if source.is_dir() else shutil.copy(source, tmp_path)
+    (file,) = [path for path in (tmp_path / "kvq").rglob("*.py") if line in path.read_text(encoding="utf-8")]
+    text = file.read_text(encoding="utf-8")
+    assert text.count(line) == 1
+    file.write_text(text.replace(line, line.replace(old, new)), encoding="utf-8")
+    run = [sys.executable, "-m", "tests.golden", name]
+    done = subprocess.run(
+        run, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Raise the version of what changed" in done.stderr
+    assert f"python -m tests.golden '{name}'" in done.stderr

@@ -1,0 +1,84 @@
+"""Cells of a layout and the runs behind them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvq.config.layout import LayoutConfig
+from kvq.errors import ConfigError
+from kvq.papers.cells import cells_of, command, jobs_of, missing_choices, placed
+
+
+def layout(**changes: object) -> LayoutConfig:
+    known: dict = {
+        "paper": "p",
+        "title": "T",
+        "common": "model=big dataset=text task=ppl/long",
+        "axes": {"method": ["A", "B"], "dataset": ["one", "two"]},
+        "names": {"A": "method=a bits=2", "B": "method=b", "one": "", "two": "dataset=other dataset.split=x"},
+    }
+    return LayoutConfig(**(known | changes))
+
+
+def test_a_cell_for_every_combination_and_a_run_once() -> None:
+    cells = cells_of(layout())
+    assert [tuple(cell.labels.values()) for cell in cells] == [("A", "one"), ("A", "two"), ("B", "one"), ("B", "two")]
+    assert cells[1].runs == (("model=big", "dataset=other", "task=ppl/long", "method=a", "bits=2", "dataset.split=x"),)
+    assert len(jobs_of([*cells, *cells], (), {})) == 4
+    assert command(cells[0].runs[0]) == "python run.py model=big dataset=text task=ppl/long method=a bits=2"
+
+
+def test_axes_that_are_only_read_share_a_run() -> None:
+    read = layout(axes={"method": ["A"]}, metric="score[{dataset}]", metrics={"dataset": {"one": "x", "two": "y"}})
+    cells = cells_of(read)
+    assert [cell.metric for cell in cells] == ["score[x]", "score[y]"]
+    assert len(jobs_of(cells, (), {})) == 1
+
+
+def test_pooled_cells_have_several_runs_and_a_nameless_one_none() -> None:
+    names = {"A": ["method=a bits=2", "method=a bits=3"], "B": None, "one": ""}
+    cells = cells_of(layout(axes={"method": ["A", "B"], "dataset": ["one"]}, names=names, reasons={"B": "not said"}))
+    assert [run[-1] for run in cells[0].runs] == ["bits=2", "bits=3"]
+    assert (cells[1].runs, cells[1].reason) == ((), "not said")
+
+
+def test_the_command_line_wins_and_takes_settings_of_its_choice_along() -> None:
+    run = cells_of(layout())[1].runs[0]
+    small = {"task=ppl/long": "task=ppl/long task.context=64"}
+    assert placed(run, ["model=tiny"], small) == (
+        "dataset=other",
+        "task=ppl/long",
+        "task.context=64",
+        "method=a",
+        "bits=2",
+        "dataset.split=x",
+        "model=tiny",
+    )
+    assert "dataset.split=x" not in placed(run, ["dataset=mine"], {})
+    assert not any(word.startswith("task.context") for word in placed(run, ["task=niah"], small))
+    assert len(jobs_of(cells_of(layout()), ["method=c", "dataset=mine"], {})) == 2  # bits=2 stays with A
+
+
+def test_choices_that_are_not_there_are_named() -> None:
+    run = ("+experiment=x", "method=new", "bits=2", "model=tiny", "task.context=4")
+    assert list(missing_choices(run, {"method": {"nsn"}, "model": {"tiny"}})) == ["method=new"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"axes": {"methods": ["A"]}}, "layout.axes.methods: one of model, method"),
+        ({"axes": {"method": ["C"]}}, "layout.names lacks 'C'"),
+        ({"names": {"A": None, "B": "", "one": "", "two": ""}}, "'A' is null; layout.reasons says why"),
+        ({"rows": ["model"]}, "layout.rows=['model']: one of method, dataset"),
+        ({"metric": "kl_{setting}"}, "layout.metrics has no setting"),
+        ({"own": ["ona"]}, "layout.own: 'ona' is no label of the table. Did you mean 'one'?"),
+        ({"pool": "max"}, "layout.pool=max: mean or sum"),
+        ({"title": None}, "layout.title"),
+    ],
+)
+def test_a_wrong_layout_is_one_line(changes: dict, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        layout(**changes)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,213 @@
+"""Every published table has an experiment that composes, and every number in it a cell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvq.cli import main
+from kvq.config import compose, resolve
+from kvq.config.explain import choices
+from kvq.config.identity import by_names, canonical
+from kvq.papers import expected
+from kvq.papers.cells import cells_of, jobs_of, missing_choices
+from kvq.papers.expected import experiment_of, layout_named, names
+from kvq.papers.sweep import grouped, sweep_of
+from kvq.report.tables.experiment_files import write_experiments
+from kvq.report.tables.experiments import Experiment, by_signature, shown_cells, signature
+from kvq.report.tables.reference import read_reference
+from kvq.results import Store
+from tests.results import made
+
+REFERENCE = read_reference()
+LAYOUTS = {name: layout for name in names() if (layout := layout_named(name)).paper is not None}
+REVIEW = {"ablation", "group_size", "residual", "niah_depth", "eviction", "prefill_latency", "weight_quantized"}
+
+
+@pytest.fixture(scope="module")
+def experiments() -> list[Experiment]:
+    return [found for name in names() if (found := experiment_of(name)) is not None]
+
+
+def test_every_published_table_has_one_experiment_and_every_number_one_cell() -> None:
+    tables = Counter((layout.paper, layout.table) for layout in LAYOUTS.values() if layout.table)
+    assert set(tables) == set(REFERENCE.tables)
+    assert set(tables.values()) == {1}
+    for name, layout in LAYOUTS.items():
+        if layout.table is None:
+            continue
+        found = Counter(REFERENCE.find(layout.paper or "", layout.table, cell.labels) for cell in cells_of(layout))
+        rows = REFERENCE.tables[layout.paper or "", layout.table]
+        assert {row: found[row] for row in rows} == dict.fromkeys(rows, 1), name
+
+
+def test_what_the_review_asks_for_is_there() -> None:
+    ours = {"embedded/methods", "embedded/nsnquant_steps"}
+    asked = {f"oscar/{name}" for name in REVIEW}
+    assert asked | ours == {name for name, layout in LAYOUTS.items() if layout.table is None}
+
+
+def test_runs_choose_what_exists_or_is_said_to_be_missing(experiments: list[Experiment]) -> None:
+    known = choices()
+    for experiment, layout in zip(experiments, LAYOUTS.values(), strict=True):
+        missing = {name for job in jobs_of(cells_of(layout), (), {}) for name in missing_choices(job, known)}
+        assert missing == set(experiment.waiting), experiment.name
+        for word in (word for job in jobs_of(cells_of(layout), (), {}) for word in job):
+            group = word.partition("=")[0].partition(".")[0]
+            assert group in {"model", "dataset", "method", "task", "bits", "residual", "cache"}, (experiment.name, word)
+
+
+@pytest.mark.slow
+def test_every_run_of_every_experiment_composes() -> None:
+    known = choices()
+    jobs = {job for layout in LAYOUTS.values() for job in jobs_of(cells_of(layout), (), {})}
+    jobs |= {job for layout in LAYOUTS.values() for job in jobs_of(cells_of(layout), ["model=tiny"], layout.small)}
+    ready = [job for job in jobs if not list(missing_choices(job, known))]
+    parts: set[tuple[str, ...]] = set()
+    for job in ready:
+        method = tuple(word for word in job if word.startswith(("method", "bits", "residual")))
+        parts |= {method, tuple(word for word in job if word not in method)}
+    assert len(parts) > 60
+    for part in sorted(parts):
+        compose(list(part))
+
+
+def test_a_table_without_runs_prints_what_is_published_and_the_command(
+    experiments: list[Experiment], tmp_path: Path
+) -> None:
+    write_experiments(experiments, {}, REFERENCE, tmp_path)
+    page = (tmp_path / "nsnquant-table2.md").read_text(encoding="utf-8")
+    assert "| NSNQuant-2b | 2.23 | – | – | – / 6.86 / –" in page
+    assert "python run.py +experiment=nsnquant/table2" in page
+    assert "Not measured:" in page
+    own = {label for each in experiments for label in each.own}
+    index = (tmp_path / "index.md").read_text(encoding="utf-8")
+    assert all(f"`{experiment.name}`" in index for experiment in experiments)
+    cells = [cell for each in experiments if each.table for cell in shown_cells(each, {}, REFERENCE)]
+    assert all(cell.published or set(cell.asked.labels.values()) & own for cell in cells)
+    assert sum(cell.published is not None for cell in cells) == sum(map(len, REFERENCE.tables.values()))
+
+
+def test_small_is_the_same_shape(experiments: list[Experiment]) -> None:
+    """Each method of a table runs in the stand-in, on what ships with the package."""
+    config = compose(["+experiment=nsnquant/table2"])
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = OverridesParser.create().parse_overrides(["+experiment=nsnquant/table2", "model=tiny"])
+    jobs = sweep_of(config, given).jobs
+    methods = {word for job in jobs for word in job if word.startswith("method=")}
+    assert {"method=fp16", "method=nsnquant", "method=kivi/nsnquant_setting"} <= methods
+    assert {word for job in jobs for word in job if word.startswith("dataset=")} == {
+        "dataset=pydocs",
+        "dataset=pysource",
+    }
+    for layout in LAYOUTS.values():
+        for job in jobs_of(cells_of(layout), ["model=tiny"], layout.small):
+            assert not {"dataset=wikitext2", "dataset=c4", "task=longbench"} & set(job)
+
+
+def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Experiment]) -> None:
+    own = {each.name: each for each in experiments if each.paper == "embedded"}
+    assert {name.partition("/")[0] for name in own} == {"embedded"}
+    assert all(not each.stand_ins and each.table is None for each in own.values())
+    assert own["embedded/methods"].sections == ("setting",)
+    assert own["embedded/nsnquant_steps"].runs == 24
+
+
+def test_a_record_is_found_by_what_it_measures(tmp_path: Path) -> None:
+    """A run of the experiment, on disk under the names and settings that the runner gives it."""
+    config = resolve(
+        compose(["model=llama_2_7b", "dataset=wikitext2", "task=ppl/nsnquant_table2", "method=nsnquant", "bits=2"])
+    )
+    settings = canonical(config, "f" * 64, "d" * 64)
+    names = {"model": "llama_2_7b", "dataset": "wikitext2", "metrics": {"perplexity": 5.3, "bits_per_element": 2.23}}
+    store = Store(tmp_path)
+    store.put(made.record("nsnquant", "2", settings=settings, **names))
+    experiment = experiment_of("nsnquant/table2", {("llama_2_7b", "nsnquant")})
+    assert experiment is not None
+    cells = shown_cells(experiment, by_signature(store.scan()[0]), REFERENCE, stale=lambda _: False)
+    [cell] = [cell for cell in cells if cell.value is not None]
+    assert cell.published is not None
+    assert (cell.published.method, cell.published.dataset, cell.published.model) == (
+        "NSNQuant-2b",
+        "WikiText-2",
+        "LLaMA2-7B",
+    )
+    assert cell.difference == pytest.approx(5.3 - cell.published.value)
+    assert cell.bits == 2.23
+
+
+def test_a_table_that_waits_says_so_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A choice that no version has; its run is left out, and what is published stands all the same."""
+    nowhere = "layout.common='model=llama_2_7b dataset=wikitext2 task=no_such'"
+    assert main(["+experiment=nsnquant/table10", nowhere, f"results_dir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "nsnquant/table10: 0 runs here" in said
+    assert "– / 5.29 / –" in said
+
+
+@pytest.mark.slow
+def test_the_stand_in_runs_and_stands_beside_the_published_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["dataset.max_tokens=1200", "task.context=256"]
+    assert main(["+experiment=nsnquant/table11", "model=tiny", *small, f"results_dir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "– / 5.278 / –" in said
+    assert len(Store(tmp_path).scan()[0]) == 5
+
+
+def test_groups_composed_apart_are_the_run_composed_whole() -> None:
+    runs = (
+        (
+            "model=tiny_outliers",
+            "dataset=pysource",
+            "method=nsn",
+            "bits=3",
+            "task=ppl",
+            "task.max_windows=8",
+            "residual.size=64",
+        ),
+        (
+            "method=oscar",
+            "method.residual.size=32",
+            "bits=k3v2",
+            "model=tiny",
+            "task=niah",
+            "dataset=pydocs",
+            "dataset.max_tokens=512",
+        ),
+        ("method=kvquant", "method.calibration.dataset=wikitext2", "bits=2", "model=llama_2_7b"),
+        ("task=latency", "method=oscar", "bits=2", "cache.attention=packed", "model=qwen3_8b"),
+        ("model=distilgpt2", "task=ppl/kvquant_plus_plus", "dataset=wikitext2", "method=fp16"),
+        ("model=hf", "model.path=a/b", "model.dtype=float16", "task=memory", "task.lengths=[1024]"),
+        ("seed=3",),
+    )
+    for run in runs:
+        whole = resolve(compose(list(run)))
+        assert expected._signature(run) == signature(by_names(whole), whole.model.name, whole.dataset.name)
+
+
+def test_jobs_of_a_model_and_a_text_stand_together() -> None:
+    def words(*jobs: str) -> list[list[str]]:
+        return [job.split() for job in jobs]
+
+    mixed = words("model=b dataset=x bits=2", "model=a dataset=x bits=2", "model=b dataset=y bits=2", "bits=3",
+                  "model=a dataset=x bits=3", "model=b dataset=x bits=3")  # fmt: skip
+    assert grouped(mixed) == words("model=b dataset=x bits=2", "model=b dataset=x bits=3", "model=b dataset=y bits=2",
+                                   "model=a dataset=x bits=2", "model=a dataset=x bits=3", "bits=3")  # fmt: skip
+    own = words("method=nsn model_of=a bits=2", "method=kivi bits=2")
+    assert grouped(own) == own
+
+
+def test_a_plain_sweep_is_grouped_and_cut_into_batches() -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from hydra_plugins.kvq_experiments import GroupedSweeper
+
+    given = OverridesParser.create().parse_overrides(["bits=2,3", "model=tiny,tiny_outliers"])
+    wanted = [[f"bits={bits}", f"model={model}"] for model in ("tiny", "tiny_outliers") for bits in (2, 3)]
+    assert GroupedSweeper.split_arguments(given, None) == [wanted]
+    assert GroupedSweeper.split_arguments(given, 3) == [wanted[:3], wanted[3:]]

@@ -1,0 +1,283 @@
+"""What the papers state of their protocols is what the runs of their experiments ask for; each row names its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from kvq.config import Config, Loader, compose, conf_dir, resolve
+from kvq.config.explain import choices
+from kvq.models.load import EMBEDDED
+from kvq.papers.cells import Cell, cells_of, missing_choices
+from kvq.papers.expected import layout_named, names, resolved
+
+# What is read from a run's configuration, by the name that rows have for it.
+READ: dict[str, Callable[[Config], Any]] = {
+    "task": lambda c: c.task.name,
+    "dataset": lambda c: c.dataset.name,
+    "text": lambda c: c.dataset.path,
+    "model": lambda c: c.model.name,
+    "weights": lambda c: c.model.path,
+    "bits": lambda c: c.parsed_bits.label if c.parsed_bits else None,
+    "calibration": lambda c: (c.method.calibration.dataset, c.method.calibration.samples, c.method.calibration.length),
+    "calibration text": lambda c: c.method.calibration.dataset,
+    "residual": lambda c: {getattr(c.effective_residual, side).size for side in _sides(c)},
+    "policy": lambda c: {getattr(c.effective_residual, side).policy.value for side in _sides(c)},
+    "groups": lambda c: tuple(_quantizer(c, side).get("group_size") for side in _sides(c)),
+    "outliers": lambda c: {_quantizer(c, side)["outliers"] for side in _sides(c)},
+    "qnorm": lambda c: {_quantizer(c, side)["qnorm"] for side in _sides(c)},
+    "clip": lambda c: {_quantizer(c, side)["clip"] for side in _sides(c)},
+    "coupled": lambda c: {(_quantizer(c, side)["channels"], _quantizer(c, side)["code_bits"]) for side in _sides(c)},
+    "sink_tokens": lambda c: c.method.sink_tokens,
+    "kept": lambda c: (c.method.kept_keys.texts, c.method.kept_keys.layers),
+    "first_stage": lambda c: c.method.key["order"][0],
+    "attention": lambda c: c.cache.attention.value,
+    "budget": lambda c: c.method.eviction["budget"],
+    "model.context": lambda c: c.model.context,
+    **{
+        name: (lambda c, name=name: getattr(c.task, name))
+        for name in (
+            *("windows", "context", "stride", "scoring", "prompt", "max_windows", "prefill", "tasks", "subsets"),
+            *("buckets", "limit", "max_length", "chat_template", "num_fewshot", "generation", "repeats", "benchmark"),
+            *("mode", "planted", "lengths", "depths", "batches", "contexts", "new_tokens", "chunk", "regimes"),
+        )
+    },
+}
+
+
+def _sides(config: Config) -> list[str]:
+    return [side for side in ("key", "value") if getattr(config.method, side) is not None]
+
+
+def _quantizer(config: Config, side: str) -> dict[str, Any]:
+    return getattr(config.method, side)["quantizer"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of these experiments, the runs whose cells have these labels: what a source states of them."""
+
+    experiments: str
+    source: str
+    settings: Mapping[str, Any]
+    labels: Mapping[str, Any] | None = None
+
+
+GENERATION = {"prefill": "whole", "limit": None}
+PPL = "table2 table5 table6 table8 table9 table10 table11 table12 table13 punctuation"
+LM_EVAL = "table4 table7 table18 table20"
+LONGBENCH = "table3 table16 table17"
+EIGHT = ["qasper", "qmsum", "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p"]
+SEVEN = ["gsm8k_cot", "humaneval", "coqa"] + [
+    f"mmlu_flan_cot_fewshot_{part}" for part in ("humanities", "stem", "social_sciences", "other")
+]
+WIKITEXT = ("wikitext2", 16, 2048)
+QUANTIZED = {"method": lambda label: label not in ("FP16", "16-bit", "BF16 FlashDecoding-v2", "FP32")}
+PACKED = {"method": lambda label: label in ("NSNQuant-2b", "NSNQuant-1b", "OScaR INT2", "KIVI INT2")}
+DENSE = {"method": lambda label: label.endswith("dense attention")}
+
+
+def nsnquant(tables: str) -> str:
+    return " ".join(f"nsnquant/{name}" for name in tables.split())
+
+
+ALL_NSNQUANT = nsnquant(f"{PPL} {LM_EVAL} {LONGBENCH} table15 table19")
+ROWS = [
+    Row(nsnquant(PPL), "NSNQuant, Table 2 and section 4.2: context 4096, everything quantized in one pass; F.1: so are "
+        "the ablations", {"task": "ppl", "windows": "disjoint", "context": 4096, "scoring": "parallel"}),
+    Row(nsnquant(PPL), "NSNQuant, section 4.2: no residual", {"policy": {"none"}}, QUANTIZED),
+    Row(nsnquant(PPL), "NSNQuant, section 4.1: NSN in chunks of 64 tokens", {"residual": {64}},
+        {"method": lambda label: label.startswith("NSNQuant") or label in ("NSN", "RHT", "Hadamard transform")}),
+    Row("nsnquant/table2 nsnquant/table15 nsnquant/punctuation", "NSNQuant, Table 2", {"dataset": "wikitext2"},
+        {"dataset": "WikiText-2"}),
+    Row("nsnquant/table2 nsnquant/table6 nsnquant/table12 nsnquant/table13 nsnquant/table15", "NSNQuant, Table 2",
+        {"dataset": "c4"}, {"dataset": "C4"}),
+    Row("nsnquant/table15", "NSNQuant, appendix F.1 and section 4.1: token by token, residual of 64",
+        {"windows": "disjoint", "context": 4096, "scoring": "generation"}),
+    Row("nsnquant/table15", "NSNQuant, section 4.1", {"residual": {64}, "policy": {"block"}}, QUANTIZED),
+    Row(nsnquant(f"{LM_EVAL} {LONGBENCH} table19"), "NSNQuant, section 4.1: full-precision prefill for all methods",
+        GENERATION),
+    Row(nsnquant("table3 table4 table16 table17 table18 table19 table20"), "NSNQuant, section 4.1: residual of 64 in "
+        "all experiments; appendix F.5 for QuaRot and SpinQuant", {"residual": {64}, "policy": {"block"}}, QUANTIZED),
+    *(Row("nsnquant/table7", "NSNQuant, Table 7", {"residual": {size}}, {"setting": f"lm-eval, residual {size}"})
+      for size in (32, 64, 128)),
+    Row(nsnquant(LM_EVAL), "NSNQuant, appendix E.4: the tasks of lm-eval, few-shot as they come",
+        {"tasks": SEVEN, "num_fewshot": None}),
+    Row("nsnquant/table3 nsnquant/table16", "NSNQuant, section 4.1 and Table 3: KIVI's subsets", {"subsets": EIGHT}),
+    Row("nsnquant/table17", "NSNQuant, appendix F.2: without Qasper, TREC and TriviaQA",
+        {"subsets": ["qmsum", "multi_news", "samsum", "lcc", "repobench-p"]}),
+    Row("nsnquant/table19", "NSNQuant, appendix F.4: temperature 0.6, top-p 0.95, 32768 tokens, five seeds",
+        {"tasks": ["aime24"], "repeats": 5,
+         "generation": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_gen_toks": 32768}}),
+    *(Row(ALL_NSNQUANT, "NSNQuant, appendix E.3 and section 4.1: Q-Norm and 1% of outliers on both rows, no sink; "
+          "KVQuant: 16 windows of 2048 of WikiText-2",
+          {"outliers": {0.01}, "qnorm": {True}, "sink_tokens": 0, "calibration": WIKITEXT, "bits": bits},
+          {"method": f"KVQuant-{bits}b + 1%"}) for bits in ("1", "2")),
+    *(Row(ALL_NSNQUANT, "NSNQuant, section 4.1: groups of 64 for keys and 128 for values",
+          {"groups": (64, 128), "bits": "2"}, {"method": method}) for method in ("KIVI-2", "KIVI-2 + Had")),
+    *(Row(ALL_NSNQUANT, "NSNQuant, sections 3.1 and 4.1: centroids of WikiText-2",
+          {"coupled": {(channels, bits)}, "calibration": WIKITEXT}, {"method": f"CQ-{channels}c{bits}b"})
+      for channels, bits in ((4, 9), (8, 10))),
+    *(Row(ALL_NSNQUANT, "NSNQuant, section 3.4", {"bits": bits}, {"method": f"NSNQuant-{bits}b"})
+      for bits in ("1", "2")),
+    Row("nsnquant/table20", "NSNQuant, appendix F.5: clip ratio 0.95, groups of 128",
+        {"clip": {0.95}, "groups": (128, 128), "bits": "2"}, {"method": lambda label: "W16A16KV2" in label}),
+    Row("nsnquant/table20", "SpinQuant: rotations are learned on WikiText-2", {"calibration text": "wikitext2"},
+        {"method": "SpinQuant (W16A16KV2)"}),
+    Row("nsnquant/punctuation", "NSNQuant, section 3.1: the keys of \",\" in the first layer",
+        {"kept": ([","], [0]), "calibration": WIKITEXT}, {"method": 'CQ-4c9b, "," kept'}),
+    Row("nsnquant/table1", "NSNQuant, Table 1 and section 4.1: WikiText-2, 4096 tokens, chunks of 64",
+        {"task": "distribution", "dataset": "wikitext2", "context": 4096, "chunk": 64}),
+    Row("nsnquant/table21", "NSNQuant, appendix H: batch 32, 512 in, 64 out, mean of 100, residual of 64",
+        {"task": "latency", "batches": [32], "contexts": [512], "new_tokens": 64, "repeats": 100}),
+    Row("nsnquant/figure4", "NSNQuant, section 4.5: ShareGPT-like, 161 in, 338 out",
+        {"task": "throughput", "prompt": 161, "new_tokens": 338,
+         "batches": [1, 4, 16, 64, 128, 256, 512, 1024, 2048]}),
+    Row("nsnquant/table21 nsnquant/figure4", "NSNQuant, Figure 4 and appendix H", {"residual": {64}}, QUANTIZED),
+    Row("nsnquant/table21 nsnquant/figure4 oscar/prefill_latency", "NSNQuant, section 3.6, OScaR, section 4.3: "
+        "attention on codes", {"attention": "packed"}, PACKED),
+    Row("nsnquant/table21 nsnquant/figure4 oscar/efficiency oscar/prefill_latency", "beside it", {"attention": "dense"},
+        DENSE),
+    Row("nsn/main nsn/int4_valley", "nsn, README: sliding windows; ours: 2048 every 512, all quantized",
+        {"windows": "sliding", "context": 2048, "stride": 512, "scoring": "parallel", "dataset": "wikitext2"}),
+    Row("nsn/main", "nsn, README", {"bits": "3", "policy": {"none"}}, {"method": "nsn INT3 asym (D)"}),
+    *(Row("nsn/int4_valley", "nsn, README", {"bits": bits}, {"method": f"naive INT{bits}"}) for bits in "345"),
+    Row("nsn/mechanism", "nsn, README: arm B at 3 bits", {"dataset": "wikitext2", "bits": "3"}),
+    Row("nsn/memory", "nsn, README: 3 bits at head dim 128", {"task": "memory", "lengths": [2048], "bits": "3"}),
+    *(Row("nsn/niah", "nsn, README: three models, ten trials each, one of five needles",
+          {"mode": "distractors", "planted": 5, "repeats": 10, "depths": [0.5], "lengths": [length],
+           "prefill": "whole"},
+          {"setting": f"distractor-hardened, {length // 1024}K context, n = 30"}) for length in (8192, 32768)),
+    Row("nsn/throughput", "nsn, README: 1024 tokens, 50 steps, 3 repeats, compiled",
+        {"contexts": [1024], "batches": [1], "new_tokens": 50, "repeats": 3, "bits": "3",
+         "regimes": ["per_head", "per_layer", "compiled", "kept", "packed"]}),
+    Row("kvquant_plus_plus/5_2 kvquant_plus_plus/5_3", "KVQuant++, section 5.1: 50 chunks, 128 quantized, 64 scored",
+        {"scoring": "continuation", "windows": "disjoint", "prompt": 128, "context": 192, "max_windows": 50,
+         "dataset": "wikitext2"}),
+    Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro oscar/niah oscar/niah_depth", "OScaR's released "
+        "qwen3.py: a prompt attends to its own keys and values, which are packed behind it", {"prefill": "whole"}),
+    Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro oscar/niah oscar/niah_depth oscar/efficiency "
+        "oscar/prefill_latency oscar/ablation", "OScaR's review, experimental setup: residual of 128",
+        {"residual": {128}}, QUANTIZED),
+    Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro oscar/niah oscar/niah_depth oscar/efficiency "
+        "oscar/prefill_latency oscar/eviction oscar/weight_quantized", "OScaR, tables' setting: groups of 32",
+        {"groups": (32, 32), "bits": "2"},
+        {"method": lambda label: label.partition(",")[0].split(" (")[0] in
+         ("QuaRot INT2", "RotateKV INT2", "KIVI INT2", "OTT INT2", "OScaR INT2")}),
+    Row("oscar/longbench_e oscar/ocrbench", "real text for a calibrated order", {"calibration": WIKITEXT},
+        {"method": "RotateKV INT2"}),
+    Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro", "OScaR, LongBench-E: 2.5 bits", {"bits": "k3v2"},
+        {"method": "TurboQuant+ 2.5-bit"}),
+    Row("oscar/longbench_e", "OScaR's eval_longbench.py: 13 subsets, 32768 tokens, no template",
+        {"buckets": True, "limit": None, "max_length": 32768, "chat_template": False}),
+    Row("oscar/longbench_e oscar/niah", "OScaR, LongBench-E: named without Instruct",
+        {"weights": "meta-llama/Llama-3.1-8B"}, {"model": "Llama-3.1-8B"}),
+    Row("oscar/ocrbench", "OScaR, OCRBench: all 1000 items", {"benchmark": "ocrbench", "limit": None}),
+    Row("oscar/mmau_pro", "OScaR, MMAU-Pro: all items", {"benchmark": "mmau_pro", "limit": None}),
+    Row("oscar/niah oscar/niah_depth", "OScaR's review: up to 128K tokens, at random places",
+        {"lengths": [2048, 8192, 32768, 130048], "depths": [0, 0.25, 0.5, 0.75, 1], "repeats": 10,
+         "text": "paul_graham_essays", "weights": "meta-llama/Llama-3.1-8B"}),
+    Row("oscar/efficiency", "OScaR, abstract; review, Table 1: 128K tokens",
+        {"task": "latency", "batches": [1], "contexts": [131072], "model.context": 131104},
+        {"dataset": "decode latency at 128K context, ms per token"}),
+    Row("oscar/efficiency", "OScaR's review, Table 1, and bench_throughput.sh: batch 48, 4K, 100 tokens decoded",
+        {"task": "throughput", "batches": [48], "prompt": 4096, "new_tokens": 100},
+        {"dataset": "throughput at batch 48, context 4K, tokens per second"}),
+    Row("oscar/efficiency", "OScaR, section 4.3: attention on codes", {"attention": "packed"},
+        PACKED | {"dataset": lambda label: label != "memory"}),
+    Row("oscar/efficiency", "OScaR's review, Table 1: memory at 4K", {"task": "memory", "lengths": [4096]},
+        {"dataset": "memory"}),
+    *(Row("oscar/prefill_latency", "OScaR's review, limitation 7: prefill of 128K, and a small one",
+          {"task": "latency", "contexts": [tokens], "batches": [1]}, {"setting": f"{tokens // 1024}K tokens"})
+      for tokens in (4096, 131072)),
+    Row("oscar/ablation oscar/group_size oscar/residual oscar/weight_quantized", "ours: perplexity as in generation",
+        {"task": "ppl", "scoring": "generation", "context": 2048, "stride": 512, "dataset": "wikitext2"}),
+    Row("oscar/ablation oscar/group_size oscar/residual", "OScaR: INT2", {"bits": "2"}),
+    *(Row("oscar/group_size", "OScaR's review, limitation 5: groups of several sizes", {"groups": (size, size)},
+          {"setting": f"groups of {size}"}) for size in (16, 32, 64, 128)),
+    *(Row("oscar/residual", "OScaR's review, weakness 7: R of 0, 32, 64, 128, 256", {"residual": {size}},
+          {"setting": f"{size} tokens"}) for size in (0, 32, 64, 128, 256)),
+    Row("oscar/eviction", "OScaR's review, weakness 5: equal memory, behind a prompt",
+        {"scoring": "continuation", "prompt": 3584, "context": 4096, "max_windows": 50, "dataset": "wikitext2"}),
+    Row("oscar/eviction", "OScaR's review, weakness 5: OScaR's 3.06 of 16 bits", {"budget": 0.19},
+        {"method": lambda label: label.endswith("19%")}),
+    Row("oscar/weight_quantized", "OScaR's review, weakness 6: W4A16 of the same model",
+        {"weights": "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4"}, {"model": "weights in 4 bits (AWQ)"}),
+    Row("oscar/weight_quantized", "OScaR's review, weakness 6", {"weights": "meta-llama/Llama-3.1-8B-Instruct"},
+        {"model": "weights in 16 bits"}),
+    Row("embedded/methods embedded/nsnquant_steps", "ours", {"scoring": "generation"}, {"setting": "decoding"}),
+    Row("embedded/methods embedded/nsnquant_steps", "ours", {"scoring": "parallel", "windows": "disjoint"},
+        {"setting": "all keys and values quantized at once"}),
+]  # fmt: skip
+KNOWN = choices()
+
+
+def runs(name: str) -> Iterator[tuple[Cell, tuple[str, ...], Config]]:
+    """Every run of an experiment that this version has, with the cell that asks for it."""
+    for cell in cells_of(layout_named(name)):
+        for run in cell.runs:
+            if not list(missing_choices(run, KNOWN)):
+                yield cell, run, resolved(run)
+
+
+def fits(labels: Mapping[str, str], wanted: Mapping[str, Any] | None) -> bool:
+    return all(
+        axis in labels and (label(labels[axis]) if callable(label) else labels[axis] == label)
+        for axis, label in (wanted or {}).items()
+    )
+
+
+WITHOUT_RUNS = {
+    "kvquant_plus_plus/section_2",
+    "kvquant_plus_plus/section_3",
+    "kvquant_plus_plus/section_9",
+    "oscar/longbench_e_tasks",
+}
+"""Tables of published figures alone: nothing in them can be run here."""
+
+
+def test_every_experiment_has_rows_and_every_row_runs() -> None:
+    with_runs = {name for name in names() if any(cell.runs for cell in cells_of(layout_named(name)))}
+    assert {name for row in ROWS for name in row.experiments.split()} == with_runs
+    assert set(names()) - with_runs == WITHOUT_RUNS
+    for row in ROWS:
+        cells = [cell for name in row.experiments.split() for cell in cells_of(layout_named(name)) if cell.runs]
+        assert any(fits(cell.labels, row.labels) for cell in cells), row
+
+
+@pytest.mark.parametrize("name", names())
+def test_runs_ask_for_what_the_paper_states(name: str) -> None:
+    rows = [row for row in ROWS if name in row.experiments.split()]
+    for cell, run, config in runs(name):
+        here = [row for row in rows if fits(cell.labels, row.labels)]
+        assert here, (cell.labels, "no row states anything of this run")
+        for row in here:
+            for setting, stated in row.settings.items():
+                assert READ[setting](config) == stated, (row.source, setting, run)
+        check_texts(config, run)
+
+
+def check_texts(config: Config, run: tuple[str, ...]) -> None:
+    """A real model neither reads nor calibrates on the embedded corpora, which are no text of the papers."""
+    if config.model.path.startswith(EMBEDDED):
+        return
+    named = config.method.calibration.dataset
+    if named is not None and not config.method.is_full_precision:
+        settings = yaml.safe_load((conf_dir() / "dataset" / f"{named}.yaml").read_text(encoding="utf-8"))
+        assert settings["loader"] != Loader.embedded.value, (run, "calibrates on an embedded corpus")
+    reads = config.task.name not in ("latency", "throughput", "memory")
+    assert not reads or config.dataset.loader is not Loader.embedded, (run, "reads an embedded corpus")
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN["experiment"] if "/" not in name])
+def test_plain_sweeps_compose(name: str) -> None:
+    text = yaml.safe_load((conf_dir() / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
+    task = [f"task={default['override /task']}" for default in text.get("defaults", []) if "override /task" in default]
+    swept = {setting: str(values).split(",") for setting, values in text["hydra"]["sweeper"]["params"].items()}
+    assert all(value in KNOWN[setting] for setting, values in swept.items() if setting in KNOWN for value in values)
+    config = resolve(compose([*task, *(f"{setting}={values[0]}" for setting, values in swept.items())]))
+    assert config.task.name == (task[0][5:] if task else "ppl")

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from kvq.config.diagnostics import (
+    Arms,
+    DistributionConfig,
+    ErrorConfig,
+    MemoryConfig,
+    SyntheticConfig,
+    TniConfig,
+)
+from kvq.report.figures.diagnostics import embedding_drawings
+from kvq.report.figures.distribution import closeness_table
+from kvq.report.figures.drawing import write_drawings
+from kvq.report.figures.error import steps_table
+from kvq.report.figures.every import main as figures_main
+from kvq.report.figures.memory import memory_table
+from kvq.report.figures.valley import (
+    dispersion_correlations,
+    dispersion_table,
+    valley_table,
+)
+from kvq.results import Store
+from tests.report import sweeps
+from tests.report.diagnosed import drawn, put
+from tests.report.sweeps import losses, put_run
+from tests.results import made
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    folder = tmp_path_factory.mktemp("diagnosed")
+    store = Store(folder / "results")
+    small: dict[str, Any] = {"context": 128, "windows": 1}
+    for method in ("fp16", "oscar", "kivi"):
+        put(store, folder, ErrorConfig(arms=Arms.subsets, **small), method)
+        put(store, folder, TniConfig(**small), method)
+        synthetic = SyntheticConfig(head_dim=32, lowness=[1.0, 10.0], outliers=[0.0, 5.0], repeats=1)
+        put(store, folder, synthetic, method)
+        put(store, folder, MemoryConfig(lengths=[128, 512, 1024], measured=512), method, path="distilbert/distilgpt2")
+    for dataset in ("pydocs", "pysource"):
+        put(store, folder, DistributionConfig(signs=1, codebooks=["finetuned"], **small), "fp16", dataset)
+    return store
+
+
+def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) -> None:
+    paths = [*drawn(store, tmp_path), *write_drawings(embedding_drawings(store.scan()[0], store), tmp_path)]
+    stems = {path.stem for path in paths}
+    kinds = (
+        "error-steps-oscar_2",
+        "error-steps-kivi_2",
+        "error-places",
+        "tni-boxes",
+        "tni-heat",
+        "tni-groups-oscar_2",
+        "tni-groups-kivi_2",
+        "distribution-kl",
+        "distribution-layers",
+        "distribution-tsne",
+        "memory",
+        "synthetic-neighbour_apart_error",
+        "synthetic-sink_error",
+    )
+    for kind in kinds:
+        assert any(stem.startswith(kind) for stem in stems), kind
+    for stem in stems:
+        assert {path.suffix for path in paths if path.stem == stem} == {".csv", ".pdf", ".png"}
+        assert len(pd.read_csv(tmp_path / f"{stem}.csv")) > 0
+
+
+def test_the_same_records_give_the_same_bytes(store: Store, tmp_path: Path) -> None:
+    first, second = (drawn(store, tmp_path / name) for name in ("a", "b"))
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes(), one.name
+
+
+def test_tables_are_means_of_samples(store: Store) -> None:
+    records = store.scan()[0]
+    (record,) = [r for r in records if (r.task, r.method) == ("error", "oscar")]
+    table = steps_table(record, store)
+    both = table[(table["side"] == "key") & (table["arm"] == "hadamard+norm") & (table["rope"] == "after")]
+    assert float(both["rel_mse"].iloc[0]) == pytest.approx(record.metrics["key_rel_mse"])
+    (record,) = [r for r in records if (r.task, r.dataset) == ("distribution", "pydocs")]
+    table = closeness_table(record)
+    found = table[(table["side"] == "value") & (table["step"] == "NSN") & table["hadamard"]]
+    assert float(found["kl"].iloc[0]) == record.metrics["kl_value_NSN_hadamard"]
+    table = memory_table([r for r in records if r.task == "memory"], store)
+    assert set(table[table["tokens"] == 1024]["measured"]) == {False}
+    parts = table[["codes", "scales", "norms", "shift", "other", "residual"]].sum(axis=1)
+    assert parts.tolist() == table["total"].tolist()
+
+
+def test_a_valley_is_found_beyond_noise_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    full = put_run(store, "fp16", "", losses(0.0, 0.0, 0), None, 16.0)
+    for bits, mean in (("2", 0.3), ("3", 0.1), ("4", 0.9), ("5", 0.05), ("6", 0.051)):
+        put_run(store, "rtn", bits, losses(mean, 0.01, 40 + int(bits)), full, float(bits))
+    table = valley_table([r for r in store.scan()[0] if r.method == "rtn"], store)
+    assert table["bits"].tolist() == [2, 3, 4, 5, 6]
+    assert table["valley"].tolist() == [False, False, True, False, False]
+    assert table["step"].iloc[2] == pytest.approx(0.8, abs=0.02)
+    paths = drawn(store, tmp_path / "figures")
+    assert {path.suffix for path in paths if path.stem.startswith("widths")} == {".csv", ".pdf", ".png"}
+
+
+def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for index, spread in enumerate((0.1, 0.4, 0.2, 0.3)):
+        model = {"fingerprint": str(index)}
+        metrics = {"key_cv_layer0": 0.5, "value_cv_layer0": spread, "key_cv": 0.5 - spread, "value_cv": spread}
+        settings = made.config("fp16", "", {"name": "tni"}, model=model)
+        store.put(made.record("fp16", settings=settings, task="tni", model=f"m{index}", metrics=metrics))
+        settings = made.config("nsn", "3", model=model)
+        costs = {"delta_nll": spread, "delta_perplexity": 10 * spread}
+        store.put(made.record("nsn", "3", settings=settings, model=f"m{index}", metrics=costs, baseline_key="b" * 64))
+        # A second text of the same model, without dispersion of its own, is no further pair.
+        other = made.config("nsn", "3", model=model, dataset={"fingerprint": "another"})
+        store.put(made.record("nsn", "3", settings=other, model=f"m{index}", metrics=costs, baseline_key="b" * 64))
+    table = dispersion_table(store.scan()[0])
+    assert len(table) == 4
+    found = dispersion_correlations(table).set_index("statistic")
+    assert found.loc["value_cv_layer0", "n"] == 4
+    assert found.loc["value_cv_layer0", "rho"] == pytest.approx(1)
+    assert found.loc["key_cv", "rho"] == pytest.approx(-1)
+    assert pd.isna(found.loc["key_cv_layer0", "rho"])
+
+
+def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures_main(["--results", str(tmp_path)]) == 1
+    assert "no records to draw" in capsys.readouterr().err
+
+
+def test_one_command_draws_everything_and_names_what_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(tmp_path)
+    runs = sweeps.sweep(store)
+    for index, name in enumerate(("good/a", "good/b $x_{$")):
+        sweeps.put_run(store, name, "2", sweeps.losses(0.1 * index, 0.01, 50 + index), runs["fp16"], 2.2)
+    assert figures_main(["--results", str(tmp_path)]) == 0
+    names = [path.name for path in (tmp_path / "figures").glob("*-*")]
+    assert sorted({name.split("-")[0] for name in names}) == ["pareto", "variants", "widths"]
+    numbers = pd.read_csv(next((tmp_path / "figures").glob("pareto-*.csv")))
+    assert len(numbers) == 8
+    assert numbers["frontier"].any()
+    bars = pd.read_csv(next((tmp_path / "figures").glob("variants-good-*.csv")))
+    assert bars["variant"].iloc[0] == "good/a"
+    store.samples_path(runs["good 3"].key).unlink()
+    capsys.readouterr()
+    figures_main(["--results", str(tmp_path)])
+    (store.runs / f"{'1' * 64}.json").write_text("[]", encoding="utf-8")
+    assert figures_main(["--results", str(tmp_path)]) in (0, 1)
+    assert "not a record" in capsys.readouterr().err

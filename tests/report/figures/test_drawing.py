@@ -1,0 +1,168 @@
+"""Drawings: drawn once, again where something changed, by processes as well as here, fonts cut once."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from kvq.report.figures import mosaic as mosaics
+from kvq.report.figures import style
+from kvq.report.figures.drawing import MARKS, Drawing, write_drawings
+from kvq.report.figures.fonts import cut_once
+from kvq.report.figures.index import Noted
+from kvq.report.figures.loss import pareto_figure
+from kvq.report.figures.mosaic import Look, mosaic
+
+TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
+
+
+def line(table: pd.DataFrame, title: str) -> Figure:
+    with style.style():
+        made = style.figure(1, 2.0)
+        axis = made.subplots()
+        axis.plot(table["x"], table["y"])
+        axis.set_title(title)
+    return made
+
+
+def doubled(table: pd.DataFrame) -> pd.DataFrame:
+    return table * 2
+
+
+def test_what_did_not_change_is_not_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    rendered = style._rendered
+    monkeypatch.setattr(style, "_rendered", lambda made: drawn.append("one") or rendered(made))
+    drawings = [Drawing("a", TABLE, line, ("one",)), Drawing("b", TABLE, line, ("two",)), Drawing("c", TABLE, None)]
+    first = write_drawings(drawings, tmp_path)
+    assert [path.name for path in first] == ["a.csv", "a.pdf", "a.png", "b.csv", "b.pdf", "b.png", "c.csv"]
+    assert len(drawn) == 2
+    before = {path: path.read_bytes() for path in first}
+    assert write_drawings(drawings, tmp_path) == first
+    assert len(drawn) == 2
+    for changed in (
+        replace(drawings[0], arguments=("another",)),
+        replace(drawings[0], table=TABLE + 1),
+        replace(drawings[0], derive=doubled),
+    ):
+        drawn.clear()
+        write_drawings([changed, *drawings[1:]], tmp_path)
+        assert len(drawn) == 1
+    write_drawings(drawings, tmp_path)
+    assert {path: path.read_bytes() for path in first} == before
+
+
+@pytest.mark.parametrize("damage", ["file", "gone", "marks", "no marks", "odd marks"])
+def test_a_damaged_file_or_record_of_files_is_drawn_again(tmp_path: Path, damage: str) -> None:
+    drawing = Drawing("a", TABLE, line, ("one",))
+    paths = write_drawings([drawing], tmp_path)
+    before = [path.read_bytes() for path in paths]
+    marks = tmp_path / MARKS
+    if damage == "file":
+        paths[1].write_bytes(b"%PDF")
+    elif damage == "gone":
+        paths[2].unlink()
+    elif damage == "no marks":
+        marks.unlink()
+    else:
+        content = {"a": {"mark": drawing.mark(), "files": []}, "b": 3} if damage == "odd marks" else "{"
+        marks.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    assert write_drawings([drawing], tmp_path) == paths
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_processes_draw_the_same_bytes_in_the_same_order(tmp_path: Path) -> None:
+    drawings = [Drawing(f"d{index}", TABLE * index, line, (f"Δ {index} $x_{{",)) for index in range(13)]
+    here, there = (write_drawings(drawings, tmp_path / str(jobs), jobs) for jobs in (1, 2))
+    assert [path.name for path in here] == [path.name for path in there]
+    assert [path.read_bytes() for path in here] == [path.read_bytes() for path in there]
+
+
+def test_a_font_is_cut_once_for_usual_letters_and_again_for_others() -> None:
+    from matplotlib.backends import _backend_pdf_ps as backend
+
+    calls: list[int] = []
+    original = backend.get_glyphs_subset
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "get_glyphs_subset", lambda font, glyphs: calls.append(1) or original(font, glyphs))
+        sizes = [len(style._rendered(line(TABLE, title))["pdf"]) for title in ("abc", "xyz Δ", "Ж", "Ж")]
+        assert len(calls) == 2
+    assert backend.get_glyphs_subset is original
+    assert max(sizes) < 60_000
+    with pytest.raises(RuntimeError), cut_once():
+        raise RuntimeError
+    assert backend.get_glyphs_subset is original
+
+
+def test_families_share_a_colour_and_no_two_methods_look_alike() -> None:
+    families = [f"family{index}" for index in range(12)]
+    methods = ["nsn", "nsn/arm_a", "nsn/arm_b", "nsnquant", *families, "family3/x"]
+    looks = style.lines_of(methods)
+    assert list(looks) == sorted(methods)
+    assert len({repr(look) for look in looks.values()}) == len(methods)
+    assert len({looks[name].color for name in ("nsn", "nsn/arm_a", "nsn/arm_b")}) == 1
+    assert looks["family3"][:2] == looks["family3/x"][:2]
+    assert style.lines_of(["nsn"])["nsn"][:2] == looks["nsn"][:2] == style.lines_of(["kivi", "nsn"])["nsn"][:2]
+    assert len(style.lines_of(f"many{index}" for index in range(100))) == 100
+
+
+def test_methods_on_the_frontier_are_drawn_however_many_there_are() -> None:
+    best = pd.DataFrame(
+        {"method": ["low"], "bits": ["1"], "effective_bits": [1.5], "delta_nll": [0.5], "frontier": [True]}
+    )
+    rows = [
+        {
+            "method": f"m{index:02}",
+            "bits": "4",
+            "effective_bits": 4.0,
+            "delta_nll": 0.001 * (index + 1),
+            "frontier": False,
+        }
+        for index in range(30)
+    ]
+    numbers = pd.concat([pd.DataFrame(rows), best], ignore_index=True)
+    numbers["kl_mean"], numbers["delta_nll_se"] = numbers["delta_nll"], 0.0001
+    made = pareto_figure(numbers, "title")
+    (legend,) = made.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert len(names) == style.MOST_LINES + 1
+    assert names[-1] == "others"
+    assert {"low", "m00", "m01"} <= set(names)
+    assert [text.get_text() for text in made.axes[0].texts] == ["low 1"]
+    drawn = sum(len(line.get_xdata()) for line in made.axes[1].lines)
+    assert drawn == 31  # those without a line are grey points
+
+
+def test_the_index_names_every_figure_under_its_kind(tmp_path: Path) -> None:
+    noted = Noted([Drawing("pareto-x", TABLE, line, ("Loss | <b>",)), Drawing("zzz", TABLE, None)])
+    write_drawings(noted, tmp_path)
+    text = noted.write(tmp_path).read_text(encoding="utf-8")
+    assert "Loss \\| &lt;b&gt; (`pareto-x`): [PNG](pareto-x.png), [PDF](pareto-x.pdf), [CSV](pareto-x.csv)" in text
+    assert text.index("frontier") < text.index("## Others")
+    for link in re.findall(r"\]\(([^)/]+)\)", text):
+        assert (tmp_path / link).is_file()
+
+
+def test_panels_share_axes_and_keep_their_places() -> None:
+    from matplotlib.colors import Normalize
+
+    first = pd.DataFrame([[0.1, 0.2], [0.3, 0.4]], index=[0.0, 1.0], columns=[256, 512])
+    second = pd.DataFrame([[0.9]], index=[1.0], columns=[512])
+    look = Look(Normalize(0, 1), "length", "depth", "found", lambda value: f"{value:.1f}")
+    for down, order in ((True, ["0.1", "0.2", "0.3", "0.4"]), (False, ["0.3", "0.4", "0.1", "0.2"])):
+        with style.style():
+            made = mosaic([("one", first), ("two", second)], look, "title", down)
+        assert [text.get_text() for text in made.axes[0].texts] == ["one", "two"]
+        mesh, outlines = made.axes[0].collections
+        assert [
+            path is mosaics._outline(text) for path, text in zip(outlines.get_paths(), [*order, "0.9"], strict=True)
+        ]
+        assert outlines.get_offsets()[0].tolist() == [0.5, 0.5]
+        assert [text.get_text() for text in made.axes[0].get_xticklabels()] == ["256", "512"] * 2
+        assert mesh.get_array().count() == 5  # cells that a panel lacks stay empty

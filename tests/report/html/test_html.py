@@ -1,0 +1,237 @@
+"""The report's page: all of the records, nothing but data from them, the same bytes for the same records."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from kvq.report.html import render, write_report
+from kvq.report.html.__main__ import main
+from kvq.report.html.page import embed
+from kvq.report.html.papers import papers
+from kvq.report.html.payload import LONGEST_PART, MOST_METRICS, payload
+from kvq.report.html.safe import arxiv_link, script_json, shown
+from kvq.report.tables.build import build_tables
+from kvq.results import Store
+from tests.report import hostile, sweeps
+from tests.report.many import many_runs
+from tests.results import made
+
+ROOT = Path(__file__).resolve().parents[3]
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and what stands in scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.raw: dict[str, list[str]] = {"script": [], "style": []}
+        self._inside: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag if tag in self.raw else None
+        if self._inside:
+            self.raw[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.raw[self._inside][-1] += data
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "results")
+    runs = sweeps.sweep(store)
+    hostile.put_hostile(store, runs["fp16"])
+    return store
+
+
+def test_every_run_is_there_with_its_numbers_and_settings(store: Store) -> None:
+    records = {record.key: record for record in store.scan()[0]}
+    data = payload(build_tables(store))
+    assert {run["key"] for run in data["runs"]} == records.keys()
+    for run in data["runs"]:
+        record, pool = records[run["key"]], data["pool"]
+        assert dict(zip(pool[run["names"]], run["values"], strict=True)) == record.metrics
+        config = {name: pool[place] for name, place in run["record"]["config"].items()}
+        assert config == record.config
+        assert data["protocols"][run["protocol"]]["title"].startswith(shown(record.task))
+    assert [run["bits"] for run in data["runs"] if run["method"] == "good"] == ["2", "3", "4"]
+    assert any(run["best"] for run in data["runs"])
+    assert any(run["noise"] for run in data["runs"])
+
+
+def test_text_of_records_is_never_markup(store: Store) -> None:
+    text = render(build_tables(store), warnings=list(hostile.ALL))
+    page = Page(text)
+    assert [attributes.get("type") for tag, attributes in page.elements if tag == "script"] == [
+        "application/json",
+        None,
+    ]
+    assert {tag for tag, _ in page.elements} & {"iframe", "object", "embed", "base", "link", "form", "svg"} == set()
+    for tag, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on") or name in ("style", "srcdoc")], tag
+        assert (
+            tag == "script" or "src" not in attributes or (attributes["src"] or "").startswith("data:image/png;base64,")
+        )
+    identifiers = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(set(identifiers)) == len(identifiers)
+    for target in (attributes["href"] or "" for _, attributes in page.elements if "href" in attributes):
+        assert target.removeprefix("#") in identifiers
+    names = {run["method"] for run in json.loads(page.raw["script"][0])["runs"]}
+    assert {hostile.SCRIPT, hostile.IMAGE, hostile.TEMPLATE} <= names
+    assert "\u202e" not in text
+    assert "49" not in re.findall(r"<td>([^<]*)</td>", text)
+
+
+def test_the_policy_lets_the_pages_own_script_and_style_run_alone(store: Store) -> None:
+    page = Page(render(build_tables(store)))
+    (policy,) = [a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a]
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    for source in (page.raw["script"][1], page.raw["style"][0]):
+        assert base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() in policy
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|XMLHttp|import\(", page.raw["script"][1]
+    )
+    addresses = set(re.findall(r"(?:https?:)?//[\w.]+\.\w+[\w./]*", page.raw["script"][1] + page.raw["style"][0]))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not an address that is read
+    assert not re.search(r"url\(|@import|@font-face", page.raw["style"][0])
+
+
+def test_the_same_records_give_the_same_bytes(store: Store, tmp_path: Path) -> None:
+    first, second = (write_report(store, tmp_path / f"{place}.html") for place in (1, 2))
+    assert first.path.read_bytes() == second.path.read_bytes()
+    assert first.bytes == first.path.stat().st_size
+    assert first.runs == len(store.scan()[0])
+
+
+def test_a_broken_record_is_named_and_skipped(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (store.runs / f"{'0' * 64}.json").write_text("{<b>", encoding="utf-8")
+    assert main(["--results", str(store.root)]) == 0
+    out, err = capsys.readouterr()
+    assert "report.html (10 runs" in out
+    assert "skipped " in err
+    assert "not valid JSON" in err
+    assert "not valid JSON" in (store.root / "report.html").read_text(encoding="utf-8")
+
+
+def test_without_records_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--results", str(tmp_path / "nothing")]) == 1
+    assert re.fullmatch(r"no records under .*: run a sweep first, .*\n", capsys.readouterr().err)
+
+
+def test_a_page_that_cannot_be_written_is_one_line(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = store.root / "a file"
+    folder.write_text("", encoding="utf-8")
+    assert main(["--results", str(store.root), "--out", str(folder / "page.html")]) == 1
+    assert capsys.readouterr().err.startswith("report: cannot write '")
+
+
+def test_no_record_makes_the_page_large(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results")
+    long = {"words": ["x" * 100] * 10_000}
+    settings = made.config("m", "2") | {"method": long, "note": "y" * 50_000}
+    metrics = {f"metric{place}": float(place) for place in range(1000)}
+    store.put(made.record("m" * 5000, "2", settings=settings, metrics=metrics, reason="z" * 5000, status="failed"))
+    text = render(build_tables(store))
+    assert len(text) < 400_000
+    (run,) = payload(build_tables(store))["runs"]
+    assert len(run["values"]) == MOST_METRICS
+    assert run["record"]["left_out"] == 1000 - MOST_METRICS
+    assert f"left out: {len(json.dumps(long)) / 1024:.0f} KiB" in text
+    assert len(json.dumps(long)) > LONGEST_PART
+
+
+def test_figures_stop_where_the_page_would_get_too_large(tmp_path: Path, store: Store) -> None:
+    for name in ("a-tiny-0123ab", "b", "c"):
+        (tmp_path / f"{name}.png").write_bytes(PNG)
+    (tmp_path / "d.png").write_bytes(b"<svg onload=alert(1)>")
+    (tmp_path / "a.csv").write_text("x", encoding="utf-8")
+    figures = embed(sorted(tmp_path.glob("*.png")), room=2 * len("data:image/png;base64,") + 3 * len(PNG))
+    assert [(figure.title, figure.width, figure.uri is None) for figure in figures] == [
+        ("a · tiny", 1, False),
+        ("b", 1, False),
+        ("c", 1, True),
+    ]
+    text = render(build_tables(store), figures)
+    assert text.count('<img src="data:image/png;base64,') == 2
+    assert "figures/c.png" in text
+
+
+def test_figures_older_than_the_records_are_said_to_be(tmp_path: Path, store: Store) -> None:
+    drawn = store.root / "figures" / "widths-tiny.png"
+    drawn.parent.mkdir()
+    drawn.write_bytes(PNG)
+    assert write_report(store, tmp_path / "page.html").warnings == ()
+    assert "<figcaption>widths · tiny</figcaption>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    os.utime(drawn, (1e9, 1e9))
+    (warning,) = write_report(store, tmp_path / "page.html").warnings
+    assert warning == "figures: some are older than the newest record; draw them again"
+
+
+def test_json_in_a_script_cannot_end_it() -> None:
+    value = {hostile.SCRIPT: [hostile.COMMENT, "]]>&amp;", "\u2028 é", "__proto__"]}
+    text = str(script_json(value))
+    assert not set("<>&") & set(text)
+    assert text.isascii()
+    assert json.loads(text) == value
+    with pytest.raises(ValueError, match="Out of range"):
+        script_json(float("nan"))
+
+
+@pytest.mark.parametrize("given", ["2402.02750", "2605.19660"])
+def test_papers_are_linked(given: str) -> None:
+    assert arxiv_link(given) == f"https://arxiv.org/abs/{given}"
+
+
+@pytest.mark.parametrize("given", [None, 2402.0275, "", "javascript:alert(1)", "2402.02750/../x", "2402.02750\n", "x"])
+def test_nothing_else_becomes_a_link(given: object) -> None:
+    assert arxiv_link(given) is None
+
+
+def test_presets_have_the_paper_of_their_method() -> None:
+    known = papers()
+    assert known["oscar"] == ("OScaR", "2605.19660")
+    assert known["oscar/cr_only"] == ("OScaR (CR only)", "2605.19660")
+    assert known["rtn"].arxiv is None
+
+
+MEASURE = """
+import sys
+from kvq.report.html.__main__ import main
+from kvq.results.provenance import PeakMemory
+memory = PeakMemory()  # not ru_maxrss, which a child inherits from the process that started it
+code = main(["--results", sys.argv[1]])
+print(memory.read() or 0)
+sys.exit(code)
+"""
+
+
+@pytest.mark.long
+def test_two_thousand_runs_stay_usable(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results")
+    many_runs(store, 2000)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(store.root)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout.split()[-1]) < 10**9
+    assert (store.root / "report.html").stat().st_size < 24 * 2**20

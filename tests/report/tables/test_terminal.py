@@ -1,0 +1,111 @@
+"""What a person sees: a table that fits, plain text in a pipe, one line for what went wrong."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvq.report import print_tables
+from kvq.report.__main__ import main
+from kvq.results import Store
+from tests.report import sweeps
+from tests.results import made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "results")
+
+
+def shown(store: Store, **options: object) -> str:
+    out = io.StringIO()
+    print_tables(store, Console(file=out, **options))
+    return out.getvalue()
+
+
+def test_plain_in_a_pipe(store: Store) -> None:
+    runs = sweeps.sweep(store)
+    text = shown(store)
+    assert "\x1b" not in text
+    assert not set(text) & set("─│┃━")
+    lines = text.splitlines()
+    rows = lines[2 : 2 + len(runs)]
+    assert max(len(line) for line in lines[: 2 + len(runs)]) <= 100
+    assert [row.split()[:2] for row in rows] == [
+        ["fp16", "float32"],
+        *(["flat", bits] for bits in "234"),
+        *(["good", bits] for bits in "234"),
+    ]
+    assert f"{runs['good 3'].metrics['perplexity']:.3f}" in rows[5]
+    assert any(line.startswith("flat: perplexity does not fall") and line.endswith("nats/token.") for line in lines)
+
+
+def test_a_terminal_of_100_columns_cuts_no_number(store: Store) -> None:
+    runs = sweeps.sweep(store)
+    text = shown(store, force_terminal=True, width=100, color_system=None)
+    assert "…" not in text
+    for run in runs.values():
+        assert f"{run.metrics['perplexity']:.3f}" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_markup_in_names_is_shown_as_it_is(store: Store) -> None:
+    store.put(made.record("[red]x[/red]", "2", status="failed", reason="[bold]why[/bold] [/nothing]"))
+    text = shown(store)
+    assert "[red]x[/red]" in text
+    assert "[bold]why[/bold] [/nothing]" in text
+
+
+def test_only_the_sweeps_runs(store: Store) -> None:
+    runs = sweeps.sweep(store)
+    out = io.StringIO()
+    print_tables(store, Console(file=out), keys=[runs["good 2"].key])
+    assert "good" in out.getvalue()
+    assert "flat" not in out.getvalue()
+
+
+def test_command_writes_and_names_files(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    sweeps.sweep(store)
+    (store.runs / "torn.json").write_text("{")
+    assert main(["--results", str(store.root), "--print"]) == 0
+    captured = capsys.readouterr()
+    written = [Path(line) for line in captured.out.splitlines() if line.startswith(str(store.root))]
+    assert all(path.is_file() for path in written)
+    tables = [path.name for path in written if path.parent == store.root / "tables"]
+    assert len(tables) == 4
+    assert "ppl: tiny on pydocs" in captured.out
+    assert captured.err.splitlines() == [
+        f"skipped {store.runs / 'torn.json'}: not valid JSON: "
+        "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+    ]
+
+
+def test_command_elsewhere(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweeps.sweep(store)
+    assert main(["--results", str(store.root), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "index.md").is_file()
+    assert not (store.root / "tables").exists()
+    assert "ppl: tiny" not in capsys.readouterr().out
+
+
+def test_command_without_records_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--results", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert "no records under" in captured.err
+
+
+def test_module_runs_and_helps(store: Store) -> None:
+    sweeps.sweep(store)
+    root = Path(__file__).resolve().parents[3]
+    for arguments, expected in ((["--help"], "--results"), (["--results", str(store.root)], "index.md")):
+        command = [sys.executable, "-m", "kvq.report", *arguments]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        assert expected in done.stdout
+        assert done.stderr == ""

@@ -1,0 +1,96 @@
+"""A record is stale when a part that made it has another version: no more, no less."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvq
+from kvq.errors import RecordError
+from kvq.results import Store, is_stale, judge, versions
+from kvq.results.versions import declared, versions_of
+from tests.results import made
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+PART = '''"""A stage of somebody's own."""
+
+from kvq.codecs import Hadamard
+
+
+class Turn(Hadamard):
+    """Turns."""
+
+    angle = 1
+'''
+
+
+def settings(**method: Any) -> dict[str, Any]:
+    return {"task": {"name": "ppl"}, "model": {"outliers": None}, "method": {"key": None, "value": None} | method}
+
+
+def test_what_is_read_is_what_classes_say() -> None:
+    found: dict[str, list[int]] = {}
+    for module in pkgutil.walk_packages(kvq.__path__, "kvq."):
+        if not module.name.endswith("__main__"):
+            for name, kind in inspect.getmembers(pkgutil.resolve_name(module.name), inspect.isclass):
+                if "version" in vars(kind) and kind.__module__ == module.name:
+                    found.setdefault(name, []).append(kind.version)
+    assert {name: [version] for name, version in declared().items() if name[0].isupper()} == found
+
+
+def test_a_run_keeps_the_versions_of_its_parts() -> None:
+    key = {"_target_": "kvq.codecs.Codec", "stages": {"turn": {"_target_": "kvq.codecs.RandomizedHadamard"}}}
+    found = versions_of(settings(key=key, sink_tokens=4))
+    assert set(found) == {"ppl", "KVCache", "SinkSide", "Codec", "Hadamard", "RandomizedHadamard"}
+
+
+def test_a_raised_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = made.record("kivi", "2", versions={"ppl": declared()["ppl"], "Codec": declared()["Codec"]})
+    assert not is_stale(record)
+    monkeypatch.setattr(versions, "declared", lambda: {**declared(), "KVCache": 99})
+    assert not is_stale(record)
+    monkeypatch.setattr(versions, "declared", lambda: {**declared(), "Codec": 99})
+    assert is_stale(record)
+    assert judge()(record)
+    assert is_stale(made.record("kivi", "2", versions={"ThatIsGone": 1}))
+
+
+def test_a_part_outside_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "kvq_turns.py"
+    file.write_text(PART)
+    found = versions_of(settings(key={"_target_": "kvq_turns.Turn"}))
+    assert set(found) == {"ppl", "KVCache", "Hadamard", "kvq_turns.Turn"}
+    record = made.record("kivi", "2", versions=found)
+    del sys.modules["kvq_turns"]
+    for text, stale in [
+        (PART, False),
+        (PART.replace("somebody's", "one's"), False),
+        (PART.replace("angle = 1", "angle = 2"), True),
+        ("raise AssertionError('read, not imported')", True),
+    ]:
+        file.write_text(text)
+        assert is_stale(record) is stale
+    file.unlink()
+    assert is_stale(record)
+    assert "kvq_turns" not in sys.modules
+
+
+def test_a_part_of_the_package_without_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "declared", lambda: {"ppl": 1, "KVCache": 1})
+    with pytest.raises(RecordError, match=r"kvq\.codecs.*Zero: no version"):
+        versions_of(settings(key={"_target_": "kvq.codecs.Zero"}))
+
+
+def test_committed_records_say_what_made_them() -> None:
+    """Versions of a committed record are those of its settings today, and none has been raised."""
+    records, broken = Store(RESULTS).scan()
+    assert not broken
+    for record in records:
+        assert record.versions == versions_of(record.config), record.key
+        assert not is_stale(record)
