@@ -21,6 +21,11 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The one test that takes a minute begins first, so that no process waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_types.py")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _torch_threads() -> None:
     """Small tensors: more threads only wait for each other."""
