@@ -34,10 +34,9 @@ class SweepLoader(ConfigLoader):
             if found is not None:
                 self._first = copy.deepcopy(job)
             return job
-        job = copy.deepcopy(self._first)
+        job = found.config
         with open_dict(job):
-            for name in list(found.config):
-                job[name] = found.config._get_node(name)
+            job.hydra = self._first.hydra  # OmegaConf sets a copy
             job.hydra.overrides.task = given
             job.hydra.job.override_dirname = ",".join(sorted(given))
             own = {group: name for group, name in found.choices.items() if not group.startswith("hydra/")}
