@@ -27,7 +27,11 @@ def check(keys, values, *, group=2, dtype=torch.float32, **settings):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("name", "bits"), [("kivi", 1), ("kivi", 4), ("nsn", 7), ("nsn", 2), ("oscar", 2), ("oscar", 3), ("quarot", 8)]
+    ("name", "bits"),
+    [
+        *(("kivi", 4), ("nsn", 2), ("oscar", 3), ("quarot", 8)),
+        *(pytest.param(name, bits, marks=pytest.mark.long) for name, bits in (("kivi", 1), ("nsn", 7), ("oscar", 2))),
+    ],
 )
 def test_methods(name, bits, dtype):
     method = kvq.build_method(name, bits=bits, head_dim=128)

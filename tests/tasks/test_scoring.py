@@ -53,7 +53,10 @@ def token_by_token(loaded: LoadedModel, method: Method, tokens: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(("length", "residual"), [(75, "residual.size=16"), (97, "residual.size=32")])
+@pytest.mark.parametrize(
+    ("length", "residual"),
+    [(75, "residual.size=16"), pytest.param(97, "residual.size=32", marks=pytest.mark.long)],
+)
 def test_generation_is_token_by_token_in_fp64(
     name: str, length: int, residual: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
