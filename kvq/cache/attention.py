@@ -24,6 +24,13 @@ _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
 class WatchfulCache(Cache, abc.ABC):
     """A cache that hears of every attention before it happens."""
 
+    recording = False
+    """Every forward can be undone, and the last tokens of one may be candidates, which attend as if one by one."""
+
+    @abc.abstractmethod
+    def asked(self, logits: Any) -> None:
+        """Hear how many logits the next forward is asked for (`logits_to_keep`); None: nobody said."""
+
     @abc.abstractmethod
     def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         """The columns that this attention will read; None: the tokens as they are.
@@ -46,14 +53,16 @@ class WatchfulCache(Cache, abc.ABC):
         """See an attention: its queries, and the keys that they read."""
 
 
-def watch(model: nn.Module) -> None:
-    """Hook a model's forward and its attentions, once; other caches are left alone."""
+def watch(model: nn.Module) -> list[nn.Module]:
+    """Hook a model's forward and its attentions, once; other caches are left alone. Returns the attentions."""
     base: nn.Module = getattr(model, "base_model", model)  # also sees calls that leave out the output embedding
-    hooks: list[tuple[nn.Module, Any]] = [(base, _begin)]
-    hooks += [(module, _announce) for module in attentions(base)]
+    hooks: list[tuple[nn.Module, Any]] = [(model, _ask), (base, _begin)]
+    found = attentions(base)
+    hooks += [(module, _announce) for module in found]
     for module, hook in hooks:
         if hook not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hook, with_kwargs=True)
+    return found
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
@@ -92,20 +101,41 @@ def _announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     columns = cache.announce(module, given, given["hidden_states"])
     if cache.observes(module):
         _observe(module, cache)
+    if columns is None and not cache.recording:
+        return None
+    reason = unmasked(module)
+    if reason is not None:
+        raise Unsupported(f"model: {reason}")
+    if given.get("position_bias") is not None:
+        raise Unsupported(f"model: {type(module).__name__} adds a position_bias, which no mask can follow")
     if columns is None:
         return None
-    way = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
-    if way not in _MASKED:
-        raise Unsupported(
-            f"model: attention {way} takes no mask, which residual=sliding needs to score several tokens at once; "
-            f"load the model with attn_implementation={' or '.join(_MASKED[:2])}"
-        )
-    if given.get("position_bias") is not None:
-        raise Unsupported(f"model: {type(module).__name__} adds a position_bias that residual=sliding cannot follow")
     given["attention_mask"] = columns.mask(given["attention_mask"])
     if given.get("alibi") is not None:
         given["alibi"] = torch.cat([given["alibi"], given["alibi"].index_select(-1, columns.copies)], -1)
     return (), given
+
+
+def unmasked(module: nn.Module) -> str | None:
+    """Why an attention cannot show each of several tokens what it would see on its own; None: it can."""
+    way = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
+    if way in _MASKED:
+        return None
+    return (
+        f"attention {way} takes no mask, which several tokens at once need where each reads what it would alone "
+        f"(residual=sliding, assisted generation); load the model with attn_implementation={' or '.join(_MASKED[:2])}"
+    )
+
+
+def says_candidates(model: nn.Module) -> bool:
+    """The model is told how many logits are asked for, by which candidates are known from a prompt."""
+    return "logits_to_keep" in _signature(type(model).forward).parameters
+
+
+def _ask(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, WatchfulCache):
+        cache.asked(kwargs.get("logits_to_keep"))
 
 
 def _observe(module: Any, cache: WatchfulCache) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from kvq.cache.attention import WatchfulCache, watch
+from kvq.cache.allocated import allocated_bytes
+from kvq.cache.attention import WatchfulCache, says_candidates, unmasked, watch
 from kvq.cache.evict import EvictingLayer, check_distances, check_eviction
 from kvq.cache.kept import KeptSide
 from kvq.cache.layer import KVCacheLayer, Layer
@@ -38,6 +39,14 @@ def _styles_of(model: nn.Module) -> Any:
             if not bool(torch.isfinite(weight).all()):
                 raise DataError(f"model: its weights {name} hold NaN or infinite numbers") from None
         raise
+
+
+def _lasting(model: nn.Module, attentions: list[nn.Module]) -> str | None:
+    """Why no forward of a model can be undone exactly; None: it can."""
+    if not says_candidates(model):
+        return f"model: {type(model).__name__} is not told which tokens are candidates (it takes no logits_to_keep)"
+    reason = next(filter(None, map(unmasked, attentions)), None)
+    return None if reason is None else f"model: {reason}"
 
 
 class KVCache(WatchfulCache):
@@ -86,7 +95,9 @@ class KVCache(WatchfulCache):
         self._columns: SourceColumns | None = None
         count = len(head_dims)
         super().__init__(layers=list(self._layers(config, count, keep_decoded, quantized_prefill, attention)))
-        watch(model)
+        self._lasting = _lasting(model, watch(model))
+        self._told: int | None = None
+        self._candidates: int | None = None
         self._tables: list[RopeTable] = []
         if any(side.uses_rope for side in self._sides()):
             styles = _styles_of(model)
@@ -145,6 +156,8 @@ class KVCache(WatchfulCache):
         index, layers = int(module.layer_idx), self._own  # type: ignore[arg-type]
         if index >= len(layers):  # it reads the keys and values of an earlier one
             return self._columns
+        if self.recording:
+            self._expect(layers[index], hidden.shape[1])
         if not layers[index].keeps_order:
             check_distances(module, arguments, layers[index].get_seq_length() + hidden.shape[1], layers[index].shuffled)
         if self._tables:
@@ -155,7 +168,54 @@ class KVCache(WatchfulCache):
         return self._columns
 
     @override
+    def activate_past_recording(self) -> None:
+        """From now on `crop` can undo the last forward exactly; transformers asks before it generates with candidates.
+
+        Each candidate reads what it would read had those before it come one by one, and so the tokens are the greedy
+        ones. A forward that does not say how many of its tokens are candidates (`logits_to_keep`) ends this.
+
+        Raises:
+            Unsupported: a method that cannot take tokens back, or a model that does not tell candidates from a prompt.
+        """
+        lasting = next(filter(None, (layer.lasting for layer in self._own)), None)
+        if lasting is not None:
+            lasting = f"method={self.method.name} cannot take tokens back ({lasting})"
+        reason = lasting or self._lasting
+        if reason is not None:
+            raise Unsupported(f"prompt_lookup_num_tokens, assistant_model: {reason}")
+        self._record(True)
+        self._told = self._candidates = None
+
+    @property
+    def is_croppable(self) -> bool:
+        """`crop` can undo a forward exactly, once `activate_past_recording` was called."""
+        return super().is_croppable and self._lasting is None
+
+    def _record(self, on: bool) -> None:
+        self.recording = on
+        for layer in self._own:
+            layer.record(on)
+
+    @override
+    def asked(self, logits: Any) -> None:
+        self._told = logits if type(logits) is int and logits > 0 else None
+
+    def _expect(self, layer: Layer, tokens: int) -> None:
+        if self._candidates is not None:
+            layer.expect(tokens - 1 if layer.one_by_one else min(self._candidates, tokens - 1))
+
+    def _count_candidates(self) -> None:
+        told, self._told = self._told, None
+        if told is None and self._candidates is None:
+            raise Unsupported("logits_to_keep: the model is not told it, which is how candidates are known")
+        if told is None:  # no longer assisted generation
+            self._record(False)
+        self._candidates = None if told is None else told - 1
+
+    @override
     def begin(self, input_ids: Tensor | None) -> None:
+        if self.recording:
+            self._count_candidates()
         for side in self._sides("key"):
             if isinstance(side, KeptSide):
                 side.note(input_ids)
@@ -172,11 +232,14 @@ class KVCache(WatchfulCache):
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
+        self._record(False)
         for table in self._tables:
             table.keep(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. Raises: ConfigError, Unsupported: as `KVCacheLayer.crop`."""
+        for layer in self._own:
+            layer.check_crop(tokens_to_remove)  # all, before one changes
         super().crop(tokens_to_remove)
         for table in self._tables:
             table.keep(self.get_seq_length())
@@ -198,6 +261,16 @@ class KVCache(WatchfulCache):
     def nbytes(self) -> int:
         """Bytes of everything attention needs: packed prefixes and full-precision residuals."""
         return self.packed_bytes + sum(side.residual_bytes for side in self._sides())
+
+    @property
+    def nbytes_allocated(self) -> int:
+        """Bytes of all memory that the cache keeps alive.
+
+        Beside `nbytes`: room kept in reserve, so that it does not move at every token; a decoded copy; the angles of
+        rotary embeddings that codecs undo; scores of tokens; and the last update, where `crop` can undo it. Constants
+        of a method, which its caches share, are not counted.
+        """
+        return allocated_bytes(self)
 
     @property
     def bits_per_element(self) -> float:

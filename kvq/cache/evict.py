@@ -68,6 +68,7 @@ class EvictingLayer(KVCacheLayer):
     """
 
     keeps_order = False
+    lasting = "tokens that were evicted cannot come back"
 
     def __init__(self, key: CacheSide, value: CacheSide, quantized_prefill: bool, eviction: Eviction) -> None:
         super().__init__(key, value, quantized_prefill)
@@ -165,9 +166,8 @@ class EvictingLayer(KVCacheLayer):
             self._scores = self._scores.index_select(0, indices.to(self._scores.device))
 
     @override
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raises: Unsupported: what has left cannot come back."""
-        raise Unsupported("method.eviction: tokens that were evicted cannot come back (fork() the cache before)")
+    def check_crop(self, tokens_to_remove: int) -> None:
+        raise Unsupported(f"method.eviction: {self.lasting} (fork() the cache before)")
 
 
 def _rows(states: Tensor, kept: Tensor) -> Tensor:

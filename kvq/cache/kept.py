@@ -40,6 +40,7 @@ class KeptSide(CacheSide):
         self._chosen: Bool[Tensor, "batch tokens"] | None = None
         self._at: Int[Tensor, "2 kept"] | None = None
         self._rows: Growable | None = None
+        self._in_parts = False
 
     def note(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
         """Hear which tokens come next, before their keys do. Raises: Unsupported: nobody knows."""
@@ -58,10 +59,23 @@ class KeptSide(CacheSide):
         return super().packed_bytes + rows.numel() * rows.element_size() + self._at.shape[1] * _POSITION_BYTES
 
     @override
+    def append_behind(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
+        self._check_noted(states)
+        self._in_parts = True
+        try:
+            return super().append_behind(states, head, quantized_prefill)
+        finally:
+            self._in_parts = False
+
+    @override
     def _receive(self, states: Tensor) -> bool:
+        if not self._in_parts:
+            self._check_noted(states)
+        return super()._receive(states)
+
+    def _check_noted(self, states: Tensor) -> None:
         if self._chosen is None or self._chosen.shape != (states.shape[0], self.tokens + states.shape[2]):
             raise Unsupported(f"{self.label}: method.kept_keys needs the ids of all tokens; reset() the cache")
-        return super()._receive(states)
 
     @override
     def _encode(self, states: Tensor, block: int | None, decoded: bool = False) -> Tensor | None:
@@ -104,10 +118,9 @@ class KeptSide(CacheSide):
             self._rows = Growable(self._rows.view.index_select(-2, which))
 
     @override
-    def crop(self, remove: int) -> None:
-        super().crop(remove)
+    def forget(self, tokens: int) -> None:
         if self._chosen is not None:
-            self._chosen = self._chosen[:, : self.tokens]
+            self._chosen = self._chosen[:, :tokens]
 
 
 def _rows(states: States, at: Int[Tensor, "2 kept"]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide
-from kvq.cache.sources import SourceColumns, columns_of
+from kvq.cache.sources import Departures, SourceColumns, columns_of
 from kvq.errors import ConfigError, Unsupported
 
 
@@ -23,13 +24,21 @@ class Layer(CacheLayerMixin):
     keeps_order = True
     """Tokens stand in the order in which they came, without gaps."""
     is_sliding = False
-    is_croppable = False
     supports_early_init = False
+    lasting: str | None = "what it does to a token stays"
+    """Why `crop` cannot undo an update; None: it can, of one that was recorded."""
+    recording = False
+    """Each update can be undone by the `crop` that follows it; `expect` tells of it before it comes."""
     evicted = 0
     """Tokens that have left for good."""
     one_by_one = False
     key: Any
     value: Any
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """`crop` can put the layer back as it was before tokens came, once updates are recorded."""
+        return self.lasting is None
 
     @property
     def shuffled(self) -> bool:
@@ -43,6 +52,13 @@ class Layer(CacheLayerMixin):
 
     def observe(self, attended: Attended) -> None:
         """See what attention reads, behind `update`."""
+
+    def record(self, on: bool) -> None:
+        """Let each update be one that the `crop` behind it can undo, or no longer."""
+        self.recording = on
+
+    def expect(self, candidates: int) -> None:
+        """Hear that the next update is recorded, and that its last `candidates` tokens are to be as if one by one."""
 
     def get_seq_length(self) -> int:
         """Tokens seen: those held, and those evicted."""
@@ -85,17 +101,45 @@ class Layer(CacheLayerMixin):
         """
 
     @abc.abstractmethod
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise `ConfigError` or `Unsupported` where `crop` would."""
+
+    @abc.abstractmethod
     def fork(self) -> Layer:
         """A copy that shares the tokens held so far."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An update that can be undone: the sides before it, and what it brought, the first `head` tokens together."""
+
+    key: CacheSide
+    value: CacheSide
+    key_states: Tensor
+    value_states: Tensor
+    head: int
+
+    def without(self, last: int, quantized_prefill: bool) -> tuple[CacheSide, CacheSide]:
+        """The sides after the update, had its `last` tokens never come."""
+        count = self.key_states.shape[2] - last
+        for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
+            side.forget(side.tokens + count)
+            if count:
+                side.append_behind(states[:, :, :count], min(self.head, count), quantized_prefill)
+        return self.key, self.value
 
 
 class KVCacheLayer(Layer):
     """Keys and values of one attention layer, each with its own codec and residual policy."""
 
+    lasting: str | None = None
+
     def __init__(self, key: CacheSide, value: CacheSide, quantized_prefill: bool = False) -> None:
         super().__init__()
         self.key, self.value, self.quantized_prefill = key, value, quantized_prefill
         self._columns: SourceColumns | None = None
+        self._candidates: int | None = None
+        self._recorded: Recorded | None = None
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -108,6 +152,8 @@ class KVCacheLayer(Layer):
         """Append `[batch, heads, tokens, head_dim]` states; what attention reads, oldest token first."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.recording and self._record(key_states, value_states):
+            return self._append_behind(key_states, value_states)
         if not self.one_by_one:
             return (
                 self.key.append(key_states, self.quantized_prefill),
@@ -115,7 +161,7 @@ class KVCacheLayer(Layer):
             )
         columns, self._columns = self._columns, None
         if columns is None and self._moving(key_states.shape[2]):
-            raise Unsupported(f"model: {self.key.label.removesuffix(' keys')} attends in a way that kvq cannot follow")
+            raise self._not_followed()
         keys = self.key.append_one_by_one(key_states)
         values = self.value.append_one_by_one(value_states)
         return (keys[0], values[0]) if columns is None else (columns.keys.join(*keys), columns.values.join(*values))
@@ -123,15 +169,57 @@ class KVCacheLayer(Layer):
     def _moving(self, queries: int) -> bool:
         return any(side.moves(queries).queries for side in (self.key, self.value))
 
+    def _not_followed(self) -> Unsupported:
+        label = self.key.label.removesuffix(" keys")
+        return Unsupported(f"model: {label} attends in a way that kvq cannot follow")
+
+    @override
+    def record(self, on: bool) -> None:
+        super().record(on)
+        self._candidates = self._recorded = None
+
+    @override
+    def expect(self, candidates: int) -> None:
+        self._candidates = candidates
+
+    def _record(self, key_states: Tensor, value_states: Tensor) -> int:
+        """Remember what is held before an update; how many of its tokens are candidates."""
+        candidates, self._candidates = self._candidates, None
+        if candidates is None:
+            raise self._not_followed()
+        head = key_states.shape[2] - candidates
+        self._recorded = Recorded(self.key.fork(), self.value.fork(), key_states, value_states, head)
+        return candidates
+
+    def _append_behind(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._recorded is not None
+        columns, self._columns = self._columns, None
+        head = self._recorded.head
+        keys = self.key.append_behind(key_states, head, self.quantized_prefill)
+        values = self.value.append_behind(value_states, head, self.quantized_prefill)
+        if columns is None and not keys[1] is values[1] is None:
+            raise self._not_followed()
+        return (keys[0], values[0]) if columns is None else (columns.keys.join(*keys), columns.values.join(*values))
+
     @override
     def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         self._columns = None
-        if self.one_by_one and self._moving(queries):
-            moves, tokens = (self.key.moves(queries), self.value.moves(queries)), self.key.tokens + queries
+        moves = self._moves(queries)
+        if any(side.queries for side in moves):
+            tokens = self.key.tokens + queries
             if known is None or not known.serve(moves, tokens, queries, device):
                 known = columns_of(moves, tokens, queries, device)
             self._columns = known
         return self._columns
+
+    def _moves(self, queries: int) -> tuple[Departures, Departures]:
+        """What leaves full precision before the last of the next `queries` tokens attends."""
+        if self.recording and self._candidates:
+            head, quantized = queries - self._candidates, self.quantized_prefill
+            return tuple(side.moves_behind(head, self._candidates, quantized) for side in (self.key, self.value))
+        if self.one_by_one:
+            return self.key.moves(queries), self.value.moves(queries)
+        return Departures(0, ()), Departures(0, ())
 
     def reset(self) -> None:
         """Forget everything."""
@@ -139,29 +227,46 @@ class KVCacheLayer(Layer):
         self.value.reset()
         self.is_initialized = False
         self.evicted = 0
+        self.record(False)
 
     @override
     def batch_select_indices(self, indices: Tensor) -> None:
         self.key.select(indices)
         self.value.select(indices)
+        self._recorded = None
+
+    @override
+    def check_crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ConfigError(f"crop({tokens_to_remove}): give a negative number of tokens to remove")
+        if self._recorded is None or -tokens_to_remove > self._recorded.key_states.shape[2]:
+            self._check_sides(-tokens_to_remove)
+
+    def _check_sides(self, remove: int) -> None:
+        for side in (self.key, self.value):
+            side.check_crop(remove)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers).
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers), as if they never came.
 
         Raises:
             ConfigError: a positive number, whose meaning differs between transformers versions.
-            Unsupported: the cut reaches into an encoded block.
+            Unsupported: tokens were encoded when these came, and their update is not recorded.
         """
-        if tokens_to_remove > 0:
-            raise ConfigError(f"crop({tokens_to_remove}): give a negative number of tokens to remove")
-        sides = (self.key, self.value)
-        for side in sides:
-            side.check_crop(-tokens_to_remove)  # both, before either changes
-        for side in sides:
-            side.crop(-tokens_to_remove)
+        self.check_crop(tokens_to_remove)
+        remove, recorded, self._recorded = -tokens_to_remove, self._recorded, None
+        try:
+            self._check_sides(remove)
+        except Unsupported:
+            assert recorded is not None
+            self.key, self.value = recorded.without(remove, self.quantized_prefill)
+        else:
+            for side in (self.key, self.value):
+                side.crop(remove)
 
     @override
     def fork(self) -> KVCacheLayer:
         other = copy.copy(self)
         other.key, other.value = self.key.fork(), self.value.fork()
+        other._recorded = None
         return other

@@ -102,6 +102,8 @@ class PackedSide(CacheSide):
 class PackedLayer(KVCacheLayer):
     """A layer whose decoded tokens attend to codes: it hands over `PackedKeys` and `PackedStates`."""
 
+    lasting = "cache.attention=packed reads codes for one token at a time; use cache.attention=dense"
+
     key: PackedSide
     value: PackedSide
 

@@ -102,6 +102,7 @@ class PoolLayer(KVCacheLayer):
     """Keys and values of one layer with a pool of full-precision tokens, chosen by the keys."""
 
     keeps_order = False
+    lasting = "tokens have changed places with those of a pool"
 
     @property
     @override
@@ -163,6 +164,8 @@ class LaterSide(CacheSide):
 
 class SaliencyLayer(KVCacheLayer):
     """Keys and values of one layer, whose tokens get bits by the attention they receive from probe queries."""
+
+    lasting = "attention received cannot be taken back"
 
     def __init__(self, like: KVCacheLayer, plan: Saliency, keep_decoded: bool) -> None:
         key, value = (LaterSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value))
@@ -243,6 +246,5 @@ class SaliencyLayer(KVCacheLayer):
             self._received = self._received.index_select(0, indices.to(self._received.device))
 
     @override
-    def crop(self, tokens_to_remove: int) -> None:
-        """As `KVCacheLayer.crop`; the attention that the last queries paid cannot be taken back."""
-        raise Unsupported("method.plan: attention received cannot be taken back (fork() the cache before)")
+    def check_crop(self, tokens_to_remove: int) -> None:
+        raise Unsupported(f"method.plan: {self.lasting} (fork() the cache before)")

@@ -129,10 +129,24 @@ class CacheSide:
         """The tokens that leave full precision before the last of `queries` tokens that come one by one."""
         if self.codec is None or self._encodes_at_once:
             return Departures(self.packed_tokens, ())
-        held = self.residual_tokens
+        return Departures(self.packed_tokens, self._left_at(self.residual_tokens, queries))
+
+    def _left_at(self, held: int, queries: int) -> tuple[int, ...]:
+        """Of each token that leaves: the first of `queries` single tokens behind the `held` ones that finds it gone."""
         groups = max(held + queries - 1 - self._kept, 0) // self._group
         when = [self._kept + self._group * (group + 1) - held for group in range(groups)]
-        return Departures(self.packed_tokens, tuple(query for query in when for _ in range(self._group)))
+        return tuple(query for query in when for _ in range(self._group))
+
+    def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Departures:
+        """As `moves`, of `head` tokens that come together and `queries` that come one by one behind them."""
+        if self.codec is None or self._encodes_at_once:
+            return Departures(self.packed_tokens, ())
+        held = self.residual_tokens + head
+        gone = self._leaving(held, first=not self.packed_tokens and not self.residual_tokens)
+        later = tuple(head + query for query in self._left_at(held - gone, queries))
+        if quantized_prefill and head > 1:  # they read them decoded
+            return Departures(self.packed_tokens + gone, later)
+        return Departures(self.packed_tokens, (head,) * gone + later)
 
     def append_one_by_one(self, states: States) -> tuple[States, States | None]:
         """Add states as if each came in an update of its own.
@@ -156,6 +170,28 @@ class CacheSide:
         visible = self._visible()
         decoded = self._flush(first=False, decoded=bool(moved))
         return visible, None if decoded is None else decoded[:, :, :moved]
+
+    def append_behind(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
+        """Add states of which the first `head` come together, as in `append`, and the others one by one behind them.
+
+        Returns:
+            As `append_one_by_one`, of the tokens of `moves_behind`.
+
+        Raises:
+            DataError, Unsupported: as `append`.
+        """
+        count = states.shape[2] - head
+        moves = self.moves_behind(head, count, quantized_prefill)
+        front = self.append(states[:, :, :head], quantized_prefill)
+        if not count:
+            return front, None
+        rest = states[:, :, head:]
+        if self.codec is not None and self._encodes_at_once:
+            return [self.append(token) for token in rest.split(1, 2)][-1], None
+        seen, later = self.append_one_by_one(rest)
+        gone = len(moves.queries) - (0 if later is None else later.shape[2])
+        decoded = [seen[:, :, moves.start : moves.start + gone]] + ([] if later is None else [later])
+        return torch.cat([front, rest], 2), torch.cat(decoded, 2) if moves.queries else None
 
     def _receive(self, states: Tensor) -> bool:
         """Check what comes; whether these are the first tokens."""
@@ -193,15 +229,22 @@ class CacheSide:
     def _flush(self, first: bool, decoded: bool = False) -> Tensor | None:
         """Encode what may leave the residual; a long prefill may be one block (`prefill_block=whole`)."""
         held = self.residual_tokens
-        leaving = held - self._kept
-        if self.codec is None or self._full is None or leaving < self._group:
+        leaving = self._leaving(held, first)
+        if self.codec is None or self._full is None or not leaving:
             return None
         whole = first and self.residual.prefill_block is PrefillBlock.whole
-        leaving -= 0 if whole else leaving % self._group
         states = self._full.view
         out = self._encode(states[:, :, :leaving], None if whole else self._group, decoded)
         self._full = Growable(states[:, :, leaving:].clone()) if leaving < held else None
         return out
+
+    def _leaving(self, held: int, first: bool) -> int:
+        """How many of `held` full-precision tokens may leave."""
+        leaving = held - self._kept
+        if leaving < self._group:
+            return 0
+        whole = first and self.residual.prefill_block is PrefillBlock.whole
+        return leaving if whole else leaving - leaving % self._group
 
     def _encode(self, states: Tensor, block: int | None, decoded: bool = False) -> Tensor | None:
         assert self.codec is not None
@@ -238,8 +281,19 @@ class CacheSide:
             self._full = Growable(self._full.view.index_select(0, index.to(self._full.view.device)))
 
     def check_crop(self, remove: int) -> None:
-        """Raise `Unsupported` when dropping `remove` tokens reaches into an encoded block, whose statistics stay."""
-        if remove > self.residual_tokens:
+        """Raise `Unsupported` unless dropping `remove` tokens leaves the state in which they never came.
+
+        They must all be in full precision, and none of those that are encoded may have had to make room for them.
+        """
+        if not remove:
+            return
+        left = self.residual_tokens - remove
+        if left >= 0 and self.packed_tokens and left < self._kept:
+            raise Unsupported(
+                f"{self.label}: cannot remove {remove} tokens, {self._kept - left} of those before them were encoded "
+                "when they came (fork() the cache before the tokens instead)"
+            )
+        if left < 0:
             raise Unsupported(
                 f"{self.label}: cannot remove {remove} tokens, only {self.residual_tokens} are still in the residual; "
                 "encoded blocks cannot be cropped (fork() the cache before the tokens instead)"
@@ -248,6 +302,10 @@ class CacheSide:
     def crop(self, remove: int) -> None:
         """Drop the last `remove` tokens. Raises: Unsupported: see `check_crop`."""
         self.check_crop(remove)
-        if self._full is not None:
+        if self._full is not None and remove:
             left = self._full.view[:, :, : self.residual_tokens - remove]
             self._full = Growable(left.clone()) if left.shape[2] else None
+        self.forget(self.tokens)
+
+    def forget(self, tokens: int) -> None:
+        """Nothing that is known of tokens from `tokens` on, before they come, holds any more."""

@@ -79,6 +79,19 @@ class SinkSide(CacheSide):
         return Departures(found.start + start, tuple(query + sinks for query in found.queries))
 
     @override
+    def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Departures:
+        room = self._sinks - self.sink_tokens
+        sinks = min(room, head + queries)
+        start = self.sink_tokens + sinks
+        if head + queries == sinks:
+            return Departures(start + self.packed_tokens, ())
+        if head > room:
+            found = super().moves_behind(head - sinks, queries, quantized_prefill)
+        else:
+            found = super().moves(head + queries - sinks)
+        return Departures(found.start + start, tuple(query + sinks for query in found.queries))
+
+    @override
     def append_one_by_one(self, states: States) -> tuple[States, States | None]:
         rest = self._keep(states)
         if rest is None:

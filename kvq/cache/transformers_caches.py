@@ -133,6 +133,8 @@ class TransformersLayer(Layer):
     would be alone.
     """
 
+    lasting = "its backend quantizes all tokens anew at every flush"
+
     def __init__(self, backend: BackendConfig, residual: ResidualSide, label: str) -> None:
         super().__init__()
         self.backend, self.residual, self.label = backend, residual, label
@@ -199,13 +201,8 @@ class TransformersLayer(Layer):
             self.elements_per_token = self.elements_per_token // len(self.held) * int(indices.numel())
             self.held = [copy.copy(self.held[index]) for index in indices.tolist()]
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers).
-
-        Raises:
-            ConfigError: a positive number.
-            Unsupported: the cut reaches into what is quantized.
-        """
+    @override
+    def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ConfigError(f"crop({tokens_to_remove}): give a negative number of tokens to remove")
         waiting = self.key.residual_tokens
@@ -214,8 +211,17 @@ class TransformersLayer(Layer):
                 f"{self.label}: cannot remove {-tokens_to_remove} tokens, only {waiting} are still in the residual; "
                 f"what {self.backend.name} has quantized cannot be cropped (fork() the cache before the tokens instead)"
             )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers).
+
+        Raises:
+            ConfigError: a positive number.
+            Unsupported: the cut reaches into what is quantized.
+        """
+        self.check_crop(tokens_to_remove)
+        left = self.key.residual_tokens + tokens_to_remove
         for held in self.held if tokens_to_remove else []:
-            left = waiting + tokens_to_remove
             held.keys, held.values = held.keys[:, :, :left], held.values[:, :, :left]  # type: ignore[index]
             held.cumulative_length += tokens_to_remove
 

@@ -46,7 +46,7 @@ def test_generation_is_token_by_token_in_fp64(name, residual, monkeypatch):
 @pytest.mark.parametrize("keep_decoded", [False, True])
 def test_what_the_cache_holds(keep_decoded):
     loaded, tokens = random_llama(), token_ids(60, batch=2)
-    cache = KVCache(loaded.model, keeping("kivi", "residual.key.policy=block"), keep_decoded)
+    cache = KVCache(loaded.model, keeping("kivi", "residual.policy=block"), keep_decoded)
     plain = KVCache(loaded.model, build_method("fp16", head_dim=32))
     for each in (cache, plain):
         loaded.model(input_ids=tokens, past_key_values=each, use_cache=True)

@@ -11,6 +11,7 @@ import kvq
 from kvq.cache import CacheSide
 from kvq.cache.store import UNIT, TokenStore
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
+from kvq.errors import Unsupported
 from tests.cache.states import NaiveSide, states
 from tests.properties import examples
 
@@ -132,17 +133,20 @@ def test_what_stays_and_what_leaves_together(sizes, expected):
     assert ResidualSide(Policy.block, size, PrefillBlock.size).schedule(group) == (0, size)
 
 
-@pytest.mark.parametrize("name", ["kivi_values", "nsn"])
-def test_crop_within_what_stays(name):
-    x = states(20)
-    one = side(name)
-    one.append(x)
-    one.crop(3)
-    assert one.tokens == 17
-    more = states(12, seed=2)
+def test_tokens_that_made_others_leave_cannot_be_taken_back():
+    """Those that left would be in full precision, had these never come."""
+    one = side("kivi_values")
+    one.append(states(20))
+    with pytest.raises(Unsupported, match="cannot remove 3 tokens, 3 of those before them were encoded"):
+        one.crop(3)
+    assert (one.tokens, one.residual_tokens) == (20, 5)
+
+
+def test_crop_where_nothing_left_since():
+    x, more = states(23), states(12, seed=2)
+    one, short = side("kivi"), side("kivi")
+    one.append(x)  # 16 leave, 7 stay: no other group of 4 until there are 9
+    short.append(x[:, :, :21])
+    one.crop(2)
     for token in more.split(1, 2):
-        read = one.append(token)
-    # What had left stays packed; the rest follow as before.
-    assert one.tokens == 29
-    assert torch.equal(read[:, :, 24:], more[:, :, 7:])
-    assert 5 <= one.residual_tokens < 5 + GROUPS[name][2]
+        assert torch.equal(one.append(token), short.append(token))

@@ -97,7 +97,7 @@ def test_killed_and_repeated(given: list[str], tmp_path: Path) -> None:
 
 def test_what_decides_a_calibration_is_in_its_name_and_in_the_key(given: list[str]) -> None:
     def name(*changes: str) -> Path:
-        return file_of(inputs_of([*given, "method=kvquant", "bits=2"], *changes), ())
+        return file_of(inputs_of([*given, "method=kvquant", "bits=2"], *changes))
 
     base = name()
     for same in ("residual.size=16", "task.context=90", "results_dir=results", "method.label=x"):

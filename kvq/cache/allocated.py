@@ -1,0 +1,41 @@
+"""Memory that a cache keeps alive: every storage behind the tensors that it reaches, each counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvq.codecs import Codec
+from kvq.methods.build import Method
+
+SHARED = (Codec, Method, nn.Module, Enum, type)
+"""What caches share: constants of a method and weights, which no token makes larger."""
+
+
+def allocated_bytes(root: Any) -> int:
+    """Bytes of the storages behind all tensors that `root` holds, room that is not yet filled included."""
+    storages = (tensor.untyped_storage() for tensor in _tensors(root, set()))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(held) in seen or isinstance(held, SHARED):
+        return
+    seen.add(id(held))
+    if isinstance(held, Tensor):
+        parts = getattr(held, "__tensor_flatten__", None)
+        if parts is None:
+            yield held
+            return
+        inner = [getattr(held, name) for name in parts()[0]]
+    elif isinstance(held, Mapping):
+        inner = list(held.values())
+    elif isinstance(held, list | tuple | set | frozenset):
+        inner = list(held)
+    else:
+        inner = list(getattr(held, "__dict__", {}).values())
+    for part in inner:
+        yield from _tensors(part, seen)
