@@ -72,9 +72,7 @@ def resolve(cfg: DictConfig) -> Config:
     _check_keys(cfg)
     _bits_of(cfg)
     try:
-        cfg = cfg.copy()
-        OmegaConf.resolve(cfg)
-        config = OmegaConf.to_object(cfg)
+        config = OmegaConf.to_object(cfg)  # interpolations are resolved on the way
     except OmegaConfBaseException as error:
         raise _one_line(error) from error
     if not isinstance(config, Config):

@@ -70,6 +70,7 @@ def test_card_is_that_of_the_recipe_in_the_repository(monkeypatch):
 
 
 @pytest.mark.parametrize(("length", "count"), [(512, 30), (2048, 12)])
+@pytest.mark.long
 def test_fresh_needles_are_found(model, tokenizer, length, count):
     assert needle_accuracy(model, tokenizer, length=length, count=count, seed=20) >= 0.9
 
