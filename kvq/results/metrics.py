@@ -1,7 +1,7 @@
 """Every measured quantity once: its unit, whether less is better, its title and how it is printed.
 
-A metric that is not listed (a task of one's own, a metric of lm-eval) is shown under its name with the unit that its record
-gives. A part, `accuracy[length=512]`, is the quantity before the bracket.
+A metric that is not listed (a task of one's own, a metric of lm-eval) is shown under its name with its record's unit.
+A part, `accuracy[length=512]`, is the quantity before the bracket.
 """
 
 from __future__ import annotations
