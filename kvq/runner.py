@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from kvq.calibration import files, text
-from kvq.calibration.bind import UNITS
 from kvq.calibration.fit import fitted
 from kvq.config import Config, full_precision
 from kvq.config.identity import canonical, names
@@ -23,6 +22,7 @@ from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
 from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.journal import Journal
+from kvq.results.metrics import units_of
 from kvq.results.provenance import PeakMemory, collect, timed, utc_now
 from kvq.results.record import Status
 from kvq.results.store import State
@@ -165,8 +165,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
             result = prepared.task.measure(inputs, method, baseline, journal)
         if calibration is not None:
             cost = calibration.metrics(result.metrics)
-            units = result.units | {name: UNITS[name] for name in cost}
-            result = replace(result, metrics=result.metrics | cost, units=units)
+            result = replace(result, metrics=result.metrics | cost, units=result.units | units_of(cost))
     except Unsupported as error:
         status, reason = "unsupported", str(error)
     except Exception as error:

@@ -13,7 +13,6 @@ from kvq.errors import DataError, Unsupported
 from kvq.report import print_tables
 from kvq.report.wandb import track
 from kvq.results import Record, Store
-from kvq.runner import Prepared
 
 
 class Sweep:
@@ -53,6 +52,9 @@ class SweepPlan:
         self._say(config)
 
     def _say(self, config: Config) -> None:
+        # torch and transformers take seconds to import, and a sweep that is done shows its table without them.
+        from kvq.runner import Prepared
+
         prepared = Prepared(config)
         try:
             key = prepared.key

@@ -12,13 +12,6 @@ from kvq.codecs import bind_codec, calibrated_parts
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
 
-UNITS = {
-    "calibration_bytes": "bytes",
-    "calibration_bits": "bits",
-    "calibration_seconds": "s",
-    "calibration_peak_bytes": "bytes",
-}
-
 
 @dataclass(frozen=True)
 class Calibration:
