@@ -1,4 +1,4 @@
-"""One run: load, build, measure, record. Read it from top to bottom; everything it needs is named here."""
+"""One run: load the inputs, build the method, measure, write the record."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from kvq.tasks.stepwise import check_decode_mode
 
 
 def run(config: Config) -> Record:
-    """The record of this run, measured unless a usable one is there. Its full-precision baseline is run first.
+    """The record of this run: the stored one if it is usable, else a new measurement after its baseline.
 
     The record's status is `done`, or `unsupported` where the method cannot do what is asked.
 
     Raises:
-        KvqError: bad input; where the run had begun, a record with status `failed` says so.
+        KvqError: bad input; if measuring had begun, a record with status `failed` is stored first.
     """
     store = Store(config.results_dir)
     inputs = Inputs(config)
@@ -48,7 +48,7 @@ def run(config: Config) -> Record:
     except RecordError:
         if (done := _usable(store, key, config)) is None:
             raise
-        return done  # nothing is to be written
+        return done  # a finished run needs no writable folder
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     try:
@@ -59,7 +59,7 @@ def run(config: Config) -> Record:
     with store.lock(key):
         found = _usable(store, key, config)
         if found is not None:
-            _journal_path(store, key).unlink(missing_ok=True)  # of a repeat by force that was killed
+            _journal_path(store, key).unlink(missing_ok=True)  # left by a killed repeat with force=true
             return found
         return _measure(config, inputs, key, store, method, baseline)
 
@@ -71,7 +71,7 @@ def method_for(config: Config, inputs: Inputs) -> Method:
         ConfigError: settings that fit no method, model or task.
         Unsupported: bits, a head dim or a protocol that the method cannot do.
     """
-    for head_dim in inputs.head_dims:  # a layer may have one of its own
+    for head_dim in inputs.head_dims:  # layers may differ
         method = method_of(config, head_dim)
     check_decode_mode(config.task, method)
     task_of(config.task.name).check(inputs, method)
@@ -80,18 +80,18 @@ def method_for(config: Config, inputs: Inputs) -> Method:
 
 
 def key_of(config: Config, inputs: Inputs) -> str:
-    """Name of the run: a hash of what it measures."""
+    """Key of the run: a hash of what it measures."""
     return run_key(_canonical(config, inputs))
 
 
 def _canonical(config: Config, inputs: Inputs) -> dict[str, Any]:
-    weights = inputs.model_fingerprint  # asked for first: without it nothing else has to be read
+    weights = inputs.model_fingerprint  # first: where the model is missing, no text needs to be read
     text = task_of(config.task.name).fingerprint(inputs)
     return canonical(config, weights, text, calibrated_run.fingerprint_of(inputs))
 
 
 def state_of(config: Config, key: str, store: Store) -> tuple[str, str]:
-    """What is on disk for a run: `done`, `stale`, `failed`, `unsupported` or `pending`, and why."""
+    """The state of a run on disk (`done`, `stale`, `failed`, `unsupported` or `pending`) and the reason."""
     try:
         record = store.get(key)
     except RecordError as error:
@@ -104,20 +104,20 @@ def state_of(config: Config, key: str, store: Store) -> tuple[str, str]:
 
 
 def on_disk(config: Config) -> tuple[str, str, Record | None]:
-    """State of a run that another process measured, why, and its record where one can be read."""
+    """State and reason of a run that another process measured, and its record where it can be read."""
     store, key = Store(config.results_dir), key_of(config, Inputs(config))
     state, why = state_of(config, key, store)
     return state, why, None if state == "pending" else store.get(key)
 
 
 def to_be_calibrated(config: Config, inputs: Inputs) -> bool:
-    """Whether a run would first fit its method's tables; reads no weights."""
+    """Whether a run would start with a calibration; reads no weights."""
     method = method_for(config, inputs)
     return method.is_calibrated and not calibrated_run.file_of(inputs).is_file()
 
 
 def _usable(store: Store, key: str, config: Config) -> Record | None:
-    """The record on disk if it still stands; failed, stale and unreadable ones are measured again."""
+    """The record on disk if it is `done` and not stale; None: measure (failed, stale, unreadable, or force=true)."""
     status, why = state_of(config, key, store)
     if status == "pending" and why:
         print(f"{why}; measuring again", file=sys.stderr)
@@ -127,7 +127,7 @@ def _usable(store: Store, key: str, config: Config) -> Record | None:
 
 
 def _baseline(config: Config, store: Store) -> Baseline:
-    """The full-precision run; `method=fp16 force=true` repeats it, and so do lost samples."""
+    """The full-precision run; only `method=fp16 force=true` or unreadable samples repeat it."""
     config = replace(full_precision(config), force=False)
     record = run(config)
     if record.status == "unsupported":
@@ -168,7 +168,7 @@ def _measure(
     except Exception as error:
         status, reason, failure = "failed", _reason(error), error
     if failure is not None and state_of(config, key, store)[0] in ("done", "stale"):
-        raise failure  # a repeat that fails takes nothing away
+        raise failure  # a failed repeat must not replace a finished record
     record = Record(
         **_names(config),
         key=key,
@@ -199,7 +199,7 @@ def _measure(
 
 
 def _names(config: Config) -> dict[str, Any]:
-    # One full-precision run has many spellings, and one name.
+    # Several settings give the same full-precision run; its record has one name.
     named = full_precision(config) if config.method.is_full_precision else config
     return {
         "task": config.task.name,
@@ -215,7 +215,7 @@ def _reason(error: Exception) -> str:
 
 
 def _journal(config: Config, store: Store, key: str, header: str) -> Journal:
-    """What an earlier process scored of this run before it was killed; `force` starts anew."""
+    """The journal of this run, with what a killed process had scored; `force` starts an empty one."""
     if config.force:
         _journal_path(store, key).unlink(missing_ok=True)
     return Journal(_journal_path(store, key), header)
@@ -226,7 +226,7 @@ def _journal_path(store: Store, key: str) -> Path:
 
 
 def _bound(inputs: Inputs, method: Method, clock: dict[str, float]) -> tuple[Method, Calibration | None]:
-    """The method with its tables and the ids of kept tokens, where it has any."""
+    """The method with its calibration tables and the ids of its kept tokens, where it has such."""
     if method.kept_keys is not None:
         method = bind_kept_keys(method, inputs.tokenizer)
     if not method.is_calibrated:

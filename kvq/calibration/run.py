@@ -1,4 +1,4 @@
-"""What a run of a calibrated method adds: its calibration text in the key, the step before measuring, its metrics."""
+"""What a calibrated method adds to a run: calibration text in the key, the step before measuring, metrics of cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNITS = {
 
 
 def text_of(inputs: Inputs) -> CalibrationText | None:
-    """The text that the run's method is calibrated on; None: it names none, or the task reads no model.
+    """The calibration text of the run's method; None: the method names none, or the task reads no weights.
 
     Raises:
         ConfigError: the text under test, or a data set that cannot be calibrated on.
@@ -51,7 +51,7 @@ def fingerprint_of(inputs: Inputs) -> str | None:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise what stands in the way of calibrating, and of sinks, without reading weights.
+    """Check calibration, sinks and kept keys of a run without reading weights.
 
     Raises:
         ConfigError: no text to calibrate on, or windows longer than the model takes.
@@ -75,14 +75,14 @@ def check(inputs: Inputs, method: Method) -> None:
 
 
 def file_of(inputs: Inputs) -> Path:
-    """Where the run's calibration lies, made or not. Its name follows the code that fits, not versions alone.
+    """Path of the run's calibration, whether it exists or not.
 
-    So whoever works on a fit never reads tables of the code before.
+    The name includes a hash of the fitting code, not versions alone, so work on a fit never reads tables of older code.
     """
     text = text_of(inputs)
     whole = canonical(inputs.config, inputs.model_fingerprint, "", None if text is None else text.fingerprint)
     method = {name: item for name, item in whole["method"].items() if name not in ("sink_tokens", "kept_keys")}
-    # What keeps tokens apart in a cache decides no tables, so the same codecs share theirs.
+    # Sinks, kept keys and residuals do not change the tables, so methods with the same codecs share them.
     outside = {name: version for name, version in versions_of(whole).items() if isinstance(version, str)}
     decides = {"model": whole["model"], "method": method, "code": _fitting_code(), "outside": outside}
     return files.path_of(Path(inputs.config.results_dir), files.name_of(decides))
@@ -96,16 +96,16 @@ def _fitting_code() -> str:
 
 
 def bound(inputs: Inputs, method: Method) -> tuple[Method, Calibration]:
-    """The run's method with its tables, fitted now unless a file has them."""
+    """The run's method with its tables, which are fitted unless their file exists."""
     text = text_of(inputs)
     assert text is not None
     return calibrated(method, inputs.model, text.windows, inputs.config.method.calibration, file_of(inputs))
 
 
 def with_metrics(result: Measurement, calibration: Calibration | None) -> Measurement:
-    """What was measured, and the tables and cost of a calibration: apart from the bits stored per token.
+    """The measurement with metrics of the calibration's size and cost, which are not part of the bits per token.
 
-    `calibration_bits`: bytes of the tables over the elements of one sequence of the measured length.
+    `calibration_bits`: bits of the tables per element of one sequence of the measured length.
     """
     if calibration is None:
         return result
