@@ -40,9 +40,11 @@ report: figures ## write results/report.html: tables, an interactive plot, figur
 screenshot: setup ## take docs/report.png of the report of the committed records; needs chromium and chromedriver
 	$(BIN)/python experiments/screenshot.py
 
-docs: setup ## fill the numbers of README.md and docs/findings.md from the tables and records; fails where a finding no longer holds
+docs: setup ## fill the numbers of README.md and docs/findings.md from the records (fails where a finding no longer holds); build site/
 	$(BIN)/python experiments/readme.py
 	$(BIN)/python experiments/findings.py
+	$(BIN)/python experiments/citations.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project mine --workspace"); what is there stays
 	$(BIN)/python -m kvq.report.wandb $(WANDB)
@@ -71,5 +73,5 @@ bench: setup ## measure time and memory of codecs and scoring on this machine
 	$(BIN)/python experiments/bench.py
 
 clean: ## remove caches and build products; results and .venv stay
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kvq tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +

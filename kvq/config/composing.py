@@ -57,19 +57,22 @@ def conf_dir() -> Path:
     raise ConfigError(f"conf: no {CONFIG_NAME}.yaml in {package / 'conf'} or {package.parent / 'conf'}; reinstall kvq")
 
 
-def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig:
+def compose(
+    overrides: Sequence[str], config_dir: str | Path | None = None, name: str | None = CONFIG_NAME
+) -> DictConfig:
     """Compose the run's configuration from Hydra overrides; also works while a Hydra application runs.
 
     Args:
         overrides: as on the command line, such as `["method=nsn", "bits=2"]`.
         config_dir: a further folder of configuration groups, as `--config-dir` gives on the command line.
+        name: the configuration that the overrides change; None: an empty one, to which they add groups.
     """
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
     try:
         with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-            return hydra_compose(CONFIG_NAME, overrides=[*overrides, *search])
+            return hydra_compose(name, overrides=[*overrides, *search])
     finally:
         GlobalHydra.instance().hydra = running
 

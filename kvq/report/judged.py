@@ -9,6 +9,7 @@ import numpy as np
 
 from kvq.errors import RecordError
 from kvq.results import Broken, Record, Store
+from kvq.results.direction import is_lower_better
 from kvq.results.item_tests import judge_items
 
 _TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
@@ -43,10 +44,17 @@ def _judged(record: Record, known: Mapping[str, Record], store: Store) -> Record
             raise RecordError("other items were scored")
         pairs = np.array([(ours[item], theirs[item]) for item in ours], dtype=np.float64).reshape(-1, 2)
         floor = full.metrics.get("noise_flips", 0.0)
+        if any(map(is_lower_better, _counted(record, store))):
+            pairs = -pairs
         metrics |= judge_items(pairs[:, 0], pairs[:, 1], margin=margin, noise_flips=floor)
     except (RecordError, KeyError, TypeError, ValueError):
         pass
     return record.model_copy(update={"metrics": metrics})
+
+
+def _counted(record: Record, store: Store) -> set[str]:
+    """The metrics that a run's scores are, where its samples name them."""
+    return {str(row["metric"]) for row in store.samples_of(record) if "metric" in row}
 
 
 def _scores(samples: list[dict[str, Any]]) -> dict[Any, float]:

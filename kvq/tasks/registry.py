@@ -26,5 +26,5 @@ def task_of(name: str) -> Task:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvq":
             raise
-        raise ConfigError(f"task={name}: needs {error.name}; pip install 'kvq[eval]'") from error
+        raise ConfigError(f"task={name}: needs {error.name}; pip install -e '.[eval]'") from error
     return task

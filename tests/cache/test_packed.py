@@ -46,7 +46,7 @@ def steps(model, chosen, tokens, prompt=20, **settings):
 @pytest.mark.parametrize("name", METHODS)
 def test_same_logits_as_dense(name, way, monkeypatch):
     if name in BITS and not installed(name):
-        pytest.skip(f"needs kvq[{name}]")
+        pytest.skip(f"needs the extra [{name}]")
     model = exact(llama(), monkeypatch)
     model.set_attn_implementation(way)
     tokens = token_ids(45, batch=2)

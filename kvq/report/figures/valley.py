@@ -11,6 +11,7 @@ import pandas as pd
 
 from kvq.errors import RecordError
 from kvq.report.figures.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
+from kvq.report.labels import label
 from kvq.results import Record, Store, run_key
 from kvq.results.statistics import NOISE, delta_nll_of_samples, spearman
 
@@ -28,7 +29,7 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """
     lines: list[dict[str, Any]] = []
     wanted = [record for record in records if record.bits.isdecimal() and "delta_nll" in record.metrics]
-    for method, runs in itertools.groupby(sorted(wanted, key=lambda r: (r.method, int(r.bits))), lambda r: r.method):
+    for method, runs in itertools.groupby(sorted(wanted, key=lambda r: (label(r), int(r.bits))), label):
         before: Record | None = None
         for record in runs:
             line: dict[str, Any] = {
@@ -114,7 +115,7 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
                     "model": record.model,
                     "weights": run_key(record.config["model"])[:8],
                     "dataset": record.dataset,
-                    "method": record.method,
+                    "method": label(record),
                     "bits": record.bits,
                     "protocol": run_key({name: record.config.get(name) for name in _PROTOCOL})[:6],
                     **{name: found.metrics[name] for name in _SPREADS},

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from kvq.results import Record
+from kvq.results.direction import is_lower_better
 
 Better = Literal["lower", "higher", ""]
 _MOST_COLUMNS = 8
@@ -55,7 +56,11 @@ def describe(records: Iterable[Record]) -> dict[str, Metric]:
         for name in record.metrics:
             units.setdefault(name, record.units.get(name, "1"))
     known = {name: metric for name, metric in (SIZES | QUALITY).items() if name in units}
-    others = {name: Metric(f"{name} ({units[name]})", name, 4) for name in sorted(units) if name not in known}
+    others = {
+        name: Metric(f"{name} ({units[name]})", name, 4, better="lower" if is_lower_better(name) else "")
+        for name in sorted(units)
+        if name not in known
+    }
     return known | others
 
 

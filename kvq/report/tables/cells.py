@@ -9,6 +9,8 @@ from typing import NamedTuple
 from kvq.report.tables.layout import Row, Table
 
 DASH = "–"
+UNQUANTIZED = "nothing quantized"
+"""In the place of a difference to full precision, where a run was full precision throughout."""
 
 
 class Cell(NamedTuple):
@@ -61,6 +63,8 @@ def _delta_nll(row: Row) -> Cell:
     delta, error = row.record.metrics.get("delta_nll"), row.record.metrics.get("delta_nll_se")
     if delta is None:
         return Cell(DASH)
+    if row.unquantized:
+        return Cell(UNQUANTIZED)
     spread = "" if error is None else f" ± {fixed(error, 4)}"
     return Cell(f"{'≈ ' if row.within_noise else ''}{fixed(delta, 4, signed=True)}{spread}")
 
@@ -155,6 +159,8 @@ def _difference(main: str) -> Callable[[Row], Cell]:
         delta, error = (row.record.metrics.get(f"delta_{main}{end}") for end in ("", "_se"))
         if delta is None:
             return Cell(DASH)
+        if row.unquantized:
+            return Cell(UNQUANTIZED)
         spread = "" if error is None else f" ± {fixed(100 * error, 1)}"
         return Cell(f"{'≈ ' if row.within_noise else ''}{fixed(100 * delta, 1, signed=True)}{spread}")
 

@@ -39,7 +39,7 @@ def workspace_of(settings: WandbLogger, entity: str) -> Any:
         import wandb_workspaces.reports.v2 as panels
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        raise CannotTrack("wandb-workspaces is not installed (pip install 'kvq[wandb]')") from error
+        raise CannotTrack("wandb-workspaces is not installed (pip install -e '.[wandb]')") from error
     summary, config = panels.SummaryMetric, panels.Config
     plots: list[Any] = [
         panels.ScatterPlot(title=title, x=summary("effective_bits"), y=summary(name))
