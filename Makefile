@@ -1,7 +1,7 @@
 # `make` lists the targets. All of them work in .venv, which `setup` makes.
 PYTHON ?= python3
 PIP_ARGS ?=
-TEST_ARGS ?= -n 2
+TEST_ARGS ?= -n 2 --dist worksteal
 WANDB ?=
 SWEEP ?= model=tiny,tiny_outliers method=nsn,oscar,kivi bits=2,3,4
 BIN := .venv/bin
@@ -49,14 +49,14 @@ docs: setup ## fill the numbers of README.md and docs/findings.md from the recor
 wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project mine --workspace"); what is there stays
 	$(BIN)/python -m kvq.report.wandb $(WANDB)
 
-test: setup ## set up and run all tests (TEST_ARGS="-n 2": in two processes)
+test: setup ## set up and run the quick half of the tests: six minutes on two idle cores (TEST_ARGS="-n 2": in two processes)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
-test-all: setup ## run all tests, and random settings, records and files too (KVQ_FUZZ=1000: how many)
-	$(BIN)/python -m pytest $(TEST_ARGS) -m "fuzz or not fuzz"
+test-all: setup ## run every test, with all examples of each property and with types checked at each call (KVQ_FUZZ=1000: random runs)
+	KVQ_ALL=1 KVQ_TYPES=1 $(BIN)/python -m pytest $(TEST_ARGS) -m ""
 
 test-fast: setup ## run the tests that take seconds
-	$(BIN)/python -m pytest $(TEST_ARGS) -m "not slow and not bench and not fuzz"
+	$(BIN)/python -m pytest $(TEST_ARGS) -m "not slow and not bench and not fuzz and not long"
 
 lint: setup ## check style and types
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What a command of several runs shows: the plan before it, progress during it, the table after it."""
+"""The output of a command with several runs: its plan, its progress, its table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from tqdm import tqdm
 from kvq.config import Config, full_precision
 from kvq.config.identity import by_names
 from kvq.errors import DataError, Unsupported
-from kvq.models.inputs import Inputs
 from kvq.report import print_tables
 from kvq.report.wandb import track
 from kvq.results import Record, Store
-from kvq.runner import key_of, method_for, state_of, to_be_calibrated
 
 
 class Sweep:
@@ -27,7 +25,7 @@ class Sweep:
         self._keys: dict[str, set[str]] = {}
 
     def add(self, config: Config, record: Record | None) -> None:
-        """Count a run as over and show it where `logger` says; None when it left no record."""
+        """Count a run as finished and send its record to the `logger`; None: it left no record."""
         if record is not None:
             self._keys.setdefault(config.results_dir, set()).add(record.key)
             track(config.logger, Store(config.results_dir), record)
@@ -41,7 +39,7 @@ class Sweep:
 
 
 class SweepPlan:
-    """What a command would run, said line by line; nothing is started."""
+    """What a command would run, printed line by line; nothing is started."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -54,11 +52,15 @@ class SweepPlan:
         self._say(config)
 
     def _say(self, config: Config) -> None:
+        # torch and transformers take seconds to import, and a sweep that is done shows its table without them.
+        from kvq.models.inputs import Inputs
+        from kvq.runner import key_of, method_for, state_of, to_be_calibrated
+
         inputs = Inputs(config)
         try:
             key = key_of(config, inputs)
         except DataError as error:
-            # What a sweep costs can be said of a model or data that are not here.
+            # The number of runs is also known for a model or data that are not available here.
             name = repr((config.model, config.dataset, by_names(config)))
             if name not in self._seen:
                 self._seen.add(name)

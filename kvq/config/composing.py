@@ -7,21 +7,16 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.logger import LOGGERS
+from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged
 from kvq.config.run import Config
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError, did_you_mean
-
-VERSION_BASE = "1.3"
-CONFIG_NAME = "config"
 
 
 def register() -> None:
@@ -57,24 +52,15 @@ def conf_dir() -> Path:
     raise ConfigError(f"conf: no {CONFIG_NAME}.yaml in {package / 'conf'} or {package.parent / 'conf'}; reinstall kvq")
 
 
-def compose(
-    overrides: Sequence[str], config_dir: str | Path | None = None, name: str | None = CONFIG_NAME
-) -> DictConfig:
+def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig:
     """Compose the run's configuration from Hydra overrides; also works while a Hydra application runs.
 
     Args:
         overrides: as on the command line, such as `["method=nsn", "bits=2"]`.
         config_dir: a further folder of configuration groups, as `--config-dir` gives on the command line.
-        name: the configuration that the overrides change; None: an empty one, to which they add groups.
     """
-    running = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
-    try:
-        with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-            return hydra_compose(name, overrides=[*overrides, *search])
-    finally:
-        GlobalHydra.instance().hydra = running
+    files = Files.of(conf_dir(), None if config_dir is None else Path(config_dir))
+    return (merged(files, overrides) or by_hydra(files, overrides)).config
 
 
 def resolve(cfg: DictConfig) -> Config:
@@ -86,9 +72,7 @@ def resolve(cfg: DictConfig) -> Config:
     _check_keys(cfg)
     _bits_of(cfg)
     try:
-        cfg = cfg.copy()
-        OmegaConf.resolve(cfg)
-        config = OmegaConf.to_object(cfg)
+        config = OmegaConf.to_object(cfg)  # interpolations are resolved on the way
     except OmegaConfBaseException as error:
         raise _one_line(error) from error
     if not isinstance(config, Config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 from collections.abc import Iterator
@@ -18,16 +17,14 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from kvq.data import hub
-from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean
+from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.models.folder import folder_fingerprint, model_folder
 from kvq.models.head_dims import head_dims_of
 from kvq.models.outliers import implant_outliers
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
 
-EMBEDDED = "embedded:"
-# Weights, configuration and tokenizer, in every format that transformers loads.
-_MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt"}
 # Causal masks and rotary frequencies: buffers of old checkpoints, which follow from the configuration.
 _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _SHOWN_WEIGHTS = 4
@@ -46,12 +43,12 @@ class LoadedModel:
         return self.model.config.get_text_config()
 
     def hidden_states(self, tokens: Int[Tensor, "batch tokens"], cache: Any) -> Float[Tensor, "batch tokens hidden"]:
-        """Final hidden states of `tokens` behind what `cache` holds; the cache is updated."""
+        """Final hidden states of `tokens`, which follow the tokens in `cache`; updates the cache."""
         output = self.model.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
         return output.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "*lead hidden"]) -> Float[Tensor, "*lead vocab"]:
-        """Logits of hidden states, so that a long window never needs all its logits at once."""
+        """Logits of some hidden states; a caller takes them in chunks to bound memory."""
         out, config = self.model.get_output_embeddings()(hidden).to(self.device), self.text_config
         if factor := getattr(config, "logit_scale", None):  # Cohere
             out = out * factor
@@ -71,33 +68,10 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def model_folder(path: str) -> str:
-    """A folder or hub id for `model.path`; `embedded:tiny` is the folder shipped with the package.
-
-    Raises:
-        ConfigError: no such embedded model.
-    """
-    if not path.startswith(EMBEDDED):
-        return path
-    name = path.removeprefix(EMBEDDED)
-    folder = Path(__file__).parent / name
-    if not (folder / "config.json").is_file():
-        names = sorted(p.parent.name for p in Path(__file__).parent.glob("*/config.json"))
-        hint = did_you_mean(name, names)
-        raise ConfigError(f"model.path={path}: no such embedded model; there are: {', '.join(names) or 'none'}.{hint}")
-    return str(folder)
-
-
 def model_fingerprint(config: ModelConfig) -> str:
-    """What names the weights in a run's key: a hash of a local folder's files, or a hub id at its commit."""
-    folder = Path(model_folder(config.path))
-    if not folder.is_dir():
-        return f"{config.path}@{_commit(config.path, config.revision, config.trust_remote_code)}"
-    digest = hashlib.sha256()
-    kinds = _MODEL_FILES | ({".py"} if config.trust_remote_code else set())
-    for file in sorted(file for file in folder.iterdir() if file.suffix in kinds and file.name != "card.json"):
-        digest.update(file.name.encode() + b"\0" + _file_hash(file, file.stat().st_mtime_ns, file.stat().st_size))
-    return digest.hexdigest()
+    """The weights' name in a run's key: a hash of a local folder's files, or a hub id with its commit."""
+    local = folder_fingerprint(config)
+    return local or f"{config.path}@{_commit(config.path, config.revision, config.trust_remote_code)}"
 
 
 @lru_cache(maxsize=64)
@@ -110,16 +84,10 @@ def _commit(path: str, revision: str | None, trusted: bool) -> str:
     return found or revision or "main"
 
 
-@lru_cache(maxsize=64)
-def _file_hash(file: Path, modified: int, size: int) -> bytes:  # a changed file is hashed again
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
-
-
 def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
-    """`kind.from_pretrained` for `model.path`; whatever keeps it from loading is one line.
+    """`kind.from_pretrained` for `model.path`; any failure becomes a one-line `DataError`.
 
-    Code that comes with the model runs with `model.trust_remote_code=true` alone: left open, transformers asks.
+    Code that comes with the model runs only with `model.trust_remote_code=true`; otherwise transformers would prompt.
     """
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -131,7 +99,7 @@ def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
     try:
         with nullcontext() if local else hub.asked():
             return kind.from_pretrained(folder, revision=config.revision, **settings)
-    # Readers of weights, tokenizers and configurations raise errors of their own; to a user they are one.
+    # Readers of weights, tokenizers and configurations raise different errors; all mean that loading failed.
     except Exception as error:
         if not local and not hub.answers() and not hub.holds(folder, config.revision):
             raise DataError(f"model.path={config.path}: {hub.UNREACHABLE}") from error
@@ -143,7 +111,7 @@ def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence transformers' report on weights that did not fit: `_check_whole` says it in a line."""
+    """Silence transformers' report on weights that did not fit; `_check_whole` reports them in one line."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -153,9 +121,9 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _check_whole(config: ModelConfig, found: dict[str, Any]) -> None:
-    """Refuse weights that were made up (missing or of another shape) or left unread.
+    """Refuse checkpoints with missing, mismatched or unexpected weights, which transformers initializes or ignores.
 
-    What a family ties, or leaves out of its files by its own word, transformers does not report.
+    Tied weights, and those that a family declares absent from its files, are not reported by transformers.
     """
     mismatched = [f"{name} ({list(given)}, not {list(wanted)})" for name, given, wanted in found["mismatched_keys"]]
     unexpected = [name for name in found["unexpected_keys"] if not _OLD_BUFFERS.search(name)]
@@ -209,7 +177,7 @@ def text_config_of(config: ModelConfig) -> Any:
 
 
 def shape_of(config: ModelConfig) -> tuple[list[int], int | None]:
-    """The head dims that occur, ascending, and the longest context in tokens where the model states one.
+    """The model's head dims, ascending, and the longest context in tokens where its configuration gives one.
 
     Raises:
         DataError: the model cannot be found.
@@ -270,7 +238,7 @@ def _class_for(config: Any) -> Any:
 
 @torch.no_grad()
 def _check_logits(loaded: LoadedModel) -> Tensor:
-    """Logits of a few tokens; refuses models that do more after the last hidden state than one matrix product."""
+    """Check logits of a few tokens; refuse models that do more after the last hidden state than a matrix product."""
     tokens = torch.arange(16, device=loaded.device)[None] % loaded.text_config.vocab_size
     expected = loaded.model(input_ids=tokens, use_cache=False).logits
     hidden = loaded.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state

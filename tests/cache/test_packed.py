@@ -142,7 +142,10 @@ def tiny():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in REFUSED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "oscar")) for name in METHODS if name not in REFUSED],
+)
 def test_tiny_writes_the_same_tokens(tiny, name):
     """Greedy, 256 tokens behind a prompt of 150."""
     chosen = kvq.build_method(name, bits=nearest_bits(name))

@@ -10,7 +10,7 @@ import pytest
 from kvq.report.html.metrics import describe
 from kvq.report.judged import read_records
 from kvq.results import Store
-from kvq.results.direction import is_lower_better
+from kvq.results.metrics import is_lower_better
 from tests.results import made
 
 

@@ -141,6 +141,6 @@ def test_parts() -> None:
 
 
 def test_tasks_by_name() -> None:
-    assert task_of("niah").modules
+    assert task_of("niah").measure
     with pytest.raises(ConfigError, match="Did you mean 'niah'"):
         task_of("nia")

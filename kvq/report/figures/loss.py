@@ -11,11 +11,12 @@ from kvq.report.comparisons import by_bits, effective_bits
 from kvq.report.figures.style import figure, legend_columns, lines_of, style, symlog
 from kvq.report.palette import colour_of
 from kvq.report.tables.layout import Row, Table
+from kvq.results.metrics import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LOSSES = (("delta_nll", "ΔNLL (nats/token)"), ("kl_mean", "KL mean (nats)"))
+LOSSES = tuple((name, METRICS[name].title) for name in ("delta_nll", "kl_mean"))
 SHOWN = 5
 """Methods in colour; more than a few lines cannot be followed, and the numbers beside a figure hold all."""
 _USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant")
@@ -206,6 +207,6 @@ def variants_figure(numbers: pd.DataFrame, title: str) -> Figure:
             axis.invert_yaxis()
             axis.axvline(0, color="#999999", linewidth=0.6)
             axis.set_title(f"{bits} bits", loc="left")
-        made.supxlabel("ΔNLL (nats/token); effective bits in brackets", fontsize=8)
+        made.supxlabel(f"{METRICS['delta_nll'].title}; effective bits in brackets", fontsize=8)
         made.suptitle(title, fontsize=8)
     return made

@@ -13,6 +13,7 @@ from kvq.errors import RecordError
 from kvq.report.figures.style import colour, figure, marker, style, symlog
 from kvq.report.labels import label
 from kvq.results import Record, Store, run_key
+from kvq.results.metrics import METRICS
 from kvq.results.statistics import delta_nll_of_samples
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def shift_figure(table: pd.DataFrame, title: str) -> Figure:
                     elinewidth=0.8,
                 )
             axis.set_title(f"tested on {dataset}")
-            axis.set_xlabel("ΔNLL (nats/token)")
+            axis.set_xlabel(METRICS["delta_nll"].title)
             axis.grid(linewidth=0.3)
         symlog(axes[0], table["delta_nll"], "x")
         axes[0].set_yticks(range(len(rows)), rows)

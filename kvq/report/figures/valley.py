@@ -13,6 +13,7 @@ from kvq.errors import RecordError
 from kvq.report.figures.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
 from kvq.report.labels import label
 from kvq.results import Record, Store, run_key
+from kvq.results.metrics import METRICS
 from kvq.results.statistics import NOISE, delta_nll_of_samples, spearman
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def valley_figure(table: pd.DataFrame, title: str) -> Figure:
         symlog(axis, table["delta_nll"])
         axis.axhline(0, color="#999999", linewidth=0.6)
         axis.set_xlabel("bits (ring: worse than one bit less, beyond noise)")
-        axis.set_ylabel("ΔNLL (nats/token)")
+        axis.set_ylabel(METRICS["delta_nll"].title)
         whole_numbers(axis)
         axis.grid(linewidth=0.3)
         made.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, handlelength=2.6)

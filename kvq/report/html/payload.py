@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.report.comparisons import by_bits
-from kvq.report.html.metrics import Metric, columns, describe
+from kvq.report.html.metrics import columns, describe
 from kvq.report.html.papers import Paper, papers
 from kvq.report.html.safe import arxiv_link, shown
 from kvq.report.labels import model_name
 from kvq.report.palette import colour_of
 from kvq.report.tables.layout import Row, Tables
 from kvq.results import Record
+from kvq.results.metrics import Metric
 
 # What a record of kilobytes never reaches; past it, the page says where the rest is.
 LONGEST_PART = 32 * 1024

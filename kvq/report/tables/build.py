@@ -49,7 +49,7 @@ def build_tables(
     Raises:
         RecordError: the folder cannot be listed.
     """
-    records, broken = scanned or read_records(store)
+    records, broken = scanned or read_records(store, keys)
     if keys is not None:
         wanted = set(keys) | {record.baseline_key for record in records if record.key in keys}
         records = [record for record in records if record.key in wanted]

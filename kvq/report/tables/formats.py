@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import groupby
 
-import pandas as pd
-
 from kvq.report.escapes import escape_markdown, one_line
 from kvq.report.tables.cells import Cell, columns_of, is_of_items
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
@@ -74,6 +72,8 @@ def csv(table: Table) -> str:
     ]
     columns = ["method", "bits", "status", "reason", "baseline", "within_noise", "best", "stale"]
     columns += ["p_holm"] if is_of_items(table) else []
+    import pandas as pd  # half a second that a sweep's table in the terminal does not need
+
     frame = pd.DataFrame(rows, columns=[*columns, *metrics, "dtype", "key"])
     return frame.to_csv(index=False, lineterminator="\n")
 

@@ -6,13 +6,11 @@ from typing import Any
 
 from kvq.config.logger import WandbLogger
 from kvq.report.wandb.run import CannotTrack
+from kvq.results.metrics import METRICS
 
 NAME = "kvq"
 _QUALITY = {
-    "delta_nll": "ΔNLL (nats/token) against effective bits",
-    "kl_mean": "KL from full precision (nats) against effective bits",
-    "accuracy": "Accuracy against effective bits",
-    "score": "Score against effective bits",
+    name: f"{METRICS[name].title} against effective bits" for name in ("delta_nll", "kl_mean", "accuracy", "score")
 }
 _FIGURES = ("windows", "needles", "error-steps", "tni-groups")
 _SIDE_BY_SIDE = ("method", "bits")
