@@ -1,4 +1,4 @@
-"""Attention on the packed cache inside transformers models: what a layer hands over, and the registered function.
+"""Attention on the packed cache inside transformers models: what a layer returns, and the registered functions.
 
 A model whose attention is `kvq_sdpa` (or `kvq_eager`) computes what `sdpa` (`eager`) does, except where a cache hands
 over something that attends by itself (`Held`) in place of keys. So the switch harms no other cache.

@@ -137,7 +137,7 @@ def angles(module: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | No
 
 
 class _Recorder(DynamicCache):
-    """Keeps the keys that each layer hands over."""
+    """Records the keys that each layer adds."""
 
     def __init__(self) -> None:
         super().__init__()

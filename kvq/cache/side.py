@@ -1,4 +1,4 @@
-"""Keys or values of one layer: a packed, immutable prefix and a full-precision residual behind it."""
+"""Keys or values of one layer: a packed, immutable prefix followed by a full-precision residual."""
 
 from __future__ import annotations
 

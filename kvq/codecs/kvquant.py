@@ -180,7 +180,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         self.kept(flat.shape[-1])  # refuses more channels than there are indices
         count = mask.sum(-1, keepdim=True)
         most = int(count.max())
-        # Entries of the mask first, each in its own order; behind them an index beyond the last channel.
+        # Indices of the mask's entries, ascending, then an index beyond the last channel for each empty place.
         index = mask.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
         value = to_stored(flat.gather(-1, index), torch.float16)
         empty = torch.arange(most, device=flat.device) >= count
@@ -275,7 +275,7 @@ _LISTS: dict[str, Callable[[int], int]] = {
     "outlier.value": lambda width: 0,
     "outlier.index": lambda width: width - _INDICES // 2,
 }
-"""Parts that are lists, and what stands for an empty entry where a token has `width` channels."""
+"""Parts that are lists, and the value of an empty entry where a token has `width` channels."""
 
 
 def _normalized(values: Float[Tensor, " n"], levels: Tensor) -> Tensor:

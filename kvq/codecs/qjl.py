@@ -92,7 +92,7 @@ class SketchQuantizer(Quantizer):
         return tall_sketch(self.sketch, self.outlier_ratio, dim, 2 * self.seed + 1, dtype, like.device)
 
     def _signs(self, x: Tensor, outlier: bool) -> Tensor:
-        """Packed; 1 stands for a negative coordinate."""
+        """Packed signs; 1 is a negative coordinate."""
         negative = per_tall(x, self._matrix(x.shape[-1], x, x.dtype, outlier).mT) < 0
         return pack(negative.to(torch.uint8), 1)[0]
 

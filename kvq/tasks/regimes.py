@@ -70,7 +70,7 @@ CODECS: dict[Regime, type[PerHeadCodec | CompiledCodec]] = {
 
 
 def check_regimes(method: Method, regimes: list[Regime]) -> None:
-    """Raise `Unsupported`, in one line, for a method that is more than two codecs behind a residual."""
+    """Raise `Unsupported`, in one line, for a method with more than two codecs and a residual."""
     for name in ("backend", "plan", "eviction", "first_layers", "is_calibrated"):
         if regimes and getattr(method, name):
             raise Unsupported(

@@ -115,7 +115,7 @@ def _if_it_fits(loaded: LoadedModel, make: Callable[[], Any], prompt: Tensor, ne
     """As `timed`; None where the GPU has too little memory."""
     with suppress(torch.OutOfMemoryError):
         return timed(loaded, make(), prompt, new_tokens)
-    torch.cuda.empty_cache()  # behind the error, whose traceback held what was made
+    torch.cuda.empty_cache()  # after the error, whose traceback kept tensors alive
     return None
 
 
