@@ -1,6 +1,6 @@
-"""Sweepers: over products of values, and over the runs of an experiment's table, which are no product.
+"""Sweepers: over products of values, and over the runs of an experiment's table, which need not be a product.
 
-They live in `hydra_plugins` because Hydra takes sweepers from there alone.
+They are in `hydra_plugins` because Hydra finds sweepers only there.
 """
 
 from __future__ import annotations

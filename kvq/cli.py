@@ -1,4 +1,4 @@
-"""The command line: Hydra's overrides in, one clear line and a non-zero exit for anything that cannot be done."""
+"""The command line: Hydra's overrides; every failure is one line and a non-zero exit code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DEBUG = "KVQ_DEBUG"
 
 @dataclass
 class _Session:
-    """What one call of `main` has seen; a launcher's worker process has its own, in which nobody called `main`."""
+    """The state of one call of `main`; a launcher's worker process has its own, with `here` false."""
 
     here: bool = False
     jobs: list[list[str]] = field(default_factory=list)
@@ -200,7 +200,7 @@ def _measure(cfg: DictConfig, sweep: bool) -> None:
         record = runner.run(config)
     finally:
         _session.sweep.add(config, record)
-    # Where many are tried this is an answer, and the table shows it; asked for alone it is a refusal.
+    # In a sweep the table shows an unsupported run; a single run fails with the reason.
     if record.status == "unsupported" and not sweep:
         raise Unsupported(record.reason)
 

@@ -1,4 +1,4 @@
-"""Errors a user can act on, and what settings may be: a message names the setting, what was given, what is allowed."""
+"""Errors that a user can act on, and range checks; a message names the setting, what was given, what is allowed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Records of runs that are done, found without importing torch: a repeated sweep takes no longer than its tables.
+"""Lookup of finished runs without importing torch, so that repeating a sweep is fast.
 
-Only what can be named from files is looked up here: perplexity of an embedded or local model on one stream of text,
-by a method that is not calibrated. Every other run, and every one that has anything left to do, is `kvq.runner`'s.
+Only runs whose key follows from local files are looked up here: perplexity of an embedded or local model on one stream
+of text, with a method that is not calibrated. `kvq.runner` handles all others, and those with anything left to do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One run: load, build, measure, record. Read it from top to bottom; everything it needs is named here."""
+"""One run: load the inputs, build the method, measure, write the record."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class Prepared:
 
 
 def run(config: Config) -> Record:
-    """The record of this run, measured unless a usable one is there. Its full-precision baseline is run first.
+    """The record of this run: the stored one if it is usable, else a new measurement after its baseline.
 
     The record's status is `done`, or `unsupported` where the method cannot do what is asked.
 
     Raises:
-        KvqError: bad input; where the run had begun, a record with status `failed` says so.
+        KvqError: bad input; if measuring had begun, a record with status `failed` is stored first.
     """
     prepared = Prepared(config)
     store, key = prepared.store, prepared.key
@@ -100,7 +100,7 @@ def run(config: Config) -> Record:
     except RecordError:
         if (done := _usable(prepared)) is None:
             raise
-        return done  # nothing is to be written
+        return done  # a finished run needs no writable folder
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     baseline, refused = None, None
@@ -124,7 +124,7 @@ def _usable(prepared: Prepared) -> Record | None:
 
 
 def _baseline(config: Config, store: Store) -> Baseline:
-    """The full-precision run; `method=fp16 force=true` repeats it, and so do lost samples."""
+    """The full-precision run; only `method=fp16 force=true` or unreadable samples repeat it."""
     config = replace(full_precision(config), force=False)
     record = run(config)
     if record.status == "unsupported":

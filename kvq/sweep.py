@@ -1,4 +1,4 @@
-"""What a command of several runs shows: the plan before it, progress during it, the table after it."""
+"""The output of a command with several runs: its plan, its progress, its table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sweep:
         self._keys: dict[str, set[str]] = {}
 
     def add(self, config: Config, record: Record | None) -> None:
-        """Count a run as over and show it where `logger` says; None when it left no record."""
+        """Count a run as finished and send its record to the `logger`; None: it left no record."""
         if record is not None:
             self._keys.setdefault(config.results_dir, set()).add(record.key)
             track(config.logger, Store(config.results_dir), record)
@@ -39,7 +39,7 @@ class Sweep:
 
 
 class SweepPlan:
-    """What a command would run, said line by line; nothing is started."""
+    """What a command would run, printed line by line; nothing is started."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -59,7 +59,7 @@ class SweepPlan:
         try:
             key = prepared.key
         except DataError as error:
-            # What a sweep costs can be said of a model or data that are not here.
+            # The number of runs is also known for a model or data that are not available here.
             name = repr((config.model, config.dataset, by_names(config)))
             if name not in self._seen:
                 self._seen.add(name)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from kvq.config import compose, resolve
 from kvq.methods.build import build_method
 
 ROOT = Path(__file__).parents[1]
@@ -83,3 +87,17 @@ def test_the_readme_shows_the_committed_tables() -> None:
         rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in place[5].splitlines()[3:]]
         assert {name for name, _ in rows} == set(place[3].split())
         assert {bits for _, bits in rows} == set(place[4].split())
+
+
+def test_the_commands_for_an_8b_model_compose() -> None:
+    text = (ROOT / "docs" / "first_8b_model.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    python run\.py (.*)$", text, re.M)
+    assert len(commands) > 8
+    seen: set[str] = set()
+    for command in commands:
+        overrides = OverridesParser.create().parse_overrides([word for word in shlex.split(command) if word != "-m"])
+        for job in BasicSweeper.split_arguments(overrides, None)[0]:
+            if seen >= set(job):  # each value once: composing takes a quarter of a second
+                continue
+            seen |= set(job)
+            assert "8B" in resolve(compose(list(job))).model.path

@@ -1,4 +1,4 @@
-"""Memory that a cache keeps alive: every storage behind the tensors that it reaches, each counted once."""
+"""Memory that a cache keeps alive: the storages of all tensors reachable from it, each counted once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a quantized cache must see of a model's forward: padding, which it refuses, and each attention's mask."""
+"""Hooks on a model's forward: they refuse padding and let the cache extend the mask of each attention."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
 
 
 class WatchfulCache(Cache, abc.ABC):
-    """A cache that hears of every attention before it happens."""
+    """A cache whose `announce` runs before each attention (a forward pre-hook)."""
 
     recording = False
-    """Every forward can be undone, and the last tokens of one may be candidates, which attend as if one by one."""
+    """Each forward can be undone; its last tokens may be candidates, which attend as if fed one by one."""
 
     @abc.abstractmethod
     def asked(self, logits: Any) -> None:
-        """Hear how many logits the next forward is asked for (`logits_to_keep`); None: nobody said."""
+        """Receive `logits_to_keep` of the next forward; None: not given."""
 
     @abc.abstractmethod
     def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
-        """The columns that this attention will read; None: the tokens as they are.
+        """The columns that this attention will read; None: each token once, as it is.
 
         Args:
             arguments: of the module's forward, by name.
@@ -42,20 +42,20 @@ class WatchfulCache(Cache, abc.ABC):
 
     @abc.abstractmethod
     def begin(self, input_ids: Tensor | None) -> None:
-        """Hear of a forward of the model, with the tokens it is given (None: it is given embeddings)."""
+        """Receive the token ids of a forward of the model before any layer runs; None: the model gets embeddings."""
 
     @abc.abstractmethod
     def observes(self, module: nn.Module) -> bool:
-        """The attention about to happen is to be shown to `observe`."""
+        """Whether `observe` is to be called with the queries and keys of the coming attention."""
 
     @abc.abstractmethod
     def observe(self, module: nn.Module, attended: Attended) -> None:
-        """See an attention: its queries, and the keys that they read."""
+        """Receive the queries of an attention and the keys that they read."""
 
 
 def watch(model: nn.Module) -> list[nn.Module]:
-    """Hook a model's forward and its attentions, once; other caches are left alone. Returns the attentions."""
-    base: nn.Module = getattr(model, "base_model", model)  # also sees calls that leave out the output embedding
+    """Register the hooks on a model and its attentions, once; they ignore other caches. Returns the attentions."""
+    base: nn.Module = getattr(model, "base_model", model)  # also called where the output embedding is left out
     hooks: list[tuple[nn.Module, Any]] = [(model, _ask), (base, _begin)]
     found = attentions(base)
     hooks += [(module, _announce) for module in found]
@@ -66,7 +66,7 @@ def watch(model: nn.Module) -> list[nn.Module]:
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
-    """The attentions of a model: the innermost modules that take a mask and a cache and know their layer."""
+    """The attentions of a model: the innermost modules that take a mask and a cache and have a `layer_idx`."""
     found = [module for module in model.modules() if hasattr(module, "layer_idx") and _takes_cache(type(module))]
     outer = {other for module in found for other in found if other is not module and _within(module, other)}
     return [module for module in found if module not in outer]
@@ -87,7 +87,7 @@ def _takes_cache(kind: Any) -> bool:
 
 
 def named_arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `module`, all by name."""
+    """The arguments of a call of `module`, by name."""
     given = _signature(type(module).forward).bind(module, *args, **kwargs).arguments
     del given["self"]
     return {**given, **given.pop("kwargs", {})}
@@ -117,7 +117,7 @@ def _announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def unmasked(module: nn.Module) -> str | None:
-    """Why an attention cannot show each of several tokens what it would see on its own; None: it can."""
+    """The reason why an attention cannot give each query of a chunk a mask of its own; None: it can."""
     way = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
     if way in _MASKED:
         return None
@@ -128,7 +128,7 @@ def unmasked(module: nn.Module) -> str | None:
 
 
 def says_candidates(model: nn.Module) -> bool:
-    """The model is told how many logits are asked for, by which candidates are known from a prompt."""
+    """Whether the model takes `logits_to_keep`, which tells candidates from the prompt before them."""
     return "logits_to_keep" in _signature(type(model).forward).parameters
 
 
@@ -139,7 +139,7 @@ def _ask(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _observe(module: Any, cache: WatchfulCache) -> None:
-    """Show the cache the attention of this forward of `module`."""
+    """Call the cache's `observe` with the attention of this forward of `module`."""
     seen = []
 
     def see(caller: Any, query: Tensor, key: Tensor, _value: Tensor, arguments: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ ATTENTIONS = ("dense", "packed")
 
 
 def _styles_of(model: nn.Module) -> Any:
-    """`styles_of`; weights that are not finite turn no key in a way that could be known, and are named instead."""
+    """`styles_of`. Non-finite weights make the probe fail; then the error names the weights instead."""
     try:
         return styles_of(model)
     except Unsupported:
@@ -55,7 +55,7 @@ class GivesLayers(Protocol):
 
 
 def _lasting(model: nn.Module, attentions: list[nn.Module]) -> str | None:
-    """Why no forward of a model can be undone exactly; None: it can."""
+    """The reason why `crop` cannot undo a forward of this model exactly; None: it can."""
     if not says_candidates(model):
         return f"model: {type(model).__name__} is not told which tokens are candidates (it takes no logits_to_keep)"
     reason = next(filter(None, map(unmasked, attentions)), None)
@@ -118,7 +118,7 @@ class KVCache(WatchfulCache):
 
     @property
     def one_by_one(self) -> bool:
-        """Tokens fed together are attended to as if they came one by one, whatever is quantized between them."""
+        """Each query of a chunk reads what it would if the chunk's tokens came one per forward."""
         return any(layer.one_by_one for layer in self._own)
 
     @one_by_one.setter
@@ -133,7 +133,7 @@ class KVCache(WatchfulCache):
     @override
     def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         index, layers = int(module.layer_idx), self._own  # type: ignore[arg-type]
-        if index >= len(layers):  # it reads the keys and values of an earlier one
+        if index >= len(layers):  # it reads the keys and values of an earlier layer
             return self._columns
         if self.recording:
             self._expect(layers[index], hidden.shape[1])
@@ -148,10 +148,11 @@ class KVCache(WatchfulCache):
 
     @override
     def activate_past_recording(self) -> None:
-        """From now on `crop` can undo the last forward exactly; transformers asks before it generates with candidates.
+        """From now on `crop` can undo the last forward exactly; transformers calls this before assisted generation.
 
-        Each candidate reads what it would read had those before it come one by one, and so the tokens are the greedy
-        ones. A forward that does not say how many of its tokens are candidates (`logits_to_keep`) ends this.
+        Each candidate reads what it would read if the tokens before it had come one per forward, so the generated
+        tokens are those of greedy decoding. A forward without `logits_to_keep`, which gives the number of candidates,
+        ends the recording.
 
         Raises:
             Unsupported: a method that cannot take tokens back, or a model that does not tell candidates from a prompt.
@@ -217,7 +218,7 @@ class KVCache(WatchfulCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. Raises: ConfigError, Unsupported: as `KVCacheLayer.crop`."""
         for layer in self._own:
-            layer.check_crop(tokens_to_remove)  # all, before one changes
+            layer.check_crop(tokens_to_remove)  # check all layers before any of them changes
         super().crop(tokens_to_remove)
         for table in self._tables:
             table.keep(self.get_seq_length())
@@ -244,20 +245,20 @@ class KVCache(WatchfulCache):
     def nbytes_allocated(self) -> int:
         """Bytes of all memory that the cache keeps alive.
 
-        Beside `nbytes`: room kept in reserve, so that it does not move at every token; a decoded copy; the angles of
-        rotary embeddings that codecs undo; scores of tokens; and the last update, where `crop` can undo it. Constants
-        of a method, which its caches share, are not counted.
+        Besides `nbytes`: reserved rows, which save a copy at every token; the decoded copy (`keep_decoded`); the angles
+        of rotary embeddings that codecs undo; attention scores of tokens; and the last update, where `crop` can undo
+        it. Constants of a method are shared by its caches and not counted.
         """
         return allocated_bytes(self, self.method)
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per element where it is packed (of a side that never is: in full precision), both sides."""
+        """Stored bits per element of packed keys and values; a side that packs none counts in full precision."""
         return self.side_bits()
 
     @property
     def effective_bits(self) -> float:
-        """Stored bits per element of all tokens seen, residual included, at the present length; evicted ones have 0."""
+        """Stored bits per element of all tokens seen so far, residual included; evicted tokens count with 0 bits."""
         sides = [(layer, side) for layer in self._own for side in (layer.key, layer.value)]
         elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
         return 8 * self.nbytes / elements if elements else 0.0
@@ -274,7 +275,7 @@ class KVCache(WatchfulCache):
             side.check_finite()
 
     def fork(self) -> KVCache:
-        """A cache that shares the tokens held so far; both grow on their own: many questions on one context."""
+        """A copy that shares the tokens held so far and grows independently, for many questions on one context."""
         other = copy.copy(self)
         other.layers = [layer.fork() for layer in self._own]
         if self._tables:

@@ -19,56 +19,56 @@ from kvq.errors import ConfigError, Unsupported
 
 
 class Layer(CacheLayerMixin):
-    """What every layer of a `KVCache` says of itself, whatever holds its keys and values (`key`, `value`)."""
+    """The interface of every layer of a `KVCache`; `key` and `value` hold its states."""
 
     keeps_order = True
-    """Tokens stand in the order in which they came, without gaps."""
+    """The tokens held are in the order of their arrival, without gaps."""
     is_sliding = False
     supports_early_init = False
     lasting: str | None = "what it does to a token stays"
-    """Why `crop` cannot undo an update; None: it can, of one that was recorded."""
+    """The reason why `crop` cannot undo an update; None: it can undo a recorded one."""
     recording = False
-    """Each update can be undone by the `crop` that follows it; `expect` tells of it before it comes."""
+    """The next `crop` can undo each update; `expect` announces an update before it comes."""
     evicted = 0
-    """Tokens that have left for good."""
+    """Number of tokens evicted so far."""
     one_by_one = False
     key: Any
     value: Any
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """`crop` can put the layer back as it was before tokens came, once updates are recorded."""
+        """`crop` can restore the state before an update, once updates are recorded."""
         return self.lasting is None
 
     @property
     def shuffled(self) -> bool:
-        """Tokens no longer stand where they would without gaps."""
+        """The index of a token in the cache may differ from its position in the text."""
         return self.evicted > 0
 
     @property
     def observes(self) -> bool:
-        """The next attention is to be shown to `observe`."""
+        """Whether `observe` is to be called for the next attention."""
         return False
 
     def begin(self, tokens: Tensor | None) -> None:
         """Hear which tokens come next, `[batch, tokens]`, before their states do (None: nobody knows)."""
 
     def observe(self, attended: Attended) -> None:
-        """See what attention reads, behind `update`."""
+        """Receive the queries and keys of an attention, after `update`."""
 
     def record(self, on: bool) -> None:
-        """Let each update be one that the `crop` behind it can undo, or no longer."""
+        """Switch on or off that the next `crop` can undo each update."""
         self.recording = on
 
     def expect(self, candidates: int) -> None:
-        """Hear that the next update is recorded, and that its last `candidates` tokens are to be as if one by one."""
+        """Announce a recorded update whose last `candidates` tokens are treated as if they came one per forward."""
 
     def get_seq_length(self) -> int:
-        """Tokens seen: those held, and those evicted."""
+        """Tokens seen: held and evicted ones."""
         return self.key.tokens + self.evicted
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask for `query_length` new tokens: all that are held come before them."""
+        """Length and offset of the mask for `query_length` new tokens, which all held tokens precede."""
         return self.key.tokens + query_length, self.evicted
 
     def get_max_length(self) -> int:
@@ -98,9 +98,9 @@ class Layer(CacheLayerMixin):
 
     @abc.abstractmethod
     def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
-        """What the next update, of `queries` tokens one by one, will return; None: the tokens as they are.
+        """The columns that the next update, of `queries` tokens, will return; None: each token once, as it is.
 
-        `known`: those of the layer before, which serve all layers of one residual.
+        `known`: the columns of the layer before, reused by layers with the same residual.
         """
 
     @abc.abstractmethod
@@ -114,7 +114,10 @@ class Layer(CacheLayerMixin):
 
 @dataclass(frozen=True)
 class Recorded:
-    """An update that can be undone: the sides before it, and what it brought, the first `head` tokens together."""
+    """An update that can be undone: the sides before it and the states it added.
+
+    The first `head` tokens came together, the others as if one per forward.
+    """
 
     key: CacheSide
     value: CacheSide
@@ -123,7 +126,7 @@ class Recorded:
     head: int
 
     def without(self, last: int, quantized_prefill: bool) -> tuple[CacheSide, CacheSide]:
-        """The sides after the update, had its `last` tokens never come."""
+        """The sides as they would be if the `last` tokens of the update had never come."""
         count = self.key_states.shape[2] - last
         for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
             side.forget(side.tokens + count)
@@ -150,13 +153,13 @@ class KVCacheLayer(Layer):
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Remember dtype and device; storage is made by the first append."""
+        """Store dtype and device; the first append allocates storage."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append `[batch, heads, tokens, head_dim]` states; what attention reads, oldest token first."""
+        """Append states `[batch, heads, tokens, head_dim]`; return what attention reads, oldest token first."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.recording and self._record(key_states, value_states):
@@ -190,7 +193,7 @@ class KVCacheLayer(Layer):
         self._candidates = candidates
 
     def _record(self, key_states: Tensor, value_states: Tensor) -> int:
-        """Remember what is held before an update; how many of its tokens are candidates."""
+        """Store the state before an update; return how many of its tokens are candidates."""
         candidates, self._candidates = self._candidates, None
         if candidates is None:
             raise self._not_followed()
@@ -220,7 +223,7 @@ class KVCacheLayer(Layer):
         return self._columns
 
     def _moves(self, queries: int) -> tuple[Departures, Departures]:
-        """What leaves full precision before the last of the next `queries` tokens attends."""
+        """The tokens of each side that leave full precision before the last of the next `queries` tokens attends."""
         if self.recording and self._candidates:
             head, quantized = queries - self._candidates, self.quantized_prefill
             return tuple(side.moves_behind(head, self._candidates, quantized) for side in (self.key, self.value))

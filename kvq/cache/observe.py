@@ -1,4 +1,4 @@
-"""Seeing attention as it happens: the queries and keys of a layer, for methods that ask who is attended to."""
+"""Access to the queries and keys of an attention, for methods that choose tokens by their attention weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ See = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], None]
 
 
 class Hooked:
-    """Stands in for a model's attention functions: they also show what they are given."""
+    """Replaces a model's attention functions by ones that also report their arguments."""
 
     def __init__(self, functions: Any, see: See) -> None:
         self._functions, self._see = functions, see
@@ -46,7 +46,7 @@ class Hooked:
 
 
 def hook_interface(module: nn.Module, see: See) -> Callable[[], None]:
-    """Let `see` hear of the attention functions that `module`'s family calls; what undoes it.
+    """Call `see` with the arguments of each attention function that `module`'s family calls; returns the undo.
 
     Raises:
         Unsupported: attention that does not go through transformers' attention interface.

@@ -1,4 +1,4 @@
-"""Attention on the packed cache inside transformers models: what a layer hands over, and the registered function.
+"""Attention on the packed cache inside transformers models: what a layer returns, and the registered functions.
 
 A model whose attention is `kvq_sdpa` (or `kvq_eager`) computes what `sdpa` (`eager`) does, except where a cache hands
 over something that attends by itself (`Held`) in place of keys. So the switch harms no other cache.
@@ -35,18 +35,18 @@ ORIGINALS = ("sdpa", "eager")
 
 
 class Held(abc.ABC):
-    """What a cache hands over in place of keys: it attends by itself."""
+    """What a cache returns in place of keys: an object that computes the attention itself."""
 
     @abc.abstractmethod
     def attend(
         self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, given: dict[str, Any]
     ) -> Float[Tensor, "batch one heads dim"]:
-        """Attention of one new token per sequence; `given` is what else the model hands its attention function."""
+        """Attention of one new token per sequence; `given`: further arguments of the model's attention function."""
 
 
 @dataclass(frozen=True)
 class PackedKeys(Held):
-    """Keys as they are stored; the values that belong to them are `PackedStates`."""
+    """Stored keys; the values that belong to them are `PackedStates`."""
 
     states: PackedStates
 
@@ -65,19 +65,19 @@ class PackedKeys(Held):
 
 
 class PackedSide(CacheSide):
-    """A side that can hand over its tokens as they are stored, and encodes them in one pass where it can."""
+    """A side that can return its tokens in stored form, and encodes in one pass where the codec allows it."""
 
     def __init__(self, codec: Codec | None, residual: ResidualSide, label: str) -> None:
         super().__init__(None if codec is None else fused(codec), residual, label)
 
     def fork(self) -> PackedSide:
-        """A copy that shares everything held so far and grows on its own."""
+        """A copy that shares everything held so far and grows independently."""
         other = super().fork()
         assert isinstance(other, PackedSide)
         return other
 
     def append_packed(self, states: Float[Tensor, "batch heads 1 head_dim"]) -> PackedStates:
-        """Add one token; what attention reads now, not decoded. What leaves the residual does so behind it.
+        """Add one token; return what attention reads now, in stored form, then encode what leaves the residual.
 
         Raises:
             DataError, Unsupported: as `append`.
@@ -99,7 +99,7 @@ class PackedSide(CacheSide):
 
 
 class PackedLayer(KVCacheLayer):
-    """A layer whose decoded tokens attend to codes: it hands over `PackedKeys` and `PackedStates`."""
+    """A layer for attention on codes: for a single new token it returns `PackedKeys` and `PackedStates`."""
 
     lasting = "cache.attention=packed reads codes for one token at a time; use cache.attention=dense"
 
@@ -108,7 +108,7 @@ class PackedLayer(KVCacheLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As `KVCacheLayer.update`; of a single token, keys and values as they are stored."""
+        """As `KVCacheLayer.update`; for a single token, returns keys and values in stored form."""
         if key_states.shape[2] != 1:
             return super().update(key_states, value_states)
         if not self.is_initialized:
@@ -117,13 +117,13 @@ class PackedLayer(KVCacheLayer):
 
 
 def packed_layer(like: KVCacheLayer) -> PackedLayer:
-    """A layer as `like`, empty, that hands over codes."""
+    """An empty `PackedLayer` with the settings of `like`."""
     key, value = (PackedSide(side.codec, side.residual, side.label) for side in (like.key, like.value))
     return PackedLayer(key, value, like.quantized_prefill)
 
 
 def check_replaceable(model: nn.Module) -> None:
-    """Raise `Unsupported` where a model's attention is not ours to replace."""
+    """Raise `Unsupported` where kvq cannot replace a model's attention function."""
     for config, module in _configs(model):
         way = getattr(config, "_attn_implementation", None)
         if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
@@ -133,7 +133,7 @@ def check_replaceable(model: nn.Module) -> None:
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Let a model's attention read packed codes where a cache hands them over; nothing else changes."""
+    """Switch a model to attention functions that also read packed codes; for other caches nothing changes."""
     for name in ORIGINALS:
         if PREFIX + name not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(PREFIX + name, _function(name))
@@ -163,7 +163,7 @@ def _function(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def first_seen(mask: Tensor | None, tokens: int, window: int | None) -> int:
-    """The first token that the new one sees. Raises: Unsupported: a mask with holes, or one that differs in a batch."""
+    """Index of the first token that the query sees. Raises: Unsupported: a mask with gaps, or several in a batch."""
     if mask is None:
         return 0 if window is None else max(0, tokens - window)
     seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -1,4 +1,4 @@
-"""A model's rotary embedding as a codec needs it: how each attention turns its keys, found by a probe."""
+"""A model's rotary embedding as a codec needs it: how each attention rotates its keys, found by a probe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, to
 
 
 class AngleColumns(enum.Enum):
-    """Where the table of `r` columns that a model hands to its attention has the angle of each channel pair."""
+    """Which columns of the `r`-column table that an attention receives hold the angle of each channel pair."""
 
     first_half = "first_half"
     even = "even"
@@ -32,7 +32,7 @@ class AngleColumns(enum.Enum):
 
 @dataclass(frozen=True)
 class Style:
-    """How keys are turned: where the angles are, and whether a pair is two neighbouring channels (GPT-J)."""
+    """How keys are rotated: which columns hold the angles, and whether a pair is two neighbouring channels (GPT-J)."""
 
     columns: AngleColumns
     interleaved: bool
@@ -60,7 +60,7 @@ STYLES = (
 
 
 class RopeTable:
-    """The rotations of a cache's tokens, shared by layers that turn alike; positions decide them, so none is stored."""
+    """The rotations of a cache's tokens, shared by layers of one style; positions decide them, so none is stored."""
 
     def __init__(self, style: Style | None) -> None:
         self.style = style
@@ -79,7 +79,7 @@ class RopeTable:
         return Rope(cos.view, sin.view, self.style is not None and self.style.interleaved)
 
     def extend(self, held: int, queries: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
-        """Cover `queries` tokens behind the `held` ones, which a layer before may have done already.
+        """Cover `queries` tokens after the `held` ones; an earlier layer of the group may have done so already.
 
         Raises:
             Unsupported: sequences of a batch that stand at different positions.
@@ -137,7 +137,7 @@ def angles(module: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | No
 
 
 class _Recorder(DynamicCache):
-    """Keeps the keys that each layer hands over."""
+    """Records the keys that each layer adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,10 +152,10 @@ _PROBED: weakref.WeakKeyDictionary[nn.Module, list[tuple[Style | None, int]]] = 
 
 
 def styles_of(model: nn.Module) -> list[tuple[Style | None, int]]:
-    """How every layer with keys of its own turns them, and the number of its group: layers of a group turn alike.
+    """Style of each layer with keys of its own, and the number of its group: layers of a group rotate alike.
 
-    The model reads a few tokens; each attention is then asked again for the same tokens as if all stood at the first
-    position, where nothing turns, and turning its keys back must give those. Style None: no rotary embedding.
+    The model reads a few tokens. Each attention is then called again with the same tokens, all at position 0, where
+    RoPE does nothing; the style whose inverse maps the first keys to these is the layer's. None: no rotary embedding.
 
     Raises:
         Unsupported: keys that depend on positions in a way that none of `STYLES` describes.

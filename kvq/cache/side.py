@@ -1,4 +1,4 @@
-"""Keys or values of one layer: a packed, immutable prefix and a full-precision residual behind it."""
+"""Keys or values of one layer: a packed, immutable prefix followed by a full-precision residual."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ States = Float[Tensor, "batch heads _tokens head_dim"]
 
 
 class CacheSide:
-    """Appends states and gives back what attention may read.
+    """Appends states and returns what attention reads.
 
     Args:
         codec: None keeps everything in full precision.
@@ -37,7 +37,7 @@ class CacheSide:
         self.codec, self.residual, self.label, self.keep_decoded = codec, residual, label, keep_decoded
         self._kept, self._group = residual.schedule(None if codec is None else codec.token_group)
         self.rope: RopeTable | None = None
-        """How the tokens are turned, for a codec that undoes it; covers new tokens before they are appended."""
+        """Rotations of the tokens, for a codec that undoes RoPE; they cover new tokens before these are appended."""
         self.reset()
 
     def reset(self) -> None:
@@ -55,7 +55,7 @@ class CacheSide:
 
     @property
     def uses_rope(self) -> bool:
-        """The codec turns tokens back and forth and needs their rotations."""
+        """The codec undoes and redoes RoPE and needs the rotations of the tokens."""
         return self.codec is not None and self.codec.uses_rope
 
     @property
@@ -98,17 +98,17 @@ class CacheSide:
 
     @property
     def elements_per_token(self) -> int:
-        """Numbers that one token of the batch stands for: batch x heads x head_dim."""
+        """Elements of one token over the whole batch: batch x heads x head_dim."""
         if self._shape is None:
             return 0
         batch, heads, head_dim = self._shape
         return batch * heads * head_dim
 
     def append(self, states: States, quantized_prefill: bool = False) -> States:
-        """Add states and return all that attention reads now, oldest first.
+        """Add states and return all that attention reads now, oldest token first.
 
-        `quantized_prefill`: attention already reads complete new blocks in decoded form (default: in full precision).
-        A single token is no prefill: decoding always quantizes after the attention.
+        `quantized_prefill`: attention reads complete new blocks in decoded form (default: in full precision). It does
+        not apply to a single token: in decoding, tokens are always quantized after the attention.
 
         Raises:
             DataError: states to be encoded are NaN or infinite, or their shape is not that of the tokens held.
@@ -129,19 +129,19 @@ class CacheSide:
         return visible
 
     def moves(self, queries: int) -> Departures:
-        """The tokens that leave full precision before the last of `queries` tokens that come one by one."""
+        """The tokens that leave full precision before the last of `queries` tokens attends, fed one by one."""
         if self.codec is None or self._encodes_at_once:
             return Departures(self.packed_tokens, ())
         return Departures(self.packed_tokens, self._left_at(self.residual_tokens, queries))
 
     def _left_at(self, held: int, queries: int) -> tuple[int, ...]:
-        """Of each token that leaves: the first of `queries` single tokens behind the `held` ones that finds it gone."""
+        """For each leaving token, the index of the first query that reads it decoded; `held` tokens come before."""
         groups = max(held + queries - 1 - self._kept, 0) // self._group
         when = [self._kept + self._group * (group + 1) - held for group in range(groups)]
         return tuple(query for query in when for _ in range(self._group))
 
     def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Departures:
-        """As `moves`, of `head` tokens that come together and `queries` that come one by one behind them."""
+        """As `moves`, for `head` tokens that come together, followed by `queries` tokens one by one."""
         if self.codec is None or self._encodes_at_once:
             return Departures(self.packed_tokens, ())
         held = self.residual_tokens + head
@@ -155,8 +155,8 @@ class CacheSide:
         """Add states as if each came in an update of its own.
 
         Returns:
-            What the first of them reads, followed by the others in full precision; and what the tokens of `moves`,
-            which later ones read in decoded form, decode to (None: no token moves).
+            What the first of them reads, followed by the others in full precision; and the decoded form of the tokens
+            of `moves`, which later queries read (None: no token moves).
 
         Raises:
             DataError, Unsupported: as `append`.
@@ -175,10 +175,10 @@ class CacheSide:
         return visible, None if decoded is None else decoded[:, :, :moved]
 
     def append_behind(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
-        """Add states of which the first `head` come together, as in `append`, and the others one by one behind them.
+        """Add states: the first `head` tokens together, as in `append`, then the others one by one.
 
         Returns:
-            As `append_one_by_one`, of the tokens of `moves_behind`.
+            As `append_one_by_one`, for the tokens of `moves_behind`.
 
         Raises:
             DataError, Unsupported: as `append`.
@@ -197,7 +197,7 @@ class CacheSide:
         return torch.cat([front, rest], 2), torch.cat(decoded, 2) if moves.queries else None
 
     def _receive(self, states: Tensor) -> bool:
-        """Check what comes; whether these are the first tokens."""
+        """Check shape and rotations of new states; return whether these are the first tokens."""
         first = not self.tokens
         shape = (states.shape[0], states.shape[1], states.shape[3])
         if not first and shape != self._shape:
@@ -230,7 +230,7 @@ class CacheSide:
         return self._store.past(self._turns)
 
     def _flush(self, first: bool, decoded: bool = False) -> Tensor | None:
-        """Encode what may leave the residual; a long prefill may be one block (`prefill_block=whole`)."""
+        """Encode the tokens that leave the residual; a whole prefill may be one block (`prefill_block=whole`)."""
         held = self.residual_tokens
         leaving = self._leaving(held, first)
         if self.codec is None or self._full is None or not leaving:
@@ -242,7 +242,7 @@ class CacheSide:
         return out
 
     def _leaving(self, held: int, first: bool) -> int:
-        """How many of `held` full-precision tokens may leave."""
+        """How many of `held` full-precision tokens leave now."""
         leaving = held - self._kept
         if leaving < self._group:
             return 0
@@ -258,7 +258,7 @@ class CacheSide:
         return self._store.add(states, block, self._turns, decoded)
 
     def check_finite(self) -> None:
-        """Raise `DataError` when the full-precision states held are NaN or infinite; encoded ones have been checked."""
+        """Raise `DataError` when full-precision states are NaN or infinite; encoding has checked the others."""
         if self._full is not None:
             self._check_finite(self._full.view)
 
@@ -267,7 +267,7 @@ class CacheSide:
             raise DataError(f"{self.label}: NaN or infinite values; check the model's dtype and weights")
 
     def fork(self) -> CacheSide:
-        """A copy that shares everything held so far and grows on its own."""
+        """A copy that shares everything held so far and grows independently."""
         other = copy.copy(self)
         other._store = None if self._store is None else self._store.fork()
         other._full = None if self._full is None else self._full.fork()
@@ -284,9 +284,9 @@ class CacheSide:
             self._full = Growable(self._full.view.index_select(0, index.to(self._full.view.device)))
 
     def check_crop(self, remove: int) -> None:
-        """Raise `Unsupported` unless dropping `remove` tokens leaves the state in which they never came.
+        """Raise `Unsupported` unless dropping the last `remove` tokens gives the state in which they never came.
 
-        They must all be in full precision, and none of those that are encoded may have had to make room for them.
+        They must all be in full precision, and their arrival must not have caused earlier tokens to be encoded.
         """
         if not remove:
             return
@@ -311,4 +311,4 @@ class CacheSide:
         self.forget(self.tokens)
 
     def forget(self, tokens: int) -> None:
-        """Nothing that is known of tokens from `tokens` on, before they come, holds any more."""
+        """Discard what subclasses noted of tokens from index `tokens` on before these came."""

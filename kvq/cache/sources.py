@@ -1,9 +1,9 @@
-"""Attention over two sources: what each query of a chunk reads when tokens become quantized between the queries.
+"""Keys, values and masks of a chunk in which tokens become quantized between two queries.
 
-Fed one by one, a query reads a token in full precision until it leaves the residual and decoded from then on. Fed in a
-chunk, keys and values hold such a token twice (three times where its key and its value leave at different queries), and
-every query's mask shows exactly one copy. All copies stand in one softmax, so the result is that of one query per
-forward, with any attention that takes a mask.
+Fed one per forward, a query reads a token in full precision until it leaves the residual, and decoded from then on. In
+a chunk, keys and values therefore contain such a token twice (three times where its key and its value leave at
+different queries), and the mask of each query shows exactly one copy. One softmax covers all copies, so the result is
+that of one query per forward, with any attention that takes a mask.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Departures:
 
 @dataclass(frozen=True)
 class CopySources:
-    """Where one side's copies come from: copy `full_at[i]` is token `full[i]`, copy `decoded_at[i]` the moved token
-    `decoded[i]`, counted from the side's first.
+    """Where one side's copies come from: copy `full_at[i]` is token `full[i]` in full precision, copy `decoded_at[i]`
+    is the decoded form of moved token `decoded[i]`, counted from the first token of the side that moves.
     """
 
     full_at: Int[Tensor, " some"]
@@ -55,13 +55,13 @@ class CopySources:
 
 @dataclass(frozen=True)
 class SourceColumns:
-    """The keys and values of a chunk: the tokens as its first query reads them, then further copies of those that move.
+    """The keys and values of a chunk: the tokens as its first query reads them, then copies of those that move.
 
     Attributes:
-        moves: of keys and of values, which the columns serve.
-        copies: token of each further copy.
+        moves: the departures of keys and of values that these columns are for.
+        copies: token index of each copy.
         keys, values: where the copies come from.
-        visible: the copy of a token that each query reads.
+        visible: whether a query reads a column; of the copies of a token it reads exactly one.
     """
 
     moves: tuple[Departures, Departures]
@@ -77,7 +77,7 @@ class SourceColumns:
         return self.visible.shape[1] - self.copies.numel()
 
     def serve(self, moves: tuple[Departures, Departures], tokens: int, queries: int, device: torch.device) -> bool:
-        """Whether they are the columns of another layer too."""
+        """Whether these columns also fit another layer, with the given departures, tokens, queries and device."""
         same = (self.moves, self.tokens, self.visible.shape[0]) == (moves, tokens, queries)
         return same and self.visible.device == device
 
@@ -106,7 +106,7 @@ class SourceColumns:
 
 
 def columns_of(moves: tuple[Departures, Departures], tokens: int, queries: int, device: torch.device) -> SourceColumns:
-    """Lay out the copies that `queries` need, the last of the `tokens` tokens being theirs.
+    """Lay out the copies that a chunk of `queries` tokens needs; it holds the last of the `tokens` tokens.
 
     Args:
         moves: of keys and of values.
@@ -115,7 +115,8 @@ def columns_of(moves: tuple[Departures, Departures], tokens: int, queries: int, 
     keys, values = moves
     key_at, value_at = (_first_decoded(side, tokens, never) for side in moves)
     both = torch.maximum(key_at, value_at)
-    # From the earlier of its moves on a token is read in a second form, from the later one on in a third.
+    # From the earlier of its two departures (key, value) on, a token is read as a second copy, from the later on as a
+    # third.
     second = torch.nonzero(key_at != value_at).flatten()
     third = torch.nonzero(both < never).flatten()
     key_moved = torch.cat([(key_at < value_at)[second], torch.ones_like(third, dtype=torch.bool)])

@@ -1,4 +1,4 @@
-"""Packed tokens of one side of a layer: in blocks, or, where each token is on its own, in units that fill up."""
+"""Packed tokens of one side of a layer: in blocks, or in units of 32 where tokens are encoded independently."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvq.codecs.rope import Rope
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
 UNIT = 32
-"""Tokens of a unit: a multiple of the 8 that share a byte of one-bit codes."""
+"""Tokens of a unit; a multiple of 8, because 8 one-bit codes share a byte."""
 
 
 class BlockStore:
-    """Encodes tokens in blocks behind the ones held, and decodes them all.
+    """Encodes tokens in blocks, appends them to those held, and decodes all.
 
     Args:
         keep_decoded: also keep the decoded copy, so that a long past is decoded once (bit-identical, more memory).
@@ -43,11 +43,11 @@ class BlockStore:
 
     @property
     def packed(self) -> list[Packed]:
-        """What is stored, oldest tokens first."""
+        """The stored parts, oldest tokens first."""
         return [] if self._store is None else [self._store.packed]
 
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
-        """Encode `states`, in blocks of `block` tokens (None: as one); what they decode to, if `decoded` asks.
+        """Encode `states` in blocks of `block` tokens (None: as one block); return them decoded if `decoded` is set.
 
         `rope` covers the tokens held and the new ones, from the first on.
         """
@@ -76,7 +76,7 @@ class BlockStore:
         return self.codec.decode(packed, narrowed(rope, 0, packed.tokens))
 
     def fork(self) -> BlockStore:
-        """A copy that shares everything held so far and grows on its own."""
+        """A copy that shares everything held so far and grows independently."""
         other = copy.copy(self)
         other._store = None if self._store is None else self._store.fork()
         other._decoded = None if self._decoded is None else self._decoded.fork()
@@ -90,10 +90,10 @@ class BlockStore:
 
 
 class TokenStore(BlockStore):
-    """Tokens that arrive one by one: codes of consecutive tokens share bytes although each is encoded on its own.
+    """Tokens that are encoded independently of each other; the codes of consecutive tokens still share bytes.
 
-    Whole units of `UNIT` tokens are packed for good; the last, short one is packed anew when tokens join it, which is
-    exact because a token's codes and side information do not depend on its neighbours.
+    Complete units of `UNIT` tokens never change. The last, short unit is unpacked and packed again when tokens join it,
+    which is exact because a token's codes and side information do not depend on its neighbours.
     """
 
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
@@ -112,13 +112,13 @@ class TokenStore(BlockStore):
 
     @property
     def packed(self) -> list[Packed]:
-        """What is stored, oldest tokens first."""
+        """The stored parts, oldest tokens first."""
         return super().packed + ([] if self._tail is None else [self._tail])
 
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
-        """Encode `states` behind the ones held; what they decode to, if `decoded` asks. `block` does not matter."""
+        """Encode `states` after the ones held; return them decoded if `decoded` is set. `block` is ignored."""
         count, sealed = states.shape[2], super().tokens
-        # Padded to a whole unit, every part says by its rows how many bits a token takes in it.
+        # In a whole unit, the number of rows of a part gives the bits that a token takes in it, hence the padding.
         index = torch.arange(-(-count // UNIT) * UNIT, device=states.device).clamp_max(count - 1)
         turned = narrowed(rope, self.tokens, count)
         if turned is not None:
@@ -153,7 +153,7 @@ class TokenStore(BlockStore):
 
 
 def narrowed(rope: Rope | None, start: int, length: int) -> Rope | None:
-    """The rotations of some of the tokens, where there are any."""
+    """The rotations of `length` tokens from `start` on; None where there is no RoPE to undo."""
     return None if rope is None else rope.narrow(start, length)
 
 
@@ -162,12 +162,12 @@ def _rows_of_batch(part: Tensor, index: Tensor) -> Tensor:
 
 
 def _bits(rows: int) -> int:
-    """Bits of a token in a part of which a unit has `rows` rows: 8 also where a token has a row of another dtype."""
+    """Bits of a token in a part that has `rows` rows per unit; 8 where a token has a row of its own, of any dtype."""
     return 8 * rows // UNIT
 
 
 def _by_token(packed: Packed, rows: dict[str, int], tokens: int) -> dict[str, Tensor]:
-    """Every part with one row per token."""
+    """Every part with one row per token: planes of 1, 2 or 4 bits are unpacked."""
     return {
         name: unpack([part], _bits(rows[name]), tokens) if _bits(rows[name]) in (1, 2, 4) else part[:, :, :tokens]
         for name, part in packed.parts.items()
@@ -175,7 +175,7 @@ def _by_token(packed: Packed, rows: dict[str, int], tokens: int) -> dict[str, Te
 
 
 def _repacked(like: Packed, rows: dict[str, int], joined: dict[str, Tensor], start: int, length: int) -> Packed:
-    """`length` tokens from `start` on, in whole units, or as one short block."""
+    """Pack `length` tokens from `start` on, in whole units or as one short block; inverse of `_by_token`."""
     parts = {}
     for name, part in joined.items():
         bits, some = _bits(rows[name]), part[:, :, start : start + length]

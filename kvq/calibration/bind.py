@@ -54,15 +54,15 @@ class Calibration:
 
 
 def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequence[int]) -> Method:
-    """The method with the tables of a calibration, which must be one of this very model.
+    """The method with the tables of a calibration, which must be of the same model.
 
     Args:
-        model: what names the weights it will run on.
+        model: name of the weights it will run on (`kvq.calibration.weights_name`).
         head_dims: channels per head of each of its layers.
 
     Raises:
         Unsupported: a calibration of other weights, of another number of layers or other head dims, or one without
-            the tables that the method has.
+            tables that the method needs.
     """
     if len(calibration.head_dims) != len(head_dims):
         count = len(calibration.head_dims)

@@ -21,7 +21,7 @@ from kvq.errors import DataError, Unsupported
 from kvq.models import LoadedModel
 
 LOGIT_CHUNK = 256
-"""Positions whose logits exist at once."""
+"""Positions whose logits are in memory at once."""
 _TOKENS_STREAM = 0x746F6B65
 
 
@@ -29,7 +29,7 @@ _TOKENS_STREAM = 0x746F6B65
 class LayerStates:
     """One layer's calibration tokens: `key` and `value` as a cache gets them, `[heads, tokens, head_dim]`.
 
-    `gradients` has the gradients of the loss (nats, summed over a sample) at either; `rope` how the keys were turned.
+    `gradients`: of the loss (nats, summed over a sample) at both; `rope`: the rotations of the keys.
     """
 
     key: Tensor
@@ -44,7 +44,7 @@ class LayerStates:
 
 
 class _Recorder(DynamicCache):
-    """A cache that hands on what `see` makes of the states it gets."""
+    """A cache that returns what `see` makes of the states it gets."""
 
     def __init__(self, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ def loss(
     see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
     backward: bool,
 ) -> float:
-    """Sum of the negative log-likelihood of a window in nats, through a cache that sees all states; its gradients.
+    """Summed negative log-likelihood of a window in nats, through a cache that sees all states, and its gradients.
 
-    Logits are made and differentiated `LOGIT_CHUNK` positions at a time.
+    Logits are computed and differentiated `LOGIT_CHUNK` positions at a time.
     """
     with torch.set_grad_enabled(backward):
         tokens = tokens.to(loaded.device)
@@ -84,7 +84,7 @@ def loss(
 
 @contextmanager
 def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
-    """How each layer turns its keys in the forward that runs meanwhile."""
+    """The rotations of each layer's keys in the forward that runs within this context."""
     styles, found = styles_of(loaded.model), {}
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
 
 
 class _Layer:
-    """What one layer has shown so far, in pieces of one sample each."""
+    """The states collected of one layer so far, in pieces of one sample each."""
 
     def __init__(self) -> None:
         self.pieces: dict[str, list[Tensor]] = {}
@@ -116,13 +116,13 @@ class _Layer:
 def collect(
     loaded: LoadedModel, windows: Int[Tensor, "samples length"], tokens: int | None, gradients: bool, seed: int
 ) -> dict[int, LayerStates]:
-    """States of every layer with keys of its own on all windows, and one backward pass for each where asked.
+    """States of every layer with keys of its own on all windows, with one backward pass per window if asked for.
 
-    Bounded memory: the activations of one window, and on the CPU, in the model's dtype, keys and values (and as much
-    again for gradients) of the tokens kept: 4 x layers x tokens x KV width numbers at most.
+    Memory: the activations of one window, and on the CPU, in the model's dtype, keys, values and perhaps their
+    gradients of the tokens kept: at most 4 x layers x tokens x KV width numbers.
 
     Args:
-        tokens: so many of all tokens are kept, the same positions in every layer, drawn by `seed`; None: all.
+        tokens: number of tokens kept, at the same positions in every layer, drawn by `seed`; None: all.
 
     Raises:
         DataError: states or gradients that are not finite.

@@ -1,4 +1,4 @@
-"""Calibrations on disk: safetensors whose bytes follow from what is calibrated on what, and beside them their cost."""
+"""Calibrations on disk: safetensors named by a hash of what decides them, and a second file with their cost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def name_of(decides: Mapping[str, Any]) -> str:
 
 
 def path_of(results: Path, name: str) -> Path:
-    """Where the calibration of this name lies in a results folder."""
+    """Path of the calibration of this name in a results folder."""
     return results / FOLDER / f"{name}.safetensors"
 
 
@@ -61,7 +61,7 @@ def _fitting_code() -> str:
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """One process at a time makes a calibration; the system frees the lock when its holder dies.
+    """Hold the lock of a calibration, so that one process makes it; the system frees the lock when its holder dies.
 
     Raises:
         RecordError: a folder that cannot be written.
@@ -81,7 +81,7 @@ def held(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, calibration: Calibration) -> None:
-    """Write the tables whole or not at all, and what they cost beside them as `<name>.json`.
+    """Write the tables atomically, and their cost as `<name>.json` in the same folder.
 
     Raises:
         RecordError: a folder that cannot be written.

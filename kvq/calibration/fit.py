@@ -1,4 +1,4 @@
-"""The calibration step: find the file of a method's calibration, or make it; bind the method to it."""
+"""The calibration step: find or make the file of a method's calibration, and bind the method to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KEPT_BYTES = 2**30
 
 
 def weights_name(model: nn.Module) -> str:
-    """What names the weights of a model in memory: a hash of shapes and of the first entries of each, in bfloat16."""
+    """Name of the weights of a model in memory: a hash of all shapes and of the first entries of each, in bfloat16."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         first = weight.detach().flatten()[:_SAMPLED].to(torch.bfloat16).view(torch.int16).cpu()
@@ -73,7 +73,7 @@ _kept: dict[tuple[object, ...], _Collected] = {}
 
 
 def _states(loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, gradients: bool) -> _Collected:
-    """States of every layer, and the seconds that they took earlier: methods of a sweep share what is small enough."""
+    """States of every layer, and the seconds of collecting them; the methods of a sweep share small enough states."""
     text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
     name = (weights_name(loaded.model), loaded.device, text, settings.tokens, settings.seed, gradients)
     if name not in _kept:

@@ -15,10 +15,10 @@ from kvq.models import LoadedModel
 
 
 def learned_rotation(codec: Codec) -> tuple[str, LearnedRotation] | None:
-    """The stage that is learned, and its name; None: none is.
+    """The learned stage and its name; None: the codec has none.
 
     Raises:
-        ConfigError: it is not the first stage of its codec, whose gradient is worked out here.
+        ConfigError: it is not the first stage of its codec, the only position whose gradient is implemented.
     """
     for number, (name, stage) in enumerate(codec.stages):
         if isinstance(stage, LearnedRotation):
@@ -36,11 +36,11 @@ def learn(
 ) -> dict[str, Tensor]:
     """The tables of the learned rotations of values in every layer, `value.<layer>.<stage>.rotation`.
 
-    All layers move together, a step on one window after another; values are quantized as the codec does it behind its
-    rotation, each token on its own, and the gradient passes straight through the rounding. Keys stay as they are.
+    Each step updates all layers on one window. Values are quantized as the codec does after its rotation, each token
+    separately, with the straight-through gradient of rounding. Keys are not quantized.
 
     Raises:
-        ConfigError: a learned rotation of keys, whose queries would have to turn too.
+        ConfigError: a learned rotation of keys, which would have to rotate queries too.
         DataError: a gradient that is not finite.
     """
     if method.key is not None and learned_rotation(method.key) is not None:

@@ -1,4 +1,4 @@
-"""The text that a method is calibrated on: windows drawn from a training split, named by what they hold."""
+"""The text that a method is calibrated on: windows drawn from a training split, with a fingerprint of their tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 
 _WINDOWS_STREAM = 0x63616C69
-"""Keeps the draw of windows apart from other uses of the same seed."""
+"""Separates the draw of windows from other uses of the same seed."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class CalibrationText:
 
 
 def dataset_of(config: CalibrationConfig) -> DatasetConfig:
-    """The data set that a calibration reads: the named one, at its training side.
+    """The data set that a calibration reads: the training split of the named one.
 
     Raises:
-        ConfigError: no or an unknown data set, or one whose text is given by a file that has no training side.
+        ConfigError: no or an unknown data set, or one whose text is a file, which has no training split.
     """
     if config.dataset is None:
         raise ConfigError("method.calibration.dataset=null: the method needs a text to calibrate on, such as pydocs")

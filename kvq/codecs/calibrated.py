@@ -1,4 +1,4 @@
-"""Stages and quantizers with tables of their own for each layer, fitted on calibration data and bound to a codec."""
+"""Stages and quantizers with tables per layer, which are fitted on calibration data and bound to a codec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvq.errors import ConfigError, Unsupported
 Tables = dict[str, Tensor]
 States = Float[Tensor, "heads tokens head_dim"]
 QUANTIZER = "quantizer"
-"""Name of the quantizer among a codec's calibrated parts; the others have their stage's."""
+"""Name of the quantizer among a codec's calibrated parts; stages have their own names."""
 
 
 class Calibrated:
@@ -41,7 +41,7 @@ class Calibrated:
         raise NotImplementedError(f"{type(self).__name__} is not fitted to states")
 
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        """A copy for one layer of `heads` KV heads; without tables it only knows for what shape they are."""
+        """A copy for one layer of `heads` KV heads; without tables it knows only the expected shape."""
         other = copy.copy(self)
         other._tables, other._shape, other._cast = tables, (heads, head_dim), {}
         return other
@@ -78,7 +78,7 @@ def calibrated_parts(codec: Codec) -> dict[str, Calibrated]:
 
 
 def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Codec:
-    """A copy of the codec with its tables, named `<part>.<table>`; None: without, knowing their shape alone."""
+    """A copy of the codec with its tables, named `<part>.<table>`; None: a copy that knows only their shape."""
     bound = {}
     for name, part in calibrated_parts(codec).items():
         prefix = f"{name}."
@@ -91,16 +91,16 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
 
 
 def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | None, seed: int) -> Tables:
-    """Tables of every calibrated part that is fitted to states, each behind the stages in front of it.
+    """Tables of every calibrated part that is fitted to states, each on the output of the stages before it.
 
     Args:
         x: keys or values of one layer as a cache gets them, of all calibration tokens.
         gradients: of the loss at `x`; needed where `wants_gradients`.
-        rope: how the tokens were turned.
+        rope: the rotations (RoPE) of the tokens.
 
     Raises:
-        ConfigError: a stage in front of a fitted part that is not a rotation, of each head (`orthogonal`) or of whole
-            tokens (`rotates_tokens`): neither a block's statistics nor a gradient pass through it.
+        ConfigError: a stage before a fitted part that is not a rotation of each head (`orthogonal`) or of whole tokens
+            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it.
     """
     heads, _, head_dim = x.shape
     tables: Tables = {}

@@ -1,4 +1,4 @@
-"""Rotations from calibration data: SpinQuant's of values, RotateKV's over heads and its order of channels."""
+"""Rotations from calibration data: SpinQuant's learned one, RotateKV's over several heads, and its channel order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvq.errors import ConfigError, Unsupported
 
 
 class Start(enum.Enum):
-    """Where learning begins: a Hadamard matrix whose rows have random signs (as released), or without them."""
+    """The starting point of learning: a Hadamard matrix, with random signs of its rows (as released) or without."""
 
     random_hadamard = "random_hadamard"
     hadamard = "hadamard"
@@ -105,7 +105,7 @@ class GroupedHadamard(Stage):
     """A Hadamard matrix over the channels of `heads` neighbouring KV heads of a token joined.
 
     Args:
-        heads: heads that are joined; of a model whose number of KV heads it does not divide, the most that divide it.
+        heads: heads that are joined; where this does not divide the number of KV heads, the largest smaller divisor.
 
     Raises:
         ConfigError: no heads.
@@ -174,7 +174,7 @@ class ChannelOrder(Calibrated, Stage):
         return {"order": x.double().sum(-2).flatten().argsort(stable=True).int()}
 
     def _order(self, x: Tensor) -> Tensor:
-        # Exact in every dtype of a computation: an index has at most 24 bits.
+        # Exact in fp32 and fp64, the dtypes of computation: an index has at most 24 bits.
         return self.table("order", x).long()
 
     def _moved(self, x: Tensor, order: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Round to nearest per token whose clip ratio depends on the bits, as RotateKV has it."""
+"""Round to nearest per token with a clip ratio that depends on the bits, as in RotateKV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvq.errors import ConfigError
 
 
 class Step(enum.Enum):
-    """What the range is divided by: the number of steps between codes, 2^b - 1, or RotateKV's released b² - 1."""
+    """The divisor of the range: the number of steps between codes, 2^b - 1, or RotateKV's b² - 1 (released code)."""
 
     levels = "levels"
     squared_bits = "squared_bits"

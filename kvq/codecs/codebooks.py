@@ -28,7 +28,7 @@ CODEBOOKS: dict[str, tuple[int, ...]] = {"finetuned": (1, 2), "finetuned_fp16": 
 """Codebook -> the bits it has."""
 FILE = Path(__file__).parent / "gaussian8.safetensors"
 FILE_SHA256 = "b011a6b78596c03b23b2af582b45333d51d5824371ddc3a7eba0a68a57e28c00"
-"""Of the shipped file: a change of the codebooks is a change of this module, which records are held against."""
+"""SHA-256 of the shipped file, checked when it is read: other codebooks need a change of this module."""
 _TILE = 1024  # sub-vectors whose 256 scores exist at once: 1 MiB in fp32, which stays in a core's cache
 
 Codes = list[UInt8[Tensor, "groups rows"]]
@@ -71,7 +71,7 @@ class PlainCodebook(Codebook):
 
 
 class SignedCodebook(Codebook):
-    """256 non-negative codewords and a free sign for each channel: 16 bits for 8 channels.
+    """256 non-negative codewords and one sign bit per channel: 16 bits for 8 channels.
 
     The nearest signed codeword has the signs of the vector, so only the 256 patterns are searched, for |v|.
     """
@@ -110,7 +110,7 @@ class E8PCodebook(Codebook):
 
     @override
     def search(self, vectors: Float[Tensor, "groups rows 8"]) -> Codes:
-        """Exact: for each shift the best pattern, paying for the one sign that parity may force."""
+        """Exact search: for each shift the best pattern, with the cost of the one sign that parity may force."""
         codes = [torch.empty(vectors.shape[:2], dtype=torch.uint8, device=vectors.device) for _ in range(2)]
         for tile in _tiles(vectors):
             x = vectors[tile] * self.scale

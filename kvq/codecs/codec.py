@@ -71,7 +71,7 @@ class Codec:
     ) -> Packed:
         """Encode all tokens as one block, or as blocks of `block` tokens, each with its own statistics.
 
-        A short tail is a block of its own. `rope`: how the tokens were turned, for a codec that undoes it.
+        A short tail is a block of its own. `rope`: the rotations (RoPE) of the tokens, for a codec that undoes them.
 
         Raises:
             DataError: no tokens.
@@ -101,7 +101,7 @@ class Codec:
                 raise Unsupported(f"stage '{name}' needs the rotations (rope) of {tokens} tokens; given: {given}")
 
     def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
-        """What attention reads: the reconstruction from stored tensors alone, in the dtype that was encoded.
+        """The reconstruction that attention reads, from stored tensors alone, in the dtype that was encoded.
 
         Raises:
             Unsupported: as `encode`.
@@ -140,7 +140,7 @@ class Codec:
         return parts
 
     def _fold(self, factor: Tensor, sides: list[dict[str, Tensor]], parts: Parts) -> None:
-        """Send a gain back through orthogonal stages into the nearest token norm; where none takes it, store it."""
+        """Multiply a gain into the last token norm that only orthogonal stages follow; without one, store the gain."""
         for index in range(len(sides) - 1, -1, -1):
             stage = self.stages[index][1]
             if stage.takes_gain:

@@ -78,7 +78,7 @@ class CoupledQuantizer(Calibrated, Quantizer):
         points = self._grouped(x)
         lead = points.shape[:-4]
         blocks = points.reshape(-1, centroids.shape[0], *points.shape[-2:])
-        # Each block on its own: its indices do not depend on how many are encoded together.
+        # One search per block, so that its indices do not depend on how many blocks are encoded together.
         codes = torch.stack([nearest(block, centroids) for block in blocks])
         codes = codes.view(*lead, *points.shape[-4:-1]).transpose(-2, -1)
         if self.code_bits <= 8:

@@ -1,4 +1,4 @@
-"""Quantizing what a stage keeps: scales and means in a few bits (double quantization)."""
+"""Quantization of a stage's side information: scales and means in a few bits (double quantization)."""
 
 from __future__ import annotations
 

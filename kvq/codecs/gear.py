@@ -1,4 +1,4 @@
-"""GEAR: a quantized backbone, the extremes of every vector exactly, and a low-rank approximation of what is left."""
+"""GEAR: a quantized backbone, exactly stored extremes of every vector, and a low-rank approximation of the error."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _HALF = 2**15  # indices are stored in 16 bits, from -_HALF on
 
 
 class SparseLowRank(Quantizer):
-    """Backbone, extremes and low-rank rest of a block: x ≈ quantized(x without extremes) + L, extremes as they are.
+    """Backbone, extremes and low-rank error of a block: x ≈ quantized(x without extremes) + L, extremes exact.
 
-    Of keys the extremes of a channel over the block's tokens are taken, of values those of a token over all heads and
-    channels (the backbone's axis says which): half of them the largest, half the smallest. They are left out of ranges.
+    Extremes are taken per channel over the block's tokens (keys) or per token over all heads and channels (values), by
+    the backbone's axis: half of them the largest, half the smallest. They do not enter the quantization ranges.
 
     Args:
-        backbone: quantizes what is left.
+        backbone: quantizes the block without its extremes.
         sparsity: share of extremes, rounded to whole entries at either end, at least one (none of fewer than 2).
         rank: of the rest of a block longer than `buffer` tokens (a prefill), per head.
         buffer_rank: of a shorter block (decoding).
@@ -93,7 +93,7 @@ class SparseLowRank(Quantizer):
         if length > 2 * _HALF:
             raise Unsupported(f"gear: extremes of {length} values, whose indices have 16 bits (at most {2 * _HALF})")
         count = min(max(round(self.sparsity / 2 * length), 1 if self.sparsity else 0), length // 2)
-        order = vectors.sort(dim=dim, stable=True).indices  # a constant vector has ends, too
+        order = vectors.sort(dim=dim, stable=True).indices  # stable: distinct indices also in a constant vector
         return torch.cat([order.narrow(dim, 0, count), order.narrow(dim, length - count, count)], dim)
 
     @override

@@ -19,10 +19,10 @@ _REACHED = 1e-4  # relative change of the error below which iterating stops
 def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: int, seed: int) -> Tensor:
     """`count` ascending centroids in fp64 of all values; of fewer distinct values the last is repeated.
 
-    More than `_BINS` values are first gathered in as many bins of equal width, each at its weighted mean: that leaves
-    the error of the centroids as it is, but for values whose bin a border between two centroids divides.
+    More than `_BINS` values are first replaced by the weighted means of `_BINS` bins of equal width. This changes the
+    result only through bins that a border between two centroids divides.
 
-    One thread: sums in another order would be other bytes.
+    Runs on one thread, because another order of summation would change the bytes of the tables.
     """
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
@@ -58,7 +58,7 @@ def _binned(points: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def nearest(
     points: Float[Tensor, "sets rows channels"], centroids: Float[Tensor, "sets count channels"]
 ) -> Float[Tensor, "sets rows"] | Tensor:
-    """Index of the nearest centroid (L2) of the same set, in tiles: never all scores at once."""
+    """Index of the nearest centroid (L2) of the same set, computed in tiles to bound memory."""
     sets, rows, _ = points.shape
     count = centroids.shape[1]
     # A further channel of ones brings -|c|²/2 into the product.
@@ -88,9 +88,9 @@ def codebooks(
 ) -> Float[Tensor, "sets count channels"]:
     """Centroids that minimise the weighted squared error of each set: greedy k-means++, then Lloyd's iterations.
 
-    Lloyd's iterations end after `iterations`, or when no set's error falls by more than 1e-4 of itself. A centroid that
-    no row is nearest to stays. Rows without weight count for nothing; where no row of a set has any, all weigh the
-    same. Sets with fewer distinct rows than centroids repeat rows.
+    Lloyd's iterations end after `iterations`, or when no set's error falls by more than 1e-4 of itself. A centroid
+    without rows keeps its place. Rows of weight 0 are ignored; where all rows of a set have weight 0, they count
+    equally. Sets with fewer distinct rows than centroids repeat rows.
 
     Source: Arthur and Vassilvitskii (2007), section 2; greedy as in scikit-learn, the best of `2 + ln(count)` draws.
     """
@@ -164,7 +164,7 @@ def _lloyd(
 
 
 def _sums(index: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Sums of rows by index. In the order of rows on every device: atomics would make other bytes each time."""
+    """Sums of rows by index, in the order of rows on every device: atomic additions would not be reproducible."""
     if index.device.type == "cpu":
         return rows.new_zeros(count, rows.shape[-1]).index_add_(0, index, rows)
     order = index.argsort(stable=True)

@@ -24,11 +24,11 @@ from kvq.errors import ConfigError, Unsupported
 MAX_BITS = 8
 _INDICES = 2**16
 TOGETHER = 32
-"""Tokens whose kept entries are listed together: they leave a sliding residual in groups of so many."""
+"""Tokens whose outliers share a list; they leave a sliding residual in groups of this size."""
 
 
 class Outliers(enum.Enum):
-    """Which entries are kept apart: those beyond the thresholds of their vector, or as many of every token."""
+    """Which entries are stored apart: those beyond the thresholds of their vector, or a fixed number per token."""
 
     threshold = "threshold"
     count = "count"
@@ -82,7 +82,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @property
     def ragged(self) -> bool:
-        """How many entries a token keeps apart varies."""
+        """The number of entries stored apart varies from token to token."""
         return bool(self.outliers) and self.chosen is Outliers.threshold
 
     @property
@@ -155,7 +155,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Codes from unrounded ranges; what is kept apart is chosen by how far it is outside of its range."""
+        """Codes from unrounded ranges; entries are stored apart by their distance outside the range."""
         parts: Parts = {}
         levels, mask = self.table("levels", x), None
         if self.axis is Axis.per_channel:
@@ -180,7 +180,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         self.kept(flat.shape[-1])  # refuses more channels than there are indices
         count = mask.sum(-1, keepdim=True)
         most = int(count.max())
-        # Entries of the mask first, each in its own order; behind them an index beyond the last channel.
+        # Indices of the mask's entries, ascending, then an index beyond the last channel for each empty place.
         index = mask.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :most]
         value = to_stored(flat.gather(-1, index), torch.float16)
         empty = torch.arange(most, device=flat.device) >= count
@@ -211,11 +211,11 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
 
 class SparseCodec(Codec):
-    """A codec whose quantizer keeps entries of each token apart, more of some than of others.
+    """A codec whose quantizer stores a varying number of outliers per token.
 
-    They are stored as lists, `outlier.value` and `outlier.index` `[batch, 1, entries, 1]` in the order of tokens, of
-    which `outlier.count` says how many are each token's. Sequences of a batch have lists of one length: where a
-    sequence has fewer, its last token counts some that name no channel.
+    They are stored as lists, `outlier.value` and `outlier.index` `[batch, 1, entries, 1]` in the order of tokens;
+    `outlier.count` has the number of each token. The sequences of a batch have lists of equal length: a shorter one is
+    padded with entries that name no channel and count for its last token.
     """
 
     version: ClassVar[int] = 1
@@ -238,7 +238,7 @@ class SparseCodec(Codec):
 
     @staticmethod
     def _listed(packed: Packed) -> Packed:
-        """With lists in the place of rows that have empty ends."""
+        """The packed parts with lists instead of padded rows."""
         if "outlier.count" not in packed.parts:
             return packed
         parts = dict(packed.parts)
@@ -276,7 +276,7 @@ _LISTS: dict[str, Callable[[int], int]] = {
     "outlier.value": lambda width: 0,
     "outlier.index": lambda width: width - _INDICES // 2,
 }
-"""Parts that are lists, and what stands for an empty entry where a token has `width` channels."""
+"""Parts that are lists, and the value of an empty entry where a token has `width` channels."""
 
 
 def _normalized(values: Float[Tensor, " n"], levels: Tensor) -> Tensor:

@@ -116,12 +116,12 @@ def _tables(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> tu
 
 
 class LloydMaxQuantizer(Quantizer):
-    """Each coordinate of a rotated unit vector to the nearest level of the codebook of the sphere's marginal.
+    """Rounds each coordinate of a rotated unit vector to the nearest level of the codebook of the sphere's marginal.
 
     Args:
         bits: bits per code, 1-8.
-        extra_bits: added to `bits`: an outlier channel's codec may say "one more than the rest".
-        gain: see `Gain`; folds into the token norm in front.
+        extra_bits: added to `bits`, for codecs of outlier channels with one bit more than the rest.
+        gain: see `Gain`; folds into the token norm before this quantizer.
 
     Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation).
 

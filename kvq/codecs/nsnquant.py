@@ -30,7 +30,7 @@ class ChannelShift(Stage):
 
     Args:
         center: `mean` (NSNQuant, section 3.2), or `median`: the geometric median (appendix D.1).
-        double_quant: keep the vector in a few bits; the decoded one is subtracted. None = fp16.
+        double_quant: store the vector in a few bits; the decoded vector is subtracted. None = fp16.
 
     Raises:
         ConfigError: unknown center.
@@ -73,8 +73,8 @@ def geometric_median(
 class ChannelScale(Stage):
     """Divide each channel by its sample standard deviation over the tokens of the block (NSNQuant, appendix D.2).
 
-    Stored in fp16, one number per head, channel and block. A channel that does not vary stores 0 and decodes to 0: it
-    belongs behind a `ChannelShift`, after which such a channel is 0.
+    Stored in fp16, one number per head, channel and block. A constant channel stores 0 and decodes to 0, so this stage
+    is for use after a `ChannelShift`, which makes such a channel 0.
     """
 
     version: ClassVar[int] = 1

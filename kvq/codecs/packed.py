@@ -1,8 +1,9 @@
-"""The stored form of keys or values: what is counted and what attention reads back.
+"""The stored form of keys or values: its bytes are counted, and attention reads what it decodes to.
 
 Layout: `Packed.parts` maps a name to a tensor `[batch, heads or 1, rows, columns]` whose rows run along tokens, so
 packed blocks of one codec concatenate along rows into one contiguous tensor per layer. Names are `codes.<plane>`
-(uint8, see `kvq.codecs.packing`), `scale` and `zero_point` of a quantizer, `<stage>.<name>` for what a stage keeps.
+(uint8, see `kvq.codecs.packing`), `scale` and `zero_point` of a quantizer, `<stage>.<name>` for a stage's side
+information.
 `Packed.runs` says how the rows divide into blocks.
 """
 
@@ -31,7 +32,7 @@ class Packed:
     Attributes:
         parts: stored tensors by name, each `[batch, heads or 1, rows, columns]`.
         runs: the blocks, in token order.
-        batch, heads, head_dim: shape of what `decode` gives back; `dtype` is its dtype.
+        batch, heads, head_dim: shape of the decoded tensor; `dtype` is its dtype.
     """
 
     parts: dict[str, Tensor]
@@ -69,7 +70,7 @@ def merge_runs(first: tuple[BlockRun, ...], second: tuple[BlockRun, ...]) -> tup
 
 
 class _Shared:
-    """A tensor with spare rows that several `Growable` may read; `used` rows are written, the rest are free."""
+    """A tensor with reserved rows that several `Growable` may read; `used` rows are written, the rest are free."""
 
     def __init__(self, data: Tensor, used: int) -> None:
         self.data, self.used = data, used
@@ -93,7 +94,7 @@ class Growable:
         return self._shared.data.shape[-2]
 
     def append(self, more: Tensor) -> None:
-        """Add rows in place where they are free; a fork whose sibling already wrote there takes a copy first."""
+        """Write rows in place where they are free; copy first where the tensor is full or a fork has written there."""
         rows = self.rows + more.shape[-2]
         if rows > self.capacity or self._shared.used != self.rows:
             capacity = max(rows, self.rows + self.rows // 2 + 1)
@@ -104,7 +105,7 @@ class Growable:
         self.rows = self._shared.used = rows
 
     def fork(self) -> Growable:
-        """A second handle on the same rows; each handle's later rows are its own."""
+        """A second handle on the same rows; rows added later belong to one handle."""
         other = Growable.__new__(Growable)
         other._shared, other.rows = self._shared, self.rows
         return other

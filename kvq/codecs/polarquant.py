@@ -1,4 +1,4 @@
-"""PolarQuant: vectors as one radius and angles, which after a random rotation have known distributions."""
+"""PolarQuant: vectors as a radius and angles, whose distributions are known after a random rotation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def angle_levels(bits: int, level: int) -> tuple[float, ...]:
 def _table(
     bits: int, level: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Float[Tensor, " levels"], Float[Tensor, " middles"], Float[Tensor, "levels 2"]]:
-    """Angles, what lies in the middle of neighbours, and cosine and sine of the angles."""
+    """Angles, the midpoints of neighbouring angles, and cosine and sine of the angles."""
     levels = torch.tensor(angle_levels(bits, level), dtype=torch.float64)
     turned = torch.stack([levels.cos(), levels.sin()], -1)
     found = (levels, (levels[1:] + levels[:-1]) / 2, turned)
@@ -119,7 +119,7 @@ class PolarQuantizer(Quantizer):
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """From the radii outwards: each splits into two by the cosine and sine of its angle."""
+        """From the last level to the first: each radius splits into two by the cosine and sine of its angle."""
         radius = parts["radius"].to(dtype)
         for level in range(len(self.angle_bits), 0, -1):
             bits = self.angle_bits[level - 1]

@@ -18,7 +18,7 @@ from kvq.errors import ConfigError, Unsupported
 
 
 class SketchQuantizer(Quantizer):
-    """Signs of S·k and the norm |k|, for the outlier channels of a group of tokens and for the others apart.
+    """Signs of S·k and the norm |k|, separately for the outlier channels of a group of tokens and for the others.
 
     Decoding gives |k| / (m c) · Sᵀ sign(S k) on the group's own channels, c = E|s·u| for a unit vector u (√(2/π) for
     Gaussian rows): <q, decoded> is QJL's estimate of <q, k>, unbiased over draws of S, and attention on decoded keys is
@@ -26,7 +26,7 @@ class SketchQuantizer(Quantizer):
 
     Args:
         ratio: sketch coordinates m per channel; QJL has 256, in early layers 512, for 128 channels.
-        outliers: channels of most energy per head and group of tokens, sketched on their own; 0 = none.
+        outliers: channels of most energy per head and group of tokens, with a sketch of their own; 0 = none.
         outlier_ratio: coordinates of their sketch per channel of the whole head; QJL has 256, in early layers 128.
         shared_rows: the outliers' sketch is the first rows of the common one; else it is a draw of its own.
         group_size: tokens that share a choice of outlier channels (None: the whole block); a short last group chooses
@@ -92,7 +92,7 @@ class SketchQuantizer(Quantizer):
         return tall_sketch(self.sketch, self.outlier_ratio, dim, 2 * self.seed + 1, dtype, like.device)
 
     def _signs(self, x: Tensor, outlier: bool) -> Tensor:
-        """Packed; 1 stands for a negative coordinate."""
+        """Packed signs; 1 is a negative coordinate."""
         negative = per_tall(x, self._matrix(x.shape[-1], x, x.dtype, outlier).mT) < 0
         return pack(negative.to(torch.uint8), 1)[0]
 
@@ -124,12 +124,12 @@ class SketchQuantizer(Quantizer):
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """The linear estimators of both groups, each on its own channels: all that inner products with a query need."""
+        """The linear estimators of both groups on their channels, which give QJL's inner products with a query."""
         norm = parts["norm"].to(dtype)
         if not self.outliers:
             return self._restored(parts["signs"], norm, shape, dtype, False)
         outlier_norm = parts["outlier_norm"].to(dtype)
-        rest = (norm.square() - outlier_norm.square()).clamp_min(0).sqrt()  # rounding can put the part above the whole
+        rest = (norm.square() - outlier_norm.square()).clamp_min(0).sqrt()  # rounding can make the part the larger
         x = self._restored(parts["signs"], rest, shape, dtype, False)
         apart = self._restored(parts["outlier_signs"], outlier_norm, shape, dtype, True)
         return torch.where(self._mask(parts["channels"], shape), apart, x)

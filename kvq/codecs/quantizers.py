@@ -21,7 +21,7 @@ _FP16_TINY = 2.0**-24  # the smallest positive number
 
 
 class Axis(enum.Enum):
-    """Along what statistics are shared: a channel over tokens, or a token over channels."""
+    """The group that shares statistics: tokens of one channel, or channels of one token."""
 
     per_channel = "per_channel"
     per_token = "per_token"
@@ -88,7 +88,7 @@ class Quantizer(abc.ABC):
 
 
 class Passthrough(Quantizer):
-    """Stores values as they are: the identity canary of every task."""
+    """Stores values unchanged: the identity canary of every task."""
 
     version: ClassVar[int] = 1
 
@@ -104,7 +104,7 @@ class Passthrough(Quantizer):
 
 
 class Zero(Quantizer):
-    """Stores nothing and decodes to zeros: the canary that must wreck every score."""
+    """Stores nothing and decodes to zeros: the canary that must ruin every score."""
 
     version: ClassVar[int] = 1
 
@@ -112,7 +112,7 @@ class Zero(Quantizer):
 
     @override
     def encode(self, x: Tensor, dtype: torch.dtype) -> Parts:
-        # One element keeps the device; no rows, so no bytes.
+        # A tensor with zero rows: it keeps the device and has no bytes.
         return {"nothing": x.new_empty(*x.shape[:-2], 0, 1)}
 
     @override
@@ -168,7 +168,7 @@ class UniformQuantizer(Quantizer):
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
-        """The tokens of a group per channel; per token, each is on its own."""
+        """Per channel, the tokens of a group; per token, 1."""
         return self.group_size if self.axis is Axis.per_channel else 1
 
     @property
@@ -185,7 +185,7 @@ class UniformQuantizer(Quantizer):
         return x.unflatten(dim, (-1, size))
 
     def _per_element(self, stat: Tensor) -> Tensor:
-        """Broadcast stored statistics over the groups' elements."""
+        """Statistics with an axis that broadcasts over the elements of a group."""
         return stat.unsqueeze(self._dim)
 
     def _ungroup(self, grouped: Tensor, length: int) -> Tensor:
@@ -249,9 +249,9 @@ class UniformQuantizer(Quantizer):
 
 
 def _scale_for_integer_zero(scale: Tensor, low: Tensor) -> Tensor:
-    """Coarsen the scale of groups so narrow (or constant) that `low / scale` does not fit 16 bits.
+    """Enlarge the scale of groups so narrow (or constant) that `low / scale` does not fit 16 bits.
 
-    Their scale becomes a power of two, which fp16 stores exactly: the zero point would multiply a rounding error.
+    Their scale becomes a power of two, which fp16 stores exactly; a large zero point would multiply a rounding error.
     """
     least = low.abs() / _INT16_MAX
     return torch.where(scale < least, torch.exp2(torch.log2(least).ceil()), scale).clamp_min(_FP16_TINY)

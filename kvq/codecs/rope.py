@@ -1,4 +1,4 @@
-"""Rotary position embedding as data: undone before a step that wants keys as the projection gave them, and redone."""
+"""Rotary position embedding as data: stages that undo it before a step on keys before RoPE, and redo it after."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvq.codecs.stages import Side, Stage
 
 @dataclass(frozen=True)
 class Rope:
-    """How each token's channels were turned: pure rotations of channel pairs, one per token and pair.
+    """The rotation of each token's channels: pure rotations of channel pairs, one per token and pair.
 
     Attributes:
         cos, sin: `[batch or 1, tokens, pairs]` (cut into blocks: `[batch or 1, blocks, 1, tokens, pairs]`), with
-            cos² + sin² = 1: a factor on attention (yarn, longrope) is left in the keys, where any norm absorbs it. No
-            pairs: the model has no rotary embedding, nothing turns.
+            cos² + sin² = 1: an attention factor (yarn, longrope) is left in the keys, where any norm absorbs it. Zero
+            pairs: the model has no rotary embedding.
         interleaved: pairs are channels (2i, 2i+1) as in GPT-J, else (i, i + pairs) as in Llama. Channels from
-            2 * pairs on are not turned (partial rotary embeddings).
+            2 * pairs on are not rotated (partial rotary embeddings).
     """
 
     cos: Float[Tensor, "*lead tokens pairs"]
@@ -39,7 +39,7 @@ class Rope:
         return replace(self, cos=self.cos.narrow(1, start, length), sin=self.sin.narrow(1, start, length))
 
     def blocks(self, length: int, number: int) -> Rope:
-        """As a block sees it: `[batch or 1, number, 1, length, pairs]`, from `number * length` tokens."""
+        """The rotations cut into blocks: `[batch or 1, number, 1, length, pairs]`, from `number * length` tokens."""
         shape = (number, 1, length)
         return replace(self, cos=self.cos.unflatten(1, shape), sin=self.sin.unflatten(1, shape))
 
@@ -83,7 +83,7 @@ class _RopeStage(Stage):
 
 
 class UndoRope(_RopeStage):
-    """Turn keys, which reach a cache after their rotary embedding, back to what the projection gave.
+    """Undo the rotary embedding of keys, which reach a cache after it.
 
     Needs the tokens' rotations: `Codec.encode(x, rope=...)`. A model without a rotary embedding has nothing to undo.
     """

@@ -25,7 +25,7 @@ Side = dict[str, Tensor]
 
 
 class Scope(enum.Enum):
-    """Over what a token's norm is taken: each head apart, or all heads of the token jointly."""
+    """What a token's norm covers: each head apart, or all heads of the token."""
 
     head = "head"
     token = "token"
@@ -35,10 +35,10 @@ class Stage(abc.ABC):
     """One invertible step.
 
     Attributes:
-        orthogonal: the step keeps every token's norm in every head, so a gain may pass through it.
+        orthogonal: the step preserves the norm of every token in every head, so a gain commutes with it.
         takes_gain: the step's side information can absorb one factor per head and token.
-        uses_rope: `forward` and `inverse` also want `rope`, the rotations of the block's tokens.
-        token_group: tokens that share side information; 1: each token on its own, None: the whole block.
+        uses_rope: `forward` and `inverse` also take `rope`, the rotations of the block's tokens.
+        token_group: tokens that share side information; 1: each token has its own, None: the whole block.
     """
 
     orthogonal = False
@@ -51,9 +51,9 @@ class Stage(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        """Transform `[..., heads, tokens, head_dim]`; also the side information.
+        """The transformed `[..., heads, tokens, head_dim]`, and the side information.
 
-        Floating-point side information is stored in fp16, integers (packed codes) as they are.
+        Floating-point side information is stored in fp16, integers (packed codes) unchanged.
         """
 
     @abc.abstractmethod
@@ -85,7 +85,7 @@ class _Rotation(Stage):
 
 
 def per_block(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x @ matrix`, one product per block: a block's bits do not depend on how many are decoded."""
+    """`x @ matrix`, one product per block, so that a block's bits do not depend on how many blocks are decoded."""
     flat = x.reshape(-1, *x.shape[-2:])
     return torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1)).view(x.shape)
 
@@ -166,8 +166,8 @@ class TokenNorm(Stage):
     Args:
         scope: `head`: one norm per head and token; `token`: one per token over all heads and channels (OScaR's code).
         rms: divide the norm by the square root of the number of elements it covers.
-        double_quant: keep norms in a few bits; tokens are divided by the decoded norm, so that later stages absorb its
-            error. None = fp16.
+        double_quant: store norms in a few bits; tokens are divided by the decoded norm, so later stages see and correct
+            its error. None = fp16.
 
     An all-zero token stores 0 and decodes to zeros.
 
@@ -186,12 +186,12 @@ class TokenNorm(Stage):
 
     @property
     def takes_gain(self) -> bool:  # type: ignore[override]
-        """Only a norm per head and token can hold a gain per head and token, and only fp16 holds it well."""
+        """Only a norm per head and token, stored in fp16, can absorb a gain per head and token without much loss."""
         return self.scope is Scope.head and self.double_quant is None
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
-        """A double quantized norm shares its scale with others of the block."""
+        """1, or None where double quantization gives the norms of a block a common scale."""
         return 1 if self.double_quant is None else None
 
     @override
@@ -216,7 +216,7 @@ class TokenNorm(Stage):
 
 
 def stored_side(name: str, value: Tensor, double_quant: DoubleQuant | None) -> Side:
-    """Side information `[..., rows, columns]` under `name`, as it is or double quantized."""
+    """Side information `[..., rows, columns]` under `name`, unchanged or double quantized."""
     if double_quant is None:
         return {name: value}
     return {f"{name}.{key}": part for key, part in double_quant.encode(value).items()}

@@ -28,10 +28,10 @@ class Sketch(enum.Enum):
 
 
 class InnerProductQuantizer(Quantizer):
-    """TurboQuant-prod: b-1 bits of `LloydMaxQuantizer`, one sign bit per coordinate of S·r for the rest r, and |r|.
+    """TurboQuant-prod: b-1 bits of `LloydMaxQuantizer`, one sign bit per coordinate of S·r for the error r, and |r|.
 
     Decoding adds |r| / (D c) · Sᵀ sign(S r), where c = E|s·u| for a unit vector u: √(2/π) for Gaussian rows. Over draws
-    of S, <q, x̂> is an unbiased estimate of <q, x>; for one S, keys that share a mean look biased.
+    of S, <q, x̂> is an unbiased estimate of <q, x>; for one S, keys that share a mean share an error.
 
     Args:
         bits: in all, 2-8: b-1 for the codes, 1 for the signs.
@@ -100,9 +100,9 @@ def sketch_constant(sketch: Sketch, dim: int) -> float:
 
 
 class ChannelSplit(Quantizer):
-    """Two codecs side by side: one for the outlier channels of a block, one for the rest.
+    """Two codecs: one for the outlier channels of a block, one for the others.
 
-    Outliers are the `outliers` channels of most energy, chosen per head and block; which ones is stored as one bit per
+    Outliers are the `outliers` channels of most energy, chosen per head and block; the choice is stored as one bit per
     channel (`mask`) and counted. Parts of the two codecs are `high.<name>` and `low.<name>`.
 
     Args:
@@ -166,5 +166,5 @@ class ChannelSplit(Quantizer):
 
 
 def _order(mask: Tensor) -> Tensor:
-    """Channels of the mask first, then the others, each in their own order."""
+    """Channel indices: those of the mask, ascending, then the others, ascending."""
     return mask.argsort(dim=-1, descending=True, stable=True)

@@ -14,7 +14,7 @@ from kvq.errors import ConfigError, Unsupported, did_you_mean
 
 
 class VectorQuantizer(Quantizer):
-    """Nearest codeword (L2) for every 8 consecutive channels; expects data that is close to N(0, 1).
+    """Nearest codeword (L2) for every 8 consecutive channels; expects values with a distribution close to N(0, 1).
 
     Args:
         bits: 1 (an 8-bit index per 8 channels) or 2 (an 8-bit index into non-negative codewords and 8 sign bits; E8P: a

@@ -1,4 +1,4 @@
-"""Two codecs side by side over a split of a block's tokens, and ZipCache's scale per channel."""
+"""Two codecs over a split of a block's tokens (salient and other), and ZipCache's scale per channel."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvq.errors import ConfigError, Unsupported
 
 
 class TokenSplit(Quantizer):
-    """One codec for the salient tokens of a block, another for the rest; which ones is stored as a bit per token.
+    """One codec for the salient tokens of a block, another for the others; the split is stored as one bit per token.
 
-    A plan says which tokens are salient (`PlannedCodec.planned`). Without one, as where a codec is tried on a tensor
+    A policy chooses the salient tokens (`PlannedCodec.planned`). Without one, as where a codec is applied to a tensor
     alone, they are spread evenly over the block. Parts are `high.<name>`, `low.<name>` and `mask`.
 
     Args:
-        share: of a block's tokens that are salient, rounded to whole tokens.
+        share: fraction of a block's tokens that are salient, rounded to whole tokens.
         high: codec of the salient tokens (more bits).
         low: codec of the others.
-        per_head: every KV head has salient tokens, and a mask, of its own (ZipCache's released code); else all heads of
-            a layer share one.
+        per_head: every KV head has its own salient tokens and mask (ZipCache's released code); else all heads of a
+            layer share one.
 
     Raises:
         ConfigError: a share outside 0 to 1.
@@ -82,7 +82,7 @@ class TokenSplit(Quantizer):
         sorted_ = x.gather(-2, _order(mask).expand(x.shape))
         parts = {"mask": pack(mask.to(torch.uint8), 1)[0]}
         for name, codec, start, length in self._sizes(x.shape[-2]):
-            # A group without tokens has the parts of others, without rows, so that blocks can stand together.
+            # An empty group gets the usual parts with zero rows, so that blocks concatenate.
             found = codec.encode_block(sorted_.narrow(-2, min(start, x.shape[-2] - 1), max(length, 1)))
             parts |= {f"{name}.{key}": part if length else part[..., :0, :] for key, part in found.items()}
         return parts
@@ -101,12 +101,12 @@ class TokenSplit(Quantizer):
 
 
 def _order(mask: Tensor) -> Tensor:
-    """Tokens of the mask first, then the others, each in their own order; `[..., tokens, 1]`."""
+    """Token indices `[..., tokens, 1]`: those of the mask, ascending, then the others, ascending."""
     return mask.to(torch.uint8).sort(dim=-2, descending=True, stable=True).indices
 
 
 class PlannedCodec(Codec):
-    """A codec over a `TokenSplit` that a plan can tell which tokens are salient."""
+    """A codec over a `TokenSplit` whose salient tokens a policy can choose."""
 
     version: ClassVar[int] = 1
 
@@ -115,7 +115,7 @@ class PlannedCodec(Codec):
 
     @contextlib.contextmanager
     def planned(self, mask: Bool[Tensor, "batch masks tokens"]) -> Iterator[None]:
-        """Encode the tokens of `mask`, in order, by what it says."""
+        """Within the context, blocks are encoded with the salient tokens of `mask`, in order."""
         self._mask, self._at = mask, 0
         try:
             yield
@@ -124,7 +124,7 @@ class PlannedCodec(Codec):
 
     @override
     def encode_block(self, blocks: Float[Tensor, "*lead heads tokens head_dim"], rope: Rope | None = None) -> Parts:
-        """As `Codec.encode_block`, by the plan where there is one."""
+        """As `Codec.encode_block`, with the salient tokens of `planned` where it is active."""
         if self._mask is None or not isinstance(self.quantizer, TokenSplit):
             return super().encode_block(blocks, rope)
         number, length = blocks.shape[1], blocks.shape[-2]

@@ -1,4 +1,4 @@
-"""Methods whose arithmetic is another library's: the backends of transformers' own quantized cache."""
+"""Methods that another library computes: the backends of transformers' own quantized cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvq.errors import ConfigError, at_least, did_you_mean
 BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
 """Widths that each backend packs."""
 MODE = "decode"
-"""A flush quantizes anew all that was decoded, so codes depend on how often there was one."""
+"""A flush quantizes the decoded past again, so codes depend on the number of flushes."""
 
 
 @dataclass(frozen=True)

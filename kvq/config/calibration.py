@@ -10,16 +10,16 @@ from kvq.errors import ConfigError, at_least, check_seed, not_empty
 
 @dataclass
 class CalibrationConfig:
-    """On what a calibrated method is fitted; `dataset` null: it calibrates nothing.
+    """The data that a calibrated method is fitted to; `dataset` null: the method is not calibrated.
 
     Attributes:
-        dataset: a configuration of `conf/dataset`, of which the text for calibration is taken, never the text under
-            test: of an embedded corpus its calibration split, else the split named by `split`.
+        dataset: a configuration of `conf/dataset`. Its calibration text is never the text under test: the calibration
+            split of an embedded corpus, else the split named by `split`.
         path: a local copy of that text (a file or a folder), as `dataset.path`.
         split: null: `calibration` of an embedded corpus, `train` of a data set on the hub; a local text has none.
-        samples, length: so many sequences of so many tokens, drawn by `seed`.
-        tokens: of all samples together, so many tokens are fitted to, drawn by `seed`; null: all.
-        seed: draws samples and tokens, and begins the fits.
+        samples, length: number of sequences and their length in tokens; drawn by `seed`.
+        tokens: number of tokens of all samples that are fitted to, drawn by `seed`; null: all.
+        seed: of the draws of samples and tokens, and of the starting points of fits.
     """
 
     version: ClassVar[int] = 1

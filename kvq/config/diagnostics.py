@@ -13,7 +13,7 @@ from kvq.errors import ConfigError, at_least, check_seed
 
 
 class Arms(enum.StrEnum):
-    """Which stages of a method are tried: every prefix of their order, or every choice of them."""
+    """Which stages of a method are applied: every prefix of their order, or every subset of them."""
 
     prefixes = "prefixes"
     subsets = "subsets"
@@ -27,7 +27,7 @@ class DiagnosticConfig:
     reads_weights: ClassVar[bool] = True
     """False: a model's shape is enough, and no weights are loaded."""
     reads_cache: ClassVar[bool] = False
-    """False: the task encodes and decodes states itself, so that the version of the cache says nothing of it."""
+    """False: the task encodes states without a cache, so its records do not depend on the cache's version."""
 
     name: str = "diagnostic"
     version: ClassVar[int] = 1
@@ -55,7 +55,7 @@ class TniConfig(CaptureConfig):
     """Token-norm imbalance.
 
     Attributes:
-        sink_below: a token is low in norm below this share of its head's median norm.
+        sink_below: a token has a low norm below this fraction of its head's median norm.
         positions: token positions kept for figures: the first 16, the others spread evenly on a logarithmic scale.
     """
 
@@ -144,10 +144,10 @@ class MemoryConfig(DiagnosticConfig):
 
 @dataclass
 class SyntheticConfig(DiagnosticConfig):
-    """Made-up keys: the first `sinks` tokens are `lowness` times smaller, `outlier_channels` stand `outliers` high.
+    """Synthetic keys: the first `sinks` tokens are `lowness` times smaller, `outlier_channels` have mean `outliers`.
 
-    `outlier_spread`: deviation over tokens of that height, relative to it. `sink_outliers`: whether sinks have the
-    outlier channels too; `repeats` draws from `seed` on.
+    `outlier_spread`: deviation of that mean over tokens, relative to it. `sink_outliers`: whether sinks have the
+    outlier channels too; `repeats`: number of draws, with seeds from `seed` on.
     """
 
     task_name: ClassVar[str] = "synthetic"

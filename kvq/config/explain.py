@@ -1,4 +1,4 @@
-"""Choices of each configuration group, and Hydra's errors retold in one line."""
+"""Choices of each configuration group, and Hydra's errors reworded in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAUNCHERS = {"joblib": "launchers", "submitit_local": "launchers", "submitit_slu
 def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
     """Group -> choice -> its one-line description (the first comment of the file); presets are named with a slash.
 
-    What begins with an underscore is a part of others.
+    Files whose names begin with an underscore are parts of other choices and left out.
     """
     found: dict[str, dict[str, str]] = {}
     for folder in [conf_dir(), *([Path(config_dir)] if config_dir else [])]:
@@ -42,7 +42,7 @@ def _description(path: Path) -> str:
 
 
 def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path | None = None) -> str:
-    """Retell an error of composing in one line: the setting, what was given, what is allowed."""
+    """Reword a composition error in one line: the setting, what was given, what is allowed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         missing = str(error.missing_cfg_file)
         if missing.startswith("hydra/launcher/"):

@@ -1,4 +1,4 @@
-"""What names a run: the settings that decide its numbers, and no others."""
+"""The identity of a run: the settings that decide its numbers, and no others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvq.errors import ConfigError
 def canonical(
     config: Config, model_fingerprint: str, dataset_fingerprint: str, calibration_fingerprint: str | None = None
 ) -> dict[str, Any]:
-    """What a run measures, as plain JSON values: the run's key is a hash of this.
+    """The settings that decide a run's numbers, as plain JSON values; the run's key is a hash of them.
 
-    Names, labels and notes, `bits` itself (the codecs hold theirs), device, threads, folders, batch size, `plan` and
-    `force` are left out, as are null stages, settings that cannot matter (a stride between disjoint windows) and the
-    residual of a side that is not quantized: so an alias is the same run, and full precision is one run whatever `bits`
-    and `residual` say. Fingerprints stand for weights and text, `calibration_fingerprint` for what a method is
-    calibrated on (None: nothing). Of a task that measures time `dataset_fingerprint` is the machine's name, and
-    stands under `machine` too.
+    Left out are names, labels and notes, `bits` itself (the codecs have theirs), device, threads, folders, batch size,
+    `plan` and `force`, null stages, settings without effect (a stride between disjoint windows) and the residual of a
+    side that is not quantized. So an alias is the same run, and full precision is one run whatever `bits` and
+    `residual` say. Fingerprints replace weights and text, and `calibration_fingerprint` the calibration text (None: not
+    calibrated). For a task that measures time, `dataset_fingerprint` is the name of the machine, which is also stored
+    under `machine`.
 
     Raises:
         ConfigError: a codec without stages or order.
@@ -92,38 +92,38 @@ def names(config: Config) -> dict[str, Any]:
 
 
 def _kept_layers(config: Config, codecs: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers that a quantized side keeps in full precision; nothing where there are none, as before they could be."""
+    """Layers that a quantized side keeps in full precision; no entry without any, so that older keys stay valid."""
     kept = {side: sorted(set(layers)) for side, layers in config.method.full_precision_layers.items() if codecs[side]}
     return {"full_precision_layers": kept} if any(kept.values()) else {}
 
 
 def _backend(config: Config) -> dict[str, Any]:
-    """Another library's cache, and that it quantizes anew what it decoded; nothing where there is none."""
+    """The backend (transformers' cache) and its mode; no entry without one."""
     backend = config.method.backend
     return {} if backend is None else {"backend": {**vars(backend), "mode": MODE}}
 
 
 def _more(config: Config) -> dict[str, Any]:
-    """What a method is beside its codecs; nothing where it is no more than they."""
+    """Eviction and plan of a method; no entry without them."""
     parts = {"eviction": config.method.eviction, "plan": config.method.plan}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def _first_layers(config: Config) -> dict[str, Any]:
-    """Codecs of the first layers; nothing where they are those of the others."""
+    """Codecs of the first layers; no entry where they equal those of the others."""
     first = config.method.first_layers
     own = {side: _bare_codec(getattr(first, side)) for side in ("key", "value")}
     return {"first_layers": {"count": first.count, **own}} if first.count and any(own.values()) else {}
 
 
 def _sinks(config: Config) -> dict[str, Any]:
-    """First tokens in full precision; nothing where there are none, as before they could be."""
+    """First tokens in full precision; no entry without any, so that older keys stay valid."""
     kept = 0 if config.method.is_full_precision else config.method.sink_tokens
     return {"sink_tokens": kept} if kept else {}
 
 
 def _kept_keys(config: Config) -> dict[str, Any]:
-    """Tokens whose keys stay in full precision; nothing where there are none, as before they could be."""
+    """Tokens whose keys stay in full precision; no entry without any, so that older keys stay valid."""
     kept = config.method.kept_keys
     if not kept.texts or config.method.key is None:
         return {}
@@ -131,7 +131,7 @@ def _kept_keys(config: Config) -> dict[str, Any]:
 
 
 def _calibration(config: Config, fingerprint: str | None) -> dict[str, Any]:
-    """What tables are fitted to; nothing for a method that has none. The name is that of a domain, for figures."""
+    """The calibration text; no entry for a method without tables. It includes the data set's name, for figures."""
     settings = config.method.calibration
     if fingerprint is None or config.method.is_full_precision:
         return {}
@@ -140,7 +140,7 @@ def _calibration(config: Config, fingerprint: str | None) -> dict[str, Any]:
 
 
 def _attention(config: Config) -> dict[str, Any]:
-    """How a token attends, where a task measures its time; scores do not depend on it."""
+    """The attention implementation of a task that measures time; scores do not depend on it."""
     packed = (
         is_timed(config.task) and config.cache.attention is Attention.packed and not config.method.is_full_precision
     )
@@ -148,7 +148,7 @@ def _attention(config: Config) -> dict[str, Any]:
 
 
 def _bare_side(side: ResidualSide) -> dict[str, Any]:
-    """A side's residual, without the size that a whole block quantized at once does not have."""
+    """A side's residual, without the size where one block quantized at once has none."""
     size = None if side.policy is Policy.none and side.prefill_block is PrefillBlock.whole else side.size
     return {"policy": side.policy, "size": size, "prefill_block": side.prefill_block}
 

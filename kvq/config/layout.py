@@ -1,6 +1,6 @@
-"""The layout of an experiment's table: which published value stands for which run, and which metric is read from it.
+"""The layout of an experiment's table: which run belongs to which published value, and which metric is read from it.
 
-No part of a run's key: a layout says what is run and where a number stands, never what the number is.
+It is not part of a run's key: a layout decides which runs there are and where their numbers appear.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LayoutConfig:
         scale: a record's value times this is what the paper prints.
         pool: how the runs of a cell become one figure: `mean` or `sum`.
         reasons: label -> why it cannot be measured.
-        own: labels that the paper does not print, shown all the same beside what it does.
-        small: override of the experiment -> overrides in its place when the model is an embedded one.
+        own: labels that the paper does not print, shown in addition.
+        small: override of the experiment -> the overrides that replace it when the model is an embedded one.
     """
 
     paper: str | None = None

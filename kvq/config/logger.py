@@ -1,4 +1,4 @@
-"""Where finished runs are shown beside their records; nothing here changes what a run measures or how it is named."""
+"""Where finished runs are sent in addition to their records; nothing here changes a run's numbers or key."""
 
 from __future__ import annotations
 

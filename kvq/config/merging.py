@@ -1,11 +1,10 @@
-"""Composing a configuration without paying Hydra's price each time: a choice of a group is composed once.
+"""Fast composition: each choice of a group is composed once, and configurations are merged from kept compositions.
 
-Hydra takes 0.1 to 0.2 s to compose. Its result consists of the defaults, what the chosen files put in place of them,
-and single values on top. So the defaults are composed by Hydra and kept. A file that is made from its own settings and
-other files of its group is merged over the schema with OmegaConf, as Hydra does; any other is composed by Hydra once.
-Values are merged into a copy. Whatever this module does not know how to merge (added or deleted keys, packages,
-settings of Hydra itself), and whatever fails, is left to Hydra, which words the error. `tests/config/test_merging.py`
-compares both.
+Hydra takes 0.1 to 0.2 s to compose. Its result is the defaults, the chosen files in place of default ones, and single
+values on top. Here the defaults are composed by Hydra and kept. A file that consists of its own settings and other
+files of its group is merged over the schema with OmegaConf, as Hydra does; any other is composed by Hydra once. Values
+are merged into a copy. Whatever this module cannot merge (added or deleted keys, packages, settings of Hydra itself),
+and every failure, is left to Hydra, which raises the error. `tests/config/test_merging.py` compares both.
 """
 
 from __future__ import annotations

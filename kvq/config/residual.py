@@ -47,17 +47,17 @@ class ResidualConfig(ResidualSideConfig):
 
 @dataclass(frozen=True)
 class ResidualSide:
-    """What holds for keys or for values. `size` is in tokens; under `none` it is the block in which a codec works."""
+    """The residual of keys or values. `size` is in tokens; under `none` it is the codec's block."""
 
     policy: Policy
     size: int
     prefill_block: PrefillBlock
 
     def schedule(self, token_group: int | None) -> tuple[int, int]:
-        """Tokens that stay in full precision for good, and how many of those before them leave together.
+        """The number of newest tokens that always stay in full precision, and how many tokens leave together.
 
         Args:
-            token_group: tokens that share statistics in the side's codec (None: the whole block), which `sliding` asks.
+            token_group: tokens that share statistics in the side's codec (None: the whole block); used by `sliding`.
         """
         if self.policy is Policy.sliding:
             return self.size, token_group or self.size
@@ -66,16 +66,16 @@ class ResidualSide:
 
 @dataclass(frozen=True)
 class Residual:
-    """What holds for keys and for values."""
+    """The residuals of keys and of values."""
 
     key: ResidualSide
     value: ResidualSide
 
     def at_once(self) -> Residual:
-        """The same blocks, quantized as they come (`parallel` scoring).
+        """The same blocks under policy `none`, for `parallel` scoring.
 
         Raises:
-            ConfigError: a size of 0, which means token by token and has no block to keep.
+            ConfigError: a size of 0, which means token by token and has no block.
         """
         if 0 in (self.key.size, self.value.size):
             raise ConfigError("residual.size=0: token by token, which scoring=parallel cannot be; give a block size")
@@ -86,7 +86,7 @@ def effective_residual(default: ResidualConfig, override: ResidualConfig) -> Res
     """The method's default under the run's override; in each, a side's own setting wins over the common one.
 
     Raises:
-        ConfigError: no policy or size anywhere, or a size below 1 (0 under `block`: quantized as it comes).
+        ConfigError: no policy or size anywhere, or a size below 1 (below 0 under `block`, where 0 is token by token).
     """
     return Residual(key=_side("key", default, override), value=_side("value", default, override))
 

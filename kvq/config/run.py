@@ -48,7 +48,7 @@ class Dtype(enum.StrEnum):
 
 
 class Loader(enum.StrEnum):
-    """How text is taken: carried by installed packages, one stream of joined rows, or cropped documents.
+    """How text is read: from installed packages, as one stream of joined rows, or as cropped documents.
 
     `items`: no text but the items of a task that brings its own.
     """
@@ -219,7 +219,7 @@ class MethodConfig:
 
 
 class Attention(enum.StrEnum):
-    """How a decoded token attends: to decoded keys and values, or to packed codes (the same up to rounding)."""
+    """What a decoded token attends to: decoded keys and values, or packed codes (the same up to rounding)."""
 
     dense = "dense"
     packed = "packed"
@@ -227,7 +227,7 @@ class Attention(enum.StrEnum):
 
 @dataclass
 class CacheConfig:
-    """`keep_decoded`: keep the decoded copy for speed; results are the same, no memory is claimed.
+    """`keep_decoded`: also keep the decoded copy, for speed; results are the same, and no memory is saved.
 
     `attention`: what a task that measures speed decodes with; scores always come from dense attention.
     """

@@ -13,7 +13,7 @@ from kvq.errors import ConfigError, at_least
 
 
 class References(enum.StrEnum):
-    """What a method is timed beside, in the same run.
+    """The references that are timed together with a method.
 
     `preallocated`: `torch.nn.functional.scaled_dot_product_attention` over a cache of the full size in the model's
     dtype, the queries that share a head as rows of one; `dynamic`: transformers' DynamicCache and the model's own
@@ -25,10 +25,10 @@ class References(enum.StrEnum):
 
 
 class Regime(enum.StrEnum):
-    """How a decoded token gets at the packed past.
+    """How a decoded token reads the packed past.
 
     `per_head`: decoded head by head in a Python loop; `per_layer`: a layer at once, as `cache.attention=dense` does;
-    `compiled`: that by `torch.compile`; `kept`: decoded once and kept; `packed`: attention on codes.
+    `compiled`: the same with `torch.compile`; `kept`: decoded once and kept; `packed`: attention on codes.
     """
 
     per_head = "per_head"

@@ -20,7 +20,7 @@ BENCHMARKS = ("ocrbench", "mmau_pro")
 
 
 class Windows(enum.StrEnum):
-    """`sliding`: every `stride` tokens, scoring what is new; `disjoint`: side by side, the remainder dropped."""
+    """`sliding`: a window every `stride` tokens, new tokens scored; `disjoint`: no overlap, the remainder dropped."""
 
     sliding = "sliding"
     disjoint = "disjoint"
@@ -29,8 +29,8 @@ class Windows(enum.StrEnum):
 class Scoring(enum.StrEnum):
     """When keys and values are quantized while a window is scored.
 
-    `generation`: by the residual policy, as in decoding, causal; `parallel`: everything at once; `continuation`: a
-    prompt at once, behind which everything stays in full precision.
+    `generation`: by the residual policy, as in decoding, causal; `parallel`: everything at once; `continuation`: the
+    prompt at once, and all later tokens stay in full precision.
     """
 
     generation = "generation"
@@ -41,8 +41,8 @@ class Scoring(enum.StrEnum):
 class Prefill(enum.StrEnum):
     """How a prompt is read, up to its last token, which always reads the quantized cache as a decoded token does.
 
-    `whole`: in one forward at full precision, quantized behind it, as the papers generate; `chunked`: as if its tokens
-    came one by one, so that they read the quantized cache too.
+    `whole`: in one forward at full precision, then quantized, as the papers generate; `chunked`: as if its tokens came
+    one by one, so that they read the quantized cache too.
     """
 
     whole = "whole"
@@ -315,5 +315,5 @@ TIMED = tuple(f"task={name}" for name in SPEED)
 
 
 def is_timed(task: object) -> bool:
-    """The task measures time, so that how a token attends is part of what it measures."""
+    """Whether a task measures time, so that machine and attention are part of its key."""
     return getattr(task, "timed", False)

@@ -1,7 +1,7 @@
-"""The Hugging Face hub: whether it answers is asked once, so that without a network a command says so at once.
+"""The Hugging Face hub: one check whether it answers, so that a command without a network fails at once.
 
-The hub's libraries try each file several times with growing pauses, close to half a minute for one name. Where the hub
-does not answer they are told to read what is cached and to ask for nothing.
+The hub's libraries retry each file several times with growing pauses, close to half a minute for one name. Where the
+hub does not answer, they are switched to offline mode and read their cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvq.errors import first_line
 PATIENCE = 3.0
 """Seconds that the hub has to answer."""
 STANDS = 60.0
-"""Seconds for which "it does not answer" holds: a long sweep outlives a short outage."""
+"""Seconds until a hub that did not answer is asked again, so that a long sweep survives a short outage."""
 UNREACHABLE = "not in the local hub cache, and the hub cannot be reached"
 _silent_until: dict[str, float] = {}
 _answered: set[str] = set()
@@ -36,7 +36,7 @@ def answers() -> bool:
         return False
     try:
         get_session().head(where, timeout=PATIENCE)
-    # The client's errors are those of its transport, of which there are several; all say that nobody is there.
+    # The client raises the errors of its transport library, which varies; all mean that the hub does not answer.
     except Exception:
         _silent_until[where] = time.monotonic() + STANDS
         return False
@@ -45,7 +45,7 @@ def answers() -> bool:
 
 
 def holds(name: str, revision: str | None) -> bool:
-    """Whether the local cache has a model of this hub id; false for what is no hub id."""
+    """Whether the local cache has a model of this hub id; false for an invalid id."""
     with suppress(HFValidationError):
         return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     return False
@@ -53,7 +53,7 @@ def holds(name: str, revision: str | None) -> bool:
 
 @contextmanager
 def asked() -> Iterator[None]:
-    """For the block, the hub's libraries ask the hub where it answers, and read their cache alone where it does not."""
+    """Within the context, the hub's libraries are in offline mode if the hub does not answer."""
     if answers():
         yield
         return
@@ -72,7 +72,7 @@ def _set_offline(offline: bool) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Why something could not be had from the hub, in one line: the first of the error's, or that nobody answers."""
+    """Why a download from the hub failed, in one line: the error's first line, or that the hub does not answer."""
     if not answers():
         return UNREACHABLE
     return first_line(error)

@@ -75,10 +75,10 @@ def choice_score(answer: str, choices: Sequence[str], text: str) -> float:
 
 
 def read_items(dataset: DatasetConfig, benchmark: str) -> tuple[list[MediaItem], dict[str, str]]:
-    """The items of a benchmark, and what cannot be asked: name -> reason.
+    """The items of a benchmark, and the skipped ones: name -> reason.
 
     Raises:
-        DataError: rows that cannot be had.
+        DataError: rows that cannot be read or downloaded.
     """
     items: list[MediaItem] = []
     skipped: dict[str, str] = {}
@@ -191,7 +191,7 @@ def _hub_rows(dataset: DatasetConfig) -> list[Any]:
     try:
         with hub.asked():
             return list(load_dataset(dataset.hub_id, dataset.hub_config, split=dataset.split or "test"))
-    # The hub's client raises errors of several libraries; to a user they are one: the items cannot be had from there.
+    # The hub's client raises errors of several libraries; all mean that the items cannot be downloaded.
     except Exception as error:
         raise DataError(
             f"dataset={dataset.name}: cannot load {dataset.hub_id} from the hub ({hub.reason(error)}); dataset.path= "

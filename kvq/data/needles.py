@@ -1,6 +1,6 @@
 """Synthetic retrieval: sentences with a key and a number, planted in other text and asked for at its end.
 
-One format serves the training of the embedded model and the retrieval task, so the model can be asked fairly:
+The embedded model was trained on the format of the retrieval task:
 
     ...text...
     The secret number of amber falcon is 482913.
@@ -83,7 +83,7 @@ def plant(
 ) -> list[int]:
     """Return the start of `haystack` with each needle's sentence at its depth, `length` tokens in all.
 
-    Depth 0 is before the haystack's first token, 1 behind its last; `encode` maps text to token ids and adds none.
+    Depth 0 is before the haystack's first token, 1 after its last; `encode` maps text to token ids and adds none.
 
     Raises:
         DataError: the haystack is too short, or the needles are too long for `length`; a depth outside 0..1.

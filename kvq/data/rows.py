@@ -87,7 +87,7 @@ def _hub_rows(config: DatasetConfig) -> tuple[str, ...]:
         split = config.split or "test"
         with hub.asked():
             rows = load_dataset(config.hub_id, config.hub_config, data_files=config.data_files, split=split)
-    # The hub's client raises errors of several libraries; to a user they are one: the rows cannot be had from there.
+    # The hub's client raises errors of several libraries; all mean that the rows cannot be downloaded.
     except Exception as error:
         raise DataError(
             f"dataset={config.name}: cannot load {config.hub_id} from the hub ({hub.reason(error)}); "

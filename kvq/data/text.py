@@ -18,7 +18,7 @@ from kvq.errors import DataError
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
 
-# Words the generator of random documents, so that no other use of the same seed draws the same numbers.
+# Added to the seed of the generator of random documents, so that no other use of the same seed draws the same numbers.
 _DOCUMENTS_STREAM = 0x646F6373
 
 

@@ -1,4 +1,4 @@
-"""How far reconstructed keys and values are from the originals, and what attention makes of it."""
+"""Errors of reconstructed keys and values, and of the attention that reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvq.errors import Unsupported
 States = Float[Tensor, "batch heads tokens dim"]
 KvStates = Float[Tensor, "batch kv_heads tokens dim"]
 QUERY_CHUNK = 128
-"""Queries whose attention weights exist at once."""
+"""Queries whose attention weights are in memory at once."""
 MAX_SUBSET_STAGES = 6
 
 
@@ -103,7 +103,7 @@ def attention_errors(
     value: KvStates,
     cases: Sequence[tuple[Tensor | None, Tensor | None]],
 ) -> list[AttentionError]:
-    """What attention makes of each case: reconstructed keys and values (None: the originals); over all queries."""
+    """Errors of attention, over all queries, for each case of reconstructed keys and values (None: the originals)."""
     shared = query.shape[1] // key.shape[1]
     sums = query.new_zeros(len(cases), 2, query.shape[1], dtype=torch.float64)
     power = sums.new_zeros(query.shape[1])
@@ -131,7 +131,7 @@ def attention_errors(
 
 @dataclass(frozen=True)
 class Arm:
-    """A codec with some of its stages: `name` joins those in front of the quantizer by '+' ("none": no stage)."""
+    """A codec with some of its stages: `name` joins those before the quantizer by '+' ("none": no stage)."""
 
     name: str
     codec: Codec
@@ -164,13 +164,13 @@ def arms(codec: Codec, subsets: bool = False) -> list[Arm]:
 
 
 def before_rope(codec: Codec) -> Codec | None:
-    """The codec on keys turned back to before their rotary embedding; None where it sees to that itself."""
+    """The codec applied to keys before RoPE; None where the codec undoes RoPE itself."""
     if codec.uses_rope:
         return None
     return codec.rebuilt([("before_rope", UndoRope()), *codec.stages])
 
 
 def reconstruct(codec: Codec, x: States, block: int | None, rope: Rope | None) -> States:
-    """What a cache that quantized everything in blocks of `block` tokens (None: one block) would hand back."""
+    """The decoded states of a cache that quantizes all tokens in blocks of `block` tokens (None: one block)."""
     turns = rope if codec.uses_rope else None
     return codec.decode(codec.encode(x, block, turns), turns)

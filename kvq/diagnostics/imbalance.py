@@ -1,4 +1,4 @@
-"""Made-up keys with token-norm imbalance and channel outliers of chosen size."""
+"""Synthetic keys with token-norm imbalance and channel outliers of chosen size."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def imbalanced(
 ) -> Float[Tensor, "1 heads tokens head_dim"]:
     """Standard normal tokens, of which the first `sinks` are `lowness` times smaller.
 
-    The same `outlier_channels` of every token carry a mean of ±`outlier_size` (signs per channel) beside their unit
-    deviation; `outlier_spread` is the deviation over tokens of that size, relative to it. With `sink_outliers` the
-    sinks have it too, so they point where the others do; without, their direction is one of its own, as OScaR (arXiv
-    2605.19660, section 4) describes attention sinks. The norms of all other tokens do not depend on `lowness`.
+    The same `outlier_channels` of every token have a mean of ±`outlier_size` (signs per channel) in addition to their
+    unit deviation; `outlier_spread` is the relative deviation of that size over tokens. With `sink_outliers` the sinks
+    have these outliers too, so they point in the direction of the other tokens; without, they have a direction of their
+    own, as OScaR (arXiv 2605.19660, section 4) describes attention sinks. Norms of other tokens do not depend on
+    `lowness`.
 
     Raises:
         ConfigError: more sinks than tokens or more outlier channels than channels.

@@ -1,4 +1,4 @@
-"""Bytes of a cache by part, counted from the tensors that a codec stores: real ones, or their exact layout alone."""
+"""Bytes of a cache by part, counted from the tensors that a codec stores, or from their shapes alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kind_of(part: str) -> str:
 def stored_parts(codec: Codec, states: Tensor, block: int | None, rope: Rope | None = None) -> dict[str, int]:
     """Bytes of every part that `codec` stores of `[batch, heads, tokens, head_dim]` states.
 
-    On the `meta` device nothing is computed: what remains is the exact layout.
+    On the `meta` device no values are computed, only shapes and dtypes.
     """
     if not states.shape[2]:
         return {}
@@ -41,7 +41,7 @@ def stored_parts(codec: Codec, states: Tensor, block: int | None, rope: Rope | N
 def layout(
     codec: Codec, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, block: int | None
 ) -> dict[str, int]:
-    """Bytes of every part of `tokens` tokens without storing them: those of one block, times the number of blocks.
+    """Bytes of every part of `tokens` tokens without storing them: the bytes of one block times the number of blocks.
 
     Raises:
         Unsupported: one block (`block=None`) under a codebook whose search looks at values.

@@ -1,4 +1,4 @@
-"""Token norms and what their imbalance does to groups that share a scale (OScaR, arXiv 2605.19660, sections 3-4)."""
+"""Token norms and the effect of their imbalance on groups with one scale (OScaR, arXiv 2605.19660, sections 3-4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvq.diagnostics.fidelity import reconstruct
 
 States = Float[Tensor, "batch heads tokens dim"]
 TOKENS_PER_GROUP = 32
-"""Tokens of a group where the quantizer has none of its own: OScaR's and KIVI's."""
+"""Tokens per group where the quantizer has no groups: the size of OScaR's and KIVI's."""
 
 
 def token_norms(x: States) -> Float[Tensor, "batch heads tokens"]:
@@ -47,7 +47,7 @@ def relative_norms(norms: Float[Tensor, "batch heads tokens"]) -> Float[Tensor, 
 
 @dataclass(frozen=True)
 class Sink:
-    """A position that is low in norm: its norm over the median, and the share of inputs where it lies below."""
+    """A position of low norm: its norm over the median, and the fraction of inputs in which it is below the limit."""
 
     position: int
     relative_norm: float
@@ -111,7 +111,7 @@ def quantizer_group(codec: Codec) -> int:
 
 
 def shares_tokens(codec: Codec) -> bool:
-    """Whether tokens of a group share a scale, so that one can spoil another's."""
+    """Whether tokens of a group share a scale, so that one token's range affects the error of another."""
     quantizer = codec.quantizer
     return isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel
 
@@ -119,9 +119,9 @@ def shares_tokens(codec: Codec) -> bool:
 def without_tokens(
     codec: Codec, x: States, positions: Int[Tensor, " sinks"], group: int, rope: Rope | None
 ) -> tuple[float, float]:
-    """Relative error of the other tokens of the groups that hold `positions`, with these in the group and without.
+    """Relative errors of the other tokens in groups with `positions`: with these tokens in the group, and without.
 
-    Each group is encoded as a block of its own. The two are equal where no tokens share a scale.
+    Each group is encoded as a block of its own. The two errors are equal where no tokens share a scale.
     """
     sums = [0.0, 0.0, 0.0]
     for number in sorted({int(position) // group for position in positions}):

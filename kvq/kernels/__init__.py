@@ -1,4 +1,4 @@
-"""Attention on packed codes, and encoding in one pass: what makes a packed cache fast, not only small."""
+"""Attention on packed codes, and encoding in one pass."""
 
 from kvq.kernels.attention import attend, form_for
 from kvq.kernels.encode import FusedCodec, fused

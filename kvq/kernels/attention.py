@@ -1,4 +1,4 @@
-"""Decode attention on packed codes in the fastest form that serves a case; all forms agree to rounding."""
+"""Decode attention on packed codes by the fastest implementation that fits; all agree up to rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HAS_NUMBA, HAS_TRITON = (importlib.util.find_spec(name) is not None for name in 
 
 
 def form_for(query: Tensor, keys: PackedStates, values: PackedStates, softcap: float | None = None) -> str:
-    """`cpu` (numba) or `gpu` (Triton) where installed and fit for what keys and values are, else `eager`."""
+    """`cpu` (numba) or `gpu` (Triton) where installed and able to read these keys and values, else `eager`."""
     if query.device.type == "cuda" and HAS_TRITON and query.dtype is not torch.float64:
         from kvq.kernels import gpu
 
@@ -37,7 +37,7 @@ def attend(
     first: int = 0,
     softcap: float | None = None,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
-    """As `kvq.kernels.eager.attend`, in the form that `form_for` names."""
+    """As `kvq.kernels.eager.attend`, by the implementation that `form_for` chooses."""
     form = form_for(query, keys, values, softcap)
     if form == "cpu":
         from kvq.kernels import cpu

@@ -1,4 +1,4 @@
-"""What a fused encoding must know of a codec, and the statistics of its grid: the same formulas, on ranges alone."""
+"""What a fused encoding must know of a codec, and the statistics of its grid, computed from ranges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FP16_TINY = 2.0**-24
 
 @dataclass(frozen=True)
 class Chain:
-    """At most one rotation and one norm per head and token, in either order, in front of a uniform grid of 1-8 bits.
+    """At most one rotation and one norm per head and token, in either order, before a uniform grid of 1-8 bits.
 
     Attributes:
         rotation: None: none.
@@ -50,7 +50,7 @@ class Chain:
 
     @property
     def gain_name(self) -> str | None:
-        """The part that takes the gain: the norm, or one of its own; None: there is no gain."""
+        """The stored part that holds the gain: the norm, or a part of its own; None: there is no gain."""
         if self.quantizer.gain is Gain.none:
             return None
         return "gain" if self.norm is None else f"{self.norm}.scale"
@@ -72,7 +72,7 @@ class Chain:
 
 
 def chain_of(codec: Codec) -> Chain | None:
-    """A codec taken apart; None: it has more than fused encoding does."""
+    """The chain of a codec; None: it has stages or a quantizer that fused encoding does not support."""
     rotation, norm, rms = None, None, False
     for name, stage in codec.stages:
         if type(stage) is TokenNorm and norm is None and stage.scope is Scope.head and stage.double_quant is None:

@@ -22,12 +22,12 @@ from kvq.kernels.cpu_loops import Grid, loops_for, weights_of
 from kvq.kernels.form import Form, PackedStates, form_of
 
 SEGMENTS = 64
-"""Most segments of a side: blocks that do not continue each other's bytes and groups are one each."""
+"""Largest number of segments per side; blocks whose bytes and groups are not contiguous are one each."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens whose codes and statistics continue each other.
+    """Consecutive tokens whose codes and statistics are contiguous.
 
     Attributes:
         start, tokens: where they are, counted from the first of the prefix.
@@ -51,7 +51,7 @@ def attend(
     """As `kvq.kernels.eager.attend`, for queries up to fp32.
 
     Raises:
-        Unsupported: stages or quantizers that these loops do not have; `eager` has more.
+        Unsupported: stages or quantizers that these loops do not support; `eager` supports more.
     """
     (batch, heads, dim), out_dim = keys.shape, values.shape[2]
     key_side, value_side = _Side.of(keys), _Side.of(values)
@@ -92,7 +92,7 @@ def _each(work: Callable[[tuple[int, int]], None], places: list[tuple[int, int]]
 
 
 def _scratch(group: int, tokens: int) -> Any:
-    """Room for one head's scores, kept by each thread: fresh pages cost more than what is written on them."""
+    """A buffer for one head's scores, reused by each thread: allocating new pages takes longer than writing them."""
     held = getattr(_KEPT, "scores", None)
     if held is None or held.size < group * tokens:
         held = _KEPT.scores = np.empty(group * (tokens + tokens // 4), np.float32)
@@ -104,7 +104,7 @@ _KEPT = threading.local()
 
 @functools.cache
 def pool(threads: int) -> ThreadPoolExecutor:
-    """Threads that run the loops, which hold no lock."""
+    """Threads that run the loops, which release the GIL."""
     return ThreadPoolExecutor(threads, "kvq-attention")
 
 
@@ -152,7 +152,7 @@ def _stored(segment: Segment, place: tuple[int, int]) -> tuple[Any, ...]:
 
 
 def unfit(states: PackedStates) -> str | None:
-    """Why these loops do not serve a side, in a few words; None: they do."""
+    """The reason why these loops cannot read a side; None: they can."""
     if states.codec is None or not states.packed:
         return "nothing is packed"
     form, quantizer = form_of(states.codec), states.codec.quantizer
@@ -175,7 +175,7 @@ def unfit(states: PackedStates) -> str | None:
 
 
 def _continues(run: BlockRun, quantizer: UniformQuantizer) -> bool:
-    """The blocks of a run follow each other as one would: whole bytes, whole groups."""
+    """Whether the blocks of a run are contiguous like one block: whole bytes, whole groups."""
     size = quantizer.group_size or run.tokens
     whole = quantizer.axis is Axis.per_token or run.tokens % min(size, run.tokens) == 0
     return run.count == 1 or (run.tokens % 8 == 0 and whole)

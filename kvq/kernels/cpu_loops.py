@@ -1,8 +1,8 @@
 """The inner loops of attention on packed codes on a CPU, compiled by numba for one head dim and one kind of grid.
 
-Codes meet queries and weights as they leave their bytes (`cpu_vectors`) and are never written down as numbers: steps of
-groups of tokens are folded into the queries or come behind a sum, those of a token into its score or weight. Loops here
-are written so that a compiler makes vector instructions of them: constant bounds, contiguous numbers, independent sums.
+Codes are multiplied with queries and weights as they are read from their bytes (`cpu_vectors`) and are never written to
+memory. Steps of groups of tokens are folded into the queries or applied after a sum, those of a token into its score or
+weight. The loops are written so that a compiler vectorizes them: constant bounds, contiguous numbers, independent sums.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXP2_HIGH = (0.0013333558146428443, 0.00015403530393381608)
 
 @dataclass(frozen=True)
 class Grid:
-    """What loops are compiled for: channels, plane widths, and how a group's lowest value is stored.
+    """The parameters that loops are compiled for: channels, plane widths, and how a group's lowest value is stored.
 
     `channels`: of a group whose statistics are per token; a divisor of `dim`. `low`: `float` (fp16), `integer` (a zero
     point in int16) or `symmetric` (`top` steps below zero).
@@ -302,7 +302,7 @@ def _token_scores(grid):
 
 @no_type_check
 def _token_mix(grid):
-    """Weighted sums of such a segment, added to `out`: a token's steps are folded into its weights."""
+    """Weighted sums of such a segment, added to `out`; the steps of a token are folded into its weights."""
     span, groups = grid.channels, grid.dim // grid.channels
     read, (_, mixed) = _statistics(grid), _planes(grid, span, groups)
 

@@ -1,8 +1,8 @@
-"""Vector instructions for the inner steps of `cpu_loops`, as LLVM has them, where it does not find them in a loop.
+"""LLVM vector instructions for the inner steps of `cpu_loops`, which LLVM does not vectorize by itself.
 
-A step takes some rows (queries, or weights) and the bytes of one plane. A code is not moved to the low end of its byte:
-masked where it stands it is `2^k` times itself, which the factor of its token takes back (`factors`). Vectors have 16
-lanes, or fewer where the channels of a group ask for it; a machine with narrower ones gets several instructions.
+A step takes some rows (queries, or weights) and the bytes of one plane. A code is not shifted to the low end of its
+byte: masked in place it is `2^k` times its value, and the factor of its token divides by `2^k` (`factors`). Vectors
+have 16 lanes, or fewer where a group has fewer channels; a machine with narrower vectors uses several instructions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), ir.IntType(32)
 
 
 def factors(widths: tuple[int, ...], index: int, tokens: int) -> Any:
-    """What the masked codes of plane `index` count, for `tokens` tokens from the first of a byte on."""
+    """The factors that turn masked codes of plane `index` into values, for `tokens` tokens from the start of a byte."""
     places = np.arange(tokens) % (8 // widths[index]) * widths[index]
     return (2.0 ** (sum(widths[:index]) - places)).astype(np.float32)
 
@@ -201,7 +201,7 @@ def sums(width: int, span: int, rows: int):
 def widened(lanes: int):
     """A step that reads `lanes` fp16 numbers, held as int16: `(stored, start, floats, at)`, both arrays flat.
 
-    Bits are moved into place, then scaled, which also mends subnormal numbers.
+    The bits are shifted into place, then scaled, which is also correct for subnormal numbers.
     """
 
     def build(context, builder, signature, args):

@@ -1,7 +1,7 @@
-"""Decode attention on packed codes in plain PyTorch: the reference, for every method whose chain `form_of` knows.
+"""Decode attention on packed codes in plain PyTorch: the reference, for every method whose chain `form_of` supports.
 
-Codes become numbers for one piece of tokens at a time, never all keys or values; a softmax that is rescaled as pieces
-come (FlashAttention's, arXiv 2205.14135) joins the pieces and the full-precision tokens behind them.
+Codes are unpacked for one piece of tokens at a time, never for all keys or values. An online softmax (as in
+FlashAttention, arXiv 2205.14135) joins the pieces and the full-precision tokens after them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Queries = Float[Tensor, "batch kv_heads group dim"]
 
 
 class Softmax:
-    """A sum of values weighted by exp(score), over pieces of tokens that come one after the other."""
+    """A sum of values weighted by exp(score), accumulated over pieces of tokens."""
 
     def __init__(self) -> None:
         self.top: Tensor | None = None
@@ -31,7 +31,7 @@ class Softmax:
         self.sums: dict[str, Tensor] = {}
 
     def weigh(self, scores: Float[Tensor, "batch kv_heads group tokens"]) -> Float[Tensor, "batch kv_heads group _t"]:
-        """Weights of these tokens under the present maximum; earlier sums are brought to the same."""
+        """Weights of these tokens relative to the current maximum; earlier sums are rescaled to it."""
         top = scores.amax(-1, keepdim=True)
         if self.top is not None and self.total is not None:
             top = torch.maximum(self.top, top)
@@ -66,7 +66,7 @@ def attend(
     Computes in fp32 (fp64 for fp64 queries) and returns the query's dtype.
 
     Raises:
-        Unsupported: a codec that attention on packed codes does not know; see `form_of`.
+        Unsupported: a codec that attention on packed codes does not support; see `form_of`.
     """
     kind = torch.float64 if query.dtype is torch.float64 else torch.float32
     batch, heads = query.shape[0], keys.shape[1]
@@ -84,7 +84,7 @@ def attend(
 
 
 class _Side:
-    """Walks the pieces of one side as ranges of tokens ask for them; ranges only move forward."""
+    """Iterates over the pieces of one side for successive ranges of tokens; ranges only move forward."""
 
     def __init__(self, states: PackedStates) -> None:
         self.states = states
@@ -201,7 +201,7 @@ def _offset(name: str, stage: ChannelShift, piece: Piece, dim: int, kind: torch.
 
 
 def _decoded(form: Form, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
-    """What the quantizer gives back for a piece, of a quantizer in which each token is on its own."""
+    """The decoded values of a piece, for a quantizer that treats tokens independently."""
     blocks = {name: part for name, part in piece.blocks.items() if name in ("scale", "values") or name[:6] == "codes."}
     lead = next(iter(blocks.values())).shape[:3]
     return form.codec.quantizer.decode(blocks, torch.Size((*lead, piece.tokens, dim)), kind)

@@ -1,7 +1,7 @@
 """Encoding in one pass: rotate, divide by norms, find ranges, round and pack, into the parts that a codec makes.
 
-Stored parts are those of `Codec.encode`, tensor by tensor. A code may differ where a value is within rounding of the
-middle between two, because sums are made in another order; nothing else does.
+Stored parts are those of `Codec.encode`, tensor by tensor, except that a code may differ where a value is halfway
+between two codes up to rounding, because sums are computed in another order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvq.kernels.attention import HAS_NUMBA, HAS_TRITON
 from kvq.kernels.chain import Chain, chain_of
 
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of states that are encoded in fp32; fp64 ones are a codec's own."""
+"""Dtypes of states that are encoded in fp32; the codec itself encodes fp64 ones."""
 Encoder = Callable[[Chain, Tensor], Parts]
 
 
 class FusedCodec(Codec):
-    """A codec that encodes as another does, in one pass where there is one for its chain and its blocks."""
+    """A codec that encodes as another does, in one pass where a kernel supports its chain and its blocks."""
 
     def __init__(self, codec: Codec) -> None:
         self.stages, self.quantizer = codec.stages, codec.quantizer
@@ -40,12 +40,12 @@ class FusedCodec(Codec):
 
 
 def fused(codec: Codec) -> Codec:
-    """The codec, encoding in one pass where that is possible."""
+    """The codec as a `FusedCodec`; subclasses of `Codec` are returned unchanged."""
     return FusedCodec(codec) if type(codec) is Codec else codec
 
 
 def encoder_for(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> Encoder | None:
-    """Triton on CUDA, numba on a CPU, where installed and fit for such blocks; None: the codec's own."""
+    """The encoder for such blocks: Triton on CUDA, numba on a CPU, where installed; None: the codec's own."""
     if blocks.dtype not in COMPUTED:
         return None
     if blocks.device.type == "cuda" and HAS_TRITON:

@@ -52,7 +52,7 @@ def _encode(chain: Chain, loops: Loops, matrix: Tensor | None, blocks: Float[Ten
     ranges = loops.channel_ranges if chain.per_channel else loops.token_ranges
     ranges(y.numpy(), size, low.numpy(), high.numpy())
     grid = grids(chain.quantizer, low, high)
-    # Behind the last token a byte holds zeros.
+    # A byte holds zeros after the last token.
     codes = torch.zeros(count, -(-tokens // 8) * 8, dim, dtype=torch.uint8)
     coder = loops.channel_codes if chain.per_channel else loops.token_codes
     coder(y.numpy(), size, grid.step.numpy(), grid.base.numpy(), grid.zero.numpy(), chain.top, codes.numpy())

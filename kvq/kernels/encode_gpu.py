@@ -22,12 +22,12 @@ TILE = 32
 LONGEST = 128
 """Tokens of the longest group that a program holds at once."""
 SHARED = 32 * 1024
-"""Bytes of a rotation's rows that a program may keep beside its tokens."""
+"""Bytes of a rotation's rows that a program may keep in addition to its tokens."""
 GAINS = {Gain.none: 0, Gain.l2: 1, Gain.norm: 2, Gain.parallel: 3, Gain.unit: 4}
 
 
 def fits(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> bool:
-    """Whether groups continue each other's bytes and tiles."""
+    """Whether groups align with bytes and tiles."""
     tokens, dim = blocks.shape[-2:]
     size, groups = chain.group(tokens, dim)
     if not chain.per_channel:

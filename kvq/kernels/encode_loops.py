@@ -1,7 +1,7 @@
 """The inner loops of encoding in one pass on a CPU, compiled by numba for one head dim.
 
-Divisions and roundings are those of IEEE and in a codec's order, so that codes are the same; only sums may be taken in
-another order.
+Divisions and roundings are IEEE operations in the codec's order, so that codes are the same; only sums may be computed
+in another order.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def loops_for(dim: int, channels: int) -> Loops:
 
 @no_type_check
 def _rotation(dim):
-    """Multiply rows by Sylvester's Hadamard matrix over `sqrt(dim)`, in place, behind a sign per channel.
+    """Multiply rows by Sylvester's Hadamard matrix over `sqrt(dim)`, in place, after a sign per channel.
 
-    A step takes sums and differences of the first and the second half and puts them side by side: all steps are alike,
-    and after as many as `dim` has factors of two the channels are in their order.
+    A step interleaves sums and differences of the first and the second half. All steps are equal, and after log2(dim)
+    of them the channels are in order.
     """
     half, steps, root = dim // 2, dim.bit_length() - 1, np.float32(dim**-0.5)
 
@@ -171,7 +171,7 @@ def _codes(dim, channels):
 def _packer(dim):
     @numba.njit(**_EXACT)
     def pack(codes, shift, width, plane):
-        """One plane of the codes of blocks, which have rows of zeros to spare behind their tokens."""
+        """One plane of the codes of blocks, which are padded with rows of zeros after their tokens."""
         per_byte, mask = 8 // width, np.uint8((1 << width) - 1)
         for block in range(plane.shape[0]):
             for r in range(plane.shape[1]):
@@ -206,7 +206,7 @@ def _gain(dim, channels):
 
     @numba.njit(**_SUMS)
     def gains(blocks, codes, size, per_channel, low, scale, zero, found):
-        """Products of each token with itself, with what its codes stand for, and of that with itself."""
+        """Inner products of each token with itself and with its decoded form, and of the decoded form with itself."""
         for block in range(blocks.shape[0]):
             for t in range(blocks.shape[1]):
                 row, code = blocks[block, t], codes[block, t]

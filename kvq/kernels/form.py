@@ -1,12 +1,12 @@
-"""How a codec's chain enters attention: what the query and the output are turned by, and what each token is scaled by.
+"""A codec's chain as attention uses it: rotations of the query and the output, and a scale per token.
 
-Undoing a chain is linear in what the quantizer gives back: a rotation is one matrix for all tokens, a token norm one
-factor per token, a shift one vector per block. So for a query q, with M the product of the rotations, s_t that of the
-norms of token t and y_t what its codes stand for,
+Undoing a chain is linear in the quantizer's output: a rotation is one matrix for all tokens, a token norm one factor
+per token, a shift one vector per block. For a query q, with M the product of the rotations, s_t the product of the
+norms of token t, and y_t the decoded codes of token t,
 
     q · x_t = s_t (q M) · y_t + shifts,        Σ p_t x_t = (Σ p_t s_t y_t) Mᵀ + shifts.
 
-Neither x_t nor y_t has to exist for all tokens.
+Neither x_t nor y_t has to be computed for all tokens at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUANTIZERS = (
     SignedMaxQuantizer,
     Passthrough,
 )
-"""Uniform grids are folded into the query and the weights; the others give back numbers, one piece at a time."""
+"""Uniform grids are folded into the query and the weights; the others are decoded one piece at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PackedStates:
     Attributes:
         codec: of the packed tokens; None: all are in full precision.
         packed: the packed prefix.
-        full: `[batch, heads, tokens, head_dim]` behind the prefix; None: nothing is.
+        full: full-precision tokens `[batch, heads, tokens, head_dim]` after the prefix; None: there are none.
         rope: the rotations of the packed tokens, from the first on, for a codec that undoes them.
     """
 
@@ -83,9 +83,9 @@ class PackedStates:
 
 @dataclass(frozen=True)
 class Shift:
-    """A shift of the chain: its name, and how many rotations and which norms stand before it when encoding.
+    """A shift of the chain: its name, and the rotations and norms that precede it in encoding.
 
-    `turned`: what stands before it has undone the rotary embedding, which each token's own rotation brings back.
+    `turned`: RoPE has been undone before it, so each token's own rotation applies to the shift.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Form:
-    """A codec taken apart for attention; see the module."""
+    """A codec's chain in the form that attention uses; see the module."""
 
     codec: Codec
     rotations: tuple[Stage, ...]
@@ -105,7 +105,7 @@ class Form:
     shifts: tuple[Shift, ...]
 
     def rotate(self, query: Float[Tensor, "*lead rows dim"], count: int | None = None) -> Float[Tensor, "*lead rows d"]:
-        """The query as the first `count` (None: all) rotations leave it."""
+        """The query after the first `count` rotations (None: all)."""
         for stage in self.rotations[:count]:
             query = stage.forward(query)[0]
         return query
@@ -142,10 +142,10 @@ class Form:
 
 @functools.lru_cache(maxsize=1024)
 def form_of(codec: Codec) -> Form:
-    """Take a codec apart.
+    """The `Form` of a codec.
 
     Raises:
-        Unsupported: a stage or quantizer that attention on packed codes does not know, in one line.
+        Unsupported: a stage or quantizer that attention on packed codes does not support.
     """
     rotations: list[Stage] = []
     norms: dict[str, TokenNorm] = {}

@@ -1,4 +1,4 @@
-"""Decode attention on packed codes on a GPU: launches of `triton_loops` over the packed prefix, and what is behind."""
+"""Decode attention on packed codes on a GPU: launches of `triton_loops` over the packed prefix and the residual."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PROGRAMS = 512
 
 @dataclass(frozen=True)
 class _Side:
-    """What a launch reads of one side: one run of blocks that continue each other."""
+    """What a launch reads of one side: one run of contiguous blocks."""
 
     form: Form
     quantizer: UniformQuantizer
@@ -57,7 +57,7 @@ class _Side:
 
 
 def unfit(states: PackedStates) -> str | None:
-    """Why these kernels do not serve a side, in a few words; None: they do."""
+    """The reason why these kernels cannot read a side; None: they can."""
     if states.codec is None or not states.packed:
         return "nothing is packed"
     form, quantizer = form_of(states.codec), states.codec.quantizer
@@ -140,11 +140,11 @@ def attend(
     Args:
         per_split: tokens that a program reads, a multiple of `TILE`; None: so that the GPU is full.
 
-    Tokens behind the runs that keys and values share (a residual, and what one side has packed earlier than the other)
-    are read in full precision.
+    Tokens after the runs that keys and values share (a residual, and tokens that only one side has packed) are read in
+    full precision.
 
     Raises:
-        Unsupported: a codec or layout that the kernels do not have; `eager` has more.
+        Unsupported: a codec or layout that the kernels do not support; `eager` supports more.
     """
     batch, heads, dim = keys.shape
     launches = _launches(keys, values)
@@ -192,7 +192,7 @@ def _strides(side: _Side) -> list[int]:
 
 
 def _behind(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
-    """Tokens from `start` on in full precision: what is packed of them is decoded, a residual's worth."""
+    """Tokens from `start` on in full precision; packed ones among them, about as many as a residual, are decoded."""
     parts, at = [], 0
     for packed in states.packed:
         if at + packed.tokens > start:

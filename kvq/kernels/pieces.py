@@ -1,4 +1,4 @@
-"""Cutting a packed prefix into pieces of a few thousand tokens that fit a core's cache, whatever its blocks are."""
+"""Cutting a packed prefix into pieces of a few thousand tokens that fit a core's cache, for any block size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvq.codecs.quantizers import Axis
 from kvq.kernels.form import Form, PackedStates
 
 TILE = 2048
-"""Tokens looked at together."""
+"""Tokens per piece."""
 
 
 @dataclass(frozen=True)

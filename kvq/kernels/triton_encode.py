@@ -1,7 +1,7 @@
 """Encoding in one pass (Triton): a program turns a tile of tokens of one head into codes and statistics.
 
-States are read once, where a group of tokens fits a tile; longer groups are read twice, for their ranges and for their
-codes. Divisions and roundings are those of IEEE, as in a codec. No autotuning: sizes are arguments.
+States are read once if a group of tokens fits a tile; longer groups are read twice, for their ranges and for their
+codes. Divisions and roundings are IEEE operations, as in a codec. There is no autotuning; sizes are arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 HALF_MAX = tl.constexpr(65504.0)
 EVEN = tl.constexpr(12582912.0)
-"""1.5 · 2^23: added and taken away again, it rounds half to even."""
+"""1.5 · 2^23: adding and subtracting it rounds half to even."""
 INT16_MAX = tl.constexpr(32767.0)
 FP16_TINY = tl.constexpr(2.0**-24)
 
@@ -21,14 +21,14 @@ FP16_TINY = tl.constexpr(2.0**-24)
 @triton.jit
 @no_type_check
 def _rounded(x):
-    """To whole numbers, halves to even; those of 2^22 and more are left as they are."""
+    """Round to integers, halves to even; numbers of 2^22 and more are unchanged."""
     return tl.where(tl.abs(x) < 4194304.0, (x + EVEN) - EVEN, x)
 
 
 @triton.jit
 @no_type_check
 def _half(x):
-    """As it is stored: fp16, saturating."""
+    """Cast to fp16, saturating, as statistics are stored."""
     return tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX).to(tl.float16)
 
 

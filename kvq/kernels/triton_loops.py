@@ -1,7 +1,7 @@
-"""Split-KV flash-decoding on packed codes (Triton): one program reads a stretch of tokens for all queries of a head.
+"""Split-KV flash-decoding on packed codes (Triton): one program reads a range of tokens for all queries of a head.
 
-Codes come from memory as they are stored, become numbers in registers, and meet the queries in matrix products whose
-rows are the queries that share the head. No autotuning: sizes are arguments.
+Codes are loaded in stored form, unpacked in registers, and multiplied with the queries in matrix products whose rows
+are the queries that share the head. There is no autotuning; sizes are arguments.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _scores(
     q, codes, scale, low, near, token, tokens, channels, dim, size,
     per_channel: tl.constexpr, kind: tl.constexpr, top: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
-    """Products of queries and keys; steps per channel are folded into the queries."""
+    """Products of queries and keys, with steps per channel folded into the queries."""
     number = tl.float16 if half else tl.float32
     if per_channel:
         step, least = _grid(scale, low, token // size * dim + channels, channels < dim, kind, top)
@@ -88,7 +88,7 @@ def _mixed(
     weights, codes, scale, low, near, token, tokens, channels, dim, size,
     per_channel: tl.constexpr, kind: tl.constexpr, top: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
-    """Weighted sums of values; steps per channel come behind the product."""
+    """Weighted sums of values; steps per channel are applied after the product."""
     number = tl.float16 if half else tl.float32
     if per_channel:
         step, least = _grid(scale, low, token // size * dim + channels, channels < dim, kind, top)
@@ -102,7 +102,7 @@ def _mixed(
 @triton.jit
 @no_type_check
 def _joined(top, total, scores, seen, softcap, capped: tl.constexpr):
-    """New maximum, sum of weights, what earlier sums shrink by, and the weights of these scores."""
+    """New maximum, sum of weights, the factor that rescales earlier sums, and the weights of these scores."""
     if capped:
         scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
     scores = tl.where(seen[None, :], scores, -1.0e30)
@@ -118,7 +118,7 @@ def _rest(
     q, keys, values, top, total, sums, tokens, hidden, channels, dim, scaling, softcap,
     capped: tl.constexpr, n: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
-    """Full-precision tokens, of which the first `hidden` are not seen."""
+    """Full-precision tokens, the first `hidden` of which are masked."""
     number = tl.float16 if half else tl.float32
     for token in range(0, tokens, n):
         near = token + tl.arange(0, n)
@@ -149,10 +149,10 @@ def attend_split(
     k_top: tl.constexpr, v_top: tl.constexpr, normed_k: tl.constexpr, normed_v: tl.constexpr, capped: tl.constexpr,
     n: tl.constexpr, d: tl.constexpr, rows: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of packed tokens, or (the last split of a launch, where there are any) the tokens behind them.
+    """One range of packed tokens, or (the last split of a launch, if there are any) the full-precision tokens after.
 
-    Sums leave under their own maximum, those of codes in the rotated space; `combine` joins them. The `tokens` packed
-    ones of this launch stand behind `start` others. Strides `_b` and `_h` are those of batch and head.
+    Sums are stored relative to their own maximum, those of codes in the rotated space; `combine` joins them. The
+    `tokens` packed tokens of this launch follow `start` others. Strides `_b` and `_h` are those of batch and head.
     """
     split, place = tl.program_id(0), tl.program_id(1)
     # Offsets of a batch entry or head may not fit 32 bits.

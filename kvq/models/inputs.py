@@ -1,4 +1,4 @@
-"""What the runs of one process share: tokenizer, tokens, model and full-precision references, each loaded once."""
+"""Inputs shared by the runs of a process: tokenizer, tokens, model and full-precision references, each loaded once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Inputs:
-    """Lazy inputs of one run. Cheap ones (fingerprints, tokens) are made without loading weights.
+    """Lazy inputs of one run. Cheap ones (fingerprints, tokens) do not load weights.
 
     At most one value of each kind is held, so a sweep over models never holds two.
     """
@@ -31,7 +31,7 @@ class Inputs:
         self.config = config
 
     def shared(self, kind: str, name: Hashable, make: Callable[[], T]) -> T:
-        """The value of this kind under this name, made when the one held has another name."""
+        """The value of this kind and name; it replaces a held value of the same kind with another name."""
         held = self._held.get(kind)
         if held is None or held[0] != name:
             self._held.pop(kind, None)  # free the old one before the new one is made
@@ -40,12 +40,12 @@ class Inputs:
 
     @property
     def model_fingerprint(self) -> str:
-        """What names the weights, or the shape where a task reads none."""
+        """Fingerprint of the weights; of a task that reads none, the model's shape."""
         return model_fingerprint(self.config.model) if self.reads_weights else cache_shape(self.config.model).name
 
     @property
     def reads_weights(self) -> bool:
-        """Whether the task runs the model, or asks for its shape alone."""
+        """Whether the task runs the model, or needs only its shape."""
         return getattr(self.config.task, "reads_weights", True)
 
     @property
@@ -78,7 +78,7 @@ class Inputs:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What tells the inputs of two runs apart: of the model on its device, and of the text as tokens."""
+        """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
         return (
             self._placed_model,
             repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),

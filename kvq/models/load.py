@@ -43,12 +43,12 @@ class LoadedModel:
         return self.model.config.get_text_config()
 
     def hidden_states(self, tokens: Int[Tensor, "batch tokens"], cache: Any) -> Float[Tensor, "batch tokens hidden"]:
-        """Final hidden states of `tokens` behind what `cache` holds; the cache is updated."""
+        """Final hidden states of `tokens`, which follow the tokens in `cache`; updates the cache."""
         output = self.model.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
         return output.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "*lead hidden"]) -> Float[Tensor, "*lead vocab"]:
-        """Logits of hidden states, so that a long window never needs all its logits at once."""
+        """Logits of some hidden states; a caller takes them in chunks to bound memory."""
         out, config = self.model.get_output_embeddings()(hidden).to(self.device), self.text_config
         if factor := getattr(config, "logit_scale", None):  # Cohere
             out = out * factor
@@ -69,7 +69,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def model_fingerprint(config: ModelConfig) -> str:
-    """What names the weights in a run's key: a hash of a local folder's files, or a hub id at its commit."""
+    """The weights' name in a run's key: a hash of a local folder's files, or a hub id with its commit."""
     local = folder_fingerprint(config)
     return local or f"{config.path}@{_commit(config.path, config.revision, config.trust_remote_code)}"
 
@@ -85,9 +85,9 @@ def _commit(path: str, revision: str | None, trusted: bool) -> str:
 
 
 def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
-    """`kind.from_pretrained` for `model.path`; whatever keeps it from loading is one line.
+    """`kind.from_pretrained` for `model.path`; any failure becomes a one-line `DataError`.
 
-    Code that comes with the model runs with `model.trust_remote_code=true` alone: left open, transformers asks.
+    Code that comes with the model runs only with `model.trust_remote_code=true`; otherwise transformers would prompt.
     """
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -99,7 +99,7 @@ def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
     try:
         with nullcontext() if local else hub.asked():
             return kind.from_pretrained(folder, revision=config.revision, **settings)
-    # Readers of weights, tokenizers and configurations raise errors of their own; to a user they are one.
+    # Readers of weights, tokenizers and configurations raise different errors; all mean that loading failed.
     except Exception as error:
         if not local and not hub.answers() and not hub.holds(folder, config.revision):
             raise DataError(f"model.path={config.path}: {hub.UNREACHABLE}") from error
@@ -111,7 +111,7 @@ def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence transformers' report on weights that did not fit: `_check_whole` says it in a line."""
+    """Silence transformers' report on weights that did not fit; `_check_whole` reports them in one line."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -121,9 +121,9 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _check_whole(config: ModelConfig, found: dict[str, Any]) -> None:
-    """Refuse weights that were made up (missing or of another shape) or left unread.
+    """Refuse checkpoints with missing, mismatched or unexpected weights, which transformers initializes or ignores.
 
-    What a family ties, or leaves out of its files by its own word, transformers does not report.
+    Tied weights, and those that a family declares absent from its files, are not reported by transformers.
     """
     mismatched = [f"{name} ({list(given)}, not {list(wanted)})" for name, given, wanted in found["mismatched_keys"]]
     unexpected = [name for name in found["unexpected_keys"] if not _OLD_BUFFERS.search(name)]
@@ -177,7 +177,7 @@ def text_config_of(config: ModelConfig) -> Any:
 
 
 def shape_of(config: ModelConfig) -> tuple[list[int], int | None]:
-    """The head dims that occur, ascending, and the longest context in tokens where the model states one.
+    """The model's head dims, ascending, and the longest context in tokens where its configuration gives one.
 
     Raises:
         DataError: the model cannot be found.
@@ -238,7 +238,7 @@ def _class_for(config: Any) -> Any:
 
 @torch.no_grad()
 def _check_logits(loaded: LoadedModel) -> Tensor:
-    """Logits of a few tokens; refuses models that do more after the last hidden state than one matrix product."""
+    """Check logits of a few tokens; refuse models that do more after the last hidden state than a matrix product."""
     tokens = torch.arange(16, device=loaded.device)[None] % loaded.text_config.vocab_size
     expected = loaded.model(input_ids=tokens, use_cache=False).logits
     hidden = loaded.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state

@@ -1,4 +1,4 @@
-"""Models that read images among their text: what goes with a prompt's first forward, and what a token stands for."""
+"""Models that read images and text: the inputs of a prompt's first forward, and the modality of each token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POSITIONS = "rope_deltas"
 
 
 def modalities(config: Any, tokens: Int[Tensor, "*lead tokens"]) -> Int[Tensor, "*lead tokens"]:
-    """Label every token by what it stands for, as an index into `MODALITIES`.
+    """Label every token by its modality, as an index into `MODALITIES`.
 
     Args:
         config: the whole model's transformers configuration, which names the tokens that stand for anything but text.
@@ -37,7 +37,7 @@ def modalities(config: Any, tokens: Int[Tensor, "*lead tokens"]) -> Int[Tensor, 
 
 @dataclass(frozen=True)
 class MediaModel(LoadedModel):
-    """A model with the images of one prompt, which go with the first tokens that an empty cache is given.
+    """A model with the images of one prompt, which are passed with the first tokens added to an empty cache.
 
     `media`: what the processor made beside the tokens, such as `pixel_values` and `image_grid_thw`.
     """
@@ -68,7 +68,7 @@ class MediaModel(LoadedModel):
         return {name: value[:, : tokens.shape[1]] if name in _PER_TOKEN else value for name, value in media.items()}
 
     def forget(self) -> None:
-        """Take back the offset of positions that the model keeps from a prompt: the next may have no image."""
+        """Reset the position offset that the model keeps from a prompt with images; the next prompt may have none."""
         for module in self.model.modules():
             if getattr(module, _POSITIONS, None) is not None:
                 setattr(module, _POSITIONS, None)

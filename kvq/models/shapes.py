@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Layers by the KV heads and head dim that they have, as (layers, kv_heads, head_dim), and the longest context."""
+    """Numbers of layers by KV heads and head dim, as (layers, kv_heads, head_dim), and the longest context."""
 
     layers: tuple[tuple[int, int, int], ...]
     context: int | None
@@ -31,7 +31,7 @@ class CacheShape:
 
     @property
     def name(self) -> str:
-        """What stands for the weights in a run that reads none."""
+        """The model's name in the key of a run that reads no weights."""
         return "shape " + ", ".join(f"{layers}x{heads}x{dim}" for layers, heads, dim in self.layers)
 
 

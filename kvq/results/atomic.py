@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, synced, then renamed into it."""
+"""Atomic writes: a temporary file in the same folder is written, synced and renamed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEMPORARY = ".tmp"
 
 
 def write_temporary(folder: Path, name: str, content: bytes, durable: bool = True) -> Path:
-    """Write and sync `folder/.<name>.<random>.tmp`; rename it into place. Removed again when writing fails.
+    """Write and sync `folder/.<name>.<random>.tmp`, which the caller renames; it is removed when writing fails.
 
     `durable=False`: not synced.
 
@@ -35,7 +35,7 @@ def write_temporary(folder: Path, name: str, content: bytes, durable: bool = Tru
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a loss of power."""
+    """Sync `folder`, so that renames in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,9 +44,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, content: bytes, durable: bool = True) -> None:
-    """Put `content` at `path`, making its folder; what was there is replaced in one step or stays.
+    """Replace the file at `path` by `content` atomically; creates its folder.
 
-    `durable=False`, for what can be made again: a loss of power may leave the file empty, a kill does not.
+    `durable=False`, for files that can be made again: a power failure may leave the file empty, a kill does not.
 
     Raises:
         OSError: as in `write_temporary`.

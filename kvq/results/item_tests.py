@@ -1,7 +1,7 @@
-"""What two runs' scores of the same items are worth: whether they differ, and whether one is not worse by a margin.
+"""Tests of two runs' scores of the same items: do they differ, and is one not worse than the other by a margin.
 
-Both tests hold their level at any number of items and for any scores: right or wrong ones by exact tests of counts,
-graded ones by flipping signs and by betting. Where no outcome could convince, there is no p-value.
+Both tests hold their level for any number of items and any scores: exact tests of counts for right and wrong answers,
+sign flips and a betting test for graded scores. Where no outcome could be significant, the p-value is None.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvq.errors import RecordError
 from kvq.results.statistics import ALPHA, Items, flips, mcnemar
 
 RESAMPLES = 9999
-"""Random sign patterns, where there are more than so many in all."""
+"""Number of random sign patterns, used where there are more patterns than this."""
 _WIDTH = 2**40  # differences become whole multiples of the largest one over this, so that sums tie exactly
 _BATCH_VALUES = 2**20
 _NUISANCE = 256  # places at which the rate of gains is tried, before the worst one is refined
@@ -26,15 +26,16 @@ _ALL_IN = 0.25
 
 
 def needed_to_differ() -> int:
-    """Fewest items of which the most lopsided outcome has p at most `ALPHA`: 2 of 2^n sign patterns."""
+    """Fewest items for which the most extreme outcome has p at most `ALPHA`: 2 of 2^n sign patterns."""
     return math.ceil(1 - math.log2(ALPHA))
 
 
 @functools.cache
 def needed_for_not_worse(margin: float, binary: bool) -> int:
-    """Fewest items on which equal scores alone show that the mean fell by less than `margin`.
+    """Fewest items for which equal scores show that the mean fell by less than `margin`.
 
-    Of right or wrong answers at least log `ALPHA` / log(1 - margin): so many lose none by chance, where no item gains.
+    For right and wrong answers at least log `ALPHA` / log(1 - margin): the number of items of which, if each is lost
+    with probability `margin`, none is lost with probability at most `ALPHA`.
     """
     if binary:
         items = math.ceil(math.log(ALPHA) / math.log1p(-margin))
@@ -55,8 +56,8 @@ def judge_items(ours: Items, theirs: Items, *, margin: float, noise_flips: float
         noise_flips: fraction of the items whose score changes with the batch order alone.
 
     Returns:
-        `flips`, and of right or wrong answers `lost` and `gained`; `p_value` and `not_worse_p` where there are items
-        enough; `within_noise`: nothing tells the runs apart; `not_worse`: a fall by `margin` is excluded.
+        `flips`, and for right and wrong answers `lost` and `gained`; `p_value` and `not_worse_p` where there are enough
+        items; `within_noise`: no significant difference; `not_worse`: a fall by `margin` is excluded.
 
     Raises:
         RecordError: no items, not the same number of them, or a margin out of range.
@@ -76,10 +77,10 @@ def judge_items(ours: Items, theirs: Items, *, margin: float, noise_flips: float
 
 
 def differ_p(ours: Items, theirs: Items) -> float | None:
-    """Two-sided p-value against "either score might as well be the other run's"; None below `needed_to_differ` items.
+    """Two-sided p-value of the hypothesis that the runs are exchangeable; None below `needed_to_differ` items.
 
-    Of right or wrong answers McNemar's exact test; of others the sum of differences under all patterns of their signs,
-    or under `RESAMPLES` random ones, the observed one counted in (Phipson and Smyth, 2010).
+    McNemar's exact test for right and wrong answers; for graded scores the sum of differences under all sign patterns,
+    or `RESAMPLES` random ones, counting the observed one (Phipson and Smyth, 2010).
 
     Raises:
         RecordError: no items, or not the same number of them.
@@ -114,10 +115,10 @@ def sign_flip(differences: Items) -> float:
 
 
 def not_worse_p(ours: Items, theirs: Items, margin: float) -> float | None:
-    """One-sided p-value against "the mean score fell by at least `margin`": small means not worse, by that margin.
+    """One-sided p-value of the hypothesis that the mean score fell by at least `margin`; small means not worse.
 
-    None where nothing could be shown: fewer items than `needed_for_not_worse`, a full precision that scores no more
-    than the margin and so cannot lose it, or scores that are not fractions.
+    None where it cannot be tested: fewer items than `needed_for_not_worse`, a full-precision score of at most the
+    margin, which cannot fall by it, or scores outside 0 to 1.
 
     Raises:
         RecordError: no items, not the same number of them, or a margin out of range.
@@ -135,21 +136,21 @@ def not_worse_p(ours: Items, theirs: Items, margin: float) -> float | None:
 
 
 def bounded_not_worse(differences: Items, margin: float) -> float:
-    """p-value against "the mean of differences within [-1, 1] is at most -`margin`", by betting.
+    """p-value of the hypothesis that differences within [-1, 1] have a mean of at most -`margin`, by betting.
 
-    A gambler who bets against a mean of -margin wins nothing on average whatever the distribution, so wealth above 1/p
-    has probability at most p (Waudby-Smith and Ramdas, 2024, "Estimating means of bounded random variables by
-    betting"). The wealth is that of stakes of several sizes side by side.
+    Under this hypothesis the wealth of a gambler who bets against it is a nonnegative supermartingale, so wealth above
+    1/p has probability at most p (Waudby-Smith and Ramdas, 2024, "Estimating means of bounded random variables by
+    betting"). The wealth is a weighted average over several stakes.
     """
     bets, weights = _wagers(margin)
     gains = 1 + np.multiply.outer(bets, (np.asarray(differences, dtype=np.float64) + margin) / 2)
-    with np.errstate(divide="ignore"):  # who staked all has nothing after a total loss
+    with np.errstate(divide="ignore"):  # the largest stake is lost entirely at a difference of -1
         logs = np.log(np.maximum(gains, 0.0)).sum(axis=1) + np.log(weights)
     return float(min(1.0, math.exp(min(0.0, -float(scipy.special.logsumexp(logs))))))
 
 
 def _wagers(margin: float) -> tuple[np.ndarray, np.ndarray]:
-    """Stakes up to the one that a difference of -1 loses whole, and how much of the wealth is put on each."""
+    """Stakes up to the one that a difference of -1 loses entirely, and their weights in the wealth."""
     bets = np.arange(1, _BETS + 1) / _BETS * (2 / (1 - margin))
     weights = np.full(_BETS, (1 - _ALL_IN) / (_BETS - 1))
     weights[-1] = _ALL_IN
@@ -157,12 +158,12 @@ def _wagers(margin: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
-    """One-sided exact p-value against "the accuracy fell by at least `margin`", of right or wrong answers.
+    """One-sided exact p-value of the hypothesis that the accuracy fell by at least `margin`.
 
     Outcomes are ordered by Tango's score statistic (Tango, 1998, "Equivalence test and confidence interval for the
-    difference in proportions for the paired-sample design"), whose normal tail is too small at few items; the p-value
-    is the probability of an outcome as good or better at the worst rate of gains (Sidik, 2003, "Exact unconditional
-    tests for testing non-inferiority in matched-pairs design").
+    difference in proportions for the paired-sample design"), whose normal approximation is too small at few items; the
+    p-value is the largest probability, over rates of gains, of an outcome as good or better (Sidik, 2003, "Exact
+    unconditional tests for testing non-inferiority in matched-pairs design").
 
     Args:
         lost: items that the baseline got right and the run did not.

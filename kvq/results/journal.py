@@ -1,4 +1,4 @@
-"""What a run has scored so far, so that a run that was killed goes on where it was."""
+"""The journal of a run: what it has scored so far, so that a killed run can resume."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvq.results.store import cause
 
 
 class Journal:
-    """Rows by the name of their item, appended and synced one batch at a time; gone when the run is over.
+    """Rows by the name of their item, appended and synced per batch; deleted when the run is over.
 
-    A row is kept only for the same `header` (what made it: code, device), so a run never mixes what two versions
-    measured. A last line that a kill tore is dropped; a link in the journal's place is replaced, never followed. One
-    process at a time may write a journal: hold the run's lock.
+    Rows are read only under the same `header` (versions, device), so a run never mixes measurements of two versions. An
+    incomplete last line is dropped. A symbolic link at the path is replaced, never followed. One process at a time may
+    write a journal: hold the run's lock.
 
     Args:
-        path: the journal's file, made by the first `add`; None keeps rows in memory alone.
-        header: names what made the rows.
+        path: the journal's file, created by the first `add`; None keeps rows in memory only.
+        header: names the code and device that made the rows.
     """
 
     def __init__(self, path: Path | None = None, header: str = "") -> None:
@@ -53,7 +53,7 @@ class Journal:
         self.rows = {row["item"]: row for row in rows[1:] if isinstance(row.get("item"), str)}
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Keep rows, each with its `item`; they survive a kill once this returns.
+        """Store rows, each with its `item`; they survive a kill once this returns.
 
         Raises:
             RecordError: the folder cannot be written, or a row is no JSON.
@@ -83,12 +83,12 @@ class Journal:
         self._whole += len(content)
 
     def discard(self) -> None:
-        """Forget all rows, here and on disk."""
+        """Delete all rows, in memory and on disk."""
         self.rows, self._whole = {}, 0
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 
 def _opened(path: Path, flags: int) -> BinaryIO:
-    """The file itself; OSError for a link, should one have come in between."""
+    """Open the file without following links. Raises: OSError: a link has been put in its place."""
     return os.fdopen(os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666), "r+b" if flags & os.O_RDWR else "rb")

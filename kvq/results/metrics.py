@@ -1,6 +1,6 @@
-"""Every measured quantity once: its unit, whether less is better, its title and how it is printed.
+"""The registry of metrics: unit, whether less is better, title and number format of each.
 
-A metric that is not listed (a task of one's own, a metric of lm-eval) is shown under its name with its record's unit.
+A metric that is not listed (of a task outside the package, of lm-eval) is shown by its name with its record's unit.
 A part, `accuracy[length=512]`, is the quantity before the bracket.
 """
 

@@ -1,4 +1,4 @@
-"""Where a number comes from: the code, the packages, the machine and what the run cost."""
+"""Provenance of a measurement: code, packages, machine and cost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def collect(
     wall_seconds: Mapping[str, float] | None = None,
     peak_memory_bytes: int | None = None,
 ) -> Provenance:
-    """Gather what this process knows about itself, and what the runner measured.
+    """The provenance of a run: what this process can find out, and what the runner passes.
 
     Args:
         dtype: compute dtype of the model, such as 'float32'.
@@ -88,8 +88,8 @@ def command_line() -> str:
 def git_state(package: Path | None = None) -> tuple[str | None, bool | None]:
     """Return (commit, dirty) of the checkout that tracks this package, or (None, None) when none does.
 
-    Dirty looks at the package, `conf/` and `run.py` alone: a sweep that writes its results does not dirty its own code.
-    A package installed inside somebody else's checkout is not tracked there, so that commit is not taken for ours.
+    `dirty` covers only the package, `conf/` and `run.py`, because a sweep writes results into the checkout. A package
+    installed inside another project's checkout is not tracked there, and that commit is not reported.
     """
     package = Path(__file__).resolve().parents[1] if package is None else package
     tracked = _git(package, "ls-files", "--", ".")
@@ -166,7 +166,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             return True
         try:
-            # 5 resets the high-water mark alone; without it the peak of an earlier job would be read as this one's.
+            # Writing 5 resets the peak; otherwise the peak of an earlier job would be read as this one's.
             with self._RESET.open("w", encoding="ascii") as file:
                 file.write("5")
         except OSError:

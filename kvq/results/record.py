@@ -1,4 +1,4 @@
-"""What one run leaves behind: its configuration, its measurements and where they came from."""
+"""The record of a run: its configuration, its measurements and their provenance."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ KEY_PATTERN = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def canonical(value: Any, where: str = "config") -> Any:
-    """Return `value` as plain JSON data in one spelling: tuples as lists, integral floats (8.0, -0.0) as integers.
+    """Return `value` as plain JSON data in one form: tuples as lists, integral floats (8.0, -0.0) as integers.
 
     Raises:
-        RecordError: a NaN or infinite number, a key that is not a string, or a value JSON has no word for.
+        RecordError: a NaN or infinite number, a key that is not a string, or a value that JSON cannot express.
     """
     if isinstance(value, Mapping):
         for key in value:
@@ -56,7 +56,7 @@ def canonical(value: Any, where: str = "config") -> Any:
 
 
 def run_key(config: Mapping[str, Any]) -> str:
-    """Return the name of a run: 64 hex digits, the SHA-256 of the canonical JSON of `config` (keys sorted).
+    """Return the key of a run: 64 hex digits, the SHA-256 of the canonical JSON of `config` (keys sorted).
 
     Raises:
         RecordError: `config` holds something that `canonical` refuses.
@@ -101,10 +101,10 @@ class Provenance(_Frozen):
 
 
 class Record(_Frozen):
-    """One run, whole: written once, last, and validated when read.
+    """The record of one run, written once at its end and validated when read.
 
-    `key` must be `run_key(config)`. `metrics` and `units` share their keys' vocabulary: an entry of `units` names the
-    unit of the metric of that name. `samples_sha256` is filled in by `Store.put`.
+    `key` must be `run_key(config)`. `units` gives the unit of the metric of the same name. `Store.put` fills in
+    `samples_sha256`.
     """
 
     schema_version: Literal[2] = SCHEMA_VERSION

@@ -1,4 +1,4 @@
-"""A hash of source code that changes when the code does, and not when its prose does: the version of what has none."""
+"""A hash of source code without comments and docstrings: the version of parts that declare none."""
 
 from __future__ import annotations
 

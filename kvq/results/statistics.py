@@ -1,10 +1,9 @@
-"""What a difference between two runs on the same windows or items is worth.
+"""Standard errors and tests of the difference between two runs on the same windows or items.
 
-Windows of one text resemble their neighbours, so blocks of consecutive windows are drawn, not windows (Künsch, 1989,
-"The jackknife and the bootstrap for general stationary observations"). Two runs on the same windows share how hard the
-text is; the bootstrap of their per-window difference is free of that. Items of a task are independent: `paired_mean`
-draws them one by one, and answers that are right or wrong are compared by `flips` and `mcnemar`; `item_tests` has what
-their difference is worth.
+Consecutive windows of one text are correlated, so the bootstrap draws blocks of consecutive windows (Künsch, 1989, "The
+jackknife and the bootstrap for general stationary observations"). The difficulty of the text is common to two runs on
+the same windows and cancels in their per-window difference. Items of a task are independent: `paired_mean` draws them
+one by one, `flips` and `mcnemar` compare right and wrong answers, and `item_tests` tests differences.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NOISE = 2.0
 _BATCH_VALUES = 2**22
 
 ALPHA = 0.05
-"""Level of tests: p-values above it, corrected where a table holds several, are within noise."""
+"""Significance level: p-values above it (corrected where a table has several) are within noise."""
 
 Windows = Num[np.ndarray, " windows"]
 Items = Num[np.ndarray, " _items"]
@@ -84,9 +83,9 @@ def delta_nll(
 def perplexity(
     nll: Windows, tokens: Windows, *, block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
 ) -> Estimate:
-    """exp of the mean loss per token, with its own, unpaired error; arguments and errors as in `delta_nll`.
+    """exp of the mean loss per token, with its unpaired error; arguments and errors as in `delta_nll`.
 
-    The error says how far another stretch of the same text might lie. It does not tell methods apart: `delta_nll` does.
+    The error is that of drawing another stretch of the same text. To compare methods, use `delta_nll`.
     """
     return _bootstrap(np.asarray(nll, dtype=np.float64), tokens, _exp_ratio, block, resamples, seed)
 
@@ -191,7 +190,7 @@ class Flips(NamedTuple):
 
 
 def flips(correct: Sequence[bool], baseline: Sequence[bool]) -> Flips:
-    """Count what changed between two runs on the same items: accuracies can agree where answers do not.
+    """Count the items whose outcome changed between two runs; equal accuracies can hide changed answers.
 
     Raises:
         RecordError: no items, or not the same number of them.
@@ -241,7 +240,7 @@ def paired_mean(values: Items, baseline: Items, *, resamples: int = RESAMPLES, s
 
 
 def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
-    """p-values corrected for being read together, by name (Holm, 1979): valid however they depend on each other.
+    """p-values by name, corrected for multiple tests (Holm, 1979); valid under any dependence.
 
     Raises:
         RecordError: a number that is no probability.

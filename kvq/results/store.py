@@ -1,4 +1,4 @@
-"""A folder of records that are whole or absent, whatever happens to the process that writes them."""
+"""A folder of records that are written atomically: a killed process leaves no half record."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class State(NamedTuple):
 class Store:
     """Records under `root/runs/<key>.json`, their per-item samples beside them as `<key>.samples.jsonl`.
 
-    Every file is written to a temporary file in the same folder, synced and renamed, the record last: a record that can
-    be read is complete, and so are its samples. Making a Store touches nothing on disk.
+    Every file is written to a temporary file in the same folder, synced and renamed, the record last: a readable record
+    is complete, and so are its samples. Constructing a Store neither reads nor writes.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -147,8 +147,8 @@ class Store:
     def put(self, record: Record, samples: Iterable[Mapping[str, Any]] = ()) -> Record:
         """Store a record and its samples, replacing what was there under its key, and return it as stored.
 
-        Hold `lock(record.key)` meanwhile when another process may write the same key. When the disk is full, what was
-        there stays; a kill while an old record is being replaced leaves either of the two, or none.
+        Hold `lock(record.key)` when another process may write the same key. When the disk is full, the old record
+        stays; a kill during the replacement leaves the old record, the new one, or none.
 
         Raises:
             RecordError: a metric or sample that is not finite, or a folder that cannot be written.
@@ -278,5 +278,5 @@ def _dump_samples(samples: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def cause(error: Exception) -> str:
-    """The system's reason in one line, without the path that its own message repeats."""
+    """The system's reason in one line, without the path that the operating system's message includes."""
     return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Queries, keys and values of a forward, handed over layer by layer: never more than one layer is held."""
+"""Queries, keys and values of a forward, layer by layer; only one layer is in memory at a time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kvq.tasks.windows import cut_windows
 
 @dataclass(frozen=True)
 class Layer:
-    """States of one layer for a batch of one window; keys and queries as attention sees them, behind RoPE.
+    """States of one layer for a batch of one window; keys and queries as attention reads them, after RoPE.
 
-    `rope`: how keys were turned; None: no rotary embedding.
+    `rope`: the rotations of the keys; None: no rotary embedding.
     """
 
     index: int
@@ -45,7 +45,7 @@ class Layer:
 def capture(
     loaded: LoadedModel, tokens: Int[Tensor, " tokens"], visit: Callable[[Layer], None], **media: Tensor
 ) -> None:
-    """Run `tokens` through the model without a cache and call `visit` at every attention, before it happens.
+    """Run `tokens` through the model without a cache and call `visit` before every attention.
 
     `media`: further inputs of the model, such as `pixel_values`.
 
@@ -119,18 +119,18 @@ def windows_of(inputs: Inputs) -> list[Int[Tensor, " tokens"]]:
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for more than codecs can do."""
+    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with more than codecs."""
     check_codecs_alone(method, inputs.config.task.name)
     inputs.check_context(inputs.config.task.context)
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """What names the text."""
+    """Fingerprint of the text."""
     return inputs.tokens.fingerprint
 
 
 def block_of(side: ResidualSide) -> int | None:
-    """Tokens that are quantized together; None: all, as in a prefill that is one block."""
+    """Tokens per block; None: all tokens, as in a prefill that is one block."""
     if side.prefill_block is PrefillBlock.whole:
         return None
     return 1 if side.policy is Policy.block and not side.size else side.size

@@ -1,4 +1,4 @@
-"""Scoring a continuation: the prompt is quantized behind a full-precision prefill, what follows stays as it is.
+"""Scoring a continuation: the prompt is quantized after a full-precision prefill, the continuation is not.
 
 KVQuant++'s protocol: the first scored logits come from reading the last prompt token on the quantized cache, and keys
 and values of that token and of the scored ones are not quantized.
@@ -24,7 +24,7 @@ _NEVER = 2**30
 
 
 def holding_method(method: Method) -> Method:
-    """The method with a residual that is never full: what the cache is given stays until `quantize` is called."""
+    """The method with a residual that never fills: the cache keeps full precision until `_quantize` is called."""
     sides = [dataclasses.replace(side, policy=Policy.block, size=_NEVER) for side in _sides(method.residual)]
     return dataclasses.replace(method, residual=Residual(*sides))
 
@@ -37,7 +37,7 @@ def score_continuation(
 
     Args:
         cache: empty, of a `holding_method`.
-        blocks: the residual whose blocks the prompt is cut into.
+        blocks: the residual that gives the block size of the prompt.
         tokens: prompt and continuation.
         prompt: tokens of the prompt; its last one is read on the quantized cache.
     """

@@ -1,7 +1,7 @@
 """`task=distribution`: how close keys and values come to N(0, 1) by the steps of NSN (NSNQuant, arXiv 2505.18231).
 
 Table 1, Lemma 1, and figures 5, 6, 7, 10, 11, 12 and 13 of the paper, on the model's own states: no method is applied.
-Keys go through NSN before their rotary embedding and are looked at behind it, as the method has it.
+As in the method, keys go through NSN before RoPE, and their distribution is measured after it.
 """
 
 from __future__ import annotations
@@ -155,12 +155,12 @@ class Distributions:
 
 
 def _short(values: Tensor) -> list[float]:
-    """Four significant digits: enough for a figure, a quarter of the bytes."""
+    """Rounded to four significant digits, enough for a figure, to save space."""
     return [float(f"{value:.4g}") for value in values.tolist()]
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """Statistics of the first windows, the oracle of as many samples as a window has tokens, and synthetic cosines."""
+    """Statistics of the first windows, those of equally many N(0, 1) samples, and cosines of synthetic vectors."""
     task: DistributionConfig = inputs.config.task
     distributions = Distributions(task)
     windows = windows_of(inputs)

@@ -1,6 +1,6 @@
-"""`task=error`: how far a method's keys and values are from the originals, what attention makes of it, stage by stage.
+"""`task=error`: errors of a method's keys, values and attention outputs, stage by stage.
 
-All tokens of a window are quantized, in the blocks of the method's residual; nothing stays in full precision.
+All tokens of a window are quantized, in the blocks of the method's residual; none stays in full precision.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNITS = {"rel_mse": "1", "cosine": "1", "weight_kl": "nats/query", "output_erro
 
 @dataclass(frozen=True)
 class Case:
-    """What is quantized, by which stages, and where the rotary embedding was. `arm` of both sides: theirs in full."""
+    """What is quantized (`key`, `value`, `both`), the stages used (`arm`; `both`: all), and before or after RoPE."""
 
     side: str
     arm: str
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """A case with what it decodes to; None: the original."""
+    """A case with its decoded states; None: the original states."""
 
     case: Case
     key: Tensor | None
@@ -55,7 +55,7 @@ class Found:
 
 
 def bins_of(tokens: int, count: int) -> list[tuple[int, int]]:
-    """`count` stretches of positions, equal up to rounding, empty ones left out."""
+    """`count` ranges of positions of equal length up to rounding, without empty ones."""
     edges = [tokens * index // count for index in range(count + 1)]
     return [(start, end) for start, end in itertools.pairwise(edges) if end > start]
 
@@ -71,7 +71,7 @@ class Errors:
         self._windows: dict[int, int] = defaultdict(int)
 
     def add(self, layer: Layer) -> None:
-        """Try every case on one layer of one window."""
+        """Apply every case to one layer of one window."""
         found = [*self._side(layer, "key"), *self._side(layer, "value")]
         whole = {
             side: next((f for f in found if f.case.side == side and f.case.complete), None) for side in ("key", "value")

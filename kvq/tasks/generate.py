@@ -1,7 +1,7 @@
-"""Reading prompts and writing answers through the quantized cache; prompts that begin alike are read once.
+"""Reading prompts and generating answers through the quantized cache; common prefixes of prompts are read once.
 
-A prompt's last token always reads the cache as it is stored, so that the first token of an answer, often all of it,
-depends on what the method gives back. What comes before is read as `Prefill` says.
+A prompt's last token always reads the stored cache, so that the first token of an answer, often the whole answer,
+depends on the method. `Prefill` sets how the tokens before it are read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Ends = Callable[[Sequence[int]], bool]
 
 
 def check_prefill(method: Method, prefill: Prefill) -> None:
-    """Raise `Unsupported` where a prompt cannot be read as its tokens come: residual=none has no causal order."""
+    """Raise `Unsupported` where a prompt cannot be read token by token: residual=none has no causal order."""
     if prefill is Prefill.whole:
         return
     if method.eviction is not None and method.eviction.when is When.prompt:
@@ -45,7 +45,7 @@ def check_prefill(method: Method, prefill: Prefill) -> None:
 
 
 class Reader:
-    """A model that reads and writes through caches of one method.
+    """A model that reads prompts and generates answers with caches of one method.
 
     Args:
         keep_decoded: caches keep the decoded copy (bit-identical, faster, more memory).
@@ -58,14 +58,14 @@ class Reader:
         self.tokens_read = 0
 
     def new_cache(self) -> KVCache:
-        """An empty cache whose tokens see what they would if they came one by one."""
+        """An empty cache with `one_by_one` set."""
         cache = KVCache(self.loaded.model, self.method, keep_decoded=self.keep_decoded)
         cache.one_by_one = True
         return cache
 
     @torch.no_grad()
     def begin(self, tokens: Int[Tensor, "batch tokens"]) -> tuple[KVCache, Logits]:
-        """A cache that holds prompts of equal length, and the logits of the token behind each."""
+        """A cache that holds prompts of equal length, and the logits after each."""
         cache = self.new_cache()
         if self.prefill is Prefill.whole and tokens.shape[1] > 1:
             cache.one_by_one = False
@@ -85,13 +85,13 @@ class Reader:
         return self.loaded.hidden_states(tokens, cache)
 
     def _add(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Logits:
-        """Add tokens as if they came one by one and return the logits behind the last."""
+        """Add tokens as if they came one by one and return the logits after the last."""
         *_, hidden = self._hidden(cache, tokens)
         return self.loaded.logits(hidden[:, -1])
 
     @torch.no_grad()
     def read(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocab"]:
-        """Add tokens as if they came one by one and return the logits behind each."""
+        """Add tokens as if they came one by one and return the logits after each."""
         return torch.cat([self.loaded.logits(hidden) for hidden in self._hidden(cache, tokens)], 1)
 
     def tensor(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "batch tokens"]:
@@ -100,10 +100,10 @@ class Reader:
 
     @torch.no_grad()
     def each(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, KVCache, Logits]]:
-        """Read prompts, each as a batch of one: its index, the cache that holds it, and the logits behind it.
+        """Read prompts, each as a batch of one; yields index, the cache that holds the prompt, and the logits after it.
 
-        The order is that of their tokens. Under `chunked` every beginning that prompts share is read once and forked:
-        the numbers are those of reading each alone. Under `whole` only equal prompts share. The cache is the caller's.
+        The order is lexicographic in tokens. Under `chunked` every common prefix is read once and forked, with the
+        numbers of reading each prompt alone. Under `whole` only equal prompts share. The caller may change the cache.
         """
         order = sorted(range(len(prompts)), key=lambda index: list(prompts[index]))
         if self.prefill is Prefill.whole:
@@ -134,9 +134,9 @@ class Reader:
     def log_probs(
         self, cache: KVCache, logits: Logits, continuation: Int[Tensor, "batch tokens"]
     ) -> tuple[Float[Tensor, "batch tokens"], Int[Tensor, "batch tokens"]]:
-        """Log-probability of each token of a known continuation, in nats, and the likeliest token in its place.
+        """Log-probability of each token of a given continuation, in nats, and the most likely token at its position.
 
-        `cache` holds what comes before and `logits` are those behind it; the cache grows by all but the last token.
+        `cache` holds the context and `logits` follow it; all tokens but the last are added to the cache.
         """
         rows = [logits[:, None]]
         if continuation.shape[1] > 1:
@@ -148,7 +148,7 @@ class Reader:
 
     @torch.no_grad()
     def write(self, cache: KVCache, logits: Logits, most: int, ends: Ends, pick: Pick | None = None) -> list[list[int]]:
-        """Decode until `ends(row)` or for `most` tokens; greedy unless `pick` draws the next tokens from their logits.
+        """Decode until `ends(row)`, at most `most` tokens; greedy unless `pick` chooses the tokens from their logits.
 
         Returns one list of new tokens per row of the batch, up to and with the one that ended it.
         """
@@ -168,7 +168,7 @@ class Reader:
 
 
 def room(cache: KVCache, most: int) -> int:
-    """How many of `most` tokens one forward may add so that each sees what it would if they came one by one."""
+    """How many of `most` tokens one forward may add with the results of one token per forward."""
     layer = cache.layers[0]
     sides: list[Any] = [layer.key, layer.value]  # type: ignore[union-attr]
     quantized = [side for side in sides if side.codec is not None]
@@ -179,18 +179,18 @@ def room(cache: KVCache, most: int) -> int:
     if any(side.residual.policy is Policy.none or side.residual.size == 0 for side in quantized):
         return 1
     if any(side.residual.policy is Policy.sliding for side in quantized):
-        return min(most, FULL_PRECISION_CHUNK)  # some token leaves full precision at every step
-    # Up to where a block leaves: within a forward it would be held twice.
+        return min(most, FULL_PRECISION_CHUNK)  # a token leaves full precision at every step, so no cut avoids copies
+    # Up to where a block is flushed: within a forward, its tokens would be held twice.
     return 1 + bisect.bisect(range(2, most + 1), 0, key=lambda count: any(s.moves(count).queries for s in quantized))
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _beginnings(common: Sequence[int], place: int, start: int) -> list[int]:
-    """Lengths above `start` at which prompts to come leave the one at `place`, ascending.
+    """Lengths above `start`, ascending, of the prefixes that later prompts share with the one at `place`.
 
     `common[i]` is the length that prompts i and i+1 of the sorted order share.
     """
@@ -209,13 +209,13 @@ def _fork(held: Sequence[tuple[int, KVCache, Logits | None]]) -> tuple[int, KVCa
 
 
 def greedy(logits: Logits) -> Int[Tensor, " batch"]:
-    """The likeliest token of each row."""
+    """The most likely token of each row."""
     return logits.argmax(-1)
 
 
 @dataclass
 class Sampler:
-    """Draws tokens by nucleus sampling (`top_p`, `top_k`: null = all) at a temperature, from a stream of its own."""
+    """Nucleus sampling (`top_p`, `top_k`: null = all) at a temperature, with its own random generator."""
 
     temperature: float
     top_p: float | None
@@ -226,7 +226,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(self.seed)
 
     def __call__(self, logits: Logits) -> Int[Tensor, " batch"]:
-        """The next token of each row, drawn on the CPU so that devices agree on the stream."""
+        """The next token of each row, drawn on the CPU so that all devices use the same random numbers."""
         probabilities = torch.softmax(logits.double().cpu() / self.temperature, -1)
         ordered, tokens = torch.sort(probabilities, dim=-1, descending=True, stable=True)
         if self.top_k is not None:
@@ -238,7 +238,7 @@ class Sampler:
 
 
 def stop_at(tokenizer: Any, end_tokens: Sequence[int], until: Sequence[str]) -> Ends:
-    """Whether an answer is over: its last token is one of `end_tokens`, or its text holds one of `until`."""
+    """Whether an answer is over: its last token is one of `end_tokens`, or its text contains one of `until`."""
     stops = [text for text in until if text]
     tail = max(map(len, stops), default=0) + 8  # a token may be one character, and a few make a character
 

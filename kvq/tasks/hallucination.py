@@ -1,4 +1,4 @@
-"""What a wrong answer is made of: another needle, pieces of several (bit-mixing), or something else (nsn)."""
+"""Classes of wrong answers: another needle, pieces of several needles (bit-mixing), or something else (nsn)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 SHORTEST_PIECE = 2
-"""Pieces of single characters would call 87% of random strings of digits mixtures."""
+"""With pieces of one character, 87% of random digit strings would count as mixtures."""
 
 
 class Outcome(enum.StrEnum):
@@ -28,7 +28,7 @@ def is_mixture(answer: str, planted: Sequence[str]) -> bool:
     """
     if answer in planted:
         return False
-    # Behind each position: the one value that all pieces so far can come from, or None where two or more are needed.
+    # After each position: the one value that all pieces so far can come from, or None where two or more are needed.
     behind: list[set[int | None]] = [set() for _ in range(len(answer) + 1)]
     for end in range(SHORTEST_PIECE, len(answer) + 1):
         for start in range(end - SHORTEST_PIECE + 1):
@@ -43,7 +43,7 @@ def is_mixture(answer: str, planted: Sequence[str]) -> bool:
 
 
 def classify(answer: str, wanted: str, planted: Sequence[str]) -> Outcome:
-    """What `answer` is when `wanted` was asked for and the values `planted`, it among them, stood in the prompt."""
+    """The class of `answer` where `wanted` was asked for and the prompt contained the values `planted`."""
     if answer == wanted:
         return Outcome.hit
     if answer in planted:
@@ -52,7 +52,7 @@ def classify(answer: str, wanted: str, planted: Sequence[str]) -> Outcome:
 
 
 def random_rate(planted: Sequence[str], rng: np.random.Generator, draws: int) -> float:
-    """Share of random numbers, of as many digits as the first of `planted`, that count as mixtures of them."""
+    """Fraction of random numbers, with as many digits as the first of `planted`, that count as mixtures of them."""
     digits = len(planted[0])
     drawn = rng.integers(10 ** (digits - 1), 10**digits, size=draws)
     return sum(is_mixture(str(number), planted) for number in drawn.tolist()) / draws

@@ -1,4 +1,4 @@
-"""Tasks made of items: each is scored once, kept at once, and compared with the same item at full precision."""
+"""Tasks made of items: each item is scored, stored at once, and compared with the same item at full precision."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Scored:
-    """What became of an item: `sample`, which the record keeps, and what it cost.
+    """The result of an item: `sample`, which the record keeps, and `cost`.
 
-    `cost` has `prompt_tokens` asked for, `read_tokens` really read, `new_tokens`, seconds of `prefill` and `decode`,
-    and the storage at the end of the answer.
+    `cost` has `prompt_tokens` of the prompt, `read_tokens` that went through the model (shared prefixes count once),
+    `new_tokens`, seconds of `prefill` and `decode`, and the storage at the end of the answer.
     """
 
     sample: Sample
@@ -43,7 +43,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Items(Generic[T]):
-    """The items of a task: batches that go through the model together, and what cannot be scored, with the reason."""
+    """The items of a task: batches that go through the model together, and skipped items with the reason."""
 
     batches: Sequence[Sequence[T]]
     name: Callable[[T], str]
@@ -51,7 +51,7 @@ class Items(Generic[T]):
 
 
 class Clock:
-    """Seconds by phase; waits for the device, so that a phase is over when it says so."""
+    """Seconds by phase; synchronizes the device at the end of a phase."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,12 +74,12 @@ class Clock:
 def score_items(
     items: Items[T], score: Callable[[Sequence[T]], list[Scored]], journal: Journal, label: str, prefix: str = ""
 ) -> list[Scored]:
-    """Score every batch that the journal does not hold yet, and keep it there.
+    """Score every batch that is not in the journal, and add it there.
 
     Args:
         score: scores one batch; does not depend on other batches.
         label: names the run in the progress bar.
-        prefix: of the items' names in the journal, where the same items are scored again.
+        prefix: of the items' names in the journal, for a second scoring of the same items.
     """
     out: list[Scored] = []
     total = sum(map(len, items.batches))
@@ -104,10 +104,10 @@ def measure_items(
     label: str,
     name: str = "accuracy",
 ) -> Measurement:
-    """Score all items and compare them with the baseline; without one, with themselves in another batch order.
+    """Score all items and compare them with the baseline; without one, with a second scoring in another batch order.
 
     Args:
-        name: of the mean of the samples' `score`.
+        name: metric name of the mean `score` of the samples.
 
     Raises:
         DataError: nothing can be scored.
@@ -125,7 +125,7 @@ def measure_items(
         again = Items(_other_order(items.batches), items.name)
 
         def score_again(batch: Sequence[T]) -> list[Scored]:
-            # A batch of one has only itself to be batched with.
+            # For batches of one item, the second order scores the item beside a copy of itself.
             return score(batch) if len(batch) > 1 else score([*batch, *batch])[:1]
 
         repeated = score_items(again, score_again, journal, f"{label} again", "again/")
@@ -141,7 +141,7 @@ def _other_order(batches: Sequence[Sequence[T]]) -> list[Sequence[T]]:
 
 
 def units(metrics: Mapping[str, float], name: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Units of metrics; `name` and its differences are fractions, and a part ("x[...]") has the unit of the whole."""
+    """Units of metrics; `name` and its differences are fractions, and a part ("x[...]") has the unit of "x"."""
     scored = {metric: "fraction" for metric in metrics if metric.partition("[")[0].removesuffix("_se") not in METRICS}
     return units_of(metrics, scored | {name: "fraction"} | dict(more or {}))
 
@@ -160,7 +160,7 @@ def by_part(samples: Sequence[Sample], field_name: str, name: str, key: str = "s
 
 
 def costs(scored: Sequence[Scored]) -> dict[str, float]:
-    """Tokens and their speed over all items, and the mean storage at the end of an answer."""
+    """Numbers of tokens and tokens per second over all items, and the mean storage at the end of an answer."""
     total = {
         name: math.fsum(one.cost.get(name, 0.0) for one in scored)
         for name in ("prompt_tokens", "read_tokens", "new_tokens", "prefill", "decode")
@@ -177,7 +177,7 @@ def costs(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def paired(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Items of a run beside the same ones of its baseline, without those that were skipped.
+    """Pairs of items of a run and of its baseline, without skipped ones.
 
     Raises:
         DataError: the two did not score the same items.
@@ -196,7 +196,7 @@ def changed(samples: Sequence[Sample], other: Sequence[Sample]) -> float:
 
 
 def compare(samples: Sequence[Sample], baseline: Baseline, task: ItemsConfig, name: str) -> dict[str, float]:
-    """The paired difference to full precision, its bootstrap error, and what it is worth (`judge_items`)."""
+    """The paired difference from full precision, its bootstrap error, and its tests (`judge_items`)."""
     pairs = paired(samples, baseline.samples)
     ours, theirs = (np.array([pair[side]["score"] for pair in pairs], dtype=np.float64) for side in (0, 1))
     found = paired_mean(ours, theirs, resamples=task.resamples)
@@ -208,7 +208,7 @@ def compare(samples: Sequence[Sample], baseline: Baseline, task: ItemsConfig, na
 
 
 def say(items: Mapping[str, str], what: str) -> None:
-    """Name items and reasons on stderr."""
+    """Print skipped items and reasons to stderr."""
     if not items:
         return
     shown = "; ".join(f"{item}: {why}" for item, why in sorted(items.items())[:_SHOWN])

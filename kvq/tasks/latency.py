@@ -1,4 +1,4 @@
-"""`task=latency`: seconds of a prefill and of a decoded token, by batch and context, beside references."""
+"""`task=latency`: seconds of a prefill and of a decoded token, by batch and context, with references."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def _regime(regime: Regime, cell: str, rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds of a decoded token in one way to read the past, and its ratio to and overhead over each reference."""
+    """Seconds of a decoded token in one regime, and its ratio to and overhead over each reference."""
     value = itemgetter("step_seconds_median")
     metrics, units = {f"decode_{regime}_{cell}": median_of(rows, regime, value)}, {f"decode_{regime}_{cell}": "s"}
     for reference, ratio in paired_ratios(rows, value, regime).items():

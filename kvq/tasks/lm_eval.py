@@ -35,11 +35,11 @@ from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, me
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
-# lm-eval's own seed of few-shot examples, so that prompts are those that others report.
+# lm-eval's own seed of few-shot examples, so that prompts equal those of published results.
 _FEWSHOT_SEED = 1234
-# What the metrics that run code look for.
+# Environment variable that metrics which execute code check.
 _CODE_LEAVE = "HF_ALLOW_CODE_EVAL"
-# What of a task's configuration decides its prompts and scores.
+# Settings of a task that decide its prompts and scores.
 _DECIDING = (
     *("output_type", "description", "doc_to_text", "doc_to_target", "doc_to_choice", "process_docs", "process_results"),
     *("target_delimiter", "fewshot_delimiter", "num_fewshot", "generation_kwargs", "metric_list", "filter_list"),
@@ -48,7 +48,7 @@ _DECIDING = (
 
 
 def load_tasks(inputs: Inputs) -> dict[str, Any]:
-    """lm-eval's task objects by name, with what the settings change in them.
+    """lm-eval's task objects by name, changed as the settings say.
 
     Raises:
         ConfigError: an unknown task.
@@ -193,7 +193,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]]:
-    """Run the tasks on any model of lm-eval: one sample per document, and lm-eval's own figures as `metric[task]`.
+    """Run the tasks on any model of lm-eval: one sample per document, and lm-eval's own results as `metric[task]`.
 
     Raises:
         ConfigError: a task that runs code without leave, or a `task.metric` that it does not have.
@@ -223,7 +223,7 @@ def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]
 
 
 def item_samples(name: str, logged: list[Mapping[str, Any]], task: LmEvalConfig) -> Iterator[Sample]:
-    """One row per document of what lm-eval logged: its score is the metric that counts, under the first filter.
+    """One row per document that lm-eval logged; its score is the task's main metric under the first filter.
 
     Raises:
         ConfigError: a metric that the task does not have, or that is no number per item.
@@ -298,7 +298,7 @@ def _one_line(error: Exception) -> str:
 
 
 class KvqLM(CacheLM):
-    """The model `kvq` of lm-eval's command line: `model_args` are settings of a run, such as method=kivi,bits=2."""
+    """The model `kvq` for lm-eval's command line; `model_args` are settings of a run, such as method=kivi,bits=2."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class KvqLM(CacheLM):
 
 
 def register() -> None:
-    """Make the model `kvq` known to lm-eval in this process."""
+    """Register the model `kvq` with lm-eval in this process."""
     from lm_eval.api.registry import model_registry
 
     if "kvq" not in model_registry:

@@ -1,7 +1,7 @@
-"""A model of lm-eval whose every request reads and writes through the quantized cache.
+"""A model for lm-eval that answers every request through the quantized cache.
 
-Tokenization, truncation and stop texts are those of lm-eval's own `HFLM`. Requests on one context read it once; under
-`prefill=chunked` so is every beginning that contexts share (few-shot examples, a document with many questions).
+Tokenization, truncation and stop texts are those of lm-eval's own `HFLM`. The context of several requests is read once;
+under `prefill=chunked` so is a common prefix of contexts (few-shot examples, a document with many questions).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class CacheLM(HFLM):
     Args:
         reader: model, method and prefill.
         tokenizer: the model's.
-        batch_size: contexts of equal length that are read together; 1 shares beginnings instead.
+        batch_size: contexts of equal length that are read together; 1 shares common prefixes instead.
         max_length: longest context in tokens, None = the model's own.
-        journal: keeps every answer as it comes; those in it are not asked for again.
+        journal: stores every answer at once; answers in it are not computed again.
         seed: of sampled answers, each with a stream of its own.
         copies: rows that each context is read as; 2 is another batch order for a batch of one.
     """
@@ -128,7 +128,7 @@ class CacheLM(HFLM):
     def _read(
         self, contexts: Sequence[Tokens], clock: Clock
     ) -> Iterator[tuple[Tokens, KVCache, Logits, dict[str, float]]]:
-        """Each context once, with its cache, the logits behind it and what reading it cost."""
+        """Each context once, with its cache, the logits after it and the cost of reading it."""
         if self.rows == self.copies == 1:
             reading = self.reader.each(contexts)
             while True:

@@ -1,9 +1,9 @@
 """`task=longbench`: LongBench and LongBench-E (arXiv 2308.14508) by their released protocol.
 
-Prompts, answer lengths and metrics are read from lm-eval's own files, and mended where those depart from the release
-(`kvq.tasks.longbench_protocol`). Greedy, middle truncation, no chat template where the benchmark has none. Each output
-is also compared with the one of the full-precision run on the same item, by ROUGE-L (NSNQuant, Table 17): fidelity
-where accuracy has run out.
+Prompts, answer lengths and metrics are read from lm-eval's own files and corrected where those differ from the release
+(`kvq.tasks.longbench_protocol`). Greedy decoding, middle truncation, no chat template where the benchmark has none.
+Each output is also compared with that of the full-precision run by ROUGE-L (NSNQuant, Table 17), which shows
+differences where both answers are wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Documen
         subset = load_subset(name)
         rows = _hub_rows(subset) if config.path is None else _local_rows(Path(config.path), subset, task)
         for index, row in enumerate(rows[: task.limit]):
-            # The benchmark's own files call `input` what its mirror on the hub, and the prompts, call `question`.
+            # `input` in the benchmark's own files is `question` in its mirror on the hub and in the prompts.
             row = {"question": row.get("input", ""), **row}
             if wrong := subset.refusal(row):
                 where = config.path or subset.hub_id
@@ -121,7 +121,7 @@ def _hub_rows(subset: Subset) -> list[dict[str, Any]]:
     try:
         with hub.asked():
             return list(load_dataset(subset.hub_id, subset.hub_config, split="test"))
-    # The hub's client raises errors of several libraries; to a user they are one: the items cannot be had from there.
+    # The hub's client raises errors of several libraries; all mean that the items cannot be downloaded.
     except Exception as error:
         raise DataError(
             f"task.subsets={subset.name}: cannot load {subset.hub_id} from the hub ({hub.reason(error)}); "
@@ -138,7 +138,7 @@ def documents(inputs: Inputs) -> list[Document]:
 
 
 def prompt_tokens(inputs: Inputs, document: Document, room: int) -> tuple[list[int], int]:
-    """The prompt's tokens, at most `room`, and how many its middle lost: the first and the last half stay."""
+    """The prompt's tokens, at most `room`, and the number removed from its middle; both ends stay, in equal parts."""
     tokenizer: Any = inputs.tokenizer
     task: LongbenchConfig = inputs.config.task
     text = document.subset.ask(document.row)
@@ -166,7 +166,7 @@ def _halves(tokens: Sequence[int], room: int) -> list[int]:
 
 
 def make_items(inputs: Inputs) -> Items[LongItem]:
-    """Prompts of equal length together, and what cannot be asked, with the reason."""
+    """Batches of prompts of equal length, and skipped items with the reason."""
     task: LongbenchConfig = inputs.config.task
     longest, skipped, items = inputs.longest_context, {}, []
     for document in documents(inputs):
@@ -241,7 +241,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     found = measure_items(items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, label, "score")
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = found.metrics | by_part(scored, "subset", "score")
-    # Each subset counts alike, whatever its number of items, as the benchmark's own average does.
+    # Subsets have equal weight whatever their number of items, as in the benchmark's own average.
     metrics["subset_mean"] = float(
         np.mean([metrics[f"score[subset={name}]"] for name in {s["subset"] for s in scored}])
     )
@@ -257,7 +257,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """What names the items: the documents, their subsets' prompts, answer lengths and metrics, the room for them."""
+    """Fingerprint of the items: documents, prompts, answer lengths and metrics of subsets, the model's context."""
     digest = hashlib.sha256(repr(inputs.longest_context).encode())  # which cuts prompts
     for document in documents(inputs):
         subset = document.subset

@@ -1,8 +1,8 @@
-"""LongBench's subsets by their released protocol: prompts, when an answer ends, what of it is scored, and how.
+"""LongBench's subsets by their released protocol: prompts, ends of answers, the scored part of an answer, metrics.
 
 Source: LongBench (arXiv 2308.14508), released `config/dataset2prompt.json`, `pred.py`, `eval.py`, `metrics.py`. Most of
-it is in lm-eval's files; where they depart from the release (a blank line, the ends of prompts, first lines, stripped
-answers, the line of code that counts), what is read from them is mended here.
+it is in lm-eval's files; this module corrects where they differ from the release (a blank line, the ends of prompts,
+first lines, stripped answers, the line of code that is scored).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvq.results.source import code_behind
 from kvq.tasks.generate import Ends, Logits, Pick, greedy
 
 NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
-"""Subsets of base-model form: a chat template is never put around them."""
+"""Subsets in the form for base models, which never get a chat template."""
 FIRST_LINE = frozenset({"trec", "triviaqa", "samsum", "lsht"})
-"""Subsets of whose answers the first line counts, once leading newlines are gone."""
+"""Subsets of whose answers only the first line is scored, after leading newlines are removed."""
 _BLANK_LINE = frozenset({"triviaqa", "samsum"})  # between the examples and the question
 _ENDINGS = {"lcc": "\n", "repobench-p": "\n", "passage_count": " ", "passage_retrieval_en": " "}
 _NUMBERED = {"passage_retrieval_en": r"Paragraph (\d+)", "passage_retrieval_zh": r"段落(\d+)"}
@@ -60,7 +60,7 @@ class Subset:
         return apply_template(self.prompt, dict(row)) + self.ending
 
     def refusal(self, row: Mapping[str, Any]) -> str | None:
-        """What about an item cannot be scored, or None; an empty context or no answers are for the caller to skip."""
+        """The reason why an item cannot be scored, or None; the caller skips an empty context or missing answers."""
         answers, classes = row.get("answers"), row.get("all_classes")
         if answers is not None and not _texts(answers):
             return f"answers is {type(answers).__name__}; a list of texts is read"
@@ -76,7 +76,7 @@ class Subset:
         return None
 
     def ends(self, tokenizer: Any, end_tokens: Sequence[int]) -> Ends:
-        """Whether an answer is over: at a token that ends answers, or where the line that counts does."""
+        """Whether an answer is over: at a token that ends answers, or at the end of the scored line."""
 
         def over(tokens: Sequence[int]) -> bool:
             if tokens[-1] in end_tokens:
@@ -86,14 +86,14 @@ class Subset:
         return over
 
     def pick(self, tokenizer: Any, end_tokens: Sequence[int]) -> Pick:
-        """Greedy; of samsum the first token neither ends the answer nor the line, as the release forbids there."""
+        """Greedy decoding; in samsum the first token may end neither the answer nor the line, as in the release."""
         if self.base != "samsum":
             return greedy
         line_ends = tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
         return _FirstNot(sorted({*end_tokens, *line_ends}))
 
     def answer(self, text: str) -> str:
-        """What of an answer's text is scored."""
+        """The scored part of an answer's text."""
         return text.lstrip("\n").split("\n")[0] if self.base in FIRST_LINE else text
 
     def score(self, row: Mapping[str, Any], text: str) -> float:
@@ -105,7 +105,7 @@ class Subset:
 
 
 class _FirstNot:
-    """Greedy, but for the first token, which is none of `banned`."""
+    """Greedy decoding whose first token is none of `banned`."""
 
     def __init__(self, banned: Sequence[int]) -> None:
         self._banned, self._first = list(banned), True
@@ -119,7 +119,7 @@ class _FirstNot:
 
 @functools.cache
 def load_subset(name: str) -> Subset:
-    """Read lm-eval's file of a subset ("qasper", "qasper_e") and mend it.
+    """Read lm-eval's file of a subset ("qasper", "qasper_e") and correct it.
 
     Raises:
         ConfigError: no such subset, or the packages of its metrics are missing.

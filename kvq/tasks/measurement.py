@@ -1,4 +1,4 @@
-"""What goes into a task and what comes out, whatever the task."""
+"""The interface of tasks: their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Measurement:
 class Task:
     """A task, as the runner calls it.
 
-    `check` reads no weights and raises `Unsupported` for a method, `ConfigError` for a length, that it cannot do;
-    `measure` keeps what it has scored in the journal, from which a killed run goes on; `fingerprint` names
-    what is scored.
+    `check` reads no weights and raises `Unsupported` for a method, `ConfigError` for a length, that the task cannot do.
+    `measure` writes what it has scored to the journal, from which a killed run resumes. `fingerprint` names the data
+    that is scored.
     """
 
     check: Callable[[Inputs, Method], None]

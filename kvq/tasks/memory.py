@@ -1,6 +1,6 @@
-"""`task=memory`: bytes of the cache by part after a prompt, from the tensors stored, or for long ones their layout.
+"""`task=memory`: bytes of the cache by part after a prompt, from stored tensors, or for long prompts from their layout.
 
-No weights are read: bytes depend on a model's shape alone. The papers' figures: nsn's 5.09x at 2,048 tokens and 3 bits,
+No weights are read: bytes depend on a model's shape alone. The papers' results: nsn's 5.09x at 2,048 tokens and 3 bits,
 OScaR's 5.3x at 128K tokens and 2 bits, both against 16 bits.
 """
 
@@ -24,11 +24,11 @@ from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.stepwise import check_codecs_alone
 
 FP16 = torch.float16
-"""What the papers compare with, and what a residual is held in here, whatever the model's dtype."""
+"""Dtype of the papers' reference and of the residual here, whatever the model's dtype."""
 
 
 def schedule(residual: ResidualSide, codec: Codec, tokens: int) -> tuple[int, int | None, bool]:
-    """Packed tokens after a prompt of `tokens`, their block (None: all are one), and whether each is on its own."""
+    """Packed tokens after a prompt of `tokens`, their block size (None: one block), and whether each is independent."""
     if residual.policy is Policy.none or not residual.size:
         whole = residual.prefill_block is PrefillBlock.whole or not residual.size
         return tokens, None if whole else residual.size, False
@@ -41,9 +41,9 @@ def schedule(residual: ResidualSide, codec: Codec, tokens: int) -> tuple[int, in
 def side_parts(
     codec: Codec | None, residual: ResidualSide, tokens: int, heads: int, head_dim: int, measured: bool
 ) -> dict[str, int]:
-    """Bytes of keys or values of one layer by part; what stays in full precision is part `residual`.
+    """Bytes of keys or values of one layer by part; full-precision tokens are part `residual`.
 
-    `measured`: random states are encoded into a store; else the layout is counted.
+    `measured`: random states are encoded and stored; else bytes follow from the layout.
     """
     if codec is None:
         return {"residual": plain_bytes(tokens, heads, head_dim, FP16)}
@@ -55,7 +55,7 @@ def side_parts(
         return layout(codec, packed, heads, head_dim, FP16, UNIT if alone else block) | rest
     states = torch.randn(1, heads, packed, head_dim, generator=torch.Generator().manual_seed(0)).to(FP16)
     store = (TokenStore if alone else BlockStore)(codec, keep_decoded=False)
-    nothing = torch.zeros(1, packed, 0)  # angles are made from positions and never stored
+    nothing = torch.zeros(1, packed, 0)  # angles follow from positions and are not stored
     store.add(states, block, Rope(nothing, nothing) if codec.uses_rope else None)
     out: dict[str, int] = {}
     for run in store.packed:
@@ -65,7 +65,7 @@ def side_parts(
 
 
 def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> list[dict[str, Any]]:
-    """One row per side: bytes of all layers by kind, and what they are in fp16."""
+    """One row per side: bytes of all layers by kind, and their bytes in fp16."""
     rows = []
     for side in ("key", "value"):
         kinds, plain = dict.fromkeys(KINDS, 0), 0
@@ -128,7 +128,7 @@ def check(inputs: Inputs, method: Method) -> None:
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """Bytes do not depend on text; what counts is the shape."""
+    """The shape: bytes do not depend on text."""
     return cache_shape(inputs.config.model).name
 
 

@@ -1,4 +1,4 @@
-"""Token-norm imbalance by modality: whether image tokens and text tokens differ in the norms that share a scale."""
+"""Token-norm imbalance by modality: do image tokens and text tokens, which share scales, differ in norm."""
 
 from __future__ import annotations
 

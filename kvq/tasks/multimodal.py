@@ -1,4 +1,4 @@
-"""`task=multimodal`: questions about images, answered through the quantized cache and scored as the benchmark does."""
+"""`task=multimodal`: questions about images, answered through the quantized cache, scored by the benchmark's rule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BESIDE = ("input_ids", "attention_mask")
 
 
 def items_of(inputs: Inputs) -> tuple[list[MediaItem], dict[str, str]]:
-    """The items of a run and those that cannot be asked, read once."""
+    """The items of a run and the skipped ones, read once."""
     task: MultimodalConfig = inputs.config.task
     name = repr((inputs.config.dataset, task.benchmark, task.limit))
 
@@ -48,9 +48,9 @@ def question_of(item: MediaItem) -> str:
 def prompt_of(
     processor: Any, item: MediaItem, device: torch.device
 ) -> tuple[Int[Tensor, "1 tokens"], dict[str, Tensor]]:
-    """Tokens of the prompt, one for each patch of the image among them, and what goes with them.
+    """Tokens of the prompt, with one for each image patch, and the processor's further inputs.
 
-    The prompt is the processor's chat template, or, where it has none, its image token above the question.
+    The prompt is the processor's chat template, or, where it has none, its image token before the question.
 
     Raises:
         DataError: an image that cannot be read.
@@ -106,7 +106,7 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
 
 
 def make_items(inputs: Inputs, processor: Any) -> Items[MediaItem]:
-    """One item at a time, and what cannot be asked, with the reason."""
+    """Batches of one item, and skipped items with the reason."""
     task: MultimodalConfig = inputs.config.task
     items, skipped = items_of(inputs)
     skipped, kept, longest = dict(skipped), [], inputs.longest_context
@@ -158,7 +158,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """What names the items: questions, answers, images, and the room for them."""
+    """Fingerprint of the items: questions, answers, images, and the model's context."""
     digest = hashlib.sha256(repr(inputs.longest_context).encode())
     items, skipped = items_of(inputs)
     for item in items:

@@ -28,16 +28,16 @@ from kvq.tasks.items import Clock, Items, Sample, Scored, by_part, measure_items
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics
 
-# Words the generator of items, so that no other use of the same seed draws the same numbers.
+# Added to the seed of the items' generator, so that no other use of the same seed draws the same numbers.
 _ITEMS_STREAM = 0x6E696168
 _RANDOM_STREAM = 0x72616E64
 RANDOM_STRINGS = 50
-"""Random strings tried for each item, for the rate at which the classifier calls them mixtures."""
+"""Random strings per item from which the rate of chance mixtures is estimated."""
 
 
 @dataclass(frozen=True)
 class TemplateNeedle(Needle):
-    """A needle with sentences of its own."""
+    """A needle with configured sentences."""
 
     needle_template: str = ""
     question_template: str = ""
@@ -55,7 +55,7 @@ class TemplateNeedle(Needle):
 
 @dataclass(frozen=True)
 class NiahItem:
-    """One prompt. `needles[0]` is asked for; `depths` are theirs."""
+    """One prompt. `needles[0]` is asked for; `depths[i]` is the depth of `needles[i]`."""
 
     name: str
     length: int
@@ -71,7 +71,7 @@ def haystack(inputs: Inputs) -> TokenData:
 
 
 def make_items(inputs: Inputs) -> list[NiahItem]:
-    """All items, in an order that keeps equal lengths together; each is drawn by its own numbers and the seed alone.
+    """All items, with equal lengths together; each depends only on its length, depth, repeat and the seed.
 
     Raises:
         DataError: no stream is as long as the longest prompt, or needles and question do not fit into the shortest.
@@ -116,7 +116,7 @@ def _needles(task: NiahConfig, rng: np.random.Generator) -> list[Needle]:
 
 
 def extract(text: str, value: str) -> str:
-    """What an answer says: of a number its first number, else its text, or the value where the text holds it."""
+    """The value in an answer: its first number for numeric values; else the value if the text has it, or the text."""
     if value.isdecimal():
         found = re.search(r"\d+", text)
         return found[0] if found else text.strip()
@@ -171,7 +171,7 @@ def _batched(items: Sequence[NiahItem], task: NiahConfig, inputs: Inputs) -> Ite
 
 
 def answer_tokens(item: NiahItem, task: NiahConfig, inputs: Inputs) -> int:
-    """New tokens for an answer: what the value takes, and two to see that it ends there."""
+    """New tokens for an answer: those of the value, and two more to see that the answer ends."""
     if task.max_new_tokens is not None:
         return task.max_new_tokens
     return len(inputs.tokenizer.encode(item.needles[0].answer, add_special_tokens=False)) + 2
@@ -235,7 +235,7 @@ def _outcomes(samples: Sequence[Sample], baseline: Baseline | None) -> dict[str,
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """What names the haystack, and the room in the model where an answer may lack it; needles follow from settings."""
+    """Fingerprint of the haystack, and the model's context where it may cut answers; needles follow from settings."""
     task: NiahConfig = inputs.config.task
     text, longest = haystack(inputs).fingerprint, inputs.longest_context
     tight = longest is not None and longest - max(task.lengths) < (task.max_new_tokens or 4 * task.digits + 8)

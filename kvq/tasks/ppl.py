@@ -1,7 +1,7 @@
 """`task=ppl`: perplexity through the quantized cache, with KL and agreement against full precision from the same pass.
 
-Protocols (windows, scoring) are those of the papers: nsn's sliding windows, NSNQuant's and KVQuant's disjoint ones; see
-docs/pitfalls.md for what each scoring may and may not claim.
+Protocols (windows, scoring) are those of the papers: nsn's sliding windows, NSNQuant's and KVQuant's disjoint ones.
+docs/pitfalls.md says what each scoring can show.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def run_ppl(
     """Score every window under `method`.
 
     Args:
-        journal: keeps each window as it is scored; those in it are not scored again (but by a run that fills).
-        reference: full-precision log-probabilities to compare with (recomputed beside where they were not kept);
-            with `fill`, this run is the full-precision one and writes them.
+        journal: stores each window as it is scored; windows in it are not scored again (unless `fill`).
+        reference: full-precision log-probabilities to compare with; where they were not kept, they are computed again
+            window by window. With `fill`, this run is the full-precision one and writes them.
         chunk: at most this many tokens per forward in `generation` scoring (tests; results do not depend on it).
 
     Raises:
@@ -112,7 +112,7 @@ def run_ppl(
     """
     at_once, continuation = task.scoring is not Scoring.generation, task.scoring is Scoring.continuation
     method = parallel_method(method) if at_once else method
-    # The last token's state is read by no scored target; it belongs to the statistics of a window quantized at once.
+    # No scored target reads the state of the last token; only a window quantized at once includes it in statistics.
     bounds = [(0, task.context)] if at_once else scoring_bounds(method, task.context - 1, chunk)
     result = PplResult([WindowScore(i) for i in range(len(windows))], {})
     label = f"{method.name} {method.bits.label if method.bits else ''}".strip()
@@ -125,7 +125,7 @@ def run_ppl(
                 continue
             tokens, scored_from = stack(windows, indices, loaded.device), windows[indices[0]].scored_from
             cache = KVCache(loaded.model, holding_method(method) if continuation else method, keep_decoded=keep_decoded)
-            # Runs only where it is read.
+            # A generator: it computes only what is read.
             full = _full_precision(loaded, method, tokens, scored_from, bounds, continuation)
             offset = 0
             for scored in _scored(loaded, cache, method, tokens, scored_from, bounds, continuation):
@@ -146,7 +146,7 @@ def run_ppl(
 
 
 def _keep(result: PplResult, indices: Sequence[int], journal: Journal) -> None:
-    """Put the scores of windows into the journal, the divergence of each token with them: its quantiles need all."""
+    """Add the scores of windows to the journal, with the KL divergence of each token, which quantiles need."""
     rows = []
     for index in indices:
         divergence = [value for part in result.kl_per_token.get(index, []) for value in part.tolist()]
@@ -213,7 +213,7 @@ def _add(
         result.scores[index].nll += float(nll[row])
     if expected is None:
         return
-    # Rounding can leave a KL of two equal distributions a hair below zero.
+    # Rounding can make the KL divergence of two equal distributions slightly negative.
     kl = torch.nn.functional.kl_div(log_probs, expected, reduction="none", log_target=True).sum(-1).clamp_min(0)
     same = (log_probs.argmax(-1) == expected.argmax(-1)).sum(-1)
     for row, index in enumerate(indices):
@@ -236,7 +236,7 @@ def check(inputs: Inputs, method: Method) -> None:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Perplexity of `inputs` under `method`; with a baseline also KL, agreement and the paired difference.
 
-    The first run of a process that needs the full-precision log-probabilities makes them; later runs read them.
+    The first run of a process that needs the full-precision log-probabilities computes them; later runs read them.
     """
     config = inputs.config
     task: PplConfig = config.task
@@ -247,7 +247,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         full = Method(name="fp16", key=None, value=None, residual=method.residual, bits=None)
         dtype = torch.float64 if config.model.dtype.value == "float64" else torch.float32
         reference = ReferenceLogProbs(windows, loaded.text_config.vocab_size, dtype)
-        if not reference.kept:  # it is run beside each method instead
+        if not reference.kept:  # full precision is computed again beside each method instead
             return reference, None
         return reference, run_ppl(loaded, full, windows, task, reference, fill=True)
 
@@ -278,7 +278,7 @@ def _differences(
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """What names the text."""
+    """Fingerprint of the text."""
     return inputs.tokens.fingerprint
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from kvq.tasks.windows import Window
 
 BUDGET_BYTES = 2 * 1024**3
-"""Largest memory map of reference log-probabilities; beyond it full precision is run again beside each method."""
+"""Largest size of the reference log-probabilities; beyond it full precision is computed again beside each method."""
 
 
 def _reserve(file: Path, size: int) -> bool:
-    """Make a file that really has `size` bytes: writing to a map of a full disk would end the process."""
+    """Allocate a file of `size` bytes on disk: writing to a sparse map on a full disk would kill the process."""
     try:
         with file.open("wb") as stream:
             if hasattr(os, "posix_fallocate"):
@@ -45,7 +45,7 @@ class ReferenceLogProbs:
         rows = self._starts[-1]
         size = rows * vocab * dtype.itemsize
         self.kept = size <= budget
-        # The map outlives its name, so nothing is left behind however the process ends.
+        # The mapping stays valid after the file is unlinked, so a killed process leaves no file.
         with tempfile.TemporaryDirectory(prefix="kvq-reference-") as folder:
             file = Path(folder) / "logprobs"
             self.kept = self.kept and _reserve(file, size)

@@ -1,7 +1,7 @@
-"""Ways in which a decoded token can get at a packed past, timed beside each other by `task=latency task.regimes=[...]`.
+"""Regimes: ways in which a decoded token reads a packed past, compared by `task=latency task.regimes=[...]`.
 
-nsn (Sato 2026) times its dequantization naively, head by head in a Python loop; a layer at once; and compiled. Two more
-are what a user of kvq can choose: to keep what was decoded, and not to decode at all.
+nsn (Sato 2026) times its dequantization in three ways: head by head in a Python loop, a layer at once, and compiled.
+kvq adds two that its users can choose: keep the decoded past, and attend to the codes without decoding.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CODECS: dict[Regime, type[PerHeadCodec | CompiledCodec]] = {
 
 
 def check_regimes(method: Method, regimes: list[Regime]) -> None:
-    """Raise `Unsupported`, in one line, for a method that is more than two codecs behind a residual."""
+    """Raise `Unsupported`, in one line, for a method with more than two codecs and a residual."""
     for name in ("backend", "plan", "eviction", "first_layers", "is_calibrated"):
         if regimes and getattr(method, name):
             raise Unsupported(
@@ -80,7 +80,7 @@ def check_regimes(method: Method, regimes: list[Regime]) -> None:
 
 
 def cache_maker(regime: Regime, model: nn.Module, method: Method) -> Callable[[], Any]:
-    """What makes an empty cache that is read in the way of `regime`."""
+    """A function that makes an empty cache of `regime`."""
     wrap = CODECS.get(regime)
     if wrap is not None:
         key, value = (None if codec is None else wrap(codec) for codec in (method.key, method.value))

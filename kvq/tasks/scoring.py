@@ -18,9 +18,9 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel
 
 FULL_PRECISION_CHUNK = 128
-"""Queries per forward of a full-precision run, which no residual cuts; the methods' usual residual size."""
+"""Queries per forward of a full-precision run, which has no residual; equal to the methods' usual residual size."""
 LOGIT_CHUNK = 128
-"""Positions whose logits exist at once under `parallel`."""
+"""Positions whose logits are in memory at once under `parallel`."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class ScoredChunk:
 
 
 def generation_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """Chunks of `length` tokens that end where a block residual is flushed, so that none moves within a chunk.
+    """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 
-    Results do not depend on the cuts: a cache fed `one_by_one` shows each query what it would see on its own, also
-    where a sliding residual moves with every token. Cuts at flushes spare it from holding tokens twice.
+    Results do not depend on the cuts: under `one_by_one` each query reads what it would alone, also where a sliding
+    residual releases a token at every step. Cuts at flushes avoid second copies of tokens.
 
     Args:
         chunk: at most this many tokens per forward (default: whole blocks; `FULL_PRECISION_CHUNK` where none cuts, and

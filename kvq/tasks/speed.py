@@ -1,7 +1,7 @@
-"""What the tasks of time share: one cell of a grid, timed in a process of its own beside its references.
+"""Shared by timed tasks: one cell of a grid, timed with its references in a process of its own.
 
-A cell holds a batch of random prompts. In every repeat the method and its references each make a new cache, read the
-prompts and decode; they take turns, so that a machine whose speed drifts slows all of them, and ratios are of pairs.
+A cell is a batch of random prompts. In every repeat the method and its references each make a new cache, read the
+prompts and decode. They alternate, so that drift of the machine's speed affects all of them; ratios are of pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_na
 from kvq.tasks.regimes import cache_maker
 
 SUBJECT = "method"
-"""The name of the run's own method among what a cell times."""
+"""Name of the run's method among the subjects of a cell."""
 
 
 def check_length(inputs: Inputs, setting: str, tokens: int, method: Method) -> None:
@@ -47,7 +47,7 @@ def check_length(inputs: Inputs, setting: str, tokens: int, method: Method) -> N
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """A time is that of a machine: its processor or GPU, and the threads it may use."""
+    """The machine, to which a time belongs: processor or GPU, and number of threads."""
     device = pick_device(inputs.config.device)
     threads = inputs.config.threads or torch.get_num_threads()
     return cpu_name() + f", {threads} threads" if device.type == "cpu" else device_name(device)
@@ -56,14 +56,14 @@ def fingerprint(inputs: Inputs) -> str:
 def cells(config: Config, grid: list[tuple[int, int]], growing: bool = False) -> list[dict[str, Any]]:
     """Rows of every cell (batch, tokens of a prompt) of a grid, each measured in a fresh process.
 
-    `growing`: every cell needs more memory than the one before, so what did not fit once is not tried again.
+    `growing`: every cell needs more memory than the one before, so a subject that did not fit is not tried again.
     """
     rows: list[dict[str, Any]] = []
     for batch, tokens in grid:
         known = frozenset(row["subject"] for row in rows if growing and not row["fits"])
         if SUBJECT in known:
             break
-        # A new process has no memory of other cells: no warm allocator, no grown peak.
+        # A new process starts with a cold allocator and without the peak memory of other cells.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             rows += pool.submit(cell, config, batch, tokens, known).result()
     return rows
@@ -72,8 +72,8 @@ def cells(config: Config, grid: list[tuple[int, int]], growing: bool = False) ->
 def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
     """One row per repeat and subject: seconds of the prefill and of decoding, bytes of the cache, peaks by phase.
 
-    A subject that a GPU has no memory for has one row, whose `fits` is false and which has no seconds; those of
-    `without` are not tried. (On a CPU the system ends a process that takes too much; nothing can be said of it.)
+    A subject that does not fit into GPU memory has one row with `fits` false and no seconds; subjects in `without` are
+    not tried. (On a CPU the system kills a process that takes too much memory, so there is no row.)
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -115,12 +115,12 @@ def _if_it_fits(loaded: LoadedModel, make: Callable[[], Any], prompt: Tensor, ne
     """As `timed`; None where the GPU has too little memory."""
     with suppress(torch.OutOfMemoryError):
         return timed(loaded, make(), prompt, new_tokens)
-    torch.cuda.empty_cache()  # behind the error, whose traceback held what was made
+    torch.cuda.empty_cache()  # after the error, whose traceback kept tensors alive
     return None
 
 
 def timed(loaded: LoadedModel, cache: Any, prompt: Tensor, new_tokens: int) -> dict[str, Any]:
-    """Read prompts and decode greedily; seconds and peak bytes of both, above what was there before."""
+    """Read prompts and decode greedily; seconds of both, and their peak bytes above the memory in use before."""
     before, peak = bytes_in_use(loaded.device), PeakMemory(loaded.device)
     start = _now(loaded)
     hidden = loaded.hidden_states(prompt, cache)
@@ -163,7 +163,7 @@ def median_of(rows: list[dict[str, Any]], subject: str, value: Callable[[dict[st
 def paired_ratios(
     rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], subject: str = SUBJECT
 ) -> dict[str, float]:
-    """Of each reference that fits the median over repeats of subject / reference."""
+    """For each reference that fits, the median over repeats of subject / reference."""
     out = {}
     timed_there = [row for row in rows if row.get("fits", True)]
     for reference in dict.fromkeys(row["subject"] for row in timed_there if row["subject"] in set(References)):

@@ -1,6 +1,6 @@
-"""What a method that is more than codecs behind a residual can be asked, and where its chunks end.
+"""Which protocols a method with more than codecs and a residual supports, and where its chunks end.
 
-Token by token (eviction), behind a prompt only, up to each flush (another library's cache), or not at all.
+Token by token (eviction), only after a prompt, up to each flush (transformers' caches), or not at all.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvq.tasks.scoring import generation_bounds
 
 
 def steps(method: Method) -> bool:
-    """Whether what a token sees depends on the forwards before it, so that each takes one of its own."""
+    """Whether what a token reads depends on the forwards before it, so that each token needs its own forward."""
     return method.eviction is not None and method.eviction.when is When.always
 
 
 def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """As `generation_bounds`; token by token, or up to each flush of another library's cache, where a method needs it.
+    """As `generation_bounds`; token by token, or up to each flush of transformers' caches, where a method needs it.
 
     Raises:
-        Unsupported: as `generation_bounds`; eviction behind a prompt, where there is none.
+        Unsupported: as `generation_bounds`; eviction after a prompt, where there is no prompt.
     """
     if method.eviction is not None and method.eviction.when is When.prompt:
         raise Unsupported(
@@ -38,7 +38,7 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> lis
 
 
 def _flushes(method: Method, length: int, chunk: int | None) -> list[tuple[int, int]]:
-    """Chunks of another library's cache: it quantizes the first token alone, then at every `size` more."""
+    """Chunks for transformers' caches: the first token is quantized alone, then every `size` tokens."""
     size = max(method.residual.key.size, 1)
     starts = [0, *range(1, length, size), length]
     cuts = {cut for start, end in itertools.pairwise(starts) for cut in range(start, end, chunk or size)}
@@ -46,7 +46,7 @@ def _flushes(method: Method, length: int, chunk: int | None) -> list[tuple[int, 
 
 
 def check_codecs_alone(method: Method, task: str) -> None:
-    """Raise `Unsupported` for a method that is more than its codecs, in a task that tries those without a cache."""
+    """Raise `Unsupported` for a method with more than codecs, in a task that applies codecs without a cache."""
     if method.plan is not None or method.eviction is not None or method.kept_keys is not None:
         raise Unsupported(f"task={task}: tries codecs alone; {method.name} also chooses tokens in a cache")
 
@@ -68,7 +68,7 @@ def check_sinks(task: Any, method: Method) -> None:
 
 
 def check_decode_mode(task: Any, method: Method) -> None:
-    """Raise `Unsupported` for a task that needs a codec, or tokens quantized at once; other methods pass."""
+    """Raise `Unsupported` for a method with a backend in a task that needs a codec or quantizes all tokens at once."""
     if method.backend is None:
         return
     if task.name in DIAGNOSTICS:

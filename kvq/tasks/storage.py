@@ -1,4 +1,4 @@
-"""What a cache holds, as metrics."""
+"""The storage of a cache as metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STORED = (
 
 
 def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
-    """Measured bits, and bytes of one of its sequences, of a cache as it stands."""
+    """Measured bits of a cache in its present state, and bytes of one of its sequences."""
     return {
         "bits_per_element": cache.bits_per_element,
         "key_bits": cache.side_bits("key"),

@@ -1,6 +1,6 @@
-"""`task=synthetic`: a method's error on made-up keys, over how low sinks are and how far outlier channels stand out.
+"""`task=synthetic`: a method's error on synthetic keys, by the norm of sinks and the magnitude of outlier channels.
 
-OScaR (arXiv 2605.19660), section 4: scaling without rotation is said to make outliers, both together to help.
+OScaR (arXiv 2605.19660), section 4, claims that scaling without rotation creates outliers and that both together help.
 No model is read.
 """
 
@@ -23,10 +23,10 @@ from kvq.tasks.stepwise import check_codecs_alone
 
 
 def cell(codec: Codec, task: SyntheticConfig, block: int | None, lowness: float, outliers: float) -> dict[str, float]:
-    """Relative squared errors of all tokens, sinks, others, and the sinks' neighbours; each the mean over tokens.
+    """Relative squared errors of all tokens, sinks, others, and the sinks' neighbours, each a mean over tokens.
 
-    `apart`: against the token less what all others share on average, instead of the token itself. Neighbours: the
-    others among the first 32 tokens, OScaR's and KIVI's group.
+    `apart`: relative to the token minus the mean of all others, instead of the token itself. Neighbours: the other
+    tokens among the first 32, which is OScaR's and KIVI's group.
     """
     x = imbalanced(
         task.tokens,
@@ -42,7 +42,7 @@ def cell(codec: Codec, task: SyntheticConfig, block: int | None, lowness: float,
     )
     rope = rope_table(task.tokens, task.head_dim) if codec.uses_rope else None
     x_hat = reconstruct(codec, x, block, rope)
-    # What all keys share moves every logit alike and softmax drops it, so errors are held against what sets keys apart.
+    # The mean of all keys adds the same to every logit, which softmax cancels, so errors are relative to the deviation.
     common = x[:, :, task.sinks :].mean(2, keepdim=True)
     error, power, apart = (part.double().square().sum(-1)[0] for part in (x_hat - x, x, x - common))
     first = slice(task.sinks, min(TOKENS_PER_GROUP, task.tokens))
@@ -50,14 +50,14 @@ def cell(codec: Codec, task: SyntheticConfig, block: int | None, lowness: float,
     out = {"error": float((error / power).mean()), "apart_error": float((error / apart).mean())}
     for name, part in parts.items():
         if x[:, :, part].numel():
-            # Each token by its own norm: a sink's whole vector may be lost and hardly show in a sum over tokens.
+            # Normalized per token: in a sum over tokens, the total loss of a low-norm sink would hardly be visible.
             out[f"{name}_error"] = float((error / power)[:, part].mean())
             out[f"{name}_apart_error"] = float((error / apart)[:, part].mean())
     return out
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """Errors of the method's keys over the plane; full precision has none."""
+    """Errors of the method's keys on the grid of settings; full precision has none."""
     task: SyntheticConfig = inputs.config.task
     rows: list[dict[str, Any]] = []
     if method.key is not None:

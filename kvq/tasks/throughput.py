@@ -1,4 +1,4 @@
-"""`task=throughput`: tokens per second of requests of a fixed length, so many at a time, beside references."""
+"""`task=throughput`: tokens per second for batches of requests of a fixed length, with references."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def metrics_of(rows: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
 
     `tokens_per_second` is over prefill and decoding, `decode_tokens_per_second` over decoding alone. `largest_batch` is
     the largest of `task.batches` that fits. `over_<reference>_largest` and `largest_batch_over_<reference>` compare
-    each at its own largest batch; they are there where a larger one did not fit the reference, which makes them true.
+    each at its own largest batch; they exist only where a larger batch did not fit the reference, else its largest
+    batch would not be known.
 
     Raises:
         Unsupported: nothing fits.

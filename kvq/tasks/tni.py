@@ -1,4 +1,4 @@
-"""`task=tni`: token-norm imbalance in queries, keys and values, and what it costs a method whose tokens share scales.
+"""`task=tni`: token-norm imbalance of queries, keys and values, and the error it causes where tokens share scales.
 
 Published claims under test: OScaR (arXiv 2605.19660), sections 3 and 4; nsn's value dispersion in layer 0.
 """
@@ -64,7 +64,7 @@ class Norms:
         self._received[layer.index].append(received.cpu())
 
     def sinks(self, layer: int, side: str) -> list[dict[str, Any]]:
-        """Low-norm positions over windows, with the attention they get."""
+        """Low-norm positions over windows, with the attention they receive."""
         found = find_sinks(torch.stack(self.relative[layer, side]), self.task.sink_below)
         received = torch.stack(self._received[layer]).mean(0)
         return [{**vars(sink), "attention": float(received[sink.position])} for sink in found]
@@ -115,7 +115,7 @@ class Groups:
         for name, y in outputs:
             ranges = group_ranges(y, group)
             size = y.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-            # Per head: the range as it is, and in units of the stage's own root mean square.
+            # Per head: the range, and the range in units of the stage's root mean square.
             self._ranges[(*at, name)].append(torch.stack([ranges.mean((0, 2, 3)), ranges.mean((0, 2, 3)) / size]).cpu())
         x_hat = reconstruct(codec, x, block, layer.rope)
         count = outputs[-1][1].shape[2] // group
@@ -171,7 +171,7 @@ class Groups:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Norms over the first windows; for a method also ranges, bounds and the sinks' share of the error.
 
-    Where no sink is found, the lowest position stands in its place (its rows say which).
+    Where no sink is found, the position of lowest norm is used instead (its rows say so).
     """
     task: TniConfig = inputs.config.task
     windows = windows_of(inputs)
