@@ -74,7 +74,7 @@ def method_for(config: Config, inputs: Inputs) -> Method:
     for head_dim in inputs.head_dims:  # a layer may have one of its own
         method = method_of(config, head_dim)
     check_decode_mode(config.task, method)
-    task_of(config.task.name).check(inputs, method)
+    task_of(config.task).check(inputs, method)
     calibrated_run.check(inputs, method)
     return method
 
@@ -86,7 +86,7 @@ def key_of(config: Config, inputs: Inputs) -> str:
 
 def _canonical(config: Config, inputs: Inputs) -> dict[str, Any]:
     weights = inputs.model_fingerprint  # asked for first: without it nothing else has to be read
-    text = task_of(config.task.name).fingerprint(inputs)
+    text = task_of(config.task).fingerprint(inputs)
     return canonical(config, weights, text, calibrated_run.fingerprint_of(inputs))
 
 
@@ -144,10 +144,10 @@ def _baseline(config: Config, store: Store) -> Baseline:
 def _measure(
     config: Config, inputs: Inputs, key: str, store: Store, method: Method | Unsupported, baseline: Baseline | None
 ) -> Record:
-    task = task_of(config.task.name)
+    task = task_of(config.task)
     data, journal = task.fingerprint(inputs), Journal()
     started, result, settings = utc_now(), Measurement(), _canonical(config, inputs)
-    versions = versions_of(settings)
+    versions = versions_of(settings, type(config.task))
     clock: dict[str, float] = {}
     status: Status = "done"
     reason, memory = None, PeakMemory("cpu")

@@ -18,7 +18,7 @@ from kvq.methods.build import Method
 from kvq.methods.kept import bind_kept_keys
 from kvq.models.inputs import Inputs
 from kvq.results.source import code_hash
-from kvq.results.versions import versions_of
+from kvq.results.versions import versions_of_parts
 from kvq.tasks.measurement import Measurement
 
 UNITS = {
@@ -83,7 +83,9 @@ def file_of(inputs: Inputs) -> Path:
     whole = canonical(inputs.config, inputs.model_fingerprint, "", None if text is None else text.fingerprint)
     method = {name: item for name, item in whole["method"].items() if name not in ("sink_tokens", "kept_keys")}
     # What keeps tokens apart in a cache decides no tables, so the same codecs share theirs.
-    outside = {name: version for name, version in versions_of(whole).items() if isinstance(version, str)}
+    outside = {
+        name: version for name, version in versions_of_parts(whole["method"]).items() if isinstance(version, str)
+    }
     decides = {"model": whole["model"], "method": method, "code": _fitting_code(), "outside": outside}
     return files.path_of(Path(inputs.config.results_dir), files.name_of(decides))
 

@@ -12,6 +12,7 @@ from kvq.config.run import (
     ModelConfig,
     OutliersConfig,
 )
+from kvq.config.task import TaskConfig
 from kvq.config.tasks import BootstrapConfig, PplConfig, Scoring, Windows
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "OutliersConfig",
     "PplConfig",
     "Scoring",
+    "TaskConfig",
     "Windows",
     "compose",
     "conf_dir",

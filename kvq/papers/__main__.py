@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from kvq.config import outside
 from kvq.errors import KvqError
 from kvq.papers.expected import experiment_of, names
 from kvq.report.figures.drawing import cores, seldom_collected
@@ -37,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=1 if arguments else cores(),
         help="processes that compose (default: one for each core)",
     )
+    parser.add_argument(
+        "--config-dir", type=Path, help="a further folder of configurations, with experiments of your own"
+    )
     given = parser.parse_args(arguments)
+    outside.use(given.config_dir)
     try:
         records = read_records(Store(given.results))[0]
         present = {(record.model, record.method) for record in records}
@@ -57,10 +62,18 @@ def _experiments(present: set[tuple[str, str]], jobs: int) -> list[Experiment]:
     if jobs <= 1:
         found = [make(name) for name in names()]
     else:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), seldom_collected) as pool:
+        with ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn"), _ready, (outside.folder_of(None),)
+        ) as pool:
             # Some at a time: tables of one paper share runs, which a process composes once.
             found = list(pool.map(make, names(), chunksize=_AT_A_TIME))
     return [experiment for experiment in found if experiment is not None]
+
+
+def _ready(folder: Path | None) -> None:
+    """Prepare a process that composes."""
+    seldom_collected()
+    outside.use(folder)
 
 
 if __name__ == "__main__":

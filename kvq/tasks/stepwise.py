@@ -9,7 +9,7 @@ import itertools
 from typing import Any
 
 from kvq.config import Scoring
-from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
+from kvq.config.diagnostics import DiagnosticConfig
 from kvq.errors import Unsupported
 from kvq.methods.build import Method
 from kvq.methods.eviction import When
@@ -65,7 +65,7 @@ def check_decode_mode(task: Any, method: Method) -> None:
     """Raise `Unsupported` for a task that needs a codec, or tokens quantized at once; other methods pass."""
     if method.backend is None:
         return
-    if task.name in DIAGNOSTICS:
+    if isinstance(task, DiagnosticConfig):
         raise Unsupported(f"task={task.name}: method={method.name} has no codec of kvq's to look into")
     scoring = getattr(task, "scoring", Scoring.generation)
     if scoring is not Scoring.generation:
