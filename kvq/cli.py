@@ -102,18 +102,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = _flags(given)
     except KvqError as error:
         return _complain(str(error), error, BAD_INPUT)
-    outside.use(flags.config_dir)
-    if flags.help:
-        print(help_text())
-        return OK
+    with outside.using(flags.config_dir):
+        if flags.help:
+            print(help_text())
+            return OK
+        return _run(given, flags.overrides)
+
+
+def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
+    """Run the jobs of a command line, show what came of them and return the exit code."""
     try:
-        outside.admit(outside.folder_of(None))
+        outside.admit(outside.folder_of())
         with _hydra_environment(given):
             hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=CONFIG_NAME)(_job)()
     except KeyboardInterrupt as error:
         return _complain("interrupted; what is done is kept, repeat the command to go on", error, INTERRUPTED)
     except COMPOSE_ERRORS as error:
-        return _complain(explain(error, flags.overrides), error, BAD_INPUT)
+        return _complain(explain(error, overrides), error, BAD_INPUT)
     except RecursionError as error:
         return _complain("the configuration's defaults name each other in a circle", error, BAD_INPUT)
     except Exception as error:
@@ -159,7 +164,7 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
     Workers of a launcher find the modules of `--config-dir` by `PYTHONPATH`.
     """
     changed = {"HYDRA_FULL_ERROR": "1"}
-    if (own := outside.folder_of(None)) is not None:
+    if (own := outside.folder_of()) is not None:
         changed["PYTHONPATH"] = outside.import_path(own)
     with tempfile.TemporaryDirectory(prefix="kvq-") as scratch:
         changed[_SCRATCH] = scratch

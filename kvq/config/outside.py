@@ -13,6 +13,8 @@ import importlib.metadata
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,11 +35,22 @@ _used: list[Path] = []
 
 
 def use(folder: str | Path | None) -> None:
-    """Compose from this folder too, for the rest of the process (None: from `conf/` alone)."""
+    """Compose from this folder too, where none is given, for the rest of the process (None: from `conf/` alone)."""
     _used[:] = [] if folder is None else [Path(folder).resolve()]
 
 
-def folder_of(given: str | Path | None) -> Path | None:
+@contextmanager
+def using(folder: str | Path | None) -> Iterator[None]:
+    """Compose from this folder too, as `use` does, and from those before afterwards."""
+    before = list(_used)
+    use(folder)
+    try:
+        yield
+    finally:
+        _used[:] = before
+
+
+def folder_of(given: str | Path | None = None) -> Path | None:
     """The further folder of configurations: the one given, or the one in use."""
     return Path(given).resolve() if given is not None else next(iter(_used), None)
 

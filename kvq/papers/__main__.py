@@ -42,12 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--config-dir", type=Path, help="a further folder of configurations, with experiments of your own"
     )
     given = parser.parse_args(arguments)
-    outside.use(given.config_dir)
+    with outside.using(given.config_dir):
+        return _write(given.results, given.out or given.results / "tables" / "experiments", given.jobs)
+
+
+def _write(results: Path, out: Path, jobs: int) -> int:
     try:
-        records = read_records(Store(given.results))[0]
+        records = read_records(Store(results))[0]
         present = {(record.model, record.method) for record in records}
-        found = _experiments(present, given.jobs)
-        out = given.out or given.results / "tables" / "experiments"
+        found = _experiments(present, jobs)
         paths = write_experiments(found, by_signature(records), read_reference(), out)
     except KvqError as error:
         print(error, file=sys.stderr)
@@ -62,9 +65,7 @@ def _experiments(present: set[tuple[str, str]], jobs: int) -> list[Experiment]:
     if jobs <= 1:
         found = [make(name) for name in names()]
     else:
-        with ProcessPoolExecutor(
-            jobs, multiprocessing.get_context("spawn"), _ready, (outside.folder_of(None),)
-        ) as pool:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _ready, (outside.folder_of(),)) as pool:
             # Some at a time: tables of one paper share runs, which a process composes once.
             found = list(pool.map(make, names(), chunksize=_AT_A_TIME))
     return [experiment for experiment in found if experiment is not None]

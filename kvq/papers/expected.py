@@ -74,7 +74,7 @@ def experiment_of(name: str, present: Present = ()) -> Experiment | None:
 
 
 def _choices() -> dict[str, dict[str, str]]:
-    return _choices_with(outside.folder_of(None))
+    return _choices_with(outside.folder_of())
 
 
 _choices_with = functools.cache(choices)

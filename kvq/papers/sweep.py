@@ -54,7 +54,7 @@ def is_embedded(model: str) -> bool:
 
 def written(group: str, choice: str, setting: str) -> str | None:
     """A setting of a choice as its file has it, such as the name that records give it; None: composing decides it."""
-    own = outside.folder_of(None)
+    own = outside.folder_of()
     files = (folder / group / f"{choice}.yaml" for folder in ([own] if own else []) + [conf_dir()])
     found = next((_read(path) for path in files if path.is_file()), {}).get(setting)
     return None if found is None or "${" in found else str(found)
