@@ -132,7 +132,7 @@ def test_an_experiment(mine: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert all(f"{value:.3f}" in shown for value in cells.values())
     # Of kvq's own experiments one is enough here.
     own = papers.names
-    monkeypatch.setattr(papers, "names", lambda: [name for name in own() if name in ("mine/agreement", "nsn/table1")])
+    monkeypatch.setattr(papers, "names", lambda: [name for name in own() if name in ("mine/agreement", "nsn/main")])
     ((_, words),) = [found for found in COMMAND.findall(section("An experiment")) if found[0] == "-m kvq.papers"]
     assert papers.main(shlex.split(words)) == 0
     written = Path("results/tables/experiments/mine-agreement.md").read_text(encoding="utf-8")
