@@ -80,7 +80,7 @@ def test_settings_are_checked_as_those_of_kvqs_own_tasks(tmp_path: Path) -> None
     assert (type(task).__name__, task.upto, task.name) == ("CountConfig", 9, "counting")
     assert task_of(task).settings is type(task)
     assert said(["task=counting", "task.upto=many"], own) == (
-        "task.upto: Value 'many' of type 'str' could not be converted to Integer"
+        "task.upto=many: Value 'many' of type 'str' could not be converted to Integer"
     )
     assert said(["task=counting", "task.upo=3"], own) == (
         "task.upo: unknown setting; task has name, upto. Did you mean 'upto'?"
