@@ -1,7 +1,7 @@
 # `make` lists the targets. All of them work in .venv, which `setup` makes.
 PYTHON ?= python3
 PIP_ARGS ?=
-TEST_ARGS ?= -n 2
+TEST_ARGS ?= -n 2 --dist worksteal
 WANDB ?=
 SWEEP ?= model=tiny,tiny_outliers method=nsn,oscar,kivi bits=2,3,4
 BIN := .venv/bin
@@ -40,21 +40,23 @@ report: figures ## write results/report.html: tables, an interactive plot, figur
 screenshot: setup ## take docs/report.png of the report of the committed records; needs chromium and chromedriver
 	$(BIN)/python experiments/screenshot.py
 
-docs: setup ## fill the numbers of README.md and docs/findings.md from the tables and records; fails where a finding no longer holds
+docs: setup ## fill the numbers of README.md and docs/findings.md from the records (fails where a finding no longer holds); build site/
 	$(BIN)/python experiments/readme.py
 	$(BIN)/python experiments/findings.py
+	$(BIN)/python experiments/citations.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project mine --workspace"); what is there stays
 	$(BIN)/python -m kvq.report.wandb $(WANDB)
 
-test: setup ## set up and run all tests (TEST_ARGS="-n 2": in two processes)
+test: setup ## set up and run the quick half of the tests: six minutes on two idle cores (TEST_ARGS="-n 2": in two processes)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
-test-all: setup ## run all tests, and random settings, records and files too (KVQ_FUZZ=1000: how many)
-	$(BIN)/python -m pytest $(TEST_ARGS) -m "fuzz or not fuzz"
+test-all: setup ## run every test, with all examples of each property and with types checked at each call (KVQ_FUZZ=1000: random runs)
+	KVQ_ALL=1 KVQ_TYPES=1 $(BIN)/python -m pytest $(TEST_ARGS) -m ""
 
 test-fast: setup ## run the tests that take seconds
-	$(BIN)/python -m pytest $(TEST_ARGS) -m "not slow and not bench and not fuzz"
+	$(BIN)/python -m pytest $(TEST_ARGS) -m "not slow and not bench and not fuzz and not long"
 
 lint: setup ## check style and types
 	$(BIN)/ruff check .
@@ -71,5 +73,5 @@ bench: setup ## measure time and memory of codecs and scoring on this machine
 	$(BIN)/python experiments/bench.py
 
 clean: ## remove caches and build products; results and .venv stay
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kvq tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +

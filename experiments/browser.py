@@ -20,7 +20,7 @@ def missing() -> str | None:
     try:
         import selenium  # noqa: F401
     except ImportError:
-        return "needs selenium (pip install 'kvq[test]')"
+        return "needs selenium (pip install -e '.[test]')"
     return None
 
 

@@ -184,10 +184,10 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
 
 
 def _measuring() -> tuple[ModuleType, ModuleType]:
-    # torch and transformers take seconds to import: a mistyped name is answered before.
-    from kvq import runner, sweep
+    # What reads records takes a second to import, and torch several: a mistyped name is answered before.
+    from kvq import lookup, sweep
 
-    return runner, sweep
+    return lookup, sweep
 
 
 def _job(cfg: DictConfig) -> None:

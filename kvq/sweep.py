@@ -10,11 +10,9 @@ from tqdm import tqdm
 from kvq.config import Config, full_precision
 from kvq.config.identity import by_names
 from kvq.errors import DataError, Unsupported
-from kvq.models.inputs import Inputs
 from kvq.report import print_tables
 from kvq.report.wandb import track
 from kvq.results import Record, Store
-from kvq.runner import key_of, method_for, state_of, to_be_calibrated
 
 
 class Sweep:
@@ -54,6 +52,10 @@ class SweepPlan:
         self._say(config)
 
     def _say(self, config: Config) -> None:
+        # torch and transformers take seconds to import, and a sweep that is done shows its table without them.
+        from kvq.models.inputs import Inputs
+        from kvq.runner import key_of, method_for, state_of, to_be_calibrated
+
         inputs = Inputs(config)
         try:
             key = key_of(config, inputs)

@@ -1,4 +1,8 @@
-"""Every test runs with shapes and types of kvq checked at each call."""
+"""Settings of all tests.
+
+`KVQ_TYPES=1` checks shapes and types of kvq at each call, which makes codecs three times slower: `tests/test_types.py`
+runs a part of the tests so, and `make test-all` all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,17 @@ import hypothesis
 import pytest
 from jaxtyping import install_import_hook
 
-# Before anything imports kvq, and for the whole session.
-_HOOK = install_import_hook("kvq", "beartype.beartype")
+if os.environ.get("KVQ_TYPES") == "1":  # before anything imports kvq, and for the whole session
+    _HOOK = install_import_hook("kvq", "beartype.beartype")
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The one test that takes a minute begins first, so that no process waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_types.py")
 
 
 @pytest.fixture(scope="session", autouse=True)

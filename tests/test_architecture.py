@@ -35,8 +35,9 @@ ALLOWED = {
     "report": {"config", "results"},
     "papers": {"config", "report", "results"},
     "runner": RUNS,
+    "lookup": {"config", "data", "models", "results", "runner"},
     "sweep": RUNS | {"report", "runner"},
-    "cli": {"config", "papers", "runner", "sweep", "__version__"},
+    "cli": {"config", "lookup", "papers", "sweep", "__version__"},
     "__init__": {"cache", "calibration", "methods"},
 }
 

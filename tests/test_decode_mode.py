@@ -16,7 +16,7 @@ from kvq.results import Store
 from tests.sweeps import records, small_run
 
 BACKENDS = [
-    pytest.param(name, marks=pytest.mark.skipif(not installed(name), reason=f"needs kvq[{name}]")) for name in BITS
+    pytest.param(name, marks=pytest.mark.skipif(not installed(name), reason=f"extra [{name}]")) for name in BITS
 ]
 
 

@@ -65,7 +65,8 @@ def start(target: Callable[..., None], *arguments: object) -> multiprocessing.pr
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_and_one_clean_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.long)])
+def test_many_kills_and_one_clean_run(tmp_path: Path, kills: int) -> None:
     given = [*small_run(tmp_path), "task.max_windows=4"]
     whole, results = tmp_path / "whole", tmp_path / "killed"
     for _ in range(2):  # the second time says how long a sweep takes once everything is imported
@@ -75,7 +76,7 @@ def test_a_hundred_kills_and_one_clean_run(tmp_path: Path) -> None:
         assert clean.exitcode == 0
         took = time.monotonic() - began
     moments = random.Random(7)
-    for _ in range(100):
+    for _ in range(kills):
         process = start(_again_and_again, [*given, *SWEEP, f"results_dir={results}", "force=true"])
         time.sleep(moments.uniform(0.1, 1.2) * took)
         assert process.pid is not None

@@ -47,7 +47,7 @@ def widths(name):
 @pytest.mark.parametrize("name", CLOSED)
 def test_formulas_are_what_is_measured(name, shape):
     if name in BITS and not installed(name):
-        pytest.skip(f"needs kvq[{name}]")
+        pytest.skip(f"needs the extra [{name}]")
     heads, block, blocks, dim = shape
     x = torch.randn(1, heads, block * blocks, dim, generator=torch.Generator().manual_seed(0))
     for bits in widths(name):

@@ -13,7 +13,7 @@ from tests.methods_page import METHODS, PAGE, PRESETS, ROWS, config
 def built(name):
     """The method at 2 bits."""
     if name in BITS and not installed(name):
-        pytest.skip(f"needs kvq[{name}]")
+        pytest.skip(f"needs the extra [{name}]")
     return build_method(name, bits=2)
 
 

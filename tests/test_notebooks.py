@@ -50,10 +50,14 @@ def test_stripping_takes_what_running_leaves() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of Jupyter's own
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.long] * (path.stem != "quickstart")) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (pip install 'kvq[notebooks]')")
-    pytest.importorskip("ipykernel", reason="needs ipykernel (pip install 'kvq[notebooks]')")
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (pip install -e '.[notebooks]')")
+    pytest.importorskip("ipykernel", reason="needs ipykernel (pip install -e '.[notebooks]')")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

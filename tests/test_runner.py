@@ -251,7 +251,7 @@ def start(overrides: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "run.py", "-m", *overrides], cwd=ROOT, env=environment)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_sweep_goes_on_and_two_processes_share_one(given: list[str], tmp_path: Path, model: Path) -> None:
     sweep = ["method=nsn,oscar,kivi", "bits=2,3"]
     others = [word for word in given if not word.startswith("results_dir")]

@@ -17,16 +17,10 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import Method
 from kvq.methods.kept import bind_kept_keys
 from kvq.models.inputs import Inputs
+from kvq.results.metrics import units_of
 from kvq.results.source import code_hash
 from kvq.results.versions import versions_of_parts
 from kvq.tasks.measurement import Measurement
-
-UNITS = {
-    "calibration_bytes": "bytes",
-    "calibration_bits": "bits",
-    "calibration_seconds": "s",
-    "calibration_peak_bytes": "bytes",
-}
 
 
 def text_of(inputs: Inputs) -> CalibrationText | None:
@@ -121,4 +115,4 @@ def with_metrics(result: Measurement, calibration: Calibration | None) -> Measur
     if measured.get("total_bytes") and measured.get("effective_bits"):
         found["calibration_bits"] = calibration.nbytes * measured["effective_bits"] / measured["total_bytes"]
     extra = {name: float(value) for name, value in found.items() if value is not None}
-    return replace(result, metrics=measured | extra, units=result.units | {name: UNITS[name] for name in extra})
+    return replace(result, metrics=measured | extra, units=result.units | units_of(extra))

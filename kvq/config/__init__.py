@@ -1,6 +1,7 @@
 """Every setting of a run: its schema and ranges, how it is composed and resolved, and what of it names the run."""
 
-from kvq.config.composing import CONFIG_NAME, VERSION_BASE, compose, conf_dir, full_precision, resolve
+from kvq.config.composing import compose, conf_dir, full_precision, resolve
+from kvq.config.merging import CONFIG_NAME, VERSION_BASE
 from kvq.config.run import (
     DEVICE_MAPS,
     Attention,

@@ -83,4 +83,4 @@ def check_backend(method: str, backend: BackendConfig, bits: Bits, residual: Res
             "for keys and values"
         )
     if not installed(backend.name):
-        raise Unsupported(f"method={method}: needs a package that is not installed; pip install 'kvq[{backend.name}]'")
+        raise Unsupported(f"method={method}: needs a package that is not installed; pip install -e '.[{backend.name}]'")

@@ -7,23 +7,18 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import outside
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.logger import LOGGERS
+from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged
 from kvq.config.run import Config
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError, did_you_mean
-
-VERSION_BASE = "1.3"
-CONFIG_NAME = "config"
 
 
 def register() -> None:
@@ -69,14 +64,8 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> D
     """
     folder = outside.folder_of(config_dir)
     outside.admit(folder)
-    running = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    search = [] if folder is None else [f"hydra.searchpath=['file://{folder}']"]
-    try:
-        with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-            return hydra_compose(CONFIG_NAME, overrides=[*overrides, *search])
-    finally:
-        GlobalHydra.instance().hydra = running
+    files = Files.of(conf_dir(), folder)
+    return (merged(files, overrides) or by_hydra(files, overrides)).config
 
 
 def resolve(cfg: DictConfig) -> Config:
@@ -88,9 +77,7 @@ def resolve(cfg: DictConfig) -> Config:
     _check_keys(cfg)
     _bits_of(cfg)
     try:
-        cfg = cfg.copy()
-        OmegaConf.resolve(cfg)
-        config = OmegaConf.to_object(cfg)
+        config = OmegaConf.to_object(cfg)  # interpolations are resolved on the way
     except OmegaConfBaseException as error:
         raise _one_line(error) from error
     if not isinstance(config, Config):

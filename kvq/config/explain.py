@@ -99,7 +99,7 @@ def _unknown_choice(config: str, config_dir: str | Path | None) -> str | None:
 
 def _unknown_launcher(name: str, installed: Sequence[str]) -> str:
     if name in LAUNCHERS:
-        return f"hydra/launcher={name}: not installed; pip install 'kvq[{LAUNCHERS[name]}]'"
+        return f"hydra/launcher={name}: not installed; pip install -e '.[{LAUNCHERS[name]}]'"
     known = sorted({*installed, *LAUNCHERS})
     return f"hydra/launcher={name}: unknown launcher; one of {', '.join(known)}.{did_you_mean(name, known)}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvq.data.embedded import load_corpus
+from kvq.data.joined import joined_text, text_fingerprint
 from kvq.data.rows import read_rows
 from kvq.errors import DataError
 
@@ -60,17 +59,9 @@ def load_tokens(config: DatasetConfig, tokenizer: Any, context: int) -> TokenDat
     loader = str(config.loader)
     if config.max_tokens is not None and config.max_tokens < context:
         raise DataError(f"dataset.max_tokens={config.max_tokens} is less than one window, task.context={context}")
-    if loader == "embedded":
-        corpus = load_corpus(config.name, config.split or "test")
-        return _one_stream(config, tokenizer, context, _by_hash(corpus.documents))
     if loader == "documents":
         return _documents(config, tokenizer, context, read_rows(config))
-    return _one_stream(config, tokenizer, context, read_rows(config))
-
-
-def _by_hash(documents: tuple[str, ...]) -> tuple[str, ...]:
-    """Documents in an order that mixes their packages, so that a stream cut short is a sample of them all."""
-    return tuple(sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest()))
+    return _one_stream(config, tokenizer, context)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -79,8 +70,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _one_stream(config: DatasetConfig, tokenizer: Any, context: int, rows: tuple[str, ...]) -> TokenData:
-    text = config.separator.join(rows)
+def _one_stream(config: DatasetConfig, tokenizer: Any, context: int) -> TokenData:
+    text = joined_text(config)
     if not text.strip():
         raise DataError(f"dataset={config.name}: the text is empty")
     ids = encode(tokenizer, text)
@@ -90,7 +81,7 @@ def _one_stream(config: DatasetConfig, tokenizer: Any, context: int, rows: tuple
     if config.max_tokens is not None and len(ids) > config.max_tokens:
         ids = ids[: config.max_tokens]
         text_bytes = _decoded_bytes(tokenizer, ids)
-    return TokenData(config.name, [torch.tensor(ids)], _fingerprint([text]), text_bytes)
+    return TokenData(config.name, [torch.tensor(ids)], text_fingerprint([text]), text_bytes)
 
 
 def _documents(config: DatasetConfig, tokenizer: Any, context: int, rows: tuple[str, ...]) -> TokenData:
@@ -112,7 +103,7 @@ def _documents(config: DatasetConfig, tokenizer: Any, context: int, rows: tuple[
     text_bytes = sum(_decoded_bytes(tokenizer, stream.tolist()) for stream in streams)
     # Of the crops: what else the file holds decides where they lie.
     crops = [" ".join(map(str, stream.tolist())) for stream in streams]
-    return TokenData(config.name, streams, _fingerprint(crops), text_bytes)
+    return TokenData(config.name, streams, text_fingerprint(crops), text_bytes)
 
 
 def _crops(rows: tuple[str, ...], tokenizer: Any, context: int, seed: int) -> Iterator[Int[Tensor, " tokens"]]:
@@ -131,10 +122,3 @@ def _crops(rows: tuple[str, ...], tokenizer: Any, context: int, seed: int) -> It
 
 def _decoded_bytes(tokenizer: Any, ids: list[int]) -> int:
     return len(tokenizer.decode(ids, skip_special_tokens=True).encode())
-
-
-def _fingerprint(texts: list[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()

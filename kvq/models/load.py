@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 from collections.abc import Iterator
@@ -18,16 +17,14 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from kvq.data import hub
-from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean
+from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.models.folder import folder_fingerprint, model_folder
 from kvq.models.head_dims import head_dims_of
 from kvq.models.outliers import implant_outliers
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
 
-EMBEDDED = "embedded:"
-# Weights, configuration and tokenizer, in every format that transformers loads.
-_MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt"}
 # Causal masks and rotary frequencies: buffers of old checkpoints, which follow from the configuration.
 _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _SHOWN_WEIGHTS = 4
@@ -71,33 +68,10 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def model_folder(path: str) -> str:
-    """A folder or hub id for `model.path`; `embedded:tiny` is the folder shipped with the package.
-
-    Raises:
-        ConfigError: no such embedded model.
-    """
-    if not path.startswith(EMBEDDED):
-        return path
-    name = path.removeprefix(EMBEDDED)
-    folder = Path(__file__).parent / name
-    if not (folder / "config.json").is_file():
-        names = sorted(p.parent.name for p in Path(__file__).parent.glob("*/config.json"))
-        hint = did_you_mean(name, names)
-        raise ConfigError(f"model.path={path}: no such embedded model; there are: {', '.join(names) or 'none'}.{hint}")
-    return str(folder)
-
-
 def model_fingerprint(config: ModelConfig) -> str:
     """What names the weights in a run's key: a hash of a local folder's files, or a hub id at its commit."""
-    folder = Path(model_folder(config.path))
-    if not folder.is_dir():
-        return f"{config.path}@{_commit(config.path, config.revision, config.trust_remote_code)}"
-    digest = hashlib.sha256()
-    kinds = _MODEL_FILES | ({".py"} if config.trust_remote_code else set())
-    for file in sorted(file for file in folder.iterdir() if file.suffix in kinds and file.name != "card.json"):
-        digest.update(file.name.encode() + b"\0" + _file_hash(file, file.stat().st_mtime_ns, file.stat().st_size))
-    return digest.hexdigest()
+    local = folder_fingerprint(config)
+    return local or f"{config.path}@{_commit(config.path, config.revision, config.trust_remote_code)}"
 
 
 @lru_cache(maxsize=64)
@@ -108,12 +82,6 @@ def _commit(path: str, revision: str | None, trusted: bool) -> str:
     config = ModelConfig(path=path, revision=revision, trust_remote_code=trusted)
     found = getattr(text_config_of(config), "_commit_hash", None)
     return found or revision or "main"
-
-
-@lru_cache(maxsize=64)
-def _file_hash(file: Path, modified: int, size: int) -> bytes:  # a changed file is hashed again
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from kvq.config import outside
 from kvq.errors import KvqError
 from kvq.papers.expected import experiment_of, names
-from kvq.report.figures.drawing import cores, seldom_collected
+from kvq.report.figures.drawing import seldom_collected
 from kvq.report.judged import read_records
 from kvq.report.tables.experiment_files import write_experiments
 from kvq.report.tables.experiments import Experiment, by_signature
 from kvq.report.tables.reference import read_reference
 from kvq.results import Store
-
-_AT_A_TIME = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,24 +28,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, help="folder for the tables (default: tables/experiments in the results folder)"
     )
     parser.add_argument(
-        "--jobs",
-        type=int,
-        default=1 if arguments else cores(),
-        help="processes that compose (default: one for each core)",
-    )
-    parser.add_argument(
         "--config-dir", type=Path, help="a further folder of configurations, with experiments of your own"
     )
     given = parser.parse_args(arguments)
     with outside.using(given.config_dir):
-        return _write(given.results, given.out or given.results / "tables" / "experiments", given.jobs)
+        return _write(given.results, given.out or given.results / "tables" / "experiments")
 
 
-def _write(results: Path, out: Path, jobs: int) -> int:
+def _write(results: Path, out: Path) -> int:
     try:
         records = read_records(Store(results))[0]
         present = {(record.model, record.method) for record in records}
-        found = _experiments(present, jobs)
+        found = _experiments(present)
         paths = write_experiments(found, by_signature(records), read_reference(), out)
     except KvqError as error:
         print(error, file=sys.stderr)
@@ -59,22 +48,9 @@ def _write(results: Path, out: Path, jobs: int) -> int:
     return 0
 
 
-def _experiments(present: set[tuple[str, str]], jobs: int) -> list[Experiment]:
+def _experiments(present: set[tuple[str, str]]) -> list[Experiment]:
     """Every experiment with a table; composing them takes most of the time."""
-    make = functools.partial(experiment_of, present=present)
-    if jobs <= 1:
-        found = [make(name) for name in names()]
-    else:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _ready, (outside.folder_of(),)) as pool:
-            # Some at a time: tables of one paper share runs, which a process composes once.
-            found = list(pool.map(make, names(), chunksize=_AT_A_TIME))
-    return [experiment for experiment in found if experiment is not None]
-
-
-def _ready(folder: Path | None) -> None:
-    """Prepare a process that composes."""
-    seldom_collected()
-    outside.use(folder)
+    return [experiment for name in names() if (experiment := experiment_of(name, present)) is not None]
 
 
 if __name__ == "__main__":

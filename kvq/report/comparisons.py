@@ -117,20 +117,23 @@ def effective_bits(record: Record) -> float | None:
 
 
 def frontier(records: Sequence[Record], comparisons: Comparisons) -> set[str]:
-    """Keys of runs on the frontier of effective bits and loss, judged beyond noise.
+    """Keys of runs on the Pareto frontier of effective bits and loss, judged beyond noise.
 
-    Such a run beats every run of as few or fewer effective bits, and at least one of as many or more: the run of fewest
-    bits needs the latter to be told apart from one that is merely small.
+    In the order of bits, a run is on it where it beats the run before it on the frontier and where no run of as few or
+    fewer bits beats it. So two runs that cannot be told apart do not take each other off it: the one of fewer bits
+    stands. The first is the cheapest run that no other of its bits beats and that beats some run of as many or more,
+    since a run may also be cheap and no more.
     """
     sized = [(bits, record) for record in records if (bits := effective_bits(record)) is not None]
-    # The strongest first: most runs lose to it, and then the others need no bootstrap.
-    sized.sort(key=lambda pair: (pair[1].metrics.get("nll", 0.0), pair[1].key))
-    best: set[str] = set()
+    sized.sort(key=lambda pair: (pair[0], pair[1].metrics.get("nll", 0.0), pair[1].key))
+    best: list[Record] = []
     for bits, record in sized:
+        if best and not comparisons.beats(record, best[-1]):
+            continue
         cheaper = [other for other_bits, other in sized if other_bits <= bits and other.key != record.key]
+        if any(comparisons.beats(other, record) for other in cheaper):
+            continue
         dearer = [other for other_bits, other in reversed(sized) if other_bits >= bits and other.key != record.key]
-        if all(comparisons.beats(record, other) for other in cheaper) and any(
-            comparisons.beats(record, other) for other in dearer
-        ):
-            best.add(record.key)
-    return best
+        if best or any(comparisons.beats(record, other) for other in dearer):
+            best.append(record)
+    return {record.key for record in best}

@@ -1,7 +1,8 @@
 """`python -m kvq.report.diff A B`: what changed from one results folder to another, beyond noise or not.
 
-Runs are paired by key, then, where code or settings have moved on, by task, model, dataset, method and bits. Both have
-scored the same windows or items, so their difference is a paired one; where samples cannot be paired it says so.
+Runs are paired by key, then, where code or settings have moved on, by task, model, dataset, label and bits: an ablation
+is never paired with its method. Both have scored the same windows or items, so their difference is a paired one; where
+samples cannot be paired it says so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pandas as pd
 from rich.console import Console
 
 from kvq.errors import KvqError, RecordError
+from kvq.report.labels import label, model_name, named, protocol_departures
 from kvq.report.settings import flatten
 from kvq.report.tables.cells import DASH, fixed
 from kvq.report.tables.experiment_files import Grid
@@ -66,7 +68,7 @@ def compare(first: Store, second: Store) -> list[Change]:
 
 
 def _name(record: Record) -> tuple[str, ...]:
-    return record.task, record.model, record.dataset, record.method, record.bits
+    return record.task, record.model, record.dataset, label(record), record.bits
 
 
 def _unique(records: Iterable[Record]) -> dict[tuple[str, ...], Record]:
@@ -77,7 +79,9 @@ def _unique(records: Iterable[Record]) -> dict[tuple[str, ...], Record]:
 
 
 def _label(record: Record) -> str:
-    return f"{record.task} {record.model} {record.dataset}: {record.method} {record.bits}".strip()
+    words = ", ".join(protocol_departures(record))
+    where = f"{record.task} {model_name(record.model)} {record.dataset}{f' ({words})' if words else ''}"
+    return f"{where}: {named(record)}"
 
 
 def _metric(record: Record) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,22 +10,23 @@ import numpy as np
 from kvq.errors import RecordError
 from kvq.results import Broken, Record, Store
 from kvq.results.item_tests import judge_items
+from kvq.results.metrics import is_lower_better
 
 _TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 
 
-def read_records(store: Store) -> tuple[list[Record], list[Broken]]:
+def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
     """`store.scan()`, so that one test judges all records, whichever version of the tests measured them.
 
     Verdicts on items follow from the samples of a run and of its full precision, and from the margin in its settings;
-    where samples cannot be paired there is no verdict.
+    where samples cannot be paired there is no verdict. With `keys`, the verdicts of other records stay as measured.
 
     Raises:
         RecordError: the folder cannot be listed.
     """
     records, broken = store.scan()
     known = {record.key: record for record in records}
-    return [_judged(record, known, store) for record in records], broken
+    return [_judged(one, known, store) if keys is None or one.key in keys else one for one in records], broken
 
 
 def _judged(record: Record, known: Mapping[str, Record], store: Store) -> Record:
@@ -43,10 +44,17 @@ def _judged(record: Record, known: Mapping[str, Record], store: Store) -> Record
             raise RecordError("other items were scored")
         pairs = np.array([(ours[item], theirs[item]) for item in ours], dtype=np.float64).reshape(-1, 2)
         floor = full.metrics.get("noise_flips", 0.0)
+        if any(map(is_lower_better, _counted(record, store))):
+            pairs = -pairs
         metrics |= judge_items(pairs[:, 0], pairs[:, 1], margin=margin, noise_flips=floor)
     except (RecordError, KeyError, TypeError, ValueError):
         pass
     return record.model_copy(update={"metrics": metrics})
+
+
+def _counted(record: Record, store: Store) -> set[str]:
+    """The metrics that a run's scores are, where its samples name them."""
+    return {str(row["metric"]) for row in store.samples_of(record) if "metric" in row}
 
 
 def _scores(samples: list[dict[str, Any]]) -> dict[Any, float]:

@@ -19,6 +19,8 @@ import torch
 from kvq.results.record import Provenance
 
 PACKAGES = ("kvq", "torch", "transformers", "numpy", "hydra-core", "datasets", "lm-eval", "optimum-quanto", "hqq")
+_DISTRIBUTIONS = {"kvq": "kvq-harness"}
+"""Of packages that the index knows by another name."""
 
 
 def collect(
@@ -113,7 +115,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
     found = []
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append((name, importlib.metadata.version(name)))
+            found.append((name, importlib.metadata.version(_DISTRIBUTIONS.get(name, name))))
     return tuple(found)
 
 

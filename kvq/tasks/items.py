@@ -18,6 +18,7 @@ from kvq.config.tasks import ItemsConfig
 from kvq.errors import DataError
 from kvq.results.item_tests import judge_items
 from kvq.results.journal import Journal
+from kvq.results.metrics import METRICS, units_of
 from kvq.results.statistics import paired_mean
 from kvq.tasks import storage
 from kvq.tasks.measurement import Baseline, Measurement
@@ -25,23 +26,6 @@ from kvq.tasks.measurement import Baseline, Measurement
 T = TypeVar("T")
 Sample = dict[str, Any]
 
-UNITS = storage.UNITS | {
-    "items": "items",
-    "skipped_items": "items",
-    "lost": "items",
-    "gained": "items",
-    "flips": "fraction",
-    "noise_flips": "fraction",
-    "p_value": "probability",
-    "not_worse_p": "probability",
-    "within_noise": "flag",
-    "not_worse": "flag",
-    "prompt_tokens": "tokens",
-    "read_tokens": "tokens",
-    "new_tokens": "tokens",
-    "prefill_tokens_per_second": "tokens/s",
-    "decode_tokens_per_second": "tokens/s",
-}
 _SHOWN = 8
 
 
@@ -158,8 +142,8 @@ def _other_order(batches: Sequence[Sequence[T]]) -> list[Sequence[T]]:
 
 def units(metrics: Mapping[str, float], name: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Units of metrics; `name` and its differences are fractions, and a part ("x[...]") has the unit of the whole."""
-    known = UNITS | {name: "fraction", f"delta_{name}": "fraction", f"delta_{name}_se": "fraction"} | dict(more or {})
-    return {metric: known.get(metric) or known.get(metric.partition("[")[0], "fraction") for metric in metrics}
+    scored = {metric: "fraction" for metric in metrics if metric.partition("[")[0].removesuffix("_se") not in METRICS}
+    return units_of(metrics, scored | {name: "fraction"} | dict(more or {}))
 
 
 def mean_score(samples: Sequence[Sample]) -> float:
@@ -185,7 +169,7 @@ def costs(scored: Sequence[Scored]) -> dict[str, float]:
     for phase, tokens in (("prefill", "read_tokens"), ("decode", "new_tokens")):
         if total[phase] > 0 and total[tokens] > 0:
             out[f"{phase}_tokens_per_second"] = total[tokens] / total[phase]
-    for name in storage.UNITS:
+    for name in storage.STORED:
         held = [one.cost[name] for one in scored if name in one.cost]
         if held:
             out[name] = float(np.mean(held))

@@ -136,7 +136,7 @@ def load_subset(name: str) -> Subset:
             warnings.simplefilter("ignore")  # the metrics' packages warn about what they can do without
             given = load_yaml(folder / f"{name}.yaml")
     except ImportError as error:
-        raise ConfigError("task=longbench: needs jieba, fuzzywuzzy and rouge; pip install 'kvq[eval]'") from error
+        raise ConfigError("task=longbench: needs jieba, fuzzywuzzy and rouge; pip install -e '.[eval]'") from error
     base, prompt = name.removesuffix("_e"), given["doc_to_text"]
     if base in _BLANK_LINE:
         prompt = re.sub(r"\}\}\n+\{\{", "}}\n\n{{", prompt)

@@ -23,29 +23,15 @@ from kvq.methods.build import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
+from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.continuation import holding_method, score_continuation
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.reference import ReferenceLogProbs
 from kvq.tasks.scoring import ScoredChunk, parallel_method, score
 from kvq.tasks.stepwise import check_at_once, scoring_bounds
-from kvq.tasks.storage import UNITS as STORAGE_UNITS
 from kvq.tasks.storage import storage_metrics
 from kvq.tasks.windows import Window, batches, cut_windows, stack
-
-UNITS = {
-    "perplexity": "1",
-    "nll": "nats/token",
-    "delta_perplexity": "1",
-    "delta_nll": "nats/token",
-    "delta_nll_se": "nats/token",
-    "kl_mean": "nats/token",
-    "kl_p99": "nats/token",
-    "top1_agreement": "fraction",
-    "scored_tokens": "tokens",
-    "windows": "windows",
-    **STORAGE_UNITS,
-}
 
 
 @dataclass
@@ -274,7 +260,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     metrics = result.metrics()
     if baseline is not None:
         metrics |= _differences(metrics, result.samples(), baseline, task)
-    return Measurement(metrics, {name: UNITS[name] for name in metrics}, result.samples())
+    return Measurement(metrics, units_of(metrics), result.samples())
 
 
 def _differences(

@@ -24,5 +24,5 @@ def task_of(settings: TaskConfig) -> Task:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvq":
             raise
-        raise ConfigError(f"task={settings.name}: needs {error.name}; pip install 'kvq[eval]'") from error
+        raise ConfigError(f"task={settings.name}: needs {error.name}; pip install -e '.[eval]'") from error
     return task

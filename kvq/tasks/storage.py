@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from kvq.cache import KVCache
 
-UNITS = {
-    "bits_per_element": "bits",
-    "key_bits": "bits",
-    "value_bits": "bits",
-    "effective_bits": "bits",
-    "packed_bytes": "bytes/sequence",
-    "total_bytes": "bytes/sequence",
-    "cached_tokens": "tokens",
-}
+STORED = (
+    "bits_per_element",
+    "key_bits",
+    "value_bits",
+    "effective_bits",
+    "packed_bytes",
+    "total_bytes",
+    "cached_tokens",
+)
 
 
 def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:

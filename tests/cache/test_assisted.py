@@ -123,7 +123,7 @@ def lasts(method: Method) -> bool:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_back_is_refused_at_once(model, name):
     if name in BITS and not installed(name):
-        pytest.skip(f"needs kvq[{name}]")
+        pytest.skip(f"needs the extra [{name}]")
     check_refused(model, built(name), prompt(0))
 
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_taken_back_is_refused_at_once(model, name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_over_fifty_prompts(model, name):
     if name in BITS and not installed(name):
-        pytest.skip(f"needs kvq[{name}]")
+        pytest.skip(f"needs the extra [{name}]")
     method = built(name)
     for seed in range(50):
         (check_refused if lasts(method) else check_equal)(model, method, prompt(seed))

@@ -12,7 +12,7 @@ from tests.calibrated import bound, random_states
 from tests.random_models import llama, token_ids
 
 METHODS = [
-    pytest.param(name, marks=pytest.mark.skipif(name in BITS and not installed(name), reason=f"needs kvq[{name}]"))
+    pytest.param(name, marks=pytest.mark.skipif(name in BITS and not installed(name), reason=f"extra [{name}]"))
     for name in sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
 ]
 

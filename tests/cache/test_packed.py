@@ -46,7 +46,7 @@ def steps(model, chosen, tokens, prompt=20, **settings):
 @pytest.mark.parametrize("name", METHODS)
 def test_same_logits_as_dense(name, way, monkeypatch):
     if name in BITS and not installed(name):
-        pytest.skip(f"needs kvq[{name}]")
+        pytest.skip(f"needs the extra [{name}]")
     model = exact(llama(), monkeypatch)
     model.set_attn_implementation(way)
     tokens = token_ids(45, batch=2)
@@ -142,7 +142,10 @@ def tiny():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in REFUSED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "oscar")) for name in METHODS if name not in REFUSED],
+)
 def test_tiny_writes_the_same_tokens(tiny, name):
     """Greedy, 256 tokens behind a prompt of 150."""
     chosen = kvq.build_method(name, bits=nearest_bits(name))

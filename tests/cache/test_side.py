@@ -12,6 +12,7 @@ from kvq.cache import CacheSide
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.errors import DataError, Unsupported
 from tests.cache.states import NaiveSide, states
+from tests.properties import examples
 
 METHODS = ["kivi", "nsn", "oscar", "oscar/token_scope", "quarot", "identity"]
 
@@ -37,7 +38,7 @@ def fed(name, x, bounds, **settings_):
     return out, read
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     name=st.sampled_from(METHODS),
     policy=st.sampled_from(["block", "none"]),
@@ -151,7 +152,7 @@ def test_what_was_given_can_change_afterwards(name, keep):
     assert torch.equal(one.append(x[:, :, :1])[:, :, :17], before)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     name=st.sampled_from(["nsn", "oscar/token_scope"]),
     keep=st.booleans(),

@@ -13,6 +13,7 @@ from kvq.cache.store import UNIT, TokenStore
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.errors import Unsupported
 from tests.cache.states import NaiveSide, states
+from tests.properties import examples
 
 # Tokens that leave together from a residual of 5 tokens.
 GROUPS = {
@@ -37,7 +38,7 @@ def side(name, keep_decoded=False, whole=False, size=5, bits=3):
 
 
 @pytest.mark.parametrize("name", GROUPS)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     whole=st.booleans(),
     keep=st.booleans(),
@@ -103,7 +104,7 @@ def test_a_store_of_tokens_forks_and_selects(keep):
 
 
 @pytest.mark.parametrize("name", GROUPS)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(start=st.integers(0, 30), count=st.integers(1, 30))
 def test_one_by_one_says_what_each_query_reads(name, start, count):
     """Token for token: the announced moves, what is read before them and after them."""

@@ -12,6 +12,7 @@ from kvq.codecs import Float8Quantizer, HalfAwayQuantizer, PackedStore, SignedMa
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from tests.codecs.oracles import FP16, Grid, block, quantize, stored
+from tests.properties import examples
 
 NAMES = ["q8_0", "q4_0", "fp8"]
 # 8 bits: half a step of 1/127; 4 bits: one step of 1/8, because the side opposite to the largest value ends at 7; e4m3:
@@ -63,7 +64,7 @@ def test_signed_scale_is_the_oracles(bits, group, shape):
     np.testing.assert_allclose(quantizer.decode(parts, x.shape, x.dtype)[0], values, rtol=1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     heads=st.integers(1, 3), tokens=st.integers(1, 9), dim=st.sampled_from([8, 32, 80, 128]), seed=st.integers(0, 99)
 )
@@ -179,7 +180,7 @@ def test_zeros_stay_zeros_and_huge_values_finite(name, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(dim=st.sampled_from([8, 32, 64, 80, 128]), tokens=st.integers(1, 20), seed=st.integers(0, 999))
 def test_the_error_stays_within_a_step(name, dim, tokens, seed):
     x = block(2, tokens, dim, seed=seed)

@@ -36,7 +36,7 @@ def bits_of(name: str, heads: int, bits: int = 2, overrides: tuple[str, ...] = (
     return tuple(codec.encode(x, 32, rope).bits_per_element for codec in (method.key, method.value) if codec)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("bits", [2, *(pytest.param(bits, marks=pytest.mark.long) for bits in (1, 3, 4))])
 def test_bits_of_kvquant(bits: int) -> None:
     """5 + 5 of 1024 channels, 1 + 1 of 256, each in 32 bits; values add 32 bits per token."""
     assert bits_of("kvquant/fixed_count", 8, bits) == (bits + 0.3125, bits + 0.3125 + 32 / 1024)

@@ -26,6 +26,7 @@ from kvq.codecs.vector import VectorQuantizer
 from kvq.config import compose, conf_dir, resolve
 from kvq.errors import Unsupported
 from tests.calibrated import build
+from tests.properties import examples
 
 METHODS = sorted(
     str(path.relative_to(conf_dir() / "method").with_suffix("")) for path in (conf_dir() / "method").rglob("*.yaml")
@@ -101,7 +102,7 @@ def test_there_are_methods():
 
 
 @pytest.mark.parametrize("name", CODED)
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(data=st.data())
 def test_decode_is_finite_and_of_the_right_kind(name, data):
     lowest, highest = bits_range(name) or (3, 3)
@@ -174,7 +175,7 @@ def test_constant_zero_and_huge_tokens_in_one_sequence_stay_finite(name):
                 assert bool(torch.isfinite(out).all()), (side, block, dtype, group)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.long) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize(
     ("name", "group"), [(name, group) for name in QUANTIZING for group in (["own", 5] if grouped(name) else ["own"])]
 )

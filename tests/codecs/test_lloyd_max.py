@@ -16,6 +16,7 @@ from kvq.codecs import Codec, LloydMaxQuantizer, RandomRotation, TokenNorm, leve
 from kvq.codecs.lloyd_max import cell_probabilities, density, partial_mean, relative_mse, tail
 from kvq.errors import Unsupported
 from tests.codecs.oracles import block
+from tests.properties import examples
 
 MSE_128 = {1: 0.3609, 2: 0.1160, 3: 0.03397, 4: 0.009315, 5: 0.002451, 6: 0.000630, 7: 0.0001598, 8: 0.0000402}
 """Relative MSE at D=128 by an independent quadrature."""
@@ -37,7 +38,7 @@ def test_errors_at_128_channels(bits):
 
 
 @given(bits=st.integers(1, 8), dim=st.sampled_from([3, 4, 7, 16, 32, 64, 96, 128, 200, 256, 512]))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_lloyds_conditions_hold_under_numerical_integration(bits, dim):
     """Each level is the mean of its cell: integrals by quadrature against the closed forms."""
     levels, f = optimal_levels(bits, dim), curve(dim)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.codecs import BlockRun, Codec, Growable, Hadamard, Packed, PackedStore, TokenNorm, UniformQuantizer, merge_runs
+from tests.properties import examples
 
 
 def codec():
@@ -79,7 +80,7 @@ def test_a_fork_shares_until_someone_else_has_written():
     assert (fork.view[-1, 0], base.view[-1, 0]) == (2, 3)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_a_store_of_blocks_is_the_blocks(sizes):
     """Also of unequal sizes, whose codes do not fill their last byte."""
@@ -113,7 +114,7 @@ def test_runs_merge_only_when_alike():
     assert one.count == 2
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(steps=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=8))
 def test_forked_stores_are_independent(steps):
     first = PackedStore(codec().encode(states(8)))

@@ -22,7 +22,9 @@ def test_bits_are_3_875():
         assert codec.encode(gaussian(1, 2, 256, 128).half(), 128).bits_per_element == 3.875
 
 
-@pytest.mark.parametrize("angle_bits", [(8,), (8, 8), (8, 8, 8, 8)])
+@pytest.mark.parametrize(
+    "angle_bits", [(8,), *(pytest.param((8,) * levels, marks=pytest.mark.long) for levels in (2, 4))]
+)
 def test_fine_angles_give_back_the_vectors(angle_bits):
     quantizer, x = PolarQuantizer(angle_bits), gaussian(1, 2, 24, 64)
     x[:, :, 3] = 0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvq.codecs import Codec, UniformQuantizer, plane_widths, unpack
 from kvq.errors import ConfigError, Unsupported
 from tests.codecs.oracles import FP16, Grid, block, quantize, stored
+from tests.properties import examples
 
 KINDS = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -41,7 +42,7 @@ def codec(grid):
     return Codec({}, [], quantizer(grid))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(grid=grids(), shape=SHAPES, dtype=st.sampled_from(list(KINDS)), seed=st.integers(0, 99))
 def test_codes_and_values_are_the_oracles(grid, shape, dtype, seed):
     """fp32 input is quantized in fp32, fp64 in fp64; codes from unrounded statistics, values from stored fp16 ones."""
@@ -75,7 +76,7 @@ def test_stored_bytes(grid, shape):
     assert kinds == {"scale": torch.float16} | ({} if grid.symmetric else {"zero_point": zero})
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(grid=grids(high_bits=12), shape=SHAPES, size=st.sampled_from([1e-3, 1.0, 300.0]), seed=st.integers(0, 99))
 def test_error_is_half_a_step_and_the_rounding_of_the_statistics(grid, shape, size, seed):
     """Inside the range that is not clipped; subnormal fp16 numbers round to multiples of 2^-24."""
@@ -138,7 +139,7 @@ def test_a_narrow_group_far_from_zero_stays_near_it(zero_point, bits, low):
     torch.testing.assert_close(out, x, rtol=2e-3 if abs(low) > 0.01 else 5e-3, atol=0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(grid=grids(), size=st.sampled_from([1e4, 1e5, 3e38]), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_huge_values_stay_finite(grid, size, dtype):
     x = block(2, 9, 8, dtype=torch.float64)

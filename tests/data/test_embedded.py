@@ -99,7 +99,7 @@ def test_a_kind_misspelled():
         load_corpus("pydoc", "test")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_held_out_docstring_is_in_training():
     """By plain substring search, which shares nothing with the index that does the dropping."""
     held_out = [normalize(text) for text in load_corpus("pydocs", "test").documents]
@@ -111,7 +111,7 @@ def test_no_held_out_docstring_is_in_training():
         assert not [text for text in held_out if f" {text} " in training]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_held_out_source_or_its_parsed_docstrings_are_in_training():
     training = load_corpus("pysource", "train").documents
     assert not {normalize(text) for text in load_corpus("pysource", "test").documents} & set(map(normalize, training))

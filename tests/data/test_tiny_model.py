@@ -70,11 +70,12 @@ def test_card_is_that_of_the_recipe_in_the_repository(monkeypatch):
 
 
 @pytest.mark.parametrize(("length", "count"), [(512, 30), (2048, 12)])
+@pytest.mark.long
 def test_fresh_needles_are_found(model, tokenizer, length, count):
     assert needle_accuracy(model, tokenizer, length=length, count=count, seed=20) >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_same_text")
 def test_bits_per_byte_are_the_cards(model, tokenizer):
     measured = bits_per_byte(model, tokenizer, "pydocs")

@@ -107,7 +107,7 @@ def test_answers_weigh_more_than_the_text_around_them(recipe, data):
     assert all(any(char.isdigit() for char in text) for text in answered)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupted_run_and_one_of_another_number_of_workers_give_the_same_weights(recipe, data, tmp_path):
     from tiny_model import training
 

@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any
 
 import torch
-from kvq.calibration.step import calibrate, weights_name
-from kvq.methods.calibrated import bind
 from torch import Tensor
 
 from kvq.cache import KVCache
+from kvq.calibration.bind import bind
+from kvq.calibration.fit import calibrate, weights_name
 from kvq.config import compose, conf_dir, resolve
 from kvq.config.backend import BITS, installed
 from kvq.config.calibration import CalibrationConfig

@@ -29,7 +29,7 @@ def hold(name: str, golden: Golden) -> None:
 @pytest.mark.parametrize("name", methods.METHODS)
 def test_methods(name: str) -> None:
     if package := methods.missing(name):
-        pytest.skip(f"needs kvq[{package}]")
+        pytest.skip(f"needs the extra [{package}]")
     hold(f"method {name}", methods.golden_of(name))
 
 

@@ -12,6 +12,7 @@ from tests.kernels.test_eager import UNIFORM, query, uniform
 
 pytest.importorskip("numba")
 from kvq.kernels import cpu
+from tests.properties import examples
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3}
 
@@ -26,7 +27,11 @@ def check(keys, values, *, group=2, dtype=torch.float32, **settings):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("name", "bits"), [("kivi", 1), ("kivi", 4), ("nsn", 7), ("nsn", 2), ("oscar", 2), ("oscar", 3), ("quarot", 8)]
+    ("name", "bits"),
+    [
+        *(("kivi", 4), ("nsn", 2), ("oscar", 3), ("quarot", 8)),
+        *(pytest.param(name, bits, marks=pytest.mark.long) for name, bits in (("kivi", 1), ("nsn", 7), ("oscar", 2))),
+    ],
 )
 def test_methods(name, bits, dtype):
     method = kvq.build_method(name, bits=bits, head_dim=128)
@@ -36,7 +41,7 @@ def test_methods(name, bits, dtype):
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.data())
 def test_any_uniform_chain(data):
     """What the loops do not have is refused, in a line; everything else is right."""

@@ -18,6 +18,7 @@ from kvq.kernels.pieces import TILE
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
 from tests.kernels import oracle
+from tests.properties import examples
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3}
 FOLDER = conf_dir() / "method"
@@ -125,7 +126,7 @@ def uniform(bits, axis, group_size, kind, gain, scope, order):
     return Codec({name: stages[name] for name in order}, order, quantizer)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_uniform_chain(data):
     dim = data.draw(st.sampled_from([8, 64, 96, 128, 256]))

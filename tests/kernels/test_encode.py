@@ -11,6 +11,7 @@ from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer
 from kvq.kernels import FusedCodec, encode, fused
 from tests.kernels import encoded
 from tests.kernels.test_eager import UNIFORM, uniform
+from tests.properties import examples
 from tests.random_models import llama, token_ids
 
 pytest.importorskip("numba")
@@ -69,7 +70,7 @@ def test_without_sums_nothing_differs():
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_uniform_chain(data):
     dim = data.draw(st.sampled_from([8, 64, 96, 128, 256]))

@@ -57,7 +57,7 @@ for name in ("nsn", "kivi", "oscar"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_decoding_is_the_same_up_to_rounding():
     # In a process of its own: the compiler cannot trace the type checks that tests switch on.

@@ -84,7 +84,7 @@ def test_it_is_named_by_its_path_and_described(name):
 @pytest.mark.parametrize("name", FILES)
 def test_it_builds_and_decodes(name):
     if name in BITS and not installed(name):
-        pytest.skip(f"needs kvq[{name}]")
+        pytest.skip(f"needs the extra [{name}]")
     bits = nearest_bits(name)
     x, rope = torch.randn(1, 2, 64, 128, generator=torch.Generator().manual_seed(0)), rope_table(64, 128)
     method = build(name, x, bits)

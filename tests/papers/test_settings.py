@@ -11,7 +11,7 @@ import yaml
 
 from kvq.config import Config, Loader, compose, conf_dir, resolve
 from kvq.config.explain import choices
-from kvq.models.load import EMBEDDED
+from kvq.models.folder import EMBEDDED
 from kvq.papers.cells import Cell, cells_of, missing_choices
 from kvq.papers.expected import layout_named, names, resolved
 

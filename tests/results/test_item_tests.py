@@ -24,6 +24,7 @@ from kvq.results.item_tests import (
     sign_flip,
 )
 from kvq.results.statistics import mcnemar
+from tests.properties import examples
 
 ALPHA = 0.05
 Draw = Callable[[np.random.Generator, int], np.ndarray]
@@ -52,7 +53,7 @@ def test_not_worse_is_near_tangos_normal_tail_where_items_are_many() -> None:
 
 
 @given(lost=st.integers(0, 20), gained=st.integers(0, 20), more=st.integers(0, 60))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_not_worse_is_monotone(lost: int, gained: int, more: int) -> None:
     """Of the same items one lost more is no better, and one gained more no worse; nor is a wider margin."""
     items = lost + gained + more + 1
@@ -98,7 +99,7 @@ def test_the_error_of_p_for_right_or_wrong_answers(items: int) -> None:
 
 
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1.0)), min_size=2, max_size=9))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_error_of_sign_flips_counted_over_all_signs(sizes: list[float]) -> None:
     """Whatever the sizes of the differences: at most a share of `level` of the patterns of their signs has such a p."""
     found = [sign_flip(np.array(sizes) * signs) for signs in itertools.product((1, -1), repeat=len(sizes))]
@@ -213,7 +214,7 @@ def test_what_the_issue_of_few_items_was() -> None:
 
 
 @given(st.integers(2, 400), st.floats(0.0, 1.0), st.sampled_from([0.02, 0.05, 0.2]), st.booleans(), st.integers(0, 99))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_run_that_scores_nothing_is_never_not_worse(
     items: int, level: float, margin: float, binary: bool, seed: int
 ) -> None:

@@ -33,7 +33,7 @@ def test_generation_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("residual", [["residual.policy=sliding"], ["residual.value.policy=sliding"], []])
 @pytest.mark.parametrize("name", ["kivi", "nsnquant", "nsn", "kvquant"])
-@pytest.mark.parametrize("sinks", [1, 5, 20])
+@pytest.mark.parametrize("sinks", [5, *(pytest.param(sinks, marks=pytest.mark.long) for sinks in (1, 20))])
 def test_sinks_stay_exactly(name: str, residual: list[str], sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = in_double_precision(random_llama(seed=2), monkeypatch)
     method = method_of(name, f"sink_tokens={sinks}", "residual.size=12", *residual)

@@ -240,7 +240,7 @@ def test_the_metric_that_counts() -> None:
         list(item_samples("any", [logged(0, "none", word_perplexity=(-3.0, 4))], task))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_where_it_was(given: list[str], canaries: Path, tmp_path: Path) -> None:
     command = [sys.executable, "run.py", *given, "method=kivi", "bits=2", f"results_dir={tmp_path}"]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -296,6 +296,7 @@ def test_a_continuation_that_merges_into_its_context_is_one_line(given: list[str
         (("unused.py", "A = 1", "A = 2"), False),
     ],
 )
+@pytest.mark.long
 def test_edited_metric_code_of_a_task_is_another_run(
     given: list[str], tmp_path: Path, edit: tuple[str, str, str], noticed: bool
 ) -> None:

@@ -182,7 +182,7 @@ def test_bad_settings_are_one_line(
     assert says in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_where_it_was(given: list[str], tmp_path: Path) -> None:
     settings = ["task.repeats=6", "task.batch_size=2", "method=kivi", "bits=2"]
     clean, killed = tmp_path / "clean", tmp_path / "killed"
@@ -217,7 +217,7 @@ def test_a_killed_run_goes_on_where_it_was(given: list[str], tmp_path: Path) -> 
         }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_embedded_model_finds_its_needles_and_zero_finds_none(tmp_path: Path) -> None:
     settings = ["task=niah", "task.lengths=[256,512]", "task.repeats=4", f"results_dir={tmp_path}"]
     assert main([*settings, "-m", "method=identity,zero"]) == 0

@@ -53,7 +53,10 @@ def token_by_token(loaded: LoadedModel, method: Method, tokens: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(("length", "residual"), [(75, "residual.size=16"), (97, "residual.size=32")])
+@pytest.mark.parametrize(
+    ("length", "residual"),
+    [(75, "residual.size=16"), pytest.param(97, "residual.size=32", marks=pytest.mark.long)],
+)
 def test_generation_is_token_by_token_in_fp64(
     name: str, length: int, residual: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +94,7 @@ def test_no_residual_is_scored_exactly_in_chunks(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny", "tiny_outliers"])
+@pytest.mark.parametrize("name", ["tiny", pytest.param("tiny_outliers", marks=pytest.mark.long)])
 def test_generation_is_token_by_token_on_the_embedded_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(compose([f"model={name}"])).model
     loaded = in_double_precision(load_model(config, "cpu"), monkeypatch)

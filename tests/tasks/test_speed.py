@@ -86,7 +86,7 @@ def test_a_past_decodes_to_the_same_in_every_regime(name: str) -> None:
     assert torch.equal(PerHeadCodec(codec).decode(packed), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile wants a C++ compiler")
 def test_the_compiled_regime() -> None:
     """In a process of its own: torch.compile does not trace the checks of shapes that tests put around every call."""

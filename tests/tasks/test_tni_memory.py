@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.bench
 def test_norms_are_streamed(tmp_path: Path) -> None:
     """At 2,048 tokens on `tiny`, looking at all norms takes less than twice the memory of a plain forward."""

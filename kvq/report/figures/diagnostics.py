@@ -13,6 +13,7 @@ from kvq.report.figures import distribution, memory, shift, tni, valley
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing
 from kvq.report.isolated import made_of, noted
+from kvq.report.labels import label, model_name, named, protocol_departures
 from kvq.report.settings import PROTOCOL
 from kvq.results import Record, Store, run_key
 
@@ -66,7 +67,7 @@ def _shifts(records: Sequence[Record], store: Store, skipped: list[str] | None) 
         if table is not None and not table.empty:
             task = group[0].config.get("task")
             scoring = task.get("scoring") if isinstance(task, Mapping) else None
-            protocol = filter(None, [group[0].model, scoring and str(scoring)])
+            protocol = filter(None, [model_name(group[0].model), scoring and str(scoring)])
             title = f"Calibrated on another text (hollow): {', scoring '.join(protocol)}"
             stem = file_name(f"calibration-shift-{group[0].model}-{name[:6]}")
             yield Drawing(stem, table, shift.shift_figure, (title,))
@@ -75,7 +76,7 @@ def _shifts(records: Sequence[Record], store: Store, skipped: list[str] | None) 
 def _protocols(records: Iterable[Record]) -> list[list[Record]]:
     """Runs with the same task, model, dataset and seed, by method and bits."""
     groups: dict[str, list[Record]] = defaultdict(list)
-    for record in sorted(records, key=lambda r: (r.model, r.dataset, r.method, r.bits, r.key)):
+    for record in sorted(records, key=lambda r: (r.model, r.dataset, label(r), r.bits, r.key)):
         groups[run_key({name: record.config.get(name) for name in PROTOCOL})].append(record)
     return list(groups.values())
 
@@ -93,16 +94,17 @@ def _quantized(group: Sequence[Record]) -> list[Record]:
 def _errors(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     runs = _quantized(group)
     for record in runs:
-        title = f"{errors.label(record)} bits on {record.model}: error by stages"
+        title = f"{named(record)} bits on {model_name(record.model)}: error by stages"
         table = errors.steps_table(record, store)
-        yield Drawing(f"error-steps-{errors.label(record)}", table, errors.steps_figure, (title,))
+        yield Drawing(f"error-steps-{named(record)}", table, errors.steps_figure, (title,))
     if runs:
         title = f"Errors on {_where(group)}"
         yield Drawing("error-places", errors.places_table(runs, store), errors.places_figure, (title,))
 
 
 def _where(group: Sequence[Record]) -> str:
-    return f"{group[0].model}, {group[0].dataset}"
+    words = ", ".join(protocol_departures(group[0]))
+    return f"{model_name(group[0].model)}, {group[0].dataset}{f' ({words})' if words else ''}"
 
 
 def _norms(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
@@ -111,9 +113,9 @@ def _norms(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     yield Drawing("tni-boxes", table, tni.boxes_figure, (f"Token norms over layers and heads: {where}",))
     yield Drawing("tni-heat", table, tni.heat_figure, (f"Where tokens are low in norm: {where}",))
     for record in _quantized(group):
-        title = f"{errors.label(record)} bits on {record.model}: ranges, bounds and errors"
+        title = f"{named(record)} bits on {model_name(record.model)}: ranges, bounds and errors"
         numbers = tni.groups_table(record, store)
-        yield Drawing(f"tni-groups-{errors.label(record)}", numbers, tni.groups_figure, (title,))
+        yield Drawing(f"tni-groups-{named(record)}", numbers, tni.groups_figure, (title,))
 
 
 def _distributions(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
@@ -128,7 +130,7 @@ def _distributions(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
 
 def _memory(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table = memory.memory_table(group, store)
-    yield Drawing("memory", table, memory.memory_figure, (f"Bytes of the cache: {group[0].model}",))
+    yield Drawing("memory", table, memory.memory_figure, (f"Bytes of the cache: {model_name(group[0].model)}",))
 
 
 def _planes(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
@@ -182,6 +184,6 @@ def embedding_drawings(records: Iterable[Record], store: Store, skipped: list[st
             continue
         kept = _sound(group, functools.partial(distribution.kept_vectors, store=store), "embedding", skipped)
         if kept is not None and not kept.empty:
-            title = f"Tokens of {group[0].model}, layer {kept['layer'].iloc[0]}, one head"
+            title = f"Tokens of {model_name(group[0].model)}, layer {kept['layer'].iloc[0]}, one head"
             stem = file_name(f"distribution-tsne-{group[0].model}-{name[:6]}")
             yield Drawing(stem, kept, distribution.embedding_figure, (title,), distribution.embedding_table)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kvq.report.figures.mosaic import Look, mosaic
-from kvq.report.figures.style import colour, figure, marker, style, whole_numbers
+from kvq.report.figures.style import colour, figure, lines_of, style, whole_numbers
+from kvq.report.labels import named
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
@@ -23,11 +24,6 @@ _PANELS = (
 _ARM = ["side", "arm", "rope"]
 
 
-def label(record: Record) -> str:
-    """A run's name in a figure."""
-    return f"{record.method} {record.bits}".strip()
-
-
 def rows_of(record: Record, store: Store, kind: str) -> pd.DataFrame:
     """The samples of one kind of a run."""
     return pd.DataFrame([row for row in store.samples_of(record) if row["kind"] == kind])
@@ -39,7 +35,7 @@ def labelled_rows(records: Sequence[Record], store: Store, kind: str) -> pd.Data
     for record in records:
         rows = rows_of(record, store, kind)
         if not rows.empty:
-            rows.insert(0, "method", label(record))
+            rows.insert(0, "method", named(record))
             found.append(rows.drop(columns="kind"))
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
@@ -87,11 +83,11 @@ def places_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
             continue
         rows = rows[rows["complete"] & (rows["side"] != "both")]
         for (side, rope, layer), part in rows.groupby(["side", "rope", "layer"], sort=False):
-            names = {"method": label(record), "side": side, "rope": rope}
+            names = {"method": named(record), "side": side, "rope": rope}
             lines.append({**names, "by": "layer", "place": layer, "rel_mse": part["rel_mse"].mean()})
         bins = rows_of(record, store, "positions")
         for (side, rope), part in bins.groupby(["side", "rope"], sort=False):
-            names = {"method": label(record), "side": side, "rope": rope}
+            names = {"method": named(record), "side": side, "rope": rope}
             means = [sum(column) / len(column) for column in zip(*part["rel_mse"], strict=True)]
             for (start, end), value in zip(part["bins"].iloc[0], means, strict=True):
                 lines.append({**names, "by": "position", "place": (start + end) / 2, "rel_mse": value})
@@ -103,10 +99,10 @@ def places_figure(table: pd.DataFrame, title: str) -> Figure:
     with style():
         made = figure(2, 4.2)
         axes = made.subplots(2, 2, sharey="row")
-        methods = list(dict.fromkeys(table["method"]))
+        looks = lines_of(table["method"])
         for line, side in zip(axes, ("key", "value"), strict=True):
             for axis, by in zip(line, ("layer", "position"), strict=True):
-                for index, method in enumerate(methods):
+                for method, look in looks.items():
                     for rope, dashes in (("after", "-"), ("before", "--")):
                         wanted = (table["method"] == method) & (table["side"] == side) & (table["by"] == by)
                         part = table[wanted & (table["rope"] == rope)]
@@ -116,8 +112,8 @@ def places_figure(table: pd.DataFrame, title: str) -> Figure:
                                 part["place"],
                                 part["rel_mse"],
                                 dashes,
-                                color=colour(index),
-                                marker=marker(index),
+                                color=look.color,
+                                marker=look.marker,
                                 label=name,
                             )
                 axis.set_xlabel("layer" if by == "layer" else "position (token)")

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvq.errors import KvqError, RecordError
+from kvq.report.comparisons import by_bits
 from kvq.report.figures import loss as losses
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name
 from kvq.report.figures.drawing import Drawing, cores, write_drawings
 from kvq.report.figures.index import Noted
-from kvq.report.figures.mosaic import Look, mosaic
+from kvq.report.figures.needles import table_of_panels
 from kvq.report.figures.style import style
 from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
@@ -53,15 +54,25 @@ def needle_grid(rows: Sequence[Row], store: Store) -> pd.DataFrame:
 
 
 def heat_map(grid: pd.DataFrame, title: str) -> Figure:
-    """One panel per run: the share of needles found, depth (top: start of the haystack) by length."""
-    from matplotlib.colors import Normalize
-
-    panels = [
-        (f"{method} {bits}", cells.pivot(index="depth", columns="length", values="hit"))
+    """A row of panels per method, a column per width: the share of needles found, depth (top: start) by length."""
+    methods, widths = list(dict.fromkeys(grid["method"])), sorted(dict.fromkeys(grid["bits"]), key=by_bits)
+    panels = {
+        (str(method), str(bits)): cells.pivot(index="depth", columns="length", values="hit")
         for (method, bits), cells in grid.groupby(["method", "bits"], sort=False)
-    ]
+    }
+    if len(methods) > 1 and "fp16" in methods:  # no width of its own: one line says it
+        methods.remove("fp16")
+        found = float(grid[grid["method"] == "fp16"]["hit"].mean())
+        title = f"{title}\nfull precision finds {100 * found:.1f}%"
+        widths = [bits for bits in widths if any((method, bits) in panels for method in methods)]
     with style():
-        return mosaic(panels, Look(Normalize(0, 1), "length (tokens)", "depth", "needles found"), title, down=True)
+        return table_of_panels(panels, methods, widths, title)
+
+
+def titled(table: Table) -> str:
+    """A figure's title: model and text, and below them the protocol."""
+    where = table.title.removesuffix(f" ({table.words})").partition(": ")[2]
+    return "\n".join(filter(None, [where, table.about]))
 
 
 _TOO_FEW = "dispersion and Δperplexity: {} models with records; a rank correlation needs 3"
@@ -78,7 +89,7 @@ def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = Non
     for table in tables.tables:
         grid = _grid(table, store, skipped) if _is_of_needles(table) else None
         if grid is not None and not grid.empty:
-            yield Drawing(table.slug, grid, heat_map, (table.title,))
+            yield Drawing(table.slug, grid, heat_map, (f"Needles found: {titled(table)}",))
         yield from made_of(table.rows, _made_losses(table), _name, "loss figures", noted(skipped)) or ()
 
 
@@ -99,10 +110,10 @@ def _name(row: Row) -> str:
 def _losses(table: Table) -> Iterator[Drawing]:
     numbers = losses.pareto_table(table)
     if len(numbers) > 1:
-        title = f"Loss and bits: {table.title}"
+        title = f"Loss and bits: {titled(table)}"
         yield Drawing(file_name(f"pareto-{table.slug}"), numbers, losses.pareto_figure, (title,))
     for name, bars in losses.variants(table):
-        title = f"Variants of {name}: {table.title}"
+        title = f"Variants of {name}: {titled(table)}"
         yield Drawing(file_name(f"variants-{name}-{table.slug}"), bars, losses.variants_figure, (title,))
 
 

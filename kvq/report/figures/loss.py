@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from kvq.report.comparisons import by_bits, effective_bits
-from kvq.report.figures.style import MOST_LINES, colour, figure, legend_columns, lines_of, style, symlog
+from kvq.report.figures.style import figure, legend_columns, lines_of, style, symlog
+from kvq.report.palette import colour_of
 from kvq.report.tables.layout import Row, Table
+from kvq.results.metrics import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LOSSES = (("delta_nll", "ΔNLL (nats/token)"), ("kl_mean", "KL mean (nats)"))
-_OTHERS = "others"
+LOSSES = tuple((name, METRICS[name].title) for name in ("delta_nll", "kl_mean"))
+SHOWN = 5
+"""Methods in colour; more than a few lines cannot be followed, and the numbers beside a figure hold all."""
+_USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant")
+_LOSSES = ("delta_nll", "delta_nll_se", "kl_mean")
+_GREY, _FRONT = "#b4b8be", "#333333"
 _BITS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _FEWEST = 3
 _MOST_BARS = 12
@@ -24,58 +29,53 @@ _MOST_PANELS = 4
 
 
 def pareto_table(table: Table) -> pd.DataFrame:
-    """One line per run: bits it really held, its losses, and whether it is on the frontier beyond noise."""
+    """One line per run: bits it really held, its losses, whether it is on the frontier beyond noise, or a variant."""
     lines: list[dict[str, Any]] = []
     for row in table.rows:
         metrics, bits = row.record.metrics, effective_bits(row.record)
         if row.record.status == "done" and not row.baseline and bits is not None and "delta_nll" in metrics:
-            losses = {name: metrics.get(name) for name in ("delta_nll", "delta_nll_se", "kl_mean")}
-            lines.append(
-                {"method": row.name, "bits": row.bits, "effective_bits": bits} | losses | {"frontier": row.best}
-            )
-    return pd.DataFrame(lines, columns=["method", "bits", "effective_bits", *_columns(), "frontier"])
-
-
-def _columns() -> list[str]:
-    return ["delta_nll", "delta_nll_se", "kl_mean"]
+            losses = {name: metrics.get(name) for name in _LOSSES}
+            size = {"method": row.name, "bits": row.bits, "effective_bits": bits}
+            lines.append(size | losses | {"frontier": row.best, "variant": row.variant})
+    return pd.DataFrame(lines, columns=["method", "bits", "effective_bits", *_LOSSES, "frontier", "variant"])
 
 
 def pareto_figure(numbers: pd.DataFrame, title: str) -> Figure:
-    """Two panels, ΔNLL and KL by effective bits; rings: on the frontier beyond noise (of ΔNLL); bars: standard errors.
+    """Two panels, ΔNLL and KL by effective bits: `SHOWN` methods in their colours, the others grey, variants hollow.
 
-    Of many methods those nearest to the front have a line of their own, the others are grey.
+    Bars are standard errors; rings and the line between them are the frontier of ΔNLL beyond noise, over methods.
     """
-    nearest = _nearest(numbers)
-    looks = lines_of(nearest)
+    names = shown_methods(numbers)
+    looks = lines_of(names)
     with style():
-        names = [*looks, *[_OTHERS] * (len(nearest) < numbers["method"].nunique())]
-        columns = legend_columns(names, 2)
-        made = figure(2, 2.9 + 0.15 * math.ceil(len(names) / columns))
+        made = figure(2, 3.5)
         axes = made.subplots(1, 2)
         for axis, (loss, name) in zip(axes, LOSSES, strict=True):
             known = numbers[numbers[loss].notna()].sort_values("effective_bits", kind="stable")
-            others = known[~known["method"].isin(looks)]
-            axis.plot(others["effective_bits"], others[loss], ".", color="#bbbbbb", markersize=3, zorder=1)
-            for method, look in looks.items():
+            others = known[~known["method"].isin(names)]
+            for variant, fill in ((True, "none"), (False, _GREY)):
+                some = others[others["variant"] == variant]
+                axis.plot(some["effective_bits"], some[loss], "o", color=_GREY, markerfacecolor=fill, markersize=3)
+            for method in names:
                 part = known[known["method"] == method]
-                axis.plot(part["effective_bits"], part[loss], **look._asdict(), label=method, markersize=3.5, zorder=2)
+                error = part["delta_nll_se"].fillna(0) if loss == "delta_nll" else None
+                axis.errorbar(part["effective_bits"], part[loss], error, **looks[method]._asdict(), capsize=2)
             _scales(axis, known, loss)
             if loss == "delta_nll":
-                _frontier(axis, known)
-            axis.set_xlabel("effective bits per element" + (" (ring: frontier)" if loss == "delta_nll" else ""))
+                _frontier(axis, known, names)
+            axis.set_xlabel("effective bits per element")
             axis.set_ylabel(name)
             axis.grid(linewidth=0.3)
-        handles, labels = axes[0].get_legend_handles_labels()
-        if _OTHERS in names:
-            handles += axes[0].plot([], [], ".", color="#bbbbbb", markersize=5)
-            labels.append(_OTHERS)
-        made.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=2.6, columnspacing=1)
+        handles = _handles(numbers, names)
+        made.legend(
+            handles=handles, loc="outside lower center", ncols=legend_columns([h.get_label() for h in handles], 2)
+        )
         made.suptitle(title, fontsize=8)
     return made
 
 
-def _nearest(numbers: pd.DataFrame) -> list[str]:
-    """Up to `MOST_LINES` methods: those on the frontier, then those whose best run is nearest to the lowest losses.
+def shown_methods(numbers: pd.DataFrame) -> list[str]:
+    """Five methods with lines of their own: those that the project compares first, then those nearest to the front.
 
     Near is the smallest factor, over a method's runs, between its loss and the lowest of as few or fewer bits.
     """
@@ -83,9 +83,27 @@ def _nearest(numbers: pd.DataFrame) -> list[str]:
     losses = ordered["kl_mean"].fillna(ordered["delta_nll"]).clip(lower=1e-6)
     factor = losses / losses.cummin()
     best = factor.groupby(ordered["method"]).min()
-    on_it = numbers.groupby("method")["frontier"].any()
-    names = sorted(best.index, key=lambda method: (not on_it[method], best[method], method))
-    return names[:MOST_LINES]
+    usual = ordered.groupby("method")[["frontier", "variant"]].any()
+    ranks = {
+        method: (_USUAL.index(method) if method in _USUAL else len(_USUAL), usual["variant"][method], best[method])
+        for method in best.index
+    }
+    return sorted(ranks, key=lambda method: (*ranks[method], method))[:SHOWN]
+
+
+def _handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
+    """A legend of what is drawn and of nothing else."""
+    from matplotlib.lines import Line2D
+
+    made = [Line2D([], [], **look._asdict(), markersize=4, label=name) for name, look in lines_of(names).items()]
+    others = numbers[~numbers["method"].isin(names)]
+    for variant, fill, text in ((False, _GREY, "other methods"), (True, "none", "variants and ablations")):
+        if (others["variant"] == variant).any():
+            made.append(Line2D([], [], color=_GREY, marker="o", markerfacecolor=fill, linestyle="", label=text))
+    if numbers["frontier"].any():
+        ring: dict[str, Any] = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "markeredgewidth": 0.8}
+        made.append(Line2D([], [], color=_FRONT, linewidth=0.8, **ring, label="frontier"))
+    return made
 
 
 def _scales(axis: Any, known: pd.DataFrame, loss: str) -> None:
@@ -99,12 +117,15 @@ def _scales(axis: Any, known: pd.DataFrame, loss: str) -> None:
     axis.minorticks_off()
 
 
-def _frontier(axis: Any, known: pd.DataFrame) -> None:
-    """Rings with the runs' names beside them."""
+def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str]) -> None:
+    """Rings, the line between them, and beside each ring the run's name."""
     ring = known[known["frontier"]]
-    axis.plot(ring["effective_bits"], ring["delta_nll"], "o", markersize=8, markerfacecolor="none", color="black")
     if ring.empty:
         return
+    front: dict[str, Any] = {"color": _FRONT, "linewidth": 0.8, "zorder": 3}
+    axis.plot(ring["effective_bits"], ring["delta_nll"], drawstyle="steps-post", **front)
+    size: dict[str, Any] = {"markersize": 8, "markeredgewidth": 0.8}
+    axis.plot(ring["effective_bits"], ring["delta_nll"], "o", markerfacecolor="none", **size, **front)
     axis.set_xlim(left=0.55 * float(known["effective_bits"].min()))  # room for the names
     axis.get_ylim()  # brings the limits up to date
     places = ring[["effective_bits", "delta_nll"]].to_numpy(dtype=float)
@@ -124,6 +145,7 @@ def _frontier(axis: Any, known: pd.DataFrame) -> None:
             ha="right" if across < 0 else "left",
             va="center",
             fontsize=_NAME,
+            color=colour_of(run["method"]) if run["method"] in named else "black",
         )
 
 
@@ -155,7 +177,7 @@ def variants(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
     for method, widths in sorted(groups.items()):
         lines = [
             {"bits": row.bits, "variant": row.name, "effective_bits": effective_bits(row.record)}
-            | {name: row.record.metrics.get(name) for name in _columns()}
+            | {name: row.record.metrics.get(name) for name in _LOSSES}
             for bits in sorted(widths, key=by_bits)
             for row in sorted(widths[bits], key=lambda row: row.record.metrics["delta_nll"])
             if len(widths[bits]) >= _FEWEST
@@ -172,12 +194,19 @@ def variants_figure(numbers: pd.DataFrame, title: str) -> Figure:
         axes = made.subplots(len(panels), 1, squeeze=False, height_ratios=[len(part) + 1 for _, part in panels])
         for axis, (bits, part) in zip(axes.flat, panels, strict=True):
             places = range(len(part))
-            axis.barh(places, part["delta_nll"], 0.7, xerr=part["delta_nll_se"].fillna(0), color=colour(0), capsize=2)
+            axis.barh(
+                places,
+                part["delta_nll"],
+                0.7,
+                xerr=part["delta_nll_se"].fillna(0),
+                capsize=2,
+                color=[colour_of(name) for name in part["variant"]],
+            )
             sizes = ["" if pd.isna(size) else f" ({size:.2f})" for size in part["effective_bits"]]
             axis.set_yticks(places, [f"{name}{size}" for name, size in zip(part["variant"], sizes, strict=True)])
             axis.invert_yaxis()
             axis.axvline(0, color="#999999", linewidth=0.6)
             axis.set_title(f"{bits} bits", loc="left")
-        made.supxlabel("ΔNLL (nats/token); effective bits in brackets", fontsize=8)
+        made.supxlabel(f"{METRICS['delta_nll'].title}; effective bits in brackets", fontsize=8)
         made.suptitle(title, fontsize=8)
     return made

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kvq.report.figures.error import labelled_rows
-from kvq.report.figures.style import colour, figure, marker, style
+from kvq.report.figures.style import colour, figure, lines_of, style
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ def memory_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
 
 def memory_figure(table: pd.DataFrame, title: str) -> Figure:
     """Left: bits per element by part at the longest length stored; right: compression by length."""
+    from matplotlib.lines import Line2D
+
     with style():
         methods = list(dict.fromkeys(table["method"]))
         made = figure(2, 1.4 + 0.3 * max(len(methods), 5))
@@ -47,20 +49,15 @@ def memory_figure(table: pd.DataFrame, title: str) -> Figure:
             .sum()
             .reset_index()
         )
-        for index, method in enumerate(methods):
+        looks = lines_of(methods)
+        for method in methods:
+            look = looks[method]
             part = lines[lines["method"] == method].sort_values("tokens")
             ratio = part["fp16"] / part["total"]
-            axes[1].plot(part["tokens"], ratio, color=colour(index))
-            for measured, fill in ((True, colour(index)), (False, "white")):
+            axes[1].plot(part["tokens"], ratio, color=look.color, linestyle=look.linestyle)
+            for measured, fill in ((True, look.color), (False, "white")):
                 some = part["measured"] == measured
-                axes[1].plot(
-                    part["tokens"][some],
-                    ratio[some],
-                    marker(index),
-                    color=colour(index),
-                    markerfacecolor=fill,
-                    label=method if measured else None,
-                )
+                axes[1].plot(part["tokens"][some], ratio[some], look.marker, color=look.color, markerfacecolor=fill)
         for (name, value), dashes in zip(PAPERS, ("--", ":"), strict=True):
             axes[1].axhline(value, color="black", linestyle=dashes, linewidth=0.8, label=f"published: {name}, {value}x")
         axes[1].set_xscale("log", base=2)
@@ -71,8 +68,9 @@ def memory_figure(table: pd.DataFrame, title: str) -> Figure:
         axes[1].set_ylabel("compression against fp16 (x)")
         axes[1].set_ylim(bottom=0)
         axes[1].grid(linewidth=0.3)
-        handles, labels = axes[0].get_legend_handles_labels()
-        more, names = axes[1].get_legend_handles_labels()
-        made.legend([*handles, *more], [*labels, *names], loc="outside lower center", ncols=5, columnspacing=1)
+        handles = [Line2D([], [], **look._asdict(), markersize=4, label=method) for method, look in looks.items()]
+        axes[0].legend(loc="upper left", bbox_to_anchor=(-0.05, -0.2), ncols=3, columnspacing=1, handlelength=1)
+        handles += axes[1].get_legend_handles_labels()[0]
+        axes[1].legend(handles=handles, loc="upper left", bbox_to_anchor=(-0.05, -0.2), ncols=2, columnspacing=1)
         made.suptitle(title, fontsize=8)
     return made

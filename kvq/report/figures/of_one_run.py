@@ -8,9 +8,9 @@ import pandas as pd
 
 from kvq.errors import RecordError
 from kvq.report.figures.diagnostics import MAKERS
-from kvq.report.figures.error import label
 from kvq.report.figures.every import heat_map, needle_grid
 from kvq.report.figures.style import colour, figure, style
+from kvq.report.labels import label, model_name, named
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store
 
@@ -27,18 +27,18 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
             table = windows_table(record, store)
             return [] if table.empty else [("windows", windows_figure(table, _title(record)))]
         if record.task == "niah":
-            grid = needle_grid([Row(record, record.method, record.bits)], store)
+            grid = needle_grid([Row(record, label(record), record.bits)], store)
             return [] if grid.empty else [("needles", heat_map(grid, _title(record)))]
         made = MAKERS[record.task]([record], store) if record.task in MAKERS else []
         # One name for what every run has, so that runs can be laid side by side.
-        named = ((drawing.stem.removesuffix(f"-{label(record)}"), drawing.figure()) for drawing in made)
+        named = ((drawing.stem.removesuffix(f"-{named(record)}"), drawing.figure()) for drawing in made)
         return [(name, drawn) for name, drawn in named if drawn is not None]
     except (RecordError, KeyError):
         return []
 
 
 def _title(record: Record) -> str:
-    return f"{record.method} {record.bits}: {record.model}, {record.dataset}"
+    return f"{named(record)}: {model_name(record.model)}, {record.dataset}"
 
 
 def windows_table(record: Record, store: Store) -> pd.DataFrame:

@@ -11,7 +11,9 @@ import pandas as pd
 
 from kvq.errors import RecordError
 from kvq.report.figures.style import colour, figure, marker, style, symlog
+from kvq.report.labels import label
 from kvq.results import Record, Store, run_key
+from kvq.results.metrics import METRICS
 from kvq.results.statistics import delta_nll_of_samples
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """
     runs = [r for r in records if r.task == "ppl" and r.status == "done" and "delta_nll" in r.metrics]
     groups: dict[str, list[Record]] = defaultdict(list)
-    for record in sorted(runs, key=lambda r: (r.model, r.dataset, r.method, r.bits, r.key)):
+    for record in sorted(runs, key=lambda r: (r.model, r.dataset, label(r), r.bits, r.key)):
         groups[_without_text(record)].append(record)
     pairs = [group for group in groups.values() if len({_text(record) for record in group}) > 1]
     places = {_place(record) for group in pairs for record in group}
@@ -46,7 +48,7 @@ def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
         if group not in pairs and not beside:
             continue
         own = next((record for record in group if _text(record) == record.dataset), None)
-        names = min((record.method for record in group), key=len)
+        names = min((label(record) for record in group), key=len)
         for record in group:
             shifted = _text(record) not in ("none", record.dataset)
             cost, error = _paired(record, own, store) if shifted and own is not None else (math.nan, math.nan)
@@ -60,9 +62,9 @@ def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
 
 def _is_variant(record: Record, runs: Sequence[Record]) -> bool:
     """Whether the method that it varies is among runs of the same text, at the same bits."""
-    plain, _, variant = record.method.partition("/")
-    others = (other for other in runs if other.method == plain and other.bits == record.bits)
-    return bool(variant) and any(_place(other) == _place(record) for other in others)
+    plain = record.method.partition("/")[0]
+    others = (other for other in runs if label(other) == plain and other.bits == record.bits)
+    return label(record) != plain and any(_place(other) == _place(record) for other in others)
 
 
 def _text(record: Record) -> str:
@@ -119,7 +121,7 @@ def shift_figure(table: pd.DataFrame, title: str) -> Figure:
                     elinewidth=0.8,
                 )
             axis.set_title(f"tested on {dataset}")
-            axis.set_xlabel("ΔNLL (nats/token)")
+            axis.set_xlabel(METRICS["delta_nll"].title)
             axis.grid(linewidth=0.3)
         symlog(axes[0], table["delta_nll"], "x")
         axes[0].set_yticks(range(len(rows)), rows)

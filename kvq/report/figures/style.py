@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pandas as pd
 
 from kvq.errors import RecordError
 from kvq.report.figures.fonts import cut_once
+from kvq.report.palette import FIRST, colour_of, method_of
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
 
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
 
 COLUMN = 3.4
 """Inches of one column of a two-column paper; a figure is one or two wide."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-"""Okabe and Ito's, which colour-blind readers tell apart; yellow is left out, it is too light for lines."""
+SERIES = ("#264653", "#8AB17D", "#E9C46A", "#7D8597", "#B5838D", "#A98467", "#C8B6E2", "#ADB5BD")
+"""Colours of what is no method: parts of memory, sides, stages, texts. None is a method's (`kvq.report.palette`)."""
 MOST_LINES = 16
 """More lines than this cannot be told apart; the numbers beside a figure hold all."""
 FONTS = ("DejaVu Sans",)
 """One, which comes with matplotlib: a list of others is searched for every text, and differs by machine."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-# Families that most figures show: solid, each with a colour of its own. Others are dashed.
-_SOLID = ("nsnquant", "oscar", "nsn", "quarot", "kivi", "turboquant", "fp16", "rtn")
 _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SETTINGS: Any = {
     "font.family": list(FONTS),
@@ -76,8 +74,8 @@ def figure(columns: int, height: float) -> Figure:
 
 
 def colour(index: int) -> str:
-    """The colour of the series of this index; they repeat after eight."""
-    return COLOURS[index % len(COLOURS)]
+    """The colour of a series that is no method; they repeat after eight."""
+    return SERIES[index % len(SERIES)]
 
 
 def marker(index: int) -> str:
@@ -86,35 +84,32 @@ def marker(index: int) -> str:
 
 
 class Line(NamedTuple):
-    """How a method is drawn: the colour and dashes of its family, a marker that no other of its colour has."""
+    """How a run is drawn: its method's colour and dashes, a marker that no other of its colour has."""
 
     color: str
     linestyle: Any
     marker: str
 
 
-def lines_of(methods: Iterable[str]) -> dict[str, Line]:
-    """A look for each method, by name. Those of one family (`nsn`, `nsn/arm_a`) share colour and dashes.
+def lines_of(labels: Iterable[str]) -> dict[str, Line]:
+    """A look for each label, by name; variants and bits of a method (`nsn`, `nsn/arm_a`, `nsn 2`) share its colour.
 
-    A family looks the same in every figure, unless two of one figure want the same look: it comes from its name.
+    A method has its colour in every figure, on the page and in W&B; one that the palette does not know has one of a
+    few others, and where two of a figure fall on the same, other dashes.
     """
-    names = sorted(set(methods))
-    taken: dict[str, int] = {}
-    for family in sorted({name.partition("/")[0] for name in names}, key=lambda name: (name not in _SOLID, name)):
-        wanted = _SOLID.index(family) if family in _SOLID else zlib.crc32(family.encode()) % (len(COLOURS) * 2)
-        first = 0 if family in _SOLID else len(COLOURS)
-        places = len(COLOURS) * len(_DASHES) - first
-        free = [place for step in range(places) if (place := first + (wanted + step) % places) not in taken.values()]
-        taken[family] = free[0] if free else first + wanted % places
-    used: Counter[int] = Counter()
+    names = sorted(set(labels))
+    dashes: dict[str, int] = {}
+    for method in sorted({method_of(name) for name in names}):
+        same = [other for other in dashes if colour_of(other) == colour_of(method)]
+        dashes[method] = (method not in FIRST) + len(same)
+    used: Counter[str] = Counter()
     found = {}
-    for family, place in taken.items():
-        colour = place % len(COLOURS)
-        for name in (name for name in names if name.partition("/")[0] == family):
-            kind = MARKERS[(colour + used[colour]) % len(MARKERS)]
-            found[name] = Line(COLOURS[colour], _DASHES[place // len(COLOURS)], kind)
-            used[colour] += 1
-    return {name: found[name] for name in names}
+    for name in names:
+        method = method_of(name)
+        hue = colour_of(method)
+        found[name] = Line(hue, _DASHES[dashes[method] % len(_DASHES)], MARKERS[used[hue] % len(MARKERS)])
+        used[hue] += 1
+    return found
 
 
 def legend_columns(names: Sequence[str], columns: int) -> int:

@@ -11,7 +11,9 @@ import pandas as pd
 
 from kvq.errors import RecordError
 from kvq.report.figures.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
+from kvq.report.labels import label
 from kvq.results import Record, Store, run_key
+from kvq.results.metrics import METRICS
 from kvq.results.statistics import NOISE, delta_nll_of_samples, spearman
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """
     lines: list[dict[str, Any]] = []
     wanted = [record for record in records if record.bits.isdecimal() and "delta_nll" in record.metrics]
-    for method, runs in itertools.groupby(sorted(wanted, key=lambda r: (r.method, int(r.bits))), lambda r: r.method):
+    for method, runs in itertools.groupby(sorted(wanted, key=lambda r: (label(r), int(r.bits))), label):
         before: Record | None = None
         for record in runs:
             line: dict[str, Any] = {
@@ -91,7 +93,7 @@ def valley_figure(table: pd.DataFrame, title: str) -> Figure:
         symlog(axis, table["delta_nll"])
         axis.axhline(0, color="#999999", linewidth=0.6)
         axis.set_xlabel("bits (ring: worse than one bit less, beyond noise)")
-        axis.set_ylabel("ΔNLL (nats/token)")
+        axis.set_ylabel(METRICS["delta_nll"].title)
         whole_numbers(axis)
         axis.grid(linewidth=0.3)
         made.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, handlelength=2.6)
@@ -114,7 +116,7 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
                     "model": record.model,
                     "weights": run_key(record.config["model"])[:8],
                     "dataset": record.dataset,
-                    "method": record.method,
+                    "method": label(record),
                     "bits": record.bits,
                     "protocol": run_key({name: record.config.get(name) for name in _PROTOCOL})[:6],
                     **{name: found.metrics[name] for name in _SPREADS},

@@ -15,7 +15,7 @@ for (const run of data.runs) {
   run.metrics = new Map(names.map((name, place) => [name, run.values[place]]));
   run.paper = data.methods[run.method].paper;
   run.effective = run.metrics.get("effective_bits") ?? run.metrics.get("bits_per_element") ?? null;
-  run.text = [run.name, data.methods[run.method].label, run.paper, run.model, run.dataset, run.task, run.bits, run.status, run.key]
+  run.text = [run.name, data.methods[run.method].label, run.paper, run.model, run.dataset, run.task, run.bits, run.status, run.key, data.protocols[run.protocol].words]
     .join(" ").toLowerCase();
   byKey.set(run.key, run);
 }

@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.report.comparisons import by_bits
-from kvq.report.html.metrics import Metric, columns, describe
+from kvq.report.html.metrics import columns, describe
 from kvq.report.html.papers import Paper, papers
 from kvq.report.html.safe import arxiv_link, shown
+from kvq.report.labels import model_name
+from kvq.report.palette import colour_of
 from kvq.report.tables.layout import Row, Tables
 from kvq.results import Record
+from kvq.results.metrics import Metric
 
 # What a record of kilobytes never reaches; past it, the page says where the rest is.
 LONGEST_PART = 32 * 1024
@@ -64,7 +67,12 @@ def payload(tables: Tables) -> dict[str, Any]:
         "metrics": {name: _metric(metric) for name, metric in metrics.items() if name in kept},
         "methods": _methods(records, known),
         "protocols": [
-            {"slug": table.slug, "title": shown(table.title), "lines": [shown(line, 2000) for line in table.protocol]}
+            {
+                "slug": table.slug,
+                "title": shown(table.title),
+                "words": shown(table.words),
+                "lines": [shown(line, 2000) for line in table.protocol],
+            }
             for table in tables.tables
         ],
         "runs": [_run(place, row, pool) for place, row in rows],
@@ -77,7 +85,7 @@ def _metric(metric: Metric) -> dict[str, Any]:
 
 
 def _methods(records: Sequence[Record], known: Mapping[str, Paper]) -> dict[str, Any]:
-    """Methods in the order in which they get colours: those of most runs first, so that they are told apart best."""
+    """Methods with their colours and papers; those of most runs first."""
     counts = Counter(record.method for record in records)
     found = {}
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
@@ -85,6 +93,7 @@ def _methods(records: Sequence[Record], known: Mapping[str, Paper]) -> dict[str,
         label = paper.label or name
         found[shown(name)] = {
             "label": shown(label),
+            "colour": colour_of(name),
             "arxiv": paper.arxiv,
             "link": arxiv_link(paper.arxiv),
             "paper": shown(f"arXiv {paper.arxiv}" if paper.arxiv else "no paper"),
@@ -101,7 +110,7 @@ def _run(place: int, row: Row, pool: Pool) -> dict[str, Any]:
         "status": record.status,
         "reason": shown(record.reason or "", 1000),
         "task": shown(record.task),
-        "model": shown(record.model),
+        "model": shown(model_name(record.model)),
         "dataset": shown(record.dataset),
         "method": shown(record.method),
         "name": shown(row.name),
@@ -111,6 +120,8 @@ def _run(place: int, row: Row, pool: Pool) -> dict[str, Any]:
         "baseline": row.baseline,
         "best": row.best,
         "noise": row.within_noise,
+        "variant": row.variant,
+        "unquantized": row.unquantized,
         "stale": row.stale,
         "started": record.provenance.started.isoformat().replace("+00:00", "Z"),
         "names": pool.add(names),

@@ -1,5 +1,4 @@
 // Cost against quality, for runs of one protocol. No library: scales, ticks, marks.
-const COLOURS = 8;
 const MARKERS = [
   "M5 0A5 5 0 1 1-5 0A5 5 0 1 1 5 0Z",
   "M-4.4-4.4H4.4V4.4H-4.4Z",
@@ -10,29 +9,30 @@ const MARKERS = [
   "M-5.2-2.8L-2.8-5.2L0-2.4L2.8-5.2L5.2-2.8L2.4 0L5.2 2.8L2.8 5.2L0 2.4L-2.8 5.2L-5.2 2.8L-2.4 0Z",
   "M0-6L1.6-2L5.8-1.9L2.5.8L3.6 4.9L0 2.5L-3.6 4.9L-2.5.8L-5.8-1.9L-1.6-2Z",
 ];
-// A family (`nsn`, `nsn/arm_a`) has a colour, each of its members a marker that no other method of that colour has.
-const familyPlaces = new Map();
-const methodPlaces = new Map();
-const markersUsed = Array(COLOURS).fill(0);
-for (const name of Object.keys(data.methods)) {
-  const family = name.split("/")[0];
-  if (!familyPlaces.has(family)) familyPlaces.set(family, familyPlaces.size);
-  const colour = familyPlaces.get(family) % COLOURS;
-  methodPlaces.set(name, { family: familyPlaces.get(family), place: methodPlaces.size, colour, marker: colour + markersUsed[colour] });
-  markersUsed[colour] += 1;
+// A method has the colour that it has in figures; its variants share it, each with a marker that no other of that colour has.
+const looks = new Map();
+const markersUsed = new Map();
+for (const run of [...data.runs].sort((a, b) => natural(a.name, b.name))) {
+  if (looks.has(run.name)) continue;
+  const { colour } = data.methods[run.method];
+  const marker = markersUsed.get(colour) ?? 0;
+  looks.set(run.name, { colour, marker, family: run.method.split("/")[0], variant: run.variant });
+  markersUsed.set(colour, marker + 1);
 }
 
-function colourOf(method) {
-  return methodPlaces.get(method).colour;
+function coloured(node, name) {
+  node.style.setProperty("--c", looks.get(name).colour);
+  return node;
 }
 
-function markerOf(method) {
-  return MARKERS[methodPlaces.get(method).marker % MARKERS.length];
+function markOf(name) {
+  const { marker, variant } = looks.get(name);
+  return svg("path", { d: MARKERS[marker % MARKERS.length], class: variant ? "series hollow" : "series" });
 }
 
 function byFamily(a, b) {
-  const [one, other] = [methodPlaces.get(a), methodPlaces.get(b)];
-  return one.family - other.family || one.place - other.place;
+  const [one, other] = [looks.get(a), looks.get(b)];
+  return natural(one.family, other.family) || one.variant - other.variant || natural(a, b);
 }
 
 function costs(runs) {
@@ -160,26 +160,22 @@ function frontierPath(points, at, lower) {
 
 function showPlot() {
   const plot = chosenPlot();
-  const titles = plot.protocols.map((place) => data.protocols[place].title);
-  fill($("plot-protocol"), plot.protocols.map((place, index) => {
-    const twins = titles.filter((title) => title === titles[index]).length > 1;
-    return [String(place), `${titles[index]}${twins ? ` [${data.protocols[place].slug.slice(-8)}]` : ""} (${plot.counts.get(place)})`];
-  }), plot.protocol === null ? null : String(plot.protocol));
+  fill($("plot-protocol"), plot.protocols.map((place) => [String(place), `${data.protocols[place].title} (${plot.counts.get(place)})`]),
+    plot.protocol === null ? null : String(plot.protocol));
   fill($("plot-x"), plot.xs.map((name) => [name, known(name).title]), plot.x);
   fill($("plot-y"), plot.ys.map((name) => [name, known(name).title]), plot.y);
   $("plot-scale").value = state.plot.scale;
   showLegend(plot.points);
-  drawPlot(plot, plot.points.filter((point) => !state.plot.hidden.has(point.run.method)));
+  drawPlot(plot, plot.points.filter((point) => !state.plot.hidden.has(point.run.name)));
 }
 
 function showLegend(points) {
-  const methods = [...new Set(points.map((point) => point.run.method))].sort(byFamily);
+  const methods = [...new Set(points.map((point) => point.run.name))].sort(byFamily);
   const focused = document.activeElement?.dataset?.method;
   $("legend").replaceChildren(...methods.map((method) =>
     el("button", { type: "button", "data-method": method, "aria-pressed": String(!state.plot.hidden.has(method)),
       onclick: () => change(() => { if (!state.plot.hidden.delete(method)) state.plot.hidden.add(method); }) },
-      svg("svg", { viewBox: "-8 -8 16 16", width: 14, height: 14, "aria-hidden": "true" },
-        svg("path", { d: markerOf(method), class: `series c${colourOf(method)}` })), method)));
+      coloured(svg("svg", { viewBox: "-8 -8 16 16", width: 14, height: 14, "aria-hidden": "true" }, markOf(method)), method), method)));
   for (const button of $("legend").children) if (button.dataset.method === focused) button.focus();
 }
 
@@ -240,9 +236,10 @@ function drawLines(root, points, at, better) {
     if (group.length < 2) continue;
     const ordered = [...group].sort((a, b) => a.x - b.x);
     const d = ordered.map((point, place) => `${place ? "L" : "M"}${at.x(point.x)} ${at.y(point.y)}`).join("");
-    root.append(svg("path", { d, class: `thread c${colourOf(ordered[0].run.method)}` }));
+    root.append(coloured(svg("path", { d, class: "thread" }), ordered[0].run.name));
   }
-  if (better && points.length > 1) root.append(svg("path", { d: frontierPath(points, at, better === "lower"), class: "frontier" }));
+  const methods = points.filter((point) => !point.run.variant);
+  if (better && methods.length > 1) root.append(svg("path", { d: frontierPath(methods, at, better === "lower"), class: "frontier" }));
 }
 
 function grouped(items, name) {
@@ -258,16 +255,17 @@ function drawPoints(root, points, at, plot) {
   const nodes = ordered.map((point, place) => {
     const { run } = point;
     const words = `${run.name} ${run.bits}`;
-    const node = svg("g", { class: `point c${colourOf(run.method)}`, tabindex: place ? "-1" : "0", role: "button", "data-key": run.key,
+    const node = svg("g", { class: "point", tabindex: place ? "-1" : "0", role: "button", "data-key": run.key,
       transform: `translate(${at.x(point.x)} ${at.y(point.y)})`,
       "aria-label": `${words}: ${known(plot.x).short} ${fixed(point.x, 3)}, ${known(plot.y).short} ${shownMetric(run, plot.y)}` });
+    coloured(node, run.name);
     if (point.error) {
       const [top, bottom] = [at.y(point.y + point.error) - at.y(point.y), at.y(point.y - point.error) - at.y(point.y)];
       node.append(svg("path", { d: `M0 ${round1(top)}V${round1(bottom)}`, class: "whisker" }));
     }
     node.append(svg("circle", { r: 11, class: "target" }));
     if (run.best) node.append(svg("circle", { r: 9, class: "ring" }));
-    node.append(svg("path", { d: markerOf(run.method), class: "series" }));
+    node.append(markOf(run.name));
     if (!run.best && labelled && run.bits.length <= 5) {
       const tag = svg("text", { x: 9, y: -7, class: "tag" });
       tag.textContent = run.bits;

@@ -10,8 +10,10 @@ function metricColumn(name) {
   return { id: name, title: metric.title, short: metric.short, numeric: true,
     value: (run) => run.metrics.get(name) ?? null,
     cell: (run) => {
+      const difference = ["delta_nll", "delta_accuracy", "delta_score"].includes(name);
+      if (run.unquantized && difference) return "nothing quantized";
       const shown = shownMetric(run, name);
-      const close = run.noise && ["delta_nll", "delta_accuracy", "delta_score"].includes(name);
+      const close = run.noise && difference;
       if (run.best && name === "perplexity") return el("b", {}, shown);
       return close && shown !== DASH ? `≈ ${shown}` : shown;
     } };
@@ -40,6 +42,7 @@ function columnsNow() {
   if (!task) list.push(text("Task", (run) => run.task));
   if (new Set(data.runs.map((run) => run.model)).size > 1) list.push(text("Model", (run) => run.model));
   if (new Set(data.runs.map((run) => run.dataset)).size > 1) list.push({ ...text("Data set", (run) => run.dataset), id: "dataset" });
+  if (data.protocols.some((protocol) => protocol.words)) list.push(text("Protocol", (run) => data.protocols[run.protocol].words || "default"));
   list.push({ id: "started", title: "Measured on (UTC)", short: "Date", numeric: false, value: (run) => run.started, cell: (run) => run.started.slice(0, 10) });
   return list;
 }

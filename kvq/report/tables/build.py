@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvq.report.comparisons import Comparisons, by_bits, frontier
+from kvq.report.comparisons import Comparisons, by_bits, effective_bits, frontier
+from kvq.report.departures import joined, said
 from kvq.report.isolated import made_of
 from kvq.report.judged import read_records
+from kvq.report.labels import is_variant, label, model_name, protocol_departures, read_presets
+from kvq.report.labels import protocol as protocol_of
 from kvq.report.settings import PROTOCOL, flatten, settings_of
 from kvq.report.tables.cells import columns_of
 from kvq.report.tables.layout import Planned, Row, Table, Tables
@@ -20,8 +24,9 @@ from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, judge, run_key
 from kvq.results.statistics import ALPHA, holm, within_noise
 
-# A name that sets two runs apart by more settings than this is cut short and ends in the run's key.
-_SHOWN_SETTINGS = 4
+# A hash is shown by its beginning, under the name of what it is a hash of.
+_HASH = 40
+_WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
 
 
 def build_tables(
@@ -44,7 +49,7 @@ def build_tables(
     Raises:
         RecordError: the folder cannot be listed.
     """
-    records, broken = scanned or read_records(store)
+    records, broken = scanned or read_records(store, keys)
     if keys is not None:
         wanted = set(keys) | {record.baseline_key for record in records if record.key in keys}
         records = [record for record in records if record.key in wanted]
@@ -52,6 +57,7 @@ def build_tables(
     missing: dict[str, list[Planned]] = defaultdict(list)
     for record in records:
         groups[_protocol_key(record)].append(record)
+    read_presets(records)
     present = {record.key for record in records}
     for plan in {plan.key: plan for plan in planned if plan.key not in present}.values():
         missing[_protocol_key(plan)].append(plan)
@@ -74,7 +80,29 @@ def build_tables(
             tables.append(of_records)
         elif planned_here:
             tables.append(make([]))
-    return Tables(tuple(sorted(tables, key=lambda table: table.slug)), tuple(odd))
+    return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), tuple(odd))
+
+
+def told_apart(tables: Sequence[Table]) -> list[Table]:
+    """Tables whose titles differ: where their presets do not tell them apart, the settings that differ do."""
+    groups: dict[str, list[Table]] = defaultdict(list)
+    for table in tables:
+        groups[table.title].append(table)
+    out = []
+    for title, group in groups.items():
+        settings = [dict(table.settings) for table in group]
+        known = sorted({name for own in settings for name in own})
+        apart = [name for name in known if len({own.get(name) for own in settings}) > 1]
+        for table, own in zip(group, settings, strict=True):
+            name = title.removesuffix(f" ({table.words})")
+            words = [said(_WEIGHTS.get(name, name), own[name][:_HASH]) for name in apart if name in own]
+            more = ", ".join(filter(None, [table.words, *words]))
+            out.append(replace(table, words=more, title=_titled(name, more)) if words else table)
+    return out
+
+
+def _titled(name: str, words: str) -> str:
+    return f"{name} ({words})" if words else name
 
 
 def _checked(table: Table) -> Table:
@@ -104,13 +132,18 @@ def _table(
     runs: list[Record | Planned] = [*records, *missing]
     first = min(runs, key=lambda run: (run.task, run.model, run.dataset, run.key))
     rows = _rows(records, comparisons, stale)
-    slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, first.model, first.dataset))
+    model = model_name(first.model)
+    slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, model, first.dataset))
+    words = ", ".join(protocol_departures(first))
     return Table(
         slug=f"{slug}-{protocol[:8]}",
-        title=f"{first.task}: {first.model} on {first.dataset}",
+        title=_titled(f"{first.task}: {model} on {first.dataset}", words),
         protocol=_describe(first, records),
         rows=rows,
         notes=tuple(notes_of(rows, missing, comparisons)),
+        words=words,
+        about=protocol_of(first),
+        settings=tuple((name, text) for name, text in flatten(_protocol(first)) if text != "null"),
     )
 
 
@@ -119,14 +152,16 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
     names = _names(records)
     done = [record for record in records if record.status == "done" and record.key not in baselines]
     measured = {record.key for record in done}
-    best = frontier(done, comparisons)
+    variants = {record.key for record in done if is_variant(record)}
+    full = {record.key: effective_bits(record) for record in records if record.key in baselines}
     corrected = holm({r.key: r.metrics["p_value"] for r in done if "p_value" in r.metrics})
+    noisy = {record.key for record in done if is_noise(record, corrected.get(record.key))}
+    best = frontier([record for record in done if record.key not in variants | noisy], comparisons)
     ordered = sorted(records, key=lambda r: (r.key not in baselines, names[r.key], by_bits(r.bits), r.key))
     rows: list[Row] = []
     footnotes = 0
     for record in ordered:
         baseline = record.key in baselines
-        noise = record.key in measured and is_noise(record, corrected.get(record.key))
         footnotes += record.status != "done"
         rows.append(
             Row(
@@ -134,11 +169,13 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
                 name=names[record.key],
                 bits=record.bits or (record.provenance.dtype if baseline else "fixed"),
                 baseline=baseline,
-                within_noise=noise,
-                best=record.key in best and not noise,
+                within_noise=record.key in noisy,
+                best=record.key in best,
                 stale=stale(record),
                 footnote=None if record.status == "done" else footnotes,
                 p_value=corrected.get(record.key),
+                variant=record.key in variants,
+                unquantized=record.key in measured and _is_unquantized(record, full),
             )
         )
     return tuple(rows)
@@ -154,24 +191,28 @@ def is_noise(record: Record, p_value: float | None) -> bool:
     return delta is not None and error is not None and within_noise(delta, error)
 
 
+def _is_unquantized(record: Record, full: Mapping[str, float | None]) -> bool:
+    """Whether nothing left full precision: no byte is packed, and bits are those of the run it is paired with."""
+    size = effective_bits(record)
+    return record.metrics.get("packed_bytes") == 0 and size is not None and size == full.get(record.baseline_key or "")
+
+
 def _names(records: Sequence[Record]) -> dict[str, str]:
-    """Names of rows by key: settings are added to a method's name where two of its runs share name and bits."""
-    settings = {record.key: settings_of(record) for record in records}
-    by_method: dict[str, list[Record]] = defaultdict(list)
+    """Labels of rows by key; where two runs share label and bits, the settings that differ are added."""
+    by_label: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        by_method[record.method].append(record)
+        by_label[label(record)].append(record)
     names: dict[str, str] = {}
-    for method, runs in by_method.items():
+    for name, runs in by_label.items():
+        settings = {run.key: settings_of(run) for run in runs} if len({run.bits for run in runs}) < len(runs) else {}
         apart: set[str] = set()
-        for bits in {run.bits for run in runs}:
+        for bits in {run.bits for run in runs} if settings else ():
             twins = [settings[run.key] for run in runs if run.bits == bits]
-            known = {name for twin in twins for name in twin}
-            apart |= {name for name in known if len({twin.get(name) for twin in twins}) > 1}
+            known = {setting for twin in twins for setting in twin}
+            apart |= {setting for setting in known if len({twin.get(setting) for twin in twins}) > 1}
         for run in runs:
-            shown = [f"{name}={settings[run.key][name]}" for name in sorted(apart & settings[run.key].keys())]
-            if len(shown) > _SHOWN_SETTINGS:
-                shown = [*shown[:_SHOWN_SETTINGS], f"... run {run.key[:8]}"]
-            names[run.key] = f"{method} [{', '.join(shown)}]" if shown else method
+            own = settings.get(run.key, {})
+            names[run.key] = joined(name, [said(setting, own[setting]) for setting in sorted(apart & own.keys())])
     return names
 
 

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvq.report.tables.layout import Row, Table
+from kvq.results.metrics import METRICS, Metric, metric_of
 
 DASH = "–"
+UNQUANTIZED = "nothing quantized"
+"""In the place of a difference to full precision, where a run was full precision throughout."""
 
 
 class Cell(NamedTuple):
@@ -35,12 +38,18 @@ def fixed(value: float, digits: int, signed: bool = False) -> str:
     return f"{round(value, digits) + 0.0:{sign}.{digits}f}"  # + 0.0 turns a rounded -0.0 into 0.0
 
 
-def _metric(name: str, digits: int, signed: bool = False, scale: float = 1.0) -> Callable[[Row], Cell]:
+def _metric(metric: Metric) -> Callable[[Row], Cell]:
     def cell(row: Row) -> Cell:
-        value = row.record.metrics.get(name)
-        return Cell(DASH if value is None else fixed(value * scale, digits, signed))
+        value = row.record.metrics.get(metric.name)
+        return Cell(DASH if value is None else fixed(value * metric.scale, metric.digits, metric.signed))
 
     return cell
+
+
+def _column(name: str, cell: Callable[[Row], Cell] | None = None, unit: str = "1") -> Column:
+    """A column of a metric, under its title; `cell` prints it where more than the number stands there."""
+    metric = metric_of(name, unit)
+    return Column(metric.title, metric.short, cell or _metric(metric))
 
 
 def _name(row: Row) -> Cell:
@@ -54,13 +63,15 @@ def _with_footnote(cell: Callable[[Row], Cell]) -> Callable[[Row], Cell]:
 def _perplexity(row: Row) -> Cell:
     if row.footnote is not None:
         return Cell(f"{DASH} [{row.footnote}]")
-    return Cell(_metric("perplexity", 3)(row).text, bold=row.best)
+    return Cell(_metric(METRICS["perplexity"])(row).text, bold=row.best)
 
 
 def _delta_nll(row: Row) -> Cell:
     delta, error = row.record.metrics.get("delta_nll"), row.record.metrics.get("delta_nll_se")
     if delta is None:
         return Cell(DASH)
+    if row.unquantized:
+        return Cell(UNQUANTIZED)
     spread = "" if error is None else f" ± {fixed(error, 4)}"
     return Cell(f"{'≈ ' if row.within_noise else ''}{fixed(delta, 4, signed=True)}{spread}")
 
@@ -68,14 +79,14 @@ def _delta_nll(row: Row) -> Cell:
 COLUMNS = (
     Column("Method", "Method", _name, numeric=False),
     Column("Bits", "Bits", lambda row: Cell(row.bits)),
-    Column("Measured bits/element", "Meas.", _metric("bits_per_element", 3)),
-    Column("Effective bits/element", "Eff.", _metric("effective_bits", 3)),
-    Column("Perplexity", "PPL", _perplexity),
-    Column("Δppl", "Δppl", _metric("delta_perplexity", 3, signed=True)),
+    _column("bits_per_element"),
+    _column("effective_bits"),
+    _column("perplexity", _perplexity),
+    _column("delta_perplexity"),
     Column("ΔNLL ± SE (nats/token)", "ΔNLL ± SE", _delta_nll),
-    Column("KL mean (nats)", "KL", _metric("kl_mean", 4)),
-    Column("KL p99 (nats)", "p99", _metric("kl_p99", 3)),
-    Column("Top-1 agreement (%)", "Top-1%", _metric("top1_agreement", 2, scale=100.0)),
+    _column("kl_mean"),
+    _column("kl_p99"),
+    _column("top1_agreement"),
 )
 
 # What every table begins with.
@@ -85,13 +96,7 @@ _CHOSEN = ("ppl", "niah", "longbench", "lm_eval", "multimodal")
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
 _PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket)=(?P<value>.+)\]")
-_OUTCOMES = {
-    "wrong_needle": ("Wrong needle (%)", "Wrong"),
-    "bit_mixing": ("Bit-mixing (%)", "Mix"),
-    "bit_mixing_random": ("Bit-mixing of random strings (%)", "Rand."),
-    "other": ("Other (%)", "Other"),
-    "rouge_l": ("ROUGE-L against full precision (%)", "R-L"),
-}
+_OUTCOMES = ("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_l")
 
 
 def measured(table: Table) -> list[Column]:
@@ -99,8 +104,7 @@ def measured(table: Table) -> list[Column]:
     units = {name: unit for row in table.rows for name, unit in row.record.units.items()}
     names = [name for row in table.rows if not row.baseline for name in row.record.metrics]
     names = sorted(set(names or [name for row in table.rows for name in row.record.metrics]), key=_natural)
-    titles = {name: f"{name} ({unit})" if (unit := units.get(name, "1")) != "1" else name for name in names}
-    return [Column(titles[name], name, _metric(name, 4)) for name in names]
+    return [_column(name, unit=units.get(name, "1")) for name in names]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -125,22 +129,16 @@ def columns_of(table: Table) -> tuple[Column, ...]:
     if not is_of_items(table):
         return COLUMNS
     names = {name for row in table.rows for name in row.record.metrics}
-    main, short = ("accuracy", "Acc%") if "accuracy" in names else ("score", "Score%")
+    main = "accuracy" if "accuracy" in names else "score"
     columns = [
         *_RUN,
-        Column(
-            f"{main.capitalize()} (%)",
-            short,
-            _with_footnote(_metric(main, 1, scale=100.0)),
-        ),
+        _column(main, _with_footnote(_metric(METRICS[main]))),
         Column("Δ ± SE (points)", "Δ ± SE", _difference(main)),
         Column("Lost, gained (items)", "-/+", _lost_and_gained),
         Column("p (Holm)", "p", _p_value),
     ]
-    for name, (title, short) in _OUTCOMES.items():
-        if name in names:
-            columns.append(Column(title, short, _metric(name, 1, scale=100.0)))
-    return (*columns, *_parts(names, main))
+    outcomes = [_column(name) for name in _OUTCOMES if name in names]
+    return (*columns, *outcomes, *_parts(names, main))
 
 
 def _parts(names: set[str], main: str) -> list[Column]:
@@ -148,7 +146,10 @@ def _parts(names: set[str], main: str) -> list[Column]:
     if not 1 < len(found) <= _SHOWN_PARTS:
         return []
     found.sort(key=lambda pair: (pair[0]["part"], pair[0]["value"].zfill(9)))
-    return [Column(f"{match['value']} (%)", match["value"], _metric(name, 1, scale=100.0)) for match, name in found]
+    shown = METRICS[main]
+    return [
+        Column(f"{match['value']} (%)", match["value"], _metric(shown._replace(name=name))) for match, name in found
+    ]
 
 
 def _difference(main: str) -> Callable[[Row], Cell]:
@@ -156,6 +157,8 @@ def _difference(main: str) -> Callable[[Row], Cell]:
         delta, error = (row.record.metrics.get(f"delta_{main}{end}") for end in ("", "_se"))
         if delta is None:
             return Cell(DASH)
+        if row.unquantized:
+            return Cell(UNQUANTIZED)
         spread = "" if error is None else f" ± {fixed(100 * error, 1)}"
         return Cell(f"{'≈ ' if row.within_noise else ''}{fixed(100 * delta, 1, signed=True)}{spread}")
 

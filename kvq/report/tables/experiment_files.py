@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 from kvq.errors import RecordError
 from kvq.report.escapes import escape_markdown, one_line
 from kvq.report.tables.cells import DASH, fixed
@@ -229,6 +227,8 @@ def csv(filled: Filled) -> str:
         }
         for cell, stand_in in cells
     ]
+    import pandas as pd  # half a second that a sweep's table in the terminal does not need
+
     return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from itertools import groupby
-
-import pandas as pd
 
 from kvq.report.escapes import escape_markdown, one_line
 from kvq.report.tables.cells import Cell, columns_of, is_of_diagnostics, is_of_items
@@ -29,8 +25,6 @@ CSV_METRICS = (
     "scored_tokens",
     "windows",
 )
-# A setting longer than this, such as a fingerprint, is cut short in the index.
-_SHOWN = 40
 
 
 def markdown(table: Table) -> str:
@@ -78,6 +72,8 @@ def csv(table: Table) -> str:
     ]
     columns = ["method", "bits", "status", "reason", "baseline", "within_noise", "best", "stale"]
     columns += ["p_holm"] if is_of_items(table) else []
+    import pandas as pd  # half a second that a sweep's table in the terminal does not need
+
     frame = pd.DataFrame(rows, columns=[*columns, *metrics, "dtype", "key"])
     return frame.to_csv(index=False, lineterminator="\n")
 
@@ -109,21 +105,19 @@ def index(tables: Tables) -> str:
     lines += ["measured beside published, are in [experiments](experiments/index.md); figures in"]
     lines += ["[figures](../figures/index.md)."]
     for task, found in groupby(tables.tables, key=lambda table: table.title.partition(":")[0]):
-        here = list(found)
         lines += [
             "",
             f"## {escape_markdown(task)}",
             "",
-            "| table | runs | what sets it apart | |",
-            "| :--- | :--- | :--- | :--- |",
+            "| table | runs | |",
+            "| :--- | :--- | :--- |",
         ]
-        for table in here:
+        for table in found:
             others = f"[CSV]({table.slug}.csv), [LaTeX]({table.slug}.tex)"
             name = table.title.partition(": ")[2] or table.title
             cells = [
                 f"[{escape_markdown(name)}]({table.slug}.md)",
                 _counts(table),
-                escape_markdown(_apart(table, here)),
             ]
             lines.append(_markdown_row([*cells, others]))
     if tables.broken:
@@ -137,19 +131,3 @@ def _counts(table: Table) -> str:
     counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states))) or "no runs"
     stale = sum(row.stale for row in table.rows)
     return f"{counts}, {stale} stale" if stale else counts
-
-
-def _apart(table: Table, others: Sequence[Table]) -> str:
-    """Settings that tables of this title do not share."""
-    settings = [set(_settings(other)) for other in others if other.title == table.title]
-    shared = set.intersection(*settings)
-    return ", ".join(setting for setting in _settings(table) if setting not in shared)
-
-
-def _settings(table: Table) -> list[str]:
-    found = []
-    for line in table.protocol:
-        name, _, said = line.partition(": ")
-        parts = re.split(r", (?=[\w.]+=)", said) if "=" in said else [f"{name}={said}"]
-        found += [part if len(part) <= _SHOWN else f"{part[:_SHOWN]}…" for part in parts if name != "scored"]
-    return found

@@ -24,9 +24,11 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One run. `name` is the method's, with what sets it apart from others of that name and bits.
+    """One run. `name` is its label: the method's name with what departs from its preset, and what else sets it apart.
 
-    `p_value` is that of its paired difference to full precision, corrected for all rows of the table (Holm).
+    `variant`: a preset's variant or a run that departs from its preset, which takes no part in the frontier;
+    `unquantized`: every item was shorter than the residual. `p_value` is that of its paired difference to full
+    precision, corrected for all rows of the table (Holm).
     """
 
     record: Record
@@ -38,17 +40,26 @@ class Row:
     stale: bool = False
     footnote: int | None = None
     p_value: float | None = None
+    variant: bool = False
+    unquantized: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """Runs of one protocol: full precision first, then methods by name and bits."""
+    """Runs of one protocol: full precision first, then methods by name and bits.
+
+    `words`: what departs from the presets of task, model and text, which the title has too; `about`: the protocol in a
+    line, for a figure; `protocol` and `settings`: every setting, as lines and as (name, JSON text).
+    """
 
     slug: str
     title: str
     protocol: tuple[str, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    words: str = ""
+    about: str = ""
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

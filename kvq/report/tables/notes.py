@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvq.report.comparisons import Comparisons, widths
 from kvq.report.settings import settings_of
+from kvq.report.tables.cells import UNQUANTIZED
 from kvq.report.tables.layout import Planned, Row
 from kvq.results import Record
 from kvq.results.statistics import ALPHA, NOISE, within_noise
@@ -36,10 +37,30 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
         yield f"≈ within noise of full precision: |ΔNLL| is at most {NOISE:g} standard errors. Never set in bold."
     if any(row.best for row in rows):
         yield (
-            f"Bold: on the frontier of effective bits and loss. By more than {NOISE:g} paired standard errors it beats "
-            "every row of as few or fewer bits, and one of as many or more."
+            f"Bold: on the Pareto frontier of effective bits and loss, judged by {NOISE:g} paired standard errors: it "
+            "beats the row before it on the frontier, and none of as few or fewer bits beats it. Rows within noise of "
+            "full precision are not judged."
         )
+    yield from _variants(rows)
+    yield from _unquantized(rows)
     yield from _stale(rows)
+
+
+def _variants(rows: Sequence[Row]) -> Iterator[str]:
+    if any(row.best for row in rows) and any(row.variant for row in rows):
+        yield (
+            "The frontier is over methods: ablations, variants and calibrations on another text (names with a slash, "
+            "settings that depart from a preset) take no part in it."
+        )
+
+
+def _unquantized(rows: Sequence[Row]) -> Iterator[str]:
+    names = ", ".join(f"{row.name} {row.bits}" for row in rows if row.unquantized)
+    if names:
+        yield (
+            f"{UNQUANTIZED}: no token of {names} left full precision, because what was read is shorter than the "
+            "residual; effective bits are those of full precision."
+        )
 
 
 def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
@@ -61,6 +82,7 @@ def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
     if kept:
         names = ", ".join(f"{row.name} {row.bits}" for row in kept)
         yield f"Not worse than full precision by the protocol's margin (task.margin), p at most {ALPHA:g}: {names}."
+    yield from _unquantized(rows)
     yield from _stale(rows)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -17,6 +19,9 @@ from kvq.results import Record, Store
 
 # A file has no width of its own; rich would take 80, in which the columns do not fit.
 PLAIN_WIDTH = 100
+# What a narrow terminal leaves out first, the rest from the right; never the first columns. Blanks behind a column.
+_LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
+_KEPT, _BETWEEN = 5, 2
 
 
 def print_tables(
@@ -27,7 +32,7 @@ def print_tables(
     planned: Iterable[Planned] = (),
     stale: Callable[[Record], bool] | None = None,
 ) -> None:
-    """Print the tables of a store, or of the runs `keys` and their full-precision runs; fits 100 columns.
+    """Print the tables of a store, or of the runs `keys` and their full-precision runs; fits 80 columns.
 
     Raises:
         RecordError: the folder of the store cannot be listed.
@@ -41,12 +46,18 @@ def print_table(table: Table, console: Console) -> None:
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)
     drawn = _empty(console)
+    left_out: list[str] = []
     if is_of_diagnostics(table):
         _fill_sideways(drawn, table)
     else:
-        _fill(drawn, table)
+        columns = fitting(table, console.width)
+        shown = {column.title for column in columns}
+        left_out = [column.title for column in columns_of(table) if column.title not in shown]
+        _fill(drawn, table, columns)
     console.print(Text(table.title, style="italic"), soft_wrap=True)
     console.print(drawn)
+    if left_out:
+        console.print(Text(f"Not shown at this width: {', '.join(left_out)}.", style="dim"))
     for note in table.notes:
         console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
 
@@ -57,17 +68,28 @@ def _empty(console: Console) -> RichTable:
     )
 
 
-def _fill(drawn: RichTable, table: Table) -> None:
-    columns = columns_of(table)
+def _fill(drawn: RichTable, table: Table, columns: Sequence[Column]) -> None:
     for column in columns:
-        drawn.add_column(
-            column.short,
-            justify="right" if column.numeric else "left",
-            overflow="ellipsis" if column.numeric else "fold",
-            no_wrap=column.numeric,
-        )
+        numeric = column.numeric
+        justify: Literal["left", "right"] = "right" if numeric else "left"
+        drawn.add_column(column.short, justify=justify, overflow="fold", no_wrap=numeric)
     for row in table.rows:
         drawn.add_row(*_texts(row, columns))
+
+
+def fitting(table: Table, width: int) -> tuple[Column, ...]:
+    """The columns that fit a terminal `width` wide; method, bits and the task's own number are always among them."""
+    columns = list(columns_of(table))
+    sizes = {
+        column.short: max(cell_len(text) for text in (column.short, *(column.cell(row).text for row in table.rows)))
+        for column in columns
+    }
+    first = [column for name in _LEFT_OUT for column in columns if column.short == name]
+    for column in [*first, *reversed([column for column in columns[_KEPT:] if column not in first])]:
+        if sum(sizes[kept.short] + _BETWEEN for kept in columns) <= width:
+            break
+        columns.remove(column)
+    return tuple(columns)
 
 
 def _fill_sideways(drawn: RichTable, table: Table) -> None:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvq.report.labels import label, model_name, protocol, protocol_departures
 from kvq.results import Record
 from kvq.results.record import dump_record
 
@@ -36,15 +37,18 @@ def entry_of(record: Record, group: str | None = None) -> Entry:
         group: what it belongs to; None = the sweep whose command made it, where it was one.
     """
     fixed = "" if record.baseline_key is None else "fixed rate"
-    name = " ".join(word for word in (record.method, record.bits or fixed) if word)
+    own = label(record)
+    name = " ".join(word for word in (own, record.bits or fixed) if word)
+    model, words = model_name(record.model), ", ".join(protocol_departures(record))
+    task = f"{record.task} ({words})" if words else record.task
     return Entry(
         id=record.key[:32],
         digest=hashlib.sha256(dump_record(record)).hexdigest(),
-        name=f"{name} · {record.model} · {record.dataset} · {record.task}"[:128],
+        name=f"{name} · {model} · {record.dataset} · {task}"[:128],
         group=group if group is not None else sweep_of(record.provenance.command),
         job_type=record.task[:64],
         tags=tuple(
-            dict.fromkeys(word[:64] for word in (record.method, record.model, record.dataset, record.status) if word)
+            dict.fromkeys(word[:64] for word in (own, record.method, model, record.dataset, record.status) if word)
         ),
         config={
             "key": record.key,
@@ -52,6 +56,8 @@ def entry_of(record: Record, group: str | None = None) -> Entry:
             "task": record.task,
             "model": record.model,
             "dataset": record.dataset,
+            "label": own,
+            "protocol": protocol(record),
             "method": record.method,
             "bits": record.bits,
             "status": record.status,

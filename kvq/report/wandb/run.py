@@ -152,9 +152,9 @@ def _package() -> Any:
         try:
             import wandb
         except ImportError as error:
-            raise CannotTrack("wandb is not installed (pip install 'kvq[wandb]')") from error
+            raise CannotTrack("wandb is not installed (pip install -e '.[wandb]')") from error
     if not hasattr(wandb, "init"):  # a folder named wandb, which Python takes for a package
-        raise CannotTrack("wandb is not installed (pip install 'kvq[wandb]')")
+        raise CannotTrack("wandb is not installed (pip install -e '.[wandb]')")
     return wandb
 
 

@@ -6,13 +6,11 @@ from typing import Any
 
 from kvq.config.logger import WandbLogger
 from kvq.report.wandb.run import CannotTrack
+from kvq.results.metrics import METRICS
 
 NAME = "kvq"
 _QUALITY = {
-    "delta_nll": "ΔNLL (nats/token) against effective bits",
-    "kl_mean": "KL from full precision (nats) against effective bits",
-    "accuracy": "Accuracy against effective bits",
-    "score": "Score against effective bits",
+    name: f"{METRICS[name].title} against effective bits" for name in ("delta_nll", "kl_mean", "accuracy", "score")
 }
 _FIGURES = ("windows", "needles", "error-steps", "tni-groups")
 _SIDE_BY_SIDE = ("method", "bits")
@@ -39,7 +37,7 @@ def workspace_of(settings: WandbLogger, entity: str) -> Any:
         import wandb_workspaces.reports.v2 as panels
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        raise CannotTrack("wandb-workspaces is not installed (pip install 'kvq[wandb]')") from error
+        raise CannotTrack("wandb-workspaces is not installed (pip install -e '.[wandb]')") from error
     summary, config = panels.SummaryMetric, panels.Config
     plots: list[Any] = [
         panels.ScatterPlot(title=title, x=summary("effective_bits"), y=summary(name))

@@ -73,6 +73,7 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
         assert len(pd.read_csv(tmp_path / f"{stem}.csv")) > 0
 
 
+@pytest.mark.long
 def test_the_same_records_give_the_same_bytes(store: Store, tmp_path: Path) -> None:
     first, second = (drawn(store, tmp_path / name) for name in ("a", "b"))
     for one, other in zip(first, second, strict=True):

@@ -17,7 +17,9 @@ from kvq.report.figures.drawing import MARKS, Drawing, write_drawings
 from kvq.report.figures.fonts import cut_once
 from kvq.report.figures.index import Noted
 from kvq.report.figures.loss import pareto_figure
+from kvq.report.figures.memory import memory_figure
 from kvq.report.figures.mosaic import Look, mosaic
+from kvq.report.palette import colour_of
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
 
@@ -112,9 +114,16 @@ def test_families_share_a_colour_and_no_two_methods_look_alike() -> None:
     assert len(style.lines_of(f"many{index}" for index in range(100))) == 100
 
 
-def test_methods_on_the_frontier_are_drawn_however_many_there_are() -> None:
+def test_five_methods_have_colours_and_the_frontier_is_named_however_many_there_are() -> None:
     best = pd.DataFrame(
-        {"method": ["low"], "bits": ["1"], "effective_bits": [1.5], "delta_nll": [0.5], "frontier": [True]}
+        {
+            "method": ["low", "kivi", "kivi/block"],
+            "bits": ["1", "4", "4"],
+            "effective_bits": [1.5, 4.0, 4.0],
+            "delta_nll": [0.5, 0.9, 0.8],
+            "frontier": [True, False, False],
+            "variant": [False, False, True],
+        }
     )
     rows = [
         {
@@ -123,6 +132,7 @@ def test_methods_on_the_frontier_are_drawn_however_many_there_are() -> None:
             "effective_bits": 4.0,
             "delta_nll": 0.001 * (index + 1),
             "frontier": False,
+            "variant": False,
         }
         for index in range(30)
     ]
@@ -131,12 +141,35 @@ def test_methods_on_the_frontier_are_drawn_however_many_there_are() -> None:
     made = pareto_figure(numbers, "title")
     (legend,) = made.legends
     names = [text.get_text() for text in legend.get_texts()]
-    assert len(names) == style.MOST_LINES + 1
-    assert names[-1] == "others"
-    assert {"low", "m00", "m01"} <= set(names)
+    assert names == ["kivi", "low", "m00", "m01", "m02", "other methods", "variants and ablations", "frontier"]
     assert [text.get_text() for text in made.axes[0].texts] == ["low 1"]
+    coloured = {line.get_color() for line in made.axes[1].lines}
+    assert {colour_of("kivi"), colour_of("low")} < coloured
     drawn = sum(len(line.get_xdata()) for line in made.axes[1].lines)
-    assert drawn == 31  # those without a line are grey points
+    assert drawn == 33  # those without a line are grey points
+
+
+def test_a_method_has_one_colour_and_what_is_no_method_has_another() -> None:
+    package = Path(__file__).parents[2] / "conf" / "method"
+    methods = sorted(path.stem for path in package.glob("*.yaml"))
+    colours = {colour_of(method) for method in methods}
+    assert len(colours) == len(methods) > 25
+    assert not colours & set(style.SERIES)
+    labels = ("kivi", "kivi 2", "kivi/block k4v2", "kivi − key.x", "kivi, residual 4 2")
+    assert {colour_of(label) for label in labels} == {colour_of("kivi")}
+
+
+def test_a_legend_names_what_is_drawn_alone() -> None:
+    rows = [
+        {"method": name, "tokens": length, "measured": measured, "fp16": 100, "total": 20, "residual": 0, "codes": 20}
+        for name, measured in (("kivi 2", True), ("nsn 2", False))
+        for length in (1024, 2048)
+    ]
+    table = pd.DataFrame(rows).assign(scales=0, norms=0, shift=0, other=0)
+    made = memory_figure(table, "title")
+    parts, methods = ([text.get_text() for text in axis.get_legend().get_texts()] for axis in made.axes)
+    assert parts == ["codes"]
+    assert methods[:2] == ["kivi 2", "nsn 2"]
 
 
 def test_the_index_names_every_figure_under_its_kind(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_thousand_runs_stay_usable(tmp_path: Path) -> None:
     store = Store(tmp_path / "results")
     many_runs(store, 2000)

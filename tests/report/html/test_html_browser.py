@@ -264,6 +264,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+@pytest.mark.long
 def test_two_thousand_runs_answer_at_once(driver: Any, folder: Path) -> None:
     store = Store(folder / "many")
     many_runs(store, 2000)

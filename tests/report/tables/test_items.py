@@ -130,8 +130,12 @@ def test_the_heat_map_is_the_samples(store: Store, tmp_path: Path, capsys: pytes
     assert cell[1.0]["hit"] == cell[1.0]["bit_mixing"] == 0.5
     assert cell[0.0]["items"] == 2
     figure = heat_map(grid, table.title)
-    titles = [text.get_text() for text in figure.axes[0].texts]
-    assert titles == ["fp16 float32", "kivi 2", "kivi 4", "nsn 2"]
+    panels = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
+    assert [axis.get_title() for axis in panels] == ["2 bits", "4 bits", "", ""]
+    assert [axis.get_ylabel() for axis in panels] == ["kivi", "", "nsn", ""]
+    assert [len(axis.images) for axis in panels] == [1, 1, 1, 0]  # nsn 4 was not measured
+    assert [[text.get_text() for text in axis.texts] for axis in panels] == [[], [], [], ["–"]]
+    assert "full precision finds 100.0%" in figure.get_suptitle()
     folder = tmp_path / "results"
     assert figures_main(["--results", str(folder)]) == 0
     figures = {path.suffix: path.read_bytes() for path in (folder / "figures").glob("niah-*")}

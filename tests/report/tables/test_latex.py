@@ -16,6 +16,7 @@ from kvq.report import write_tables
 from kvq.report.escapes import escape_latex
 from kvq.report.tables.latex import PACKAGES, Sheet, floats
 from kvq.results import Store
+from tests.properties import examples
 from tests.report.hostile import ALL
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +95,7 @@ def test_only_signs_that_are_declared_are_left() -> None:
 
 
 @given(st.text())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_no_text_leaves_a_sign_that_latex_does_not_know(text: str) -> None:
     assert all(letter.isascii() or letter in LETTERS for letter in escape_latex(text))
 
@@ -109,7 +110,7 @@ def test_every_sign_and_nasty_text_compile(tmp_path: Path) -> None:
 
 
 @needs_latex
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tables_of_the_committed_records_compile(tmp_path: Path) -> None:
     store = Store(ROOT / "results")
     write_tables(store, tmp_path / "tables")

@@ -172,6 +172,13 @@ def test_one_table_per_protocol(store: Store) -> None:
     tables = build_tables(store).tables
     assert len(tables) == len({table.slug for table in tables}) == len(kinds)
     assert all(len(table.rows) == 2 for table in tables)
+    assert {table.title for table in tables} == {
+        "ppl: tiny on pydocs (model path embedded:tiny)",
+        "ppl: tiny on pydocs (seed 1)",
+        "ppl: tiny on pydocs (context 512)",
+        "ppl: tiny on pydocs (model path x)",
+        "ppl: tiny on pydocs (dataset seed 3, model path embedded:tiny)",
+    }
     assert [table.slug for table in tables] == sorted(table.slug for table in tables)
 
 
@@ -184,22 +191,21 @@ def test_runs_of_one_name_are_told_apart(store: Store) -> None:
     store.put(made.record("nsn", "2", settings=made.config("nsn", "2") | residual(32)))
     table = only(store)
     assert sorted((row.name, row.bits) for row in table.rows) == [
-        ("kivi [residual.key.size=32, residual.value.size=64]", "2"),
-        ("kivi [residual.size=128]", "2"),
-        ("kivi [residual.size=128]", "3"),
-        ("kivi [residual.size=32]", "2"),
+        ("kivi, key residual 32, value residual 64", "2"),
+        ("kivi, residual 128", "2"),
+        ("kivi, residual 128", "3"),
+        ("kivi, residual 32", "2"),
         ("nsn", "2"),
     ]
-    assert "Residual of kivi [residual.size=32], nsn: size=32." in table.notes
+    assert "Residual of kivi, residual 32, nsn: size=32." in table.notes
 
 
-def test_many_differences_are_cut_short(store: Store) -> None:
+def test_every_difference_is_named_and_none_is_a_hash(store: Store) -> None:
     for value in (1, 2):
         settings = made.config("kivi", "2") | {"method": dict.fromkeys("abcdefgh", value)}
         store.put(made.record("kivi", "2", settings=settings))
-    names = [row.name for row in only(store).rows]
-    assert len(set(names)) == 2
-    assert all(len(name) < 100 and "... run " in name for name in names)
+    names = sorted(row.name for row in only(store).rows)
+    assert names == ["kivi, " + ", ".join(f"{name} {value}" for name in "abcdefgh") for value in (1, 2)]
 
 
 def test_a_sweeps_own_runs_with_their_baseline(store: Store) -> None:
@@ -265,3 +271,15 @@ def test_labels() -> None:
 )
 def test_numbers(value: float, digits: int, signed: bool, text: str) -> None:
     assert fixed(value, digits, signed) == text
+
+
+def test_twins_do_not_take_each_other_off_the_frontier(store: Store) -> None:
+    full = sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 32.0)
+    runs = [("good", "2", 0.3, 2.1), ("twin", "2", 0.3, 2.2), ("good", "3", 0.1, 3.1), ("bad", "3", 0.6, 3.0)]
+    for seed, (method, bits, mean, size) in enumerate(runs):
+        sweeps.put_run(store, method, bits, sweeps.losses(mean, 0.01, seed + 1), full, size)
+    sweeps.put_run(store, "good/variant", "2", sweeps.losses(0.05, 0.01, 9), full, 1.9)
+    table = only(store)
+    assert [(row.name, row.bits) for row in table.rows if row.best] == [("good", "2"), ("good", "3")]
+    assert [row.name for row in table.rows if row.variant] == ["good/variant"]
+    assert any(note.startswith("The frontier is over methods") for note in table.notes)

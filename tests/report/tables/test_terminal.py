@@ -54,6 +54,22 @@ def test_a_terminal_of_100_columns_cuts_no_number(store: Store) -> None:
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_narrow_terminal_has_every_method_whole(store: Store, width: int) -> None:
+    full = sweeps.sweep(store)["fp16"]
+    name = "kivi_had/nsnquant_setting"
+    run = sweeps.put_run(store, name, "2", sweeps.losses(0.4, 0.01, 9), full, 2.25)
+    lines = shown(store, force_terminal=True, width=width, color_system=None).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    (row,) = [line for line in lines if line.startswith(name + " ")]
+    metrics = run.metrics
+    assert f"{metrics['perplexity']:.3f}" in row
+    assert f"{metrics['delta_nll']:+.4f} ± {metrics['delta_nll_se']:.4f}" in row
+    (note,) = [line for line in lines if line.startswith("Not shown at this width: ")]
+    assert ("Perplexity" in note, "KL p99" in note) == (False, True)
+
+
 def test_markup_in_names_is_shown_as_it_is(store: Store) -> None:
     store.put(made.record("[red]x[/red]", "2", status="failed", reason="[bold]why[/bold] [/nothing]"))
     text = shown(store)

@@ -24,7 +24,7 @@ from tests.report.wandb.wandb_files import OfflineRun, offline_runs
 from tests.results import made
 from tests.sweeps import small_run
 
-wandb = pytest.importorskip("wandb", reason="needs wandb (pip install 'kvq[wandb]')")
+wandb = pytest.importorskip("wandb", reason="needs wandb (pip install -e '.[wandb]')")
 OFFLINE = WandbLogger(mode=WandbMode.offline)
 # What the client leaves to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -161,9 +161,9 @@ def test_a_missing_package_is_one_line(
     for _ in range(2):
         tracking.track(OFFLINE, store, runs["good"])
     (line,) = said(capsys)
-    assert line.startswith("warning: logger=wandb: wandb is not installed (pip install 'kvq[wandb]')")
+    assert line.startswith("warning: logger=wandb: wandb is not installed (pip install -e '.[wandb]')")
     assert sync(["--results", str(store.root), "--offline"]) == 1
-    assert said(capsys) == ["wandb is not installed (pip install 'kvq[wandb]')"]
+    assert said(capsys) == ["wandb is not installed (pip install -e '.[wandb]')"]
 
 
 @pytest.mark.parametrize("error", [ValueError("torn\nin two"), OSError(28, "No space left on device"), SystemError()])
@@ -229,7 +229,7 @@ def test_sync_without_records_is_one_line(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the library's own
 def test_the_workspace_shows_bits_against_quality() -> None:
-    pytest.importorskip("wandb_workspaces", reason="needs wandb-workspaces (pip install 'kvq[wandb]')")
+    pytest.importorskip("wandb_workspaces", reason="needs wandb-workspaces (pip install -e '.[wandb]')")
     made_of = workspace_of(WandbLogger(project="mine"), "me")
     assert (made_of.entity, made_of.project, made_of.name) == ("me", "mine", "kvq")
     plots = [(panel.x.name, panel.y.name) for panel in made_of.sections[0].panels]

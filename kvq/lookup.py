@@ -1,0 +1,86 @@
+"""Records of runs that are done, found without importing torch: a repeated sweep takes no longer than its tables.
+
+Only what can be named from files is looked up here: perplexity of an embedded or local model on one stream of text,
+by a method that is not calibrated. Every other run, and every one that has anything left to do, is `kvq.runner`'s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvq.config import Config, Loader, PplConfig, full_precision
+from kvq.config.identity import canonical
+from kvq.data.joined import joined_text, text_fingerprint
+from kvq.errors import KvqError
+from kvq.models.folder import folder_fingerprint
+from kvq.results import Record, Store, is_stale, run_key
+
+if TYPE_CHECKING:
+    from kvq.config import DatasetConfig
+
+
+def run(config: Config) -> Record:
+    """`kvq.runner.run`, which is asked only for what `known` does not find."""
+    found = known(config)
+    if found is not None:
+        return found
+    from kvq import runner
+
+    return runner.run(config)
+
+
+def on_disk(config: Config) -> tuple[str, str, Record | None]:
+    """`kvq.runner.on_disk`, asked in the same way."""
+    found = known(config)
+    if found is not None:
+        return "done", "", found
+    from kvq import runner
+
+    return runner.on_disk(config)
+
+
+def known(config: Config) -> Record | None:
+    """The record of a run that is done and still stands, with its full-precision run and that one's samples.
+
+    None where there is none, or where only `kvq.runner` can say.
+    """
+    if config.force or not isinstance(config.task, PplConfig) or config.method.calibration.dataset is not None:
+        return None
+    if config.dataset.loader not in (Loader.embedded, Loader.text):
+        return None
+    try:
+        weights = folder_fingerprint(config.model)
+        if weights is None:
+            return None
+        text = _fingerprint_of(config.dataset)
+        store = Store(config.results_dir)
+        record = _standing(store, run_key(canonical(config, weights, text)))
+        if record is None or config.method.is_full_precision:
+            return record
+        baseline = _standing(store, run_key(canonical(full_precision(config), weights, text)))
+        if baseline is None or record.baseline_key != baseline.key:
+            return None
+        store.samples(baseline.key)
+    except (KvqError, OSError):  # whatever is wrong, the runner says it
+        return None
+    return record
+
+
+def _standing(store: Store, key: str) -> Record | None:
+    """A record with nothing left to do: done, not stale, and no journal of a repeat beside it."""
+    record = store.get(key)
+    if record is None or record.status != "done" or is_stale(record):
+        return None
+    return None if (store.root / "partial" / f"{key}.jsonl").exists() else record
+
+
+_last_text: tuple[str, str] = ("", "")
+
+
+def _fingerprint_of(dataset: DatasetConfig) -> str:
+    """What names the text; that of the last data set is kept, since the runs of a sweep share theirs."""
+    global _last_text
+    name = repr(dataset)
+    if _last_text[0] != name:
+        _last_text = (name, text_fingerprint([joined_text(dataset)]))
+    return _last_text[1]

@@ -1,0 +1,150 @@
+"""What sets one run's settings apart from others', in short words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq.report.settings import flatten
+
+SIDES = ("key", "value")
+Settings = Mapping[str, Any]
+# Parts of a method's settings that its codecs hold, and those that decide no number of their own.
+_CODEC = ("stages", "order", "quantizer")
+_SILENT = ("fingerprint",)
+_WORDS = {"calibration.dataset": "calibrated on", "sink_tokens": "sink tokens", "attention": "attention"}
+
+
+def departures(found: Settings, preset: Settings) -> list[str]:
+    """What a run has that its preset has not, changes of stages first: `− key.hadamard`, `residual 64`.
+
+    Args:
+        found: `method`, `residual` and where there is one `attention` of a record's settings.
+        preset: the same of the preset at the run's bits.
+    """
+    ours, theirs = _part(found, "method"), _part(preset, "method")
+    sides = {side: _codec(ours.get(side), theirs.get(side)) for side in SIDES}
+    parts = [*_both({side: part[0] for side, part in sides.items()}, "{sign} {side}.{name}", "{sign} {name}")]
+    parts += _both({side: part[1] for side, part in sides.items()}, "{side} {name}", "{name}")
+    parts += _residual(_part(found, "residual"), _part(preset, "residual"))
+    rest = [{name: part for name, part in method.items() if name not in SIDES} for method in (ours, theirs)]
+    parts += _others(*rest)
+    if found.get("attention") is not None:
+        parts.append(f"{found['attention']} attention")
+    return parts
+
+
+def joined(name: str, words: Sequence[str]) -> str:
+    """A name with what departs from it: `oscar − key.hadamard, residual 64`."""
+    changes = [word for word in words if word[:2] in ("− ", "+ ")]
+    others = [word for word in words if word not in changes]
+    return ", ".join([" ".join([name, *changes]), *others])
+
+
+def said(setting: str, value: str) -> str:
+    """A dotted setting and its value as words: `residual.key.size`, `64` is `key residual 64`."""
+    if setting in _WORDS:
+        return f"{_WORDS[setting]} {_text(value)}"
+    parts = [part for part in setting.split(".") if part not in ("method", "quantizer", "stages", "_target_")]
+    side = next((part for part in parts if part in SIDES), None)
+    parts = [part for part in parts if part != side]
+    if parts and parts[-1] in ("size", "policy") and len(parts) > 1:
+        parts = parts[:-1]
+    words = " ".join([*([side] if side else []), *parts]).replace("_", " ").strip()
+    return f"{words} {_text(value)}".strip()
+
+
+def _part(settings: Settings, name: str) -> Settings:
+    part = settings.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _text(value: Any) -> str:
+    """A value as a person writes it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return value.rpartition(".")[2] if re.fullmatch(r"[\w.]+\.\w+", value) else value
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return ", ".join(map(_text, value)) or "none"
+    return str(value)
+
+
+def _both(sides: Mapping[str, Sequence[tuple[str, str]]], one: str, both: str) -> list[str]:
+    """Words of each side; what keys and values share is said once."""
+    shared = [word for word in sides["key"] if word in sides["value"]]
+    out = [both.format(sign=sign, name=name) for sign, name in shared]
+    for side in SIDES:
+        own = [word for word in sides[side] if word not in shared]
+        out += [one.format(sign=sign, name=name, side=side) for sign, name in own]
+    return out
+
+
+def _codec(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Stages that went or came, as (sign, name), and other settings, as ("", words)."""
+    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
+        if ours is None and theirs is None:
+            return [], []
+        return [], [("", "in full precision" if ours is None else "quantized" if theirs is None else "codec")]
+    stages = _part(ours, "stages"), _part(theirs, "stages")
+    changes = [("−", name) for name in stages[1] if name not in stages[0]]
+    changes += [("+", name) for name in stages[0] if name not in stages[1]]
+    words: list[str] = []
+    kept = [name for name in stages[0] if name in stages[1]]
+    for name in kept:
+        words += _differing(stages[0][name], stages[1][name], f"{name}.")
+    orders = [[name for name in codec.get("order") or () if name in kept] for codec in (ours, theirs)]
+    if orders[0] != orders[1]:
+        words.append(f"order {', '.join(orders[0])}")
+    words += _differing(_part(ours, "quantizer"), _part(theirs, "quantizer"), "")
+    rest = [{name: part for name, part in codec.items() if name not in _CODEC} for codec in (ours, theirs)]
+    words += _differing(rest[0], rest[1], "")
+    return changes, [("", word) for word in words]
+
+
+def _differing(ours: Any, theirs: Any, prefix: str) -> list[str]:
+    """Settings of a part that are not those of the preset; one that the record does not have says nothing."""
+    mine, preset = dict(flatten(ours)), dict(flatten(theirs))
+    changed = [(name, value) for name, value in mine.items() if preset.get(name) != value]
+    return [said(prefix + ("codec" if name == "_target_" else name), value) for name, value in changed]
+
+
+def _residual(ours: Settings, theirs: Settings) -> list[str]:
+    """`residual 64`, `key residual sliding`; of a side that is not quantized there is none."""
+    words: dict[str, list[tuple[str, str]]] = {side: [] for side in SIDES}
+    for side in SIDES:
+        mine, preset = ours.get(side), theirs.get(side)
+        if not isinstance(mine, Mapping) or not isinstance(preset, Mapping):
+            continue
+        policy, size = mine.get("policy"), mine.get("size")
+        changed = [policy] if policy != preset.get("policy") else []
+        changed += [size] if size is not None and size != preset.get("size") else []
+        if changed:
+            words[side].append(("", f"residual {' '.join(map(str, changed))}"))
+        if mine.get("prefill_block") != preset.get("prefill_block"):
+            blocks = "one block" if mine.get("prefill_block") == "whole" else "blocks"
+            words[side].append(("", f"prefill in {blocks}"))
+    return _both(words, "{side} {name}", "{name}")
+
+
+def _others(ours: Settings, theirs: Settings) -> list[str]:
+    """Settings beside codecs and residual: a part that is gone, a part that is new, and what changed in the others."""
+    out = []
+    for name in dict.fromkeys([*theirs, *ours]):
+        mine, preset = ours.get(name), theirs.get(name)
+        if name == "calibration" and mine is None:
+            continue  # a task that reads no weights calibrates nothing
+        if mine is None:
+            out.append(f"− {name.replace('_', ' ')}" if isinstance(preset, Mapping) else said(name, "none"))
+            continue
+        leaves = dict(flatten(preset, name)) if preset is not None else {}
+        changed = [(path, value) for path, value in flatten(mine, name) if leaves.get(path) != value]
+        out += [said(path, value) for path, value in changed if path.rpartition(".")[2] not in _SILENT]
+    return out

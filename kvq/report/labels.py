@@ -1,0 +1,133 @@
+"""The label of a run: its method's name with everything that departs from the preset of that name, in words.
+
+The truth is the record's settings beside the preset composed at the same bits. Where no preset of that name is here
+(somebody's own, given by --config-dir), what the record's command line overrides is taken.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvq.report.departures import SIDES, departures, joined, said
+from kvq.report.presets import presets
+from kvq.report.settings import flatten
+from kvq.report.tables.layout import Planned
+from kvq.results import Record
+
+_OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
+GROUPS = ("method", "task", "model", "dataset")
+# What a protocol's parts say in a run's key, without what names weights and text by a hash.
+_PROTOCOL = {
+    "model": ("dtype", "outliers", "trust_remote_code"),
+    "dataset": ("loader", "documents", "max_tokens"),
+}
+RATES = ("cq/4c9b", "cq/8c10b")
+"""Presets with a slash that are a paper's method at one of its rates, which `bits` cannot choose."""
+_NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap")
+
+
+Run = Record | Planned
+
+
+def read_presets(records: Iterable[Run]) -> None:
+    """Compose the presets that the records' labels are compared with, all at once."""
+    presets().read({(group, getattr(record, group)) for record in records for group in GROUPS})
+
+
+def label(record: Record) -> str:
+    """The method's name with what departs from its preset: `oscar − key.hadamard`, `oscar, residual 64`."""
+    return joined(record.method, method_departures(record))
+
+
+def named(record: Record) -> str:
+    """A run's label with its bits."""
+    return f"{label(record)} {record.bits}".strip()
+
+
+def is_variant(record: Record) -> bool:
+    """Whether a run is a preset's variant (`kvquant/pysource`) or departs from its preset, not a method of its own."""
+    return ("/" in record.method and record.method not in RATES) or bool(method_departures(record))
+
+
+def method_departures(record: Record) -> list[str]:
+    """What departs from the preset of the record's method, in words."""
+    method = record.config.get("method")
+    if not isinstance(method, Mapping) or any(side not in method for side in SIDES):
+        return []  # not settings that a run of this package has
+    task = record.config.get("task")
+    scoring = task.get("scoring") if isinstance(task, Mapping) else None
+    preset = presets().method(record.method, record.bits, scoring if isinstance(scoring, str) else None)
+    return _overridden(record) if preset is None else departures(record.config, preset)
+
+
+def _overridden(record: Record) -> list[str]:
+    """Settings of the method on the record's command line; of several values the one that the record has."""
+    try:
+        words = shlex.split(record.provenance.command)
+    except ValueError:
+        words = record.provenance.command.split()
+    given = {match[1]: match[2] for word in words if (match := _OVERRIDE.fullmatch(word))}
+    leaves = dict(flatten(record.config))
+    out = []
+    for name, value in given.items():
+        gone = re.fullmatch(r"method\.(?:(key|value)\.)?stages\.(\w+)", name)
+        if gone and value == "null":
+            out.append(f"− {f'{gone[1]}.' if gone[1] else ''}{gone[2]}")
+            continue
+        chosen = value if "," not in value or value[0] in "[{" else leaves.get(name)
+        if chosen is not None:
+            out.append(said(name, chosen))
+    return out
+
+
+def model_name(name: str) -> str:
+    """A model as people call it: of a path or hub id its last part."""
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1] or name
+
+
+_WINDOWS = ("windows", "context", "stride", "scoring")
+_SCORED = {"generation": "as in generation", "parallel": "in parallel", "continuation": "as a continuation"}
+
+
+def protocol(run: Run) -> str:
+    """A run's protocol for a figure: windows and scoring where the task has them, and what departs from its presets."""
+    task = run.config.get("task")
+    given = {name: task.get(name) for name in _WINDOWS} if isinstance(task, Mapping) else {}
+    words = []
+    if given.get("windows"):
+        size = f" of {given['context']}" if given.get("context") else ""
+        step = f" every {given['stride']}" if given.get("stride") else ""
+        words.append(f"{given['windows']} windows{size}{step} tokens")
+    if given.get("scoring"):
+        words.append(f"scored {_SCORED.get(str(given['scoring']), given['scoring'])}")
+    others = [word for word in protocol_departures(run) if not (words and word.startswith(_WINDOWS))]
+    return ", ".join([*words, *others])
+
+
+def protocol_departures(run: Run) -> list[str]:
+    """What a run's task, model and text have that their presets have not, in words."""
+    out = []
+    for group in ("task", "model", "dataset"):
+        part = run.config.get(group)
+        preset = presets().settings(group, getattr(run, group))
+        if not isinstance(part, Mapping) or preset is None:
+            continue
+        wanted = _PROTOCOL.get(group)
+        ours, theirs = (_leaves(settings, wanted) for settings in (part, preset))
+        out += [said(name, value) for name, value in sorted(ours.items()) if _plain(theirs.get(name)) != _plain(value)]
+    seed = run.config.get("seed")
+    return [*out, f"seed {seed}"] if seed else out
+
+
+def _plain(value: str | None) -> str | None:
+    return None if value in ("null", "[]", "{}") else value
+
+
+def _leaves(settings: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[str, str]:
+    kept = {name: part for name, part in settings.items() if name not in _NOT_SAID and (not wanted or name in wanted)}
+    if kept.get("windows") == "disjoint":
+        kept.pop("stride", None)
+    return {name: value for name, value in flatten(kept) if name != "stride" or value != "null"}

@@ -1,0 +1,56 @@
+"""One colour for each method, wherever it is drawn: figures, the page, Weights & Biases."""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+# Okabe and Ito's, which colour-blind readers tell apart; yellow is left out, it is too light for lines.
+FIRST = {
+    "nsnquant": "#0072B2",
+    "oscar": "#D55E00",
+    "nsn": "#009E73",
+    "kivi": "#E69F00",
+    "rtn": "#CC79A7",
+    "turboquant": "#56B4E9",
+}
+"""Methods that most figures show; their lines are solid."""
+_OTHERS = {
+    "fp16": "#5B6470",
+    "identity": "#828A94",
+    "zero": "#A9AEB5",
+    "quarot": "#882255",
+    "spinquant": "#FA7E61",
+    "rotatekv": "#8C6D1F",
+    "kivi_had": "#B8860B",
+    "gear": "#44AA99",
+    "zipcache": "#117733",
+    "ott": "#999933",
+    "kvquant": "#6A51A3",
+    "cq": "#9E4B9E",
+    "turboquant_plus": "#3A86C8",
+    "polarquant": "#4B6FA8",
+    "qjl": "#2A8C9C",
+    "q8_0": "#A0404F",
+    "q4_0": "#C44E52",
+    "fp8": "#8C564B",
+    "snapkv": "#6B8E23",
+    "h2o": "#4C9A6A",
+    "streamingllm": "#7A9E7E",
+    "quanto": "#B07D62",
+    "hqq": "#9C6644",
+}
+# Of methods that are somebody's own.
+_OWN = ("#E15759", "#4E79A7", "#F28E2B", "#76B7B2", "#59A14F", "#B07AA1", "#9C755F", "#86785F")
+
+
+def method_of(label: str) -> str:
+    """The method that a label, with what departs from its preset and its bits, is of."""
+    return re.split(r"[/ ,]", label, maxsplit=1)[0]
+
+
+def colour_of(label: str) -> str:
+    """The colour of a label's method, as #RRGGBB; it is readable on white and on a dark page."""
+    method = method_of(label)
+    own = _OWN[zlib.crc32(method.encode()) % len(_OWN)]
+    return FIRST.get(method) or _OTHERS.get(method, own)

@@ -1,0 +1,95 @@
+"""Presets as a run's record would have them: what a run departs from is told by comparing the two."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from kvq.config import Config, MethodConfig, Scoring, compose, conf_dir
+from kvq.config.explain import COMPOSE_ERRORS, choices
+from kvq.config.identity import by_names
+from kvq.results.record import canonical
+
+Settings = Mapping[str, Any]
+
+
+class Presets:
+    """Presets by group and name, each composed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], Any] = {}
+        self._whole: dict[str, Any] = {}
+        self._canonical: dict[tuple[str, str, str | None], Settings | None] = {}
+        self._plain: dict[tuple[str, str], Settings | None] = {}
+
+    def read(self, wanted: Iterable[tuple[str, str]]) -> None:
+        """Compose the presets (group, name) that are not known yet; a name without a file is no preset."""
+        new = [pair for pair in sorted(set(wanted)) if pair not in self._known]
+        self._known |= dict.fromkeys(new)
+        for group, name in new:
+            if _file(group, name) is not None:
+                with contextlib.suppress(*COMPOSE_ERRORS):
+                    self._known[group, name] = compose([f"{group}={name}"])[group]
+
+    def method(self, name: str, bits: str, scoring: str | None) -> Settings | None:
+        """`method` and `residual` of a preset as a run's key has them; None where there is no preset.
+
+        Args:
+            name: the method's, such as `oscar/cr_only`.
+            bits: as a record labels them; empty: a fixed rate.
+            scoring: of the task, which may quantize at once.
+        """
+        self.read([("method", name)])
+        found = self._known["method", name]
+        if found is None:
+            return None
+        if name not in self._whole:
+            self._whole[name] = OmegaConf.create({"bits": 3, "method": OmegaConf.merge(MethodConfig, found)})
+        place = (name, bits, scoring)
+        if place not in self._canonical:
+            self._canonical[place] = _canonical(self._whole[name], bits, scoring)
+        return self._canonical[place]
+
+    def settings(self, group: str, name: str) -> Settings | None:
+        """A preset of a task, model or dataset; None where there is none or it asks for a value."""
+        self.read([(group, name)])
+        if (group, name) not in self._plain:
+            found = self._known[group, name]
+            known = found is not None and not OmegaConf.missing_keys(found)
+            self._plain[group, name] = canonical(OmegaConf.to_container(found, enum_to_str=True)) if known else None
+        return self._plain[group, name]
+
+
+@functools.cache
+def presets() -> Presets:
+    """Those of this process."""
+    return Presets()
+
+
+@functools.cache
+def _choices() -> dict[str, dict[str, str]]:
+    return choices()
+
+
+def _file(group: str, name: str) -> Path | None:
+    """The file of a preset; None where a name, which comes from a record, is not that of one."""
+    return conf_dir() / group / f"{name}.yaml" if name in _choices()[group] else None
+
+
+def _canonical(whole: Any, bits: str, scoring: str | None) -> Settings | None:
+    """A preset as `kvq.config.identity` writes it; None where it cannot be had at these bits."""
+    try:
+        whole.bits = bits or 3
+        method = OmegaConf.to_object(whole.method)
+        assert isinstance(method, MethodConfig)
+        task: Any = SimpleNamespace(scoring=Scoring(scoring) if scoring else Scoring.generation)
+        found = canonical(by_names(Config(bits=bits or 3, method=method, task=task)))
+    except COMPOSE_ERRORS:
+        return None
+    return {name: part for name, part in found.items() if name in ("method", "residual")}

@@ -1,0 +1,135 @@
+"""Every measured quantity once: its unit, whether less is better, its title and how it is printed.
+
+A metric that is not listed (a task of one's own, a metric of lm-eval) is shown under its name with its record's unit.
+A part, `accuracy[length=512]`, is the quantity before the bracket.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+Better = Literal["lower", "higher", ""]
+
+
+class Metric(NamedTuple):
+    """A measured quantity.
+
+    Attributes:
+        name: as records spell it.
+        unit: of the number in a record.
+        title: with the unit that is shown.
+        short: title for a narrow column.
+        digits, scale, signed: decimals, the factor of what is shown (100: percent), whether a plus sign is shown.
+        better: whether less or more is better; empty: neither.
+        role: `size` (what a run costs), `quality` (what it scores), empty (bookkeeping).
+    """
+
+    name: str
+    unit: str
+    title: str
+    short: str
+    digits: int = 3
+    scale: float = 1.0
+    signed: bool = False
+    better: Better = ""
+    role: Literal["size", "quality", ""] = ""
+
+
+def _quality(name: str, unit: str, title: str, short: str, digits: int, better: Better, **more: object) -> Metric:
+    return Metric(name, unit, title, short, digits, better=better, role="quality", **more)  # type: ignore[arg-type]
+
+
+def _share(
+    name: str, title: str, short: str, digits: int = 1, better: Better = "higher", signed: bool = False
+) -> Metric:
+    return Metric(name, "fraction", title, short, digits, 100.0, signed, better, "quality")
+
+
+def _count(name: str, unit: str, title: str) -> Metric:
+    return Metric(name, unit, title, name, 0)
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("bits_per_element", "bits", "Measured bits/element", "Meas.", role="size"),
+        Metric("effective_bits", "bits", "Effective bits/element", "Eff.", role="size"),
+        _quality("perplexity", "1", "Perplexity", "PPL", 3, "lower"),
+        _quality("delta_perplexity", "1", "Δppl", "Δppl", 3, "lower", signed=True),
+        _quality("delta_nll", "nats/token", "ΔNLL (nats/token)", "ΔNLL", 4, "lower", signed=True),
+        _quality("kl_mean", "nats/token", "KL mean (nats)", "KL", 4, "lower"),
+        _quality("kl_p99", "nats/token", "KL p99 (nats)", "p99", 3, "lower"),
+        _share("top1_agreement", "Top-1 agreement (%)", "Top-1%", 2),
+        _share("accuracy", "Accuracy (%)", "Acc%"),
+        _share("delta_accuracy", "Δ accuracy (points)", "Δ", signed=True),
+        _share("score", "Score (%)", "Score%"),
+        _share("delta_score", "Δ score (points)", "Δ", signed=True),
+        _quality("lost", "items", "Lost (items)", "Lost", 0, "lower"),
+        _quality("gained", "items", "Gained (items)", "Gained", 0, "higher"),
+        _share("wrong_needle", "Wrong needle (%)", "Wrong", better="lower"),
+        _share("bit_mixing", "Bit-mixing (%)", "Mix", better="lower"),
+        _share("bit_mixing_random", "Bit-mixing of random strings (%)", "Rand.", better=""),
+        _share("other", "Other (%)", "Other", better="lower"),
+        _share("rouge_l", "ROUGE-L against full precision (%)", "R-L"),
+        Metric("nll", "nats/token", "NLL (nats/token)", "NLL", 4, better="lower"),
+        Metric("key_bits", "bits", "Bits/element of keys", "Keys"),
+        Metric("value_bits", "bits", "Bits/element of values", "Values"),
+        _count("packed_bytes", "bytes/sequence", "Packed (bytes/sequence)"),
+        _count("total_bytes", "bytes/sequence", "Stored (bytes/sequence)"),
+        _count("cached_tokens", "tokens", "Cached tokens"),
+        _count("scored_tokens", "tokens", "Scored tokens"),
+        _count("windows", "windows", "Windows"),
+        _count("items", "items", "Items"),
+        _count("skipped_items", "items", "Skipped items"),
+        Metric("flips", "fraction", "Flips (%)", "Flips%", 1, 100.0, better="lower"),
+        Metric("noise_flips", "fraction", "Flips by batch order (%)", "Noise%", 1, 100.0),
+        Metric("p_value", "probability", "p", "p", 4),
+        Metric("not_worse_p", "probability", "p of not worse", "p", 4),
+        Metric("within_noise", "flag", "Within noise", "≈", 0),
+        Metric("not_worse", "flag", "Not worse", "n.w.", 0),
+        _count("prompt_tokens", "tokens", "Prompt tokens"),
+        _count("read_tokens", "tokens", "Read tokens"),
+        _count("new_tokens", "tokens", "New tokens"),
+        Metric("prefill_tokens_per_second", "tokens/s", "Prefill (tokens/s)", "Prefill", 0, better="higher"),
+        Metric("decode_tokens_per_second", "tokens/s", "Decode (tokens/s)", "Decode", 1, better="higher"),
+        _count("calibration_bytes", "bytes", "Tables of the calibration (bytes)"),
+        Metric("calibration_bits", "bits", "Tables of the calibration (bits/element)", "Cal."),
+        Metric("calibration_seconds", "s", "Calibration (s)", "Cal. s", 1, better="lower"),
+        _count("calibration_peak_bytes", "bytes", "Peak of the calibration (bytes)"),
+    )
+}
+
+# Metrics of lm-eval of which less is better; of the others more is, unless they are listed above.
+_LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte", "loss", "brier_score", "mse", "mae", "rmse")
+_LOWER_TOO = ("wer", "cer", "ter", "toxicity")
+
+
+def metric_of(name: str, unit: str = "1") -> Metric:
+    """The metric of a name; of one that is not listed, its name, its unit and four decimals."""
+    if name in METRICS:
+        return METRICS[name]
+    shown = name if unit == "1" else f"{name} ({unit})"
+    return Metric(name, unit, shown, name, 4, better="lower" if is_lower_better(name) else "")
+
+
+def is_lower_better(name: str) -> bool:
+    """Whether less is better, by the name: `word_perplexity/none[wikitext]` is a perplexity."""
+    quantity = re.split(r"[\[/,]", name, maxsplit=1)[0].lower().removeprefix("delta_")
+    known = METRICS.get(quantity)
+    return known.better == "lower" if known is not None and known.better else quantity in (*_LOWER, *_LOWER_TOO)
+
+
+def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Units of metrics: those listed here, else of `more`; a part and a standard error have the unit of the whole.
+
+    Raises:
+        KeyError: a name that is in neither.
+    """
+    known = {metric.name: metric.unit for metric in METRICS.values()} | dict(more or {})
+    return {name: known.get(name) or known[_whole(name)] for name in names}
+
+
+def _whole(name: str) -> str:
+    return name.partition("[")[0].removesuffix("_se")

@@ -1,0 +1,174 @@
+"""What is put together from kept compositions is what Hydra composes: every value, type and flag."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.base import Node
+
+from kvq.cli import main
+from kvq.config import compose, conf_dir, merging
+from kvq.config.explain import choices
+from kvq.config.merging import Composed, Files, by_hydra, merged
+from kvq.config.sweep_loader import SweepLoader
+
+GROUPS = choices()
+MORE = ["bits=k3v2", "seed=7", "residual.size=64", "dataset.data_files=[a.txt,b.txt]"]
+SINGLE = [f"{'+' * (group == 'experiment')}{group}={name}" for group, names in GROUPS.items() for name in names]
+# Every eleventh; the long ones compose all by Hydra, 0.15 s each.
+FEW = SINGLE[::11]
+TOGETHER = [
+    [],
+    ["method=kivi", "model=tiny_outliers", "dataset=pysource", "task=ppl/nsn", "residual=none"],
+    ["method=oscar", "method.key.stages.hadamard=null", "method.key.quantizer.group_size=64"],
+    ["task=ppl/nsnquant_table15", "method=nsnquant", "model=llama_2_7b", "dataset=wikitext2"],
+    ["task=longbench", "method=kivi", "model=llama_2_7b_chat"],
+    ["task=distribution", "method=nsn"],
+    ["logger=wandb", "logger.project=mine", "method=gear"],
+    ["+experiment=nsnquant/table5", "model=tiny", "bits=2"],
+    ["method=nsn", "bits={key: 3, value: 2}", "dataset.path='a, b.txt'"],
+    ["method=kivi", "method=nsn"],
+]
+
+
+def _plain(node: Node, place: str = "") -> list[tuple]:
+    """Every node below this one: its place, kind, declared type, flags and value."""
+    meta = node._metadata
+    found = [(place, type(node), meta.ref_type, meta.object_type, meta.optional, meta.flags)]
+    content = node.__dict__["_content"] if isinstance(node, DictConfig | ListConfig) else node._value()
+    if isinstance(node, DictConfig | ListConfig) and isinstance(content, dict | list):
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        for name, item in items:
+            assert item._get_parent() is node
+            found += _plain(item, f"{place}.{name}")
+    else:
+        found[-1] += (type(content), content)
+    return found
+
+
+def _assert_equal(overrides: list[str]) -> None:
+    files = Files.of(conf_dir())
+    whole, quick = by_hydra(files, overrides), merged(files, overrides)
+    assert quick is not None
+    assert quick.choices == whole.choices
+    assert _plain(quick.config) == _plain(whole.config)
+
+
+@pytest.mark.parametrize("choice", FEW)
+def test_a_choice_with_another_and_with_values_is_what_hydra_composes(choice: str) -> None:
+    _assert_equal([choice, *_beside(choice), *MORE])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("choice", [choice for choice in SINGLE if choice not in FEW])
+def test_every_choice_with_another_and_with_values_is_what_hydra_composes(choice: str) -> None:
+    _assert_equal([choice, *_beside(choice), *MORE])
+
+
+def _beside(choice: str) -> list[str]:
+    return ["method=kivi" if choice.startswith("dataset=") else "dataset=wikitext2"]
+
+
+@pytest.mark.parametrize("overrides", TOGETHER, ids=" ".join)
+def test_several_choices_are_what_hydra_composes(overrides: list[str]) -> None:
+    _assert_equal(overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+method.more=1"],
+        ["~seed"],
+        ["++seed=3"],
+        ["hydra.verbose=true"],
+        ["method@model=kivi"],
+        ["seed=1,2"],
+        ["method=nothing_like_it"],
+        ["method.nothing_like_it=1"],
+        ["seed=one"],
+        ["method=null"],
+        ["=3"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_not_known_to_merge_is_left_to_hydra(overrides: list[str]) -> None:
+    assert merged(Files.of(conf_dir()), overrides) is None
+
+
+def test_a_composition_is_the_callers_own() -> None:
+    first = compose(["method=kivi", "bits=2"])
+    first.method.key.quantizer.axis = "changed"
+    first.dataset.name = "changed"
+    second = compose(["method=kivi", "bits=2"])
+    assert second.method.key.quantizer.axis == "per_channel"
+    assert second.dataset.name == "pydocs"
+
+
+def test_values_given_as_lists_are_not_shared() -> None:
+    given = ["dataset.data_files=[a.txt]"]
+    compose(given).dataset.data_files.append("b.txt")
+    assert list(compose(given).dataset.data_files) == ["a.txt"]
+
+
+def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
+    folder = shutil.copytree(conf_dir(), tmp_path / "conf")
+    edited = folder / "method" / "kivi.yaml"
+
+    def label() -> str:
+        found = merged(Files.of(folder), ["method=kivi", "dataset=pysource"])
+        assert isinstance(found, Composed)
+        return str(found.config.method.label)
+
+    before = label()
+    edited.write_text(edited.read_text(encoding="utf-8").replace(f"label: {before}", "label: edited"), encoding="utf-8")
+    assert before != "edited"
+    assert label() == "edited"
+
+
+def test_a_further_folder_is_searched(tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text("defaults: [kivi, _self_]\nname: mine\n", encoding="utf-8")
+    files = Files.of(conf_dir(), tmp_path)
+    found = merged(files, ["method=mine", "model=tiny_outliers", "bits=2"])
+    assert found is not None
+    assert _plain(found.config) == _plain(by_hydra(files, ["method=mine", "model=tiny_outliers", "bits=2"]).config)
+    assert found.config.method.name == "mine"
+
+
+def test_hydra_composes_a_choice_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compose(["method=kivi", "task=ppl"])
+    monkeypatch.setattr(merging, "by_hydra", None)
+    started = time.process_time()
+    for bits in (1, 2, 3, 4):
+        assert compose(["method=kivi", "task=ppl", f"bits={bits}"]).bits == bits
+    assert time.process_time() - started < 2
+
+
+SWEEPS = [
+    ["method=nsn,kivi", "bits=2,3"],
+    ["method=kivi,oscar", "bits=2", "residual.size=32,64", "task=ppl/nsn"],
+    ["method=oscar", "bits=2", "method.key.stages.hadamard=null", "++method.calibration.seed=1,2"],
+    ["+experiment=nsnquant/table5", "model=tiny"],
+]
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=" ".join)
+def test_the_jobs_of_a_sweep_are_those_of_hydras_own_loader(sweep: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, jobs = SweepLoader.load_sweep_config, []
+
+    def compared(self: SweepLoader, master: DictConfig, given: list[str]) -> DictConfig:
+        found = quick(self, master, given)
+        if len(jobs) < 4:
+            whole = self.whole.load_sweep_config(master, list(given))
+            assert OmegaConf.to_container(found) == OmegaConf.to_container(whole)
+        jobs.append(found)
+        return found
+
+    monkeypatch.setattr(SweepLoader, "load_sweep_config", compared)
+    monkeypatch.setattr("kvq.cli._measure", lambda config, sweep: None)
+    assert main(["-m", *sweep]) == 0
+    assert len(jobs) >= 2

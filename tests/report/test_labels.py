@@ -1,0 +1,154 @@
+"""A run's label says whatever departs from the preset that it is called by, and no two methods are joined under one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq.config import compose, resolve
+from kvq.config.identity import by_names
+from kvq.report import build_tables
+from kvq.report.comparisons import effective_bits
+from kvq.report.html.payload import payload
+from kvq.report.labels import is_variant, label, model_name, named, protocol, protocol_departures
+from kvq.report.palette import colour_of
+from kvq.report.wandb.entry import entry_of
+from kvq.results import Record, Store
+from kvq.results.record import canonical
+from tests.report import sweeps
+from tests.results import made
+
+COMMITTED = Path(__file__).parents[2] / "results"
+
+
+def run(*overrides: str, **changes: Any) -> Record:
+    """The record of a run as the command line with these overrides would make it, without its numbers."""
+    config = resolve(compose(list(overrides)))
+    bits = config.parsed_bits.label if config.parsed_bits else ""
+    names = {"task": config.task.name, "model": config.model.name, "dataset": config.dataset.name}
+    return made.record(config.method.name, bits, settings=canonical(by_names(config)), **(names | changes))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ("method=oscar", "oscar"),
+        ("method=oscar bits=k4v2", "oscar"),
+        ("method=oscar method.key.stages.hadamard=null", "oscar − key.hadamard"),
+        (
+            "method=oscar method.key.stages.hadamard=null method.value.stages.hadamard=null residual.size=64",
+            "oscar − hadamard, residual 64",
+        ),
+        ("method=kivi +method.key.stages.hadamard._target_=kvq.codecs.Hadamard", "kivi + key.hadamard"),
+        ("method=oscar residual.key.size=64", "oscar, key residual 64"),
+        ("method=oscar residual=sliding residual.size=64", "oscar, residual sliding 64"),
+        ("method=kivi method.key.quantizer.group_size=64", "kivi, key group size 64"),
+        ("method=kivi bits=2 method.key.quantizer.bits=8", "kivi, key bits 8"),
+        ("method=kivi method.value=null", "kivi, value in full precision"),
+        ("method=kivi method.sink_tokens=4", "kivi, sink tokens 4"),
+        ("method=oscar method.key.order=[norm,hadamard]", "oscar, key order norm, hadamard"),
+        ("method=kvquant method.calibration.dataset=pysource", "kvquant, calibrated on pysource"),
+        ("method=ott method.plan=null", "ott − plan"),
+        ("method=kivi task=latency cache.attention=packed", "kivi, packed attention"),
+        ("method=kivi task=ppl/nsn", "kivi"),
+    ],
+)
+def test_what_departs_from_a_preset_is_said(overrides: str, text: str) -> None:
+    assert label(run(*overrides.split())) == text
+
+
+def test_committed_runs_are_their_presets() -> None:
+    """No committed record was made with overrides of its method; a preset that changes is noticed here."""
+    records = Store(COMMITTED).scan()[0]
+    assert len(records) > 600
+    assert {label(record) for record in records} == {record.method for record in records}
+
+
+def test_an_ablation_is_not_joined_with_the_method(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    full = sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 32.0)
+    kinds = {"2": ["method.key.stages.hadamard=null"], "3": []}
+    for bits, more in kinds.items():
+        config = run("method=oscar", f"bits={bits}", *more).config
+        settings = {**config, **{name: full.config[name] for name in ("task", "model", "dataset", "seed")}}
+        record = made.record("oscar", bits, settings=settings)
+        changes = {"key": record.key, "config": record.config}
+        sweeps.put_run(store, "oscar", bits, sweeps.losses(1 / int(bits), 0.01, 1), full, 3.0, **changes)
+    (table,) = build_tables(store).tables
+    assert [(row.name, row.bits) for row in table.rows[1:]] == [("oscar", "3"), ("oscar − key.hadamard", "2")]
+    assert [row.best for row in table.rows[1:]] == [False, False]  # nothing is left for oscar to beat
+    assert not any("bits" in note and "falls" in note for note in table.notes)
+    names = {entry_of(row.record).name.split(" · ")[0] for row in table.rows[1:]}
+    assert names == {"oscar 3", "oscar − key.hadamard 2"}
+
+
+def test_a_preset_of_ones_own_is_told_by_the_command_line() -> None:
+    config = run("method=oscar", "residual.size=64").config
+    command = "run.py -m --config-dir mine method=mine bits=2,3 residual.size=64,32 method.key.stages.hadamard=null"
+    record = made.record("mine", "2", settings=config, provenance=made.provenance(command=command))
+    assert label(record) == "mine − key.hadamard"
+    single = made.provenance(command="run.py method=mine residual.key.size=64 'method.key.order=[a, b]'")
+    assert (
+        label(made.record("mine", "2", settings=config, provenance=single)) == "mine, key residual 64, key order [a, b]"
+    )
+
+
+def test_variants_are_no_methods() -> None:
+    assert not is_variant(run("method=kvquant"))
+    assert is_variant(run("method=kvquant/pysource"))
+    assert is_variant(run("method=oscar", "residual.size=64"))
+    assert not is_variant(run("method=cq/8c10b"))
+    assert is_variant(run("method=cq/8c10b", "residual.size=64"))
+    assert named(run("method=cq/8c10b")) == "cq/8c10b"
+
+
+def test_protocols_are_told_by_what_differs() -> None:
+    assert protocol_departures(run("method=kivi")) == []
+    assert protocol_departures(run("method=kivi", "task=ppl/nsn", "seed=3")) == ["scoring parallel", "seed 3"]
+    assert protocol_departures(run("task=ppl/nsn", "task.windows=disjoint", "task.context=512")) == [
+        "context 512",
+        "scoring parallel",
+        "windows disjoint",
+    ]
+    assert protocol(run("task=ppl")) == "sliding windows of 2048 every 512 tokens, scored as in generation"
+    assert "dtype float64" in protocol_departures(run("model.dtype=float64"))
+
+
+def test_a_model_of_the_hub_is_its_last_part() -> None:
+    assert model_name("meta-llama/Llama-3.1-8B") == model_name("/data/models/Llama-3.1-8B/") == "Llama-3.1-8B"
+    record = run("method=kivi", model="/data/models/Llama-3.1-8B")
+    assert "· Llama-3.1-8B ·" in entry_of(record).name
+
+
+def test_a_run_that_quantized_nothing_says_so(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    values = sweeps.losses(0.0, 0.0, 0)
+    full = sweeps.put_run(store, "fp16", "", values, None, 32.0)
+    sweeps.put_run(store, "kivi", "2", values, full, 32.0)
+    stored = store.scan()[0]
+    (kivi,) = [record for record in stored if record.method == "kivi"]
+    store.put(kivi.model_copy(update={"metrics": {**kivi.metrics, "packed_bytes": 0.0}}), store.samples(kivi.key))
+    (table,) = build_tables(store).tables
+    assert [row.unquantized for row in table.rows] == [False, True]
+    assert effective_bits(table.rows[1].record) == 32.0
+    assert any(note.startswith("nothing quantized: no token of kivi 2 left") for note in table.notes)
+    from kvq.report.tables.formats import markdown
+
+    assert "| nothing quantized |" in markdown(table)
+
+
+def test_the_page_has_labels_protocols_and_the_colours_of_figures(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for word in ("method=oscar", "method=kivi"):
+        for more in ([], ["task=ppl/nsn"], ["residual.size=64"]):
+            store.put(run(word, *more))
+    found = payload(build_tables(store))
+    words = [protocol["words"] for protocol in found["protocols"]]
+    assert sorted(words) == ["", "scoring parallel"]
+    assert {entry["name"] for entry in found["runs"]} == {"oscar", "kivi", "oscar, residual 64", "kivi, residual 64"}
+    assert {entry["variant"] for entry in found["runs"] if "residual" in entry["name"]} == {True}
+    assert {name: entry["colour"] for name, entry in found["methods"].items()} == {
+        name: colour_of(f"{name} 2") for name in ("oscar", "kivi")
+    }

@@ -1,0 +1,22 @@
+"""Every method's paper can be cited, and the BibTeX file is that of CITATION.cff."""
+
+from __future__ import annotations
+
+import yaml
+
+from experiments.citations import ROOT, bibtex
+
+
+def test_every_paper_of_a_method_is_in_the_citation_file() -> None:
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    for path in (ROOT / "conf" / "method").rglob("*.yaml"):
+        arxiv = yaml.safe_load(path.read_text(encoding="utf-8")).get("arxiv")
+        assert arxiv is None or f"arXiv:{arxiv}" in cited, path.name
+
+
+def test_the_bibtex_file_is_up_to_date() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    made = bibtex(citation)
+    assert (ROOT / "docs" / "citations.bib").read_text(encoding="utf-8") == made
+    keys = [line for line in made.split("\n") if line.startswith("@")]
+    assert len(set(keys)) == len(keys) == len(citation["references"]) + 1
