@@ -15,6 +15,7 @@ import torch
 from kvq import cli
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
+from kvq.report import __main__ as report
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Record, Store, is_stale
@@ -108,6 +109,11 @@ def test_a_task(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert record.versions["agreement"] == 1
         assert record.versions["agreement.AgreementConfig"] == code_hash(mine / "agreement.py")
         assert not is_stale(record)
+    sys.path.remove(str(mine))
+    assert all(map(is_stale, records))  # as in a process that knows nothing of the folder
+    assert report.main(["--config-dir=mine", "--out=tables"]) == 0
+    (written,) = Path("tables").glob("agreement-*.md")
+    assert "†" not in written.read_text(encoding="utf-8")
     file = mine / "agreement.py"
     file.write_text(file.read_text(encoding="utf-8").replace("100 * sum", "99 * sum"), encoding="utf-8")
     assert all(map(is_stale, records))

@@ -27,6 +27,7 @@ from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
     from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "kvq.tasks"
@@ -37,6 +38,8 @@ _used: list[Path] = []
 def use(folder: str | Path | None) -> None:
     """Compose from this folder too, where none is given, for the rest of the process (None: from `conf/` alone)."""
     _used[:] = [] if folder is None else [Path(folder).resolve()]
+    for own in _used:
+        _make_importable(own)
 
 
 @contextmanager
@@ -64,13 +67,24 @@ def admit(folder: Path | None) -> None:
         _register(name, entry.module, None)
     if folder is None or not folder.is_dir():
         return
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-        importlib.invalidate_caches()
+    _make_importable(folder)
     for yaml in sorted((folder / "task").glob("*.yaml")):
         module = folder / f"{yaml.stem}.py"
         if yaml.stem not in SCHEMAS and module.is_file():
             _register(yaml.stem, yaml.stem, module)
+
+
+def _make_importable(folder: Path) -> None:
+    if str(folder) not in sys.path and folder.is_dir():
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
+
+
+def add_option(parser: ArgumentParser) -> None:
+    """Add `--config-dir` to a command that reads records: it finds what made them, and presets to name them by."""
+    parser.add_argument(
+        "--config-dir", type=Path, help="a further folder of configurations and modules, as run.py has it"
+    )
 
 
 def import_path(folder: Path) -> str:

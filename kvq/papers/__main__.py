@@ -27,9 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="folder for the tables (default: tables/experiments in the results folder)"
     )
-    parser.add_argument(
-        "--config-dir", type=Path, help="a further folder of configurations, with experiments of your own"
-    )
+    outside.add_option(parser)
     given = parser.parse_args(arguments)
     with outside.using(given.config_dir):
         return _write(given.results, given.out or given.results / "tables" / "experiments")
