@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from tqdm import tqdm
 
 from kvq import __version__
-from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, resolve
+from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.papers.sweep import EXPERIMENT_SWEEPER, sweep_of
@@ -102,16 +102,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = _flags(given)
     except KvqError as error:
         return _complain(str(error), error, BAD_INPUT)
-    if flags.help:
-        print(help_text(flags.config_dir))
-        return OK
+    with outside.using(flags.config_dir):
+        if flags.help:
+            print(help_text())
+            return OK
+        return _run(given, flags.overrides)
+
+
+def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
+    """Run the jobs of a command line, show what came of them and return the exit code."""
     try:
+        outside.admit(outside.folder_of())
         with _hydra_environment(given):
             hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=CONFIG_NAME)(_job)()
     except KeyboardInterrupt as error:
         return _complain("interrupted; what is done is kept, repeat the command to go on", error, INTERRUPTED)
     except COMPOSE_ERRORS as error:
-        return _complain(explain(error, flags.overrides, flags.config_dir), error, BAD_INPUT)
+        return _complain(explain(error, overrides), error, BAD_INPUT)
     except RecursionError as error:
         return _complain("the configuration's defaults name each other in a circle", error, BAD_INPUT)
     except Exception as error:
@@ -125,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(f"hydra/launcher: {type(error).__name__}: {str(error).partition(chr(10))[0]}", error, RUN_FAILED)
     if _session.elsewhere:
         for job in _session.jobs:
-            _attempt(partial(_fetch, job, flags.config_dir), " ".join(job) + ": ")
+            _attempt(partial(_fetch, job), " ".join(job) + ": ")
     for shown in (_session.plan, _session.sweep):
         if shown is not None:
             _attempt(shown.finish, "")
@@ -152,8 +159,13 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
 
 @contextmanager
 def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
-    """Hydra reads `sys.argv`, hides exceptions unless told not to, and wants a folder for its `multirun.yaml`."""
+    """Hydra reads `sys.argv`, hides exceptions unless told not to, and wants a folder for its `multirun.yaml`.
+
+    Workers of a launcher find the modules of `--config-dir` by `PYTHONPATH`.
+    """
     changed = {"HYDRA_FULL_ERROR": "1"}
+    if (own := outside.folder_of()) is not None:
+        changed["PYTHONPATH"] = outside.import_path(own)
     with tempfile.TemporaryDirectory(prefix="kvq-") as scratch:
         changed[_SCRATCH] = scratch
         before = {name: os.environ.get(name) for name in changed}
@@ -222,9 +234,9 @@ def _show_experiment(name: str, jobs: int) -> None:
     print_cost(name, jobs)
 
 
-def _fetch(job: list[str], config_dir: str | None) -> None:
+def _fetch(job: list[str]) -> None:
     """Take up what a launcher's worker left on disk for a job."""
-    config = resolve(compose(job, config_dir))
+    config = resolve(compose(job))
     runner, shown = _measuring()
     if _planned(config, shown):
         return
@@ -261,10 +273,10 @@ def _say(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def help_text(config_dir: str | None = None) -> str:
+def help_text() -> str:
     """What the program does, common commands, and every choice of every group with its description."""
     lines = [_USAGE]
-    for group, names in choices(config_dir).items():
+    for group, names in choices().items():
         prefix = "+" if group == "experiment" else ""
         lines.append(f"\n{prefix}{group}=")
         width = max(len(name) for name in names)
@@ -282,7 +294,7 @@ kvq measures KV-cache quantizers: one run, or a sweep with -m. Results are JSON 
   python run.py method=nsn method.key.stages.norm=null      an ablation; any setting can be given this way
   python run.py method=kivi residual=none task=ppl/nsn      another residual, another protocol
   python run.py model=hf model.path=<hub id or folder>      any llama-shaped model
-  python run.py --config-dir=mine method=my_method          methods of your own
+  python run.py --config-dir=mine method=my_method          methods, tasks, data sets of your own (docs/extend.md)
   python run.py +experiment=nsnquant/table5 model=tiny      a paper's table in small; without model= it is the paper's
   python run.py --cfg job method=oscar                      print the configuration and stop
   make tables                                               tables of all results

@@ -43,7 +43,7 @@ class Prepared:
 
     def __init__(self, config: Config) -> None:
         self.config, self.inputs = config, Inputs(config)
-        self.task, self.store = task_of(config.task.name), Store(config.results_dir)
+        self.task, self.store = task_of(config.task), Store(config.results_dir)
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
@@ -140,7 +140,12 @@ def _baseline(config: Config, store: Store) -> Baseline:
 
 def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported | None) -> Record:
     config, inputs = prepared.config, prepared.inputs
-    started, journal, result, versions = utc_now(), Journal(), Measurement(), versions_of(prepared.settings)
+    started, journal, result, versions = (
+        utc_now(),
+        Journal(),
+        Measurement(),
+        versions_of(prepared.settings, type(config.task)),
+    )
     clock: dict[str, float] = {}
     status: Status = "done"
     reason, memory = None, PeakMemory("cpu")

@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,51 +14,153 @@ import torch
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from kvq import cli
 from kvq.config import compose, resolve
 from kvq.methods.build import build_method
+from kvq.papers import __main__ as papers
+from kvq.report import __main__ as report
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.formats import csv, markdown
+from kvq.results import Record, Store, is_stale
+from kvq.results.source import code_hash
 
 ROOT = Path(__file__).parents[1]
-NAMED_BLOCK = re.compile(r"`my_methods/([\w/.]+)`:\n\n```(?:yaml|python)\n(.*?)```", re.S)
+PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+NAMED_BLOCK = re.compile(r"`mine/([\w/.]+)`:\n\n```(?:yaml|python|json)\n(.*?)```", re.S)
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.S)
+COMMAND = re.compile(r"^    python (run\.py|-m kvq\.papers) (.+)$", re.M)
+MODULES = ("channel_scale", "agreement")
 
 
 @pytest.fixture
-def my_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of docs/add_a_method.md, written where the page says."""
-    text = (ROOT / "docs" / "add_a_method.md").read_text(encoding="utf-8")
-    files = NAMED_BLOCK.findall(text)
-    assert [name for name, _ in files] == ["method/rotated_norm.yaml", "channel_scale.py", "method/channel_scaled.yaml"]
-    for name, content in files:
-        path = tmp_path / "my_methods" / name
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The files of docs/extend.md, written where the page says."""
+    for name, content in NAMED_BLOCK.findall(PAGE):
+        path = tmp_path / "mine" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "my_methods")
-    monkeypatch.delitem(sys.modules, "channel_scale", raising=False)
-    return tmp_path / "my_methods"
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path / "mine"
+    for name in MODULES:
+        sys.modules.pop(name, None)
 
 
-def test_the_worked_example_runs(my_methods: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs" / "add_a_method.md").read_text(encoding="utf-8")
-    example = PYTHON_BLOCK.findall(text)[-1]
-    exec(compile(example, "add_a_method.md", "exec"), {})
-    bits, error = map(float, re.findall(r"[\d.]+", capsys.readouterr().out)[:2])
-    # 3-bit codes, one fp16 scale per token of 128 channels, one fp16 scale per channel of 256 tokens.
-    assert bits == pytest.approx(3 + 16 / 128 + 16 / 256, abs=1e-3)
-    assert 0.05 < error < 0.6
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_the_yaml_only_method_quantizes(my_methods: Path) -> None:
+def ran(title: str) -> list[Record]:
+    """Records of the commands of a section, in the order of their start."""
+    found = COMMAND.findall(section(title))
+    assert found
+    for program, words in found:
+        if program == "run.py":
+            assert cli.main(shlex.split(words)) == 0, words
+    records, broken = Store("results").scan()
+    assert not broken
+    return sorted((record for record in records if record.baseline_key), key=lambda record: record.provenance.started)
+
+
+def test_a_method(mine: Path) -> None:
+    records = ran("A method")
+    assert [(record.method, record.bits) for record in records] == [
+        ("rotated_norm", "2"),
+        ("kivi", "2"),
+        ("rotated_norm", "2"),
+    ]
+    # The gain folds into the token norm of keys; without the norm it is stored by itself, one number for a token too.
+    whole, kivi, ablated = (record.metrics for record in records)
+    assert whole["key_bits"] == ablated["key_bits"] == 2 + 32 / 64 + 16 / 128
+    assert whole["value_bits"] == 2 + 32 / 64
+    assert whole["nll"] != ablated["nll"]
+    assert kivi["nll"] != whole["nll"]
+
+
+def test_the_yaml_only_method_quantizes(mine: Path) -> None:
     x = torch.randn(1, 2, 128, 128, generator=torch.Generator().manual_seed(0))
     errors = []
     for bits in (2, 4, 8):
-        method = build_method("rotated_norm", bits=bits, config_dir=my_methods)
+        method = build_method("rotated_norm", bits=bits, config_dir=mine)
         assert method.key is not None
         packed = method.key.encode(x)
         # The gain folds into the token norm: codes, two statistics per 64 channels, one norm.
         assert packed.bits_per_element == bits + 32 / 64 + 16 / 128
         errors.append(float((method.key.decode(packed) - x).norm() / x.norm()))
     assert errors[0] > 3 * errors[1] > 9 * errors[2]
+
+
+def test_a_stage(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = ran("A stage")
+    assert record.method == "channel_scaled"
+    assert record.versions["channel_scale.ChannelScale"] == code_hash(mine / "channel_scale.py")
+    capsys.readouterr()
+    exec(compile(PYTHON_BLOCK.findall(section("A stage"))[-1], "extend.md", "exec"), {})
+    bits, error = map(float, re.findall(r"[\d.]+", capsys.readouterr().out)[:2])
+    # 3-bit codes, one fp16 scale per token of 128 channels, one fp16 scale per channel of 256 tokens.
+    assert bits == pytest.approx(3 + 16 / 128 + 16 / 256, abs=1e-3)
+    assert 0.05 < error < 0.6
+
+
+def test_a_task(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = ran("A task")
+    assert [record.task for record in records] == ["agreement", "agreement"]
+    assert "agreement (% of tokens)" in capsys.readouterr().out
+    for record in records:
+        assert 0 <= record.metrics["agreement"] <= 100
+        assert record.units["agreement"] == "% of tokens"
+        assert record.versions["agreement"] == 1
+        assert record.versions["agreement.AgreementConfig"] == code_hash(mine / "agreement.py")
+        assert not is_stale(record)
+    sys.path.remove(str(mine))
+    assert all(map(is_stale, records))  # as in a process that knows nothing of the folder
+    assert report.main(["--config-dir=mine", "--out=tables"]) == 0
+    (written,) = Path("tables").glob("agreement-*.md")
+    assert "†" not in written.read_text(encoding="utf-8")
+    file = mine / "agreement.py"
+    file.write_text(file.read_text(encoding="utf-8").replace("100 * sum", "99 * sum"), encoding="utf-8")
+    assert all(map(is_stale, records))
+    file.unlink()
+    assert all(map(is_stale, records))
+    table = next(table for table in build_tables(Store("results")).tables if table.title.startswith("agreement"))
+    assert f"{records[0].metrics['agreement']:.4f}" in markdown(table)
+    assert f"{records[0].metrics['agreement']}" in csv(table)
+
+
+def test_a_data_set(mine: Path) -> None:
+    (record,) = ran("A data set")
+    assert record.dataset == "notes"
+    assert record.metrics["windows"] >= 1
+
+
+def test_an_experiment(mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    records = ran("An experiment")
+    cells = {(record.dataset, record.method): record.metrics["agreement"] for record in records}
+    assert set(cells) == {(text, method) for text in ("pydocs", "pysource") for method in ("kivi", "rotated_norm")}
+    shown = capsys.readouterr().out.partition("Greedy answers in common")[2]
+    assert all(f"{value:.3f}" in shown for value in cells.values())
+    # Of kvq's own experiments one is enough here.
+    own = papers.names
+    monkeypatch.setattr(papers, "names", lambda: [name for name in own() if name in ("mine/agreement", "nsn/main")])
+    ((_, words),) = [found for found in COMMAND.findall(section("An experiment")) if found[0] == "-m kvq.papers"]
+    assert papers.main(shlex.split(words)) == 0
+    written = Path("results/tables/experiments/mine-agreement.md").read_text(encoding="utf-8")
+    assert all(f"{value:.3f}" in written for value in cells.values())
+
+
+def test_every_file_and_command_of_the_page_is_tried() -> None:
+    assert [name for name, _ in NAMED_BLOCK.findall(PAGE)] == [
+        "method/rotated_norm.yaml",
+        "channel_scale.py",
+        "method/channel_scaled.yaml",
+        "agreement.py",
+        "task/agreement.yaml",
+        "notes.jsonl",
+        "dataset/notes.yaml",
+        "experiment/mine/agreement.yaml",
+    ]
+    titles = ("A method", "A stage", "A task", "A data set", "An experiment")
+    assert COMMAND.findall(PAGE) == [found for title in titles for found in COMMAND.findall(section(title))]
 
 
 def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

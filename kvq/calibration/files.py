@@ -23,7 +23,7 @@ from kvq.models.inputs import Inputs
 from kvq.results.atomic import write_file
 from kvq.results.source import code_hash
 from kvq.results.store import cause
-from kvq.results.versions import versions_of
+from kvq.results.versions import versions_of_parts
 
 FOLDER = "calibration"
 _FORMAT = "kvq-calibration-1"
@@ -48,7 +48,9 @@ def file_of(inputs: Inputs) -> Path:
     whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
     method = {name: item for name, item in whole["method"].items() if name not in ("sink_tokens", "kept_keys")}
     # What keeps tokens apart in a cache decides no tables, so the same codecs share theirs.
-    outside = {name: version for name, version in versions_of(whole).items() if isinstance(version, str)}
+    outside = {
+        name: version for name, version in versions_of_parts(whole["method"]).items() if isinstance(version, str)
+    }
     decides = {"model": whole["model"], "method": method, "code": _fitting_code(), "outside": outside}
     return path_of(Path(inputs.config.results_dir), name_of(decides))
 

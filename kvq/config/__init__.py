@@ -13,6 +13,7 @@ from kvq.config.run import (
     ModelConfig,
     OutliersConfig,
 )
+from kvq.config.task import TaskConfig
 from kvq.config.tasks import BootstrapConfig, PplConfig, Scoring, Windows
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "OutliersConfig",
     "PplConfig",
     "Scoring",
+    "TaskConfig",
     "Windows",
     "compose",
     "conf_dir",

@@ -11,10 +11,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvq.config import outside
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.logger import LOGGERS
 from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged
 from kvq.config.run import Config
+from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError, did_you_mean
 
@@ -57,9 +59,12 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> D
 
     Args:
         overrides: as on the command line, such as `["method=nsn", "bits=2"]`.
-        config_dir: a further folder of configuration groups, as `--config-dir` gives on the command line.
+        config_dir: a further folder of configuration groups and modules, as `--config-dir` gives on the command line
+            (None: the one that the process uses, if any).
     """
-    files = Files.of(conf_dir(), None if config_dir is None else Path(config_dir))
+    folder = outside.folder_of(config_dir)
+    outside.admit(folder)
+    files = Files.of(conf_dir(), folder)
     return (merged(files, overrides) or by_hydra(files, overrides)).config
 
 
@@ -77,7 +82,22 @@ def resolve(cfg: DictConfig) -> Config:
         raise _one_line(error) from error
     if not isinstance(config, Config):
         raise ConfigError(f"configuration of type {type(config).__name__}: its defaults must begin with config_schema")
+    if not isinstance(config.task, TaskConfig):
+        raise _untyped(config.task)
     return config
+
+
+def _untyped(task: object) -> ConfigError:
+    """Settings of a task that no schema checks."""
+    name = task.get("name") if isinstance(task, dict) else None
+    if not name:
+        return ConfigError(f"task={task}: a choice of the group task; `python run.py --help` lists all")
+    if name in SCHEMAS:
+        return ConfigError(f"task.name={name}: its YAML must begin with defaults: [{name}_schema, _self_]")
+    return ConfigError(
+        f"task.name={name}: nothing checks its settings; its YAML must begin with defaults: [{name}_schema, _self_], "
+        f"of the class that {name}.py beside it gives to TASK"
+    )
 
 
 def _check_keys(cfg: DictConfig, prefix: str = "") -> None:

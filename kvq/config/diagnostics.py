@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from kvq.config.task import TaskConfig
 from kvq.errors import ConfigError, at_least, check_seed
 
 
@@ -20,21 +21,14 @@ class Arms(enum.StrEnum):
 
 
 @dataclass
-class DiagnosticConfig:
+class DiagnosticConfig(TaskConfig):
     """What every diagnostic has."""
 
-    task_name: ClassVar[str]
-    reads_weights: ClassVar[bool] = True
-    """False: a model's shape is enough, and no weights are loaded."""
     reads_cache: ClassVar[bool] = False
     """False: the task encodes states without a cache, so its records do not depend on the cache's version."""
 
     name: str = "diagnostic"
     version: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        if self.name != self.task_name:
-            raise ConfigError(f"task.name={self.name}: choose another task by task=..., not by its name")
 
 
 @dataclass
@@ -59,7 +53,6 @@ class TniConfig(CaptureConfig):
         positions: token positions kept for figures: the first 16, the others spread evenly on a logarithmic scale.
     """
 
-    task_name: ClassVar[str] = "tni"
     name: str = "tni"
     sink_below: float = 0.5
     positions: int = 64
@@ -84,7 +77,6 @@ class DistributionConfig(CaptureConfig):
         vectors: tokens kept for t-SNE, of layer `vector_layer`.
     """
 
-    task_name: ClassVar[str] = "distribution"
     name: str = "distribution"
     windows: int = 2
     chunk: int | None = 64
@@ -111,7 +103,6 @@ class DistributionConfig(CaptureConfig):
 class ErrorConfig(CaptureConfig):
     """Errors of keys, values and attention, for a method's stages in part and whole, by `bins` of positions."""
 
-    task_name: ClassVar[str] = "error"
     name: str = "error"
     context: int = 1024
     windows: int = 2
@@ -127,7 +118,6 @@ class ErrorConfig(CaptureConfig):
 class MemoryConfig(DiagnosticConfig):
     """Bytes of the cache after prompts of `lengths` tokens: stored up to `measured`, beyond it from the layout."""
 
-    task_name: ClassVar[str] = "memory"
     reads_weights: ClassVar[bool] = False
     reads_cache: ClassVar[bool] = True
     name: str = "memory"
@@ -150,7 +140,6 @@ class SyntheticConfig(DiagnosticConfig):
     outlier channels too; `repeats`: number of draws, with seeds from `seed` on.
     """
 
-    task_name: ClassVar[str] = "synthetic"
     reads_weights: ClassVar[bool] = False
     name: str = "synthetic"
     tokens: int = 128
@@ -185,4 +174,4 @@ class SyntheticConfig(DiagnosticConfig):
             at_least(f"task.{setting}", min(given), least)
 
 
-SCHEMAS = {kind.task_name: kind for kind in (TniConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig)}
+SCHEMAS = {kind.name: kind for kind in (TniConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig)}

@@ -11,6 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvq.config import outside
 from kvq.config.composing import compose, conf_dir
 from kvq.errors import KvqError, did_you_mean
 
@@ -27,11 +28,13 @@ def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
     Files whose names begin with an underscore are parts of other choices and left out.
     """
     found: dict[str, dict[str, str]] = {}
-    for folder in [conf_dir(), *([Path(config_dir)] if config_dir else [])]:
+    own = outside.folder_of(config_dir)
+    for folder in [conf_dir(), *([own] if own else [])]:
         for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.with_suffix("").parts):
             group, *names = path.relative_to(folder).with_suffix("").parts
             if names and not any(name.startswith("_") for name in names):
                 found.setdefault(group, {})["/".join(names)] = _description(path)
+    found["task"] = outside.described() | found["task"]
     return found
 
 
@@ -47,6 +50,9 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
         missing = str(error.missing_cfg_file)
         if missing.startswith("hydra/launcher/"):
             return _unknown_launcher(missing.rpartition("/")[2], error.options or [])
+        if missing.startswith("task/") and missing.endswith("_schema"):
+            name = missing.removeprefix("task/").removesuffix("_schema")
+            return outside.why_not(name, outside.folder_of(config_dir))
         return _unknown_choice(missing, config_dir) or _flat(error)
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read as setting=value"

@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from kvq.config.task import TaskConfig
 from kvq.errors import ConfigError, at_least
 
 
@@ -45,7 +46,7 @@ def _each_once(setting: str, given: list[int]) -> None:
 
 
 @dataclass
-class SpeedConfig:
+class SpeedConfig(TaskConfig):
     """What tasks of time have.
 
     Attributes:
@@ -55,7 +56,6 @@ class SpeedConfig:
         new_tokens: tokens decoded in each measurement.
     """
 
-    task_name: ClassVar[str]
     timed: ClassVar[bool] = True
 
     name: str = "speed"
@@ -66,8 +66,7 @@ class SpeedConfig:
     new_tokens: int = 32
 
     def __post_init__(self) -> None:
-        if self.name != self.task_name:
-            raise ConfigError(f"task.name={self.name}: choose another task by task=..., not by its name")
+        super().__post_init__()
         at_least("task.repeats", self.repeats, 1)
         at_least("task.warmup", self.warmup, 0)
         at_least("task.new_tokens", self.new_tokens, 1)
@@ -83,7 +82,6 @@ class LatencyConfig(SpeedConfig):
         regimes: ways to read the packed past that are timed as well, each with its overhead over the references.
     """
 
-    task_name: ClassVar[str] = "latency"
     name: str = "latency"
     batches: list[int] = field(default_factory=lambda: [1])
     contexts: list[int] = field(default_factory=lambda: [512, 1024])
@@ -104,7 +102,6 @@ class ThroughputConfig(SpeedConfig):
     161 in and 338 out are the means of ShareGPT's conversations (vLLM, arXiv 2309.06180, section 6.2).
     """
 
-    task_name: ClassVar[str] = "throughput"
     name: str = "throughput"
     batches: list[int] = field(default_factory=lambda: [1, 4])
     prompt: int = 161
@@ -116,4 +113,4 @@ class ThroughputConfig(SpeedConfig):
         at_least("task.prompt", self.prompt, 1)
 
 
-SCHEMAS = {kind.task_name: kind for kind in (LatencyConfig, ThroughputConfig)}
+SCHEMAS = {kind.name: kind for kind in (LatencyConfig, ThroughputConfig)}

@@ -14,6 +14,7 @@ from omegaconf import MISSING
 
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.speed import SCHEMAS as SPEED
+from kvq.config.task import TaskConfig
 from kvq.errors import MAX_DIGITS, MAX_RESAMPLES, ConfigError, at_least, check_seed, did_you_mean, not_empty, within
 
 BENCHMARKS = ("ocrbench", "mmau_pro")
@@ -56,11 +57,6 @@ class NiahMode(enum.StrEnum):
     distractors = "distractors"
 
 
-def _check_name(given: str, name: str) -> None:
-    if given != name:
-        raise ConfigError(f"task.name={given}: choose another task by task=..., not by its name")
-
-
 @dataclass
 class BootstrapConfig:
     """Block bootstrap over windows: `block` consecutive windows are drawn together."""
@@ -76,7 +72,7 @@ class BootstrapConfig:
 
 
 @dataclass
-class PplConfig:
+class PplConfig(TaskConfig):
     """Perplexity: windows of `context` tokens, every `stride` when sliding; `prompt`: tokens before a continuation."""
 
     name: str = "ppl"
@@ -91,7 +87,7 @@ class PplConfig:
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "ppl")
+        super().__post_init__()
         at_least("task.context", self.context, 2)
         at_least("task.max_windows", self.max_windows, 1)
         at_least("task.batch_size", self.batch_size, 1)
@@ -110,7 +106,7 @@ class PplConfig:
 
 
 @dataclass
-class ItemsConfig:
+class ItemsConfig(TaskConfig):
     """What every task with items has.
 
     Attributes:
@@ -130,6 +126,7 @@ class ItemsConfig:
     resamples: int = 2000
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("task.batch_size", self.batch_size, 1)
         within("task.resamples", self.resamples, 2, MAX_RESAMPLES)
         if not 0 < self.margin < 1:
@@ -160,7 +157,6 @@ class NiahConfig(ItemsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_name(self.name, "niah")
         for setting in ("lengths", "depths"):
             if not getattr(self, setting) or len(set(getattr(self, setting))) < len(getattr(self, setting)):
                 raise ConfigError(f"task.{setting}={getattr(self, setting)}: a list of one or more, each once")
@@ -229,7 +225,6 @@ class LongbenchConfig(ItemsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_name(self.name, "longbench")
         if not self.subsets or len(set(self.subsets)) < len(self.subsets):
             raise ConfigError(f"task.subsets={self.subsets}: a list of one or more, each once")
         at_least("task.limit", self.limit, 1)
@@ -268,7 +263,6 @@ class LmEvalConfig(ItemsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_name(self.name, "lm_eval")
         not_empty("task.include_path", self.include_path)
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"task.tasks={self.tasks}: a list of one or more, each once, such as task.tasks=[gsm8k]")
@@ -294,7 +288,6 @@ class MultimodalConfig(ItemsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_name(self.name, "multimodal")
         if self.benchmark not in BENCHMARKS:
             hint = did_you_mean(self.benchmark, BENCHMARKS)
             raise ConfigError(f"task.benchmark={self.benchmark}: one of {', '.join(BENCHMARKS)}.{hint}")
@@ -302,7 +295,7 @@ class MultimodalConfig(ItemsConfig):
         at_least("task.max_new_tokens", self.max_new_tokens, 1)
 
 
-SCHEMAS = {
+SCHEMAS: dict[str, type[TaskConfig]] = {
     "ppl": PplConfig,
     "niah": NiahConfig,
     "longbench": LongbenchConfig,

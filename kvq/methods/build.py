@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvq.codecs import Codec
-from kvq.config import Config, MethodConfig, compose, resolve
+from kvq.config import Config, MethodConfig, compose, outside, resolve
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.config.residual import ResidualConfig, effective_residual
@@ -187,7 +187,10 @@ def _check_arguments(setting: str, config: Mapping[str, Any]) -> None:
             inspect.signature(target)
         except (ImportError, AttributeError, ValueError, TypeError) as error:  # no name, or of nothing to call
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"{setting}._target_={config['_target_']}: cannot be imported ({reason})") from error
+            told = f"{setting}._target_={config['_target_']}: cannot be imported ({reason})"
+            module = config["_target_"].partition(".")[0]
+            lacks = isinstance(error, ModuleNotFoundError) and error.name == module
+            raise ConfigError(told + (outside.searched(module) if lacks else "")) from error
         _check_call(setting, config, target)
     for name, item in config.items():
         if isinstance(item, Mapping):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvq.config import outside
 from kvq.errors import KvqError
 from kvq.papers.expected import experiment_of, names
 from kvq.report.figures.drawing import seldom_collected
@@ -26,12 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="folder for the tables (default: tables/experiments in the results folder)"
     )
+    outside.add_option(parser)
     given = parser.parse_args(arguments)
+    with outside.using(given.config_dir):
+        return _write(given.results, given.out or given.results / "tables" / "experiments")
+
+
+def _write(results: Path, out: Path) -> int:
     try:
-        records = read_records(Store(given.results))[0]
+        records = read_records(Store(results))[0]
         present = {(record.model, record.method) for record in records}
         found = _experiments(present)
-        out = given.out or given.results / "tables" / "experiments"
         paths = write_experiments(found, by_signature(records), read_reference(), out)
     except KvqError as error:
         print(error, file=sys.stderr)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from kvq.config import Config, compose, resolve
+from kvq.config import Config, compose, outside, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
@@ -73,9 +73,11 @@ def experiment_of(name: str, present: Present = ()) -> Experiment | None:
     )
 
 
-@functools.cache
 def _choices() -> dict[str, dict[str, str]]:
-    return choices()
+    return _choices_with(outside.folder_of())
+
+
+_choices_with = functools.cache(choices)
 
 
 def _small(jobs: Iterable[Overrides], present: Present) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from omegaconf import OmegaConf
 
-from kvq.config import compose, conf_dir
+from kvq.config import compose, conf_dir, outside
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.layout import LayoutConfig
 from kvq.papers.cells import Overrides, cells_of, jobs_of, missing_choices
@@ -51,12 +52,17 @@ def is_embedded(model: str) -> bool:
     return path.startswith(_EMBEDDED)
 
 
-@functools.cache
 def written(group: str, choice: str, setting: str) -> str | None:
     """A setting of a choice as its file has it, such as the name that records give it; None: composing decides it."""
-    path = conf_dir() / group / f"{choice}.yaml"
-    found = yaml.safe_load(path.read_text(encoding="utf-8")).get(setting) if path.is_file() else None
+    own = outside.folder_of()
+    files = (folder / group / f"{choice}.yaml" for folder in ([own] if own else []) + [conf_dir()])
+    found = next((_read(path) for path in files if path.is_file()), {}).get(setting)
     return None if found is None or "${" in found else str(found)
+
+
+@functools.cache
+def _read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def grouped(jobs: Iterable[Job]) -> list[Job]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvq.config import outside
 from kvq.errors import KvqError
 from kvq.report.figures.drawing import seldom_collected
 from kvq.report.tables.build import build_tables
@@ -25,7 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="folder for the tables (default: tables/ in the results folder)")
     parser.add_argument("--print", action="store_true", dest="show", help="print the tables too")
+    outside.add_option(parser)
     given = parser.parse_args(arguments)
+    with outside.using(given.config_dir):
+        return _write(given)
+
+
+def _write(given: argparse.Namespace) -> int:
     store, console = Store(given.results), Console()
     try:
         tables = build_tables(store)

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvq.config import Config, MethodConfig, Scoring, compose, conf_dir
+from kvq.config import Config, MethodConfig, Scoring, compose, conf_dir, outside
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
 from kvq.results.record import canonical
@@ -66,20 +66,25 @@ class Presets:
         return self._plain[group, name]
 
 
-@functools.cache
 def presets() -> Presets:
-    """Those of this process."""
+    """Those of this process, of the folders that it composes from."""
+    return _presets_of(outside.folder_of())
+
+
+@functools.cache
+def _presets_of(own: Path | None) -> Presets:
     return Presets()
 
 
-@functools.cache
-def _choices() -> dict[str, dict[str, str]]:
-    return choices()
+_choices = functools.cache(choices)
 
 
 def _file(group: str, name: str) -> Path | None:
     """The file of a preset; None where a name, which comes from a record, is not that of one."""
-    return conf_dir() / group / f"{name}.yaml" if name in _choices()[group] else None
+    own = outside.folder_of()
+    folders = [conf_dir(), *([own] if own else [])]
+    found = (folder / group / f"{name}.yaml" for folder in folders if name in _choices(own)[group])
+    return next((path for path in found if path.is_file()), None)
 
 
 def _canonical(whole: Any, bits: str, scoring: str | None) -> Settings | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import RecordError
 from kvq.results.record import Record
@@ -49,36 +50,58 @@ def declared() -> Mapping[str, int]:
     return found | {name: schema.version for name, schema in SCHEMAS.items()}
 
 
-def versions_of(config: Mapping[str, Any]) -> Versions:
+def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None) -> Versions:
     """Versions of all that makes the numbers of a run, by name: its task, the cache, the parts of its method.
+
+    A task outside the package is there by its version and, as the class of its settings, by the code of its file.
 
     Args:
         config: the run's canonical settings (`kvq.config.identity.canonical`); its `_target_`s are imported.
+        task: the class of the task's settings (None: that of the package's task).
 
     Raises:
         RecordError: a part of the package without a version.
     """
-    task, method = config["task"]["name"], config["method"]
-    names = {task, *(behind for setting, behind in _BEHIND.items() if method.get(setting))}
-    if getattr(SCHEMAS[task], "reads_cache", True):
+    name, method = config["task"]["name"], config["method"]
+    task = task or SCHEMAS[name]
+    names = {behind for setting, behind in _BEHIND.items() if method.get(setting)}
+    if task.reads_cache:
         names.add("KVCache")
     if config["model"].get("outliers"):
         names.add("OutliersConfig")
-    found: Versions = {name: declared()[name] for name in names}
+    found: Versions = {name: task.version, **{name: declared()[name] for name in names}, **versions_of_parts(method)}
+    if name not in SCHEMAS:
+        found |= _versions_behind(task)
+    return dict(sorted(found.items()))
+
+
+def versions_of_parts(method: Any) -> Versions:
+    """Versions of the classes that a method's canonical settings name, which are imported.
+
+    Raises:
+        RecordError: a part of the package without a version.
+    """
+    found: Versions = {}
     for target in set(_targets(method)):
         found |= _versions_behind(pkgutil.resolve_name(target))
-    return dict(sorted(found.items()))
+    return found
 
 
 def is_stale(record: Record) -> bool:
     """Return whether a part that made a record has another version since, or is gone; nothing is imported."""
-    return any(_now(name) != version for name, version in record.versions.items())
+    return any(_now(name) != version for name, version in _judged(record))
 
 
 def judge() -> Callable[[Record], bool]:
     """`is_stale` for many records at once: files outside the package are read once."""
     now = functools.cache(_now)
-    return lambda record: any(now(name) != version for name, version in record.versions.items())
+    return lambda record: any(now(name) != version for name, version in _judged(record))
+
+
+def _judged(record: Record) -> Iterator[tuple[str, int | str]]:
+    """Versions by which a record stands or falls: for a task outside the package, the code of its file."""
+    by_file = record.task not in SCHEMAS and any(isinstance(version, str) for version in record.versions.values())
+    return ((name, version) for name, version in record.versions.items() if not (by_file and name == record.task))
 
 
 def _targets(value: Any) -> Iterator[str]:

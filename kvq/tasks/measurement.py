@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvq.config import TaskConfig
+
 if TYPE_CHECKING:
     from kvq.methods.method import Method
     from kvq.models.inputs import Inputs
@@ -37,8 +39,11 @@ class Task:
     `check` reads no weights and raises `Unsupported` for a method, `ConfigError` for a length, that the task cannot do.
     `measure` writes what it has scored to the journal, from which a killed run resumes. `fingerprint` names the data
     that is scored.
+    `settings`: of a task outside the package, the dataclass of its settings, which is defined beside it (those of the
+    package's own tasks are in `kvq.config.tasks`, which imports no torch).
     """
 
     check: Callable[[Inputs, Method], None]
     measure: Callable[[Inputs, Method, Baseline | None, Journal], Measurement]
     fingerprint: Callable[[Inputs], str]
+    settings: type[TaskConfig] | None = None

@@ -1,30 +1,28 @@
-"""Tasks by name, each imported when a run first asks for it."""
+"""The task behind the settings of a run, imported when a run first asks for it."""
 
 from __future__ import annotations
 
 import importlib
 
-from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
-from kvq.config.speed import SCHEMAS as SPEED
-from kvq.errors import ConfigError, did_you_mean
+from kvq.config import TaskConfig
+from kvq.errors import ConfigError
 from kvq.tasks.measurement import Task
 
-_TASKS = ("ppl", "niah", "longbench", "lm_eval", "multimodal", *DIAGNOSTICS, *SPEED)
-MODULES = {name: f"kvq.tasks.{name}" for name in _TASKS}
 
+def task_of(settings: TaskConfig) -> Task:
+    """The task of these settings: the module of its name in this package, or outside it the one that defines them.
 
-def task_of(name: str) -> Task:
-    """The task of a name.
+    So a process that was handed settings, as a launcher's workers are, finds the task by them alone.
 
     Raises:
-        ConfigError: an unknown name, or a package that the task needs and that is not installed.
+        ConfigError: a package that the task needs is not installed.
     """
-    if name not in MODULES:
-        raise ConfigError(f"task={name}: one of {', '.join(MODULES)}.{did_you_mean(name, MODULES)}")
+    home = type(settings).__module__
+    module = f"kvq.tasks.{settings.name}" if home.startswith("kvq.") else home
     try:
-        task: Task = importlib.import_module(MODULES[name]).TASK
+        task: Task = importlib.import_module(module).TASK
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvq":
             raise
-        raise ConfigError(f"task={name}: needs {error.name}; pip install -e '.[eval]'") from error
+        raise ConfigError(f"task={settings.name}: needs {error.name}; pip install -e '.[eval]'") from error
     return task

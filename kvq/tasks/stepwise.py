@@ -9,7 +9,7 @@ import itertools
 from typing import Any
 
 from kvq.config import Scoring
-from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
+from kvq.config.diagnostics import DiagnosticConfig
 from kvq.errors import Unsupported
 from kvq.methods.eviction import When
 from kvq.methods.method import Method
@@ -71,7 +71,7 @@ def check_decode_mode(task: Any, method: Method) -> None:
     """Raise `Unsupported` for a method with a backend in a task that needs a codec or quantizes all tokens at once."""
     if method.backend is None:
         return
-    if task.name in DIAGNOSTICS:
+    if isinstance(task, DiagnosticConfig):
         raise Unsupported(f"task={task.name}: method={method.name} has no codec of kvq's to look into")
     scoring = getattr(task, "scoring", Scoring.generation)
     if scoring is not Scoring.generation:

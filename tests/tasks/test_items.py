@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvq.config.tasks import NiahConfig
-from kvq.errors import ConfigError, DataError
+from kvq.errors import DataError
 from kvq.results.journal import Journal
 from kvq.tasks.items import Items, Scored, by_part, compare, measure_items, score_items
 from kvq.tasks.measurement import Baseline
@@ -140,7 +140,5 @@ def test_parts() -> None:
     assert by_part(samples, "length", "accuracy") == {"accuracy[length=10]": 0.5, "accuracy[length=20]": 1.0}
 
 
-def test_tasks_by_name() -> None:
-    assert task_of("niah").measure
-    with pytest.raises(ConfigError, match="Did you mean 'niah'"):
-        task_of("nia")
+def test_the_task_of_settings() -> None:
+    assert task_of(TASK).measure.__module__ == "kvq.tasks.niah"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvq.config import outside
 from kvq.errors import KvqError, RecordError
 from kvq.report.comparisons import by_bits
 from kvq.report.figures import loss as losses
@@ -138,7 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=1 if arguments else cores(), help="processes that draw (default: one for each core)"
     )
+    outside.add_option(parser)
     given = parser.parse_args(arguments)
+    with outside.using(given.config_dir):
+        return _draw(given)
+
+
+def _draw(given: argparse.Namespace) -> int:
     store, out = Store(given.results), given.out or given.results / "figures"
     skipped: list[str] = []
     try:

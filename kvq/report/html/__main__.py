@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvq.config import outside
 from kvq.errors import KvqError
 from kvq.report.figures.drawing import seldom_collected
 from kvq.report.html.page import write_report
@@ -20,7 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
     )
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the results folder)")
+    outside.add_option(parser)
     given = parser.parse_args(arguments)
+    with outside.using(given.config_dir):
+        return _write(given)
+
+
+def _write(given: argparse.Namespace) -> int:
     try:
         written = write_report(Store(given.results), given.out or given.results / "report.html")
     except KvqError as error:

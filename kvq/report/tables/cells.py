@@ -91,7 +91,8 @@ COLUMNS = (
 
 # What every table begins with.
 _RUN = COLUMNS[:4]
-_DIAGNOSTICS = ("error", "tni", "distribution", "memory", "synthetic", "latency", "throughput")
+# Tasks whose columns are chosen here; a table of any other shows what its records hold.
+_CHOSEN = ("ppl", "niah", "longbench", "lm_eval", "multimodal")
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
 _PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket)=(?P<value>.+)\]")
@@ -99,7 +100,7 @@ _OUTCOMES = ("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_
 
 
 def measured(table: Table) -> list[Column]:
-    """A column for each metric of a diagnostic task, with its unit."""
+    """A column for each metric that a table's records hold, with its unit."""
     units = {name: unit for row in table.rows for name, unit in row.record.units.items()}
     names = [name for row in table.rows if not row.baseline for name in row.record.metrics]
     names = sorted(set(names or [name for row in table.rows for name in row.record.metrics]), key=_natural)
@@ -117,8 +118,8 @@ def is_of_items(table: Table) -> bool:
 
 
 def is_of_diagnostics(table: Table) -> bool:
-    """Whether the runs of a table are of a diagnostic task, each with metrics of its own."""
-    return bool(table.rows) and table.rows[0].record.task in _DIAGNOSTICS
+    """Whether the runs of a table are of a diagnostic task or one outside the package, with metrics of its own."""
+    return bool(table.rows) and table.rows[0].record.task not in _CHOSEN and not is_of_items(table)
 
 
 def columns_of(table: Table) -> tuple[Column, ...]:

@@ -150,7 +150,7 @@ def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str,
     if any(cell.within_noise for cell in cells):
         yield "≈ within noise of full precision."
     if any(cell.stale for cell in cells):
-        yield "† stale: code that made this run has changed since."
+        yield "† stale: code that made this run has changed since or is not found."
     missing = list(dict.fromkeys(line for cell in cells if not cell.reason for line in cell.missing))
     if missing:
         yield f"Not measured: {len(missing)} runs. All of the table: python run.py +experiment={experiment.name}"

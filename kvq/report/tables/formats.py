@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from kvq.report.escapes import escape_markdown, one_line
-from kvq.report.tables.cells import Cell, columns_of, is_of_items
+from kvq.report.tables.cells import Cell, columns_of, is_of_diagnostics, is_of_items
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
 from kvq.report.tables.layout import Table, Tables
 
@@ -51,7 +51,7 @@ def _markdown_row(cells: list[str]) -> str:
 def csv(table: Table) -> str:
     """One line per run: names, status, marks and every number in full; no metric, no text in its place."""
     metrics: tuple[str, ...] = CSV_METRICS
-    if is_of_items(table):
+    if is_of_items(table) or is_of_diagnostics(table):
         metrics = tuple(sorted({name for row in table.rows for name in row.record.metrics}))
     rows = [
         {

@@ -87,7 +87,10 @@ def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
 
 def _stale(rows: Sequence[Row]) -> Iterator[str]:
     if any(row.stale for row in rows):
-        yield "† stale: code that made this run has changed since; repeat the command and it is measured again."
+        yield (
+            "† stale: code that made this run has changed since or is not found; repeat the command and it is measured "
+            "again."
+        )
 
 
 def _perplexity(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:

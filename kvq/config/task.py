@@ -1,0 +1,35 @@
+"""What the settings of every task have: the base class of tasks in the package and outside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from omegaconf import MISSING
+
+from kvq.errors import ConfigError
+
+
+@dataclass
+class TaskConfig:
+    """The settings of a task. A subclass gives `name` its default, which is the task's name, and a `version`.
+
+    `version` is raised when the task's scores would change: records of the one before are stale.
+
+    Raises:
+        ConfigError: `name` is not the subclass's own.
+    """
+
+    version: ClassVar[int]
+    reads_weights: ClassVar[bool] = True
+    """False: a model's shape is enough, and no weights are loaded."""
+    reads_cache: ClassVar[bool] = True
+    """False: the task encodes and decodes states itself, so that the version of the cache says nothing of it."""
+    timed: ClassVar[bool] = False
+    """The task measures time: how a token attends is part of what it measures, and the machine names its runs."""
+
+    name: str = MISSING
+
+    def __post_init__(self) -> None:
+        if self.name != type(self).name:
+            raise ConfigError(f"task.name={self.name}: choose another task by task=..., not by its name")
