@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "kvq.tasks"
 _failed: dict[str, str] = {}
+_registered: dict[str, type[TaskConfig]] = {}
 _used: list[Path] = []
 
 
@@ -134,6 +135,9 @@ def _register(name: str, module: str, file: Path | None) -> None:
         _failed[name] = str(error)
         return
     _failed.pop(name, None)
+    if _registered.get(name) is settings:
+        return
+    _registered[name] = settings
     ConfigStore.instance().store(group="task", name=f"{name}_schema", node=settings)
     if file is None:
         ConfigStore.instance().store(group="task", name=name, node=settings)

@@ -50,6 +50,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Modules and schemas of one test are not those of the next."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(outside, "_failed", {})
+    monkeypatch.setattr(outside, "_registered", {})
     monkeypatch.chdir(tmp_path)
     yield
     sys.modules.pop("counting", None)
