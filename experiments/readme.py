@@ -1,6 +1,6 @@
 """Put the tables of results/tables into the README's marked places: `python experiments/readme.py`.
 
-A place is `<!-- table: ppl-tiny-pydocs-514eb888 of kivi nsn at 2 3 -->` to `<!-- end -->`: a table's name, then, where
+A place is `<!-- table: ppl-tiny-pydocs-f6320084 of kivi nsn at 2 3 -->` to `<!-- end -->`: a table's name, then, where
 not all rows are wanted, methods (full precision always stands first) and bits.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-FOLDER = Path(__file__).parent / "outputs"
+FOLDER = Path(__file__).parent / "stored"
 TOLERANCE = 1e-3
 """Of the root mean square: other processors round otherwise, and a code may fall on the other side of a boundary."""
 SHARE = 0.97
