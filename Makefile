@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep tables figures report screenshot docs wandb-sync test test-fast test-all lint tiny-model codebooks bench clean
+.PHONY: help setup demo sweep tables figures report screenshot docs wandb-sync test test-fast test-long test-all lint tiny-model codebooks bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,10 +49,13 @@ docs: setup ## fill the numbers of README.md and docs/findings.md from the recor
 wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project mine --workspace"); what is there stays
 	$(BIN)/python -m kvq.report.wandb $(WANDB)
 
-test: setup ## set up and run the quick half of the tests: six minutes on two idle cores (TEST_ARGS="-n 2": in two processes)
+test: setup ## set up and run the quick half of the tests: twelve minutes on two idle cores (TEST_ARGS="-n 2": in two processes)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
-test-all: setup ## run every test, with all examples of each property and with types checked at each call (KVQ_FUZZ=1000: random runs)
+test-long: setup ## run what the quick half leaves out: long properties, 100 kills, all notebooks, compilers, training
+	$(BIN)/python -m pytest $(TEST_ARGS) -m "long and not fuzz"
+
+test-all: setup ## run every test with all examples, random settings, records and files too, and types checked at each call (KVQ_FUZZ=1000)
 	KVQ_ALL=1 KVQ_TYPES=1 $(BIN)/python -m pytest $(TEST_ARGS) -m ""
 
 test-fast: setup ## run the tests that take seconds

@@ -241,7 +241,7 @@ def _fetch(job: list[str]) -> None:
     if _planned(config, shown):
         return
     _session.sweep = _session.sweep or shown.Sweep(1)
-    state, why, record = runner.Prepared(config).state
+    state, why, record = runner.on_disk(config)
     _session.sweep.add(config, record)
     if state not in ("done", "unsupported"):
         raise KvqError(why or f"{state}: left no usable record; the worker's own output says why")

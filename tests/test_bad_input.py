@@ -43,7 +43,7 @@ NAMES = [
     (["logger.name=wandb"], "logger.name=wandb: choose another logger by logger=..."),
     (["logger=wandb", "logger.projct=mine"], "logger.projct: unknown setting; .*Did you mean 'project'"),
     (["hydra/launcher=joblb"], "unknown launcher; .*Did you mean 'joblib'"),
-    (["hydra/launcher=ray"], r"hydra/launcher=ray: not installed; pip install 'kvq\[ray\]'"),
+    (["hydra/launcher=ray"], r"hydra/launcher=ray: not installed; pip install -e '[.]\[ray\]'"),
 ]
 FORMS = [
     (["[[="], "cannot be read as setting=value"),

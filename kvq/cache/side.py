@@ -253,7 +253,8 @@ class CacheSide:
         assert self.codec is not None
         self._check_finite(states)
         if self._store is None:
-            one_by_one = self.residual.policy is Policy.sliding and self._group == 1
+            # A group of one token may also be a block of one, whose statistics its tokens share.
+            one_by_one = self.residual.policy is Policy.sliding and self.codec.token_group == 1
             self._store = (TokenStore if one_by_one else BlockStore)(self.codec, self.keep_decoded)
         return self._store.add(states, block, self._turns, decoded)
 

@@ -106,8 +106,8 @@ class ModelConfig:
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
 
     def __post_init__(self) -> None:
+        not_empty("model.path", self.path)  # first: a name may be taken from it
         not_empty("model.name", self.name)
-        not_empty("model.path", self.path)
         not_empty("model.revision", self.revision)
         at_least("model.context", self.context, 2)
         if self.device_map is not None and self.device_map not in DEVICE_MAPS:

@@ -188,7 +188,7 @@ def _check_arguments(setting: str, config: Mapping[str, Any]) -> None:
         except (ImportError, AttributeError, ValueError, TypeError) as error:  # no name, or of nothing to call
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             told = f"{setting}._target_={config['_target_']}: cannot be imported ({reason})"
-            module = config["_target_"].partition(".")[0]
+            module = str(config["_target_"]).partition(".")[0]
             lacks = isinstance(error, ModuleNotFoundError) and error.name == module
             raise ConfigError(told + (outside.searched(module) if lacks else "")) from error
         _check_call(setting, config, target)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvq.config.tasks import MultimodalConfig, Prefill
 from kvq.data.multimodal import MediaItem, choice_score, ocrbench_score, read_items
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method

@@ -88,7 +88,7 @@ def test_a_fixed_rate_ignores_bits():
         ),
         (("nsn", 3, 128, ["residual.policy=blok"]), ConfigError, "Did you mean 'block'"),
         (("nsn", 3, 128, ["residual.size=-1"]), ConfigError, r"residual.size=-1 \(keys\)"),
-        (("nsn", 3, 128, ["key=3"]), ConfigError, "method.key of nsn: a codec"),
+        (("nsn", 3, 128, ["key=3"]), ConfigError, "method.key=3: a codec"),
         (("nsn", 3, 128, ["key"]), ConfigError, "cannot be read as setting=value"),
         (("3",), ConfigError, "method=3: unknown method"),
     ],

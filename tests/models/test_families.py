@@ -161,7 +161,7 @@ def test_an_attention_without_masks_is_refused_where_it_needs_one() -> None:
     for layer in loaded.model.model.layers:
         layer.self_attn.config = copy.copy(layer.self_attn.config)
         layer.self_attn.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(Unsupported, match="attention flash_attention_2 takes no mask, which residual=sliding needs"):
+    with pytest.raises(Unsupported, match=r"attention flash_attention_2 takes no mask, .*residual=sliding"):
         chunked(loaded, method("kivi"), token_ids(30), [(0, 29)])
 
 
@@ -170,5 +170,5 @@ def test_a_bias_by_position_is_refused_where_tokens_move() -> None:
     tokens = token_ids(30)
     block = method("kivi/block")
     assert chunked(loaded, block, tokens, generation_bounds(block, 29)).shape == (1, 29, VOCABULARY)
-    with pytest.raises(Unsupported, match="MptAttention adds a position_bias that residual=sliding cannot follow"):
+    with pytest.raises(Unsupported, match="MptAttention adds a position_bias, which no mask can follow"):
         chunked(loaded, method("kivi"), tokens, [(0, 29)])

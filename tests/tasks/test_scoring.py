@@ -127,9 +127,9 @@ def test_the_last_targets_alone_are_the_same(monkeypatch: pytest.MonkeyPatch) ->
     method = build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=16"])
     tokens = token_ids(80)
     bounds = generation_bounds(method, 79)
-    assert torch.equal(
-        chunked(loaded, method, tokens, bounds, start=50), chunked(loaded, method, tokens, bounds)[:, 49:]
-    )
+    # Another number of rows in a matrix product may round otherwise.
+    last, whole = (chunked(loaded, method, tokens, bounds, start=start) for start in (50, 1))
+    torch.testing.assert_close(last, whole[:, 49:], atol=1e-12, rtol=0)
 
 
 def test_bounds_cut_at_every_flush_and_nowhere_else() -> None:

@@ -150,7 +150,7 @@ def test_five_methods_have_colours_and_the_frontier_is_named_however_many_there_
 
 
 def test_a_method_has_one_colour_and_what_is_no_method_has_another() -> None:
-    package = Path(__file__).parents[2] / "conf" / "method"
+    package = Path(__file__).parents[3] / "conf" / "method"
     methods = sorted(path.stem for path in package.glob("*.yaml"))
     colours = {colour_of(method) for method in methods}
     assert len(colours) == len(methods) > 25

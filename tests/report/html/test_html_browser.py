@@ -12,6 +12,7 @@ import pytest
 
 from experiments import browser
 from kvq.report.html import write_report
+from kvq.report.judged import read_records
 from kvq.results import Record, Store
 from tests.report import hostile, sweeps
 from tests.report.many import many_runs
@@ -160,14 +161,14 @@ def test_search_and_the_range_of_bits(page: Any, runs: dict[str, Record]) -> Non
     click(page, "#reset")
     click(page, "#high")
     page.switch_to.active_element.send_keys("3.15")
-    sizes = numbers(column(page, "Effective"))
+    sizes = numbers(column(page, "Eff."))
     assert sizes
     assert max(sizes) <= 3.15
 
 
 def test_numbers_are_rounded_as_in_the_tables(page: Any) -> None:
     """Python and JavaScript differ at exact halves."""
-    kinds = [column(page, "Effective"), column(page, "PPL"), column(page, "Top-1 %")]
+    kinds = [column(page, "Eff."), column(page, "PPL"), column(page, "Top-1%")]
     tables = js(
         page,
         "[3, 4, 9].map(place => [...document.querySelectorAll('details[open] tbody tr')]"
@@ -209,12 +210,14 @@ def test_everything_works_from_the_keyboard(page: Any, runs: dict[str, Record]) 
 
 
 def test_the_record_shown_is_the_record_on_disk(driver: Any, folder: Path) -> None:
-    """Of the committed records: byte for byte, but for integral floats, which JavaScript has not."""
+    """Of the committed records, but for integral floats, which JavaScript has not, and verdicts, judged anew."""
+    judged = {record.key: record.metrics for record in read_records(Store(RESULTS))[0]}
     opened(driver, write_report(Store(RESULTS), folder / "committed.html", figures=folder / "none").path.as_uri())
     for path in sorted((RESULTS / "runs").glob("*[0-9a-f].json"))[::6]:
         driver.execute_script("location.hash = '#?run=' + arguments[0]; location.reload()", path.stem)
         shown = js(driver, "document.querySelector('#detail-body details code').textContent")
-        assert json.loads(shown) == json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        assert json.loads(shown) == stored | {"metrics": judged[path.stem]}
 
 
 def test_hostile_text_is_text(page: Any, runs: dict[str, Record]) -> None:
