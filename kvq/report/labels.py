@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.report.departures import SIDES, departures, joined, said
@@ -17,7 +17,6 @@ from kvq.report.settings import flatten
 from kvq.results import Record
 
 _OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
-GROUPS = ("method", "task", "model", "dataset")
 # What a protocol's parts say in a run's key, without what names weights and text by a hash.
 _PROTOCOL = {
     "model": ("dtype", "outliers", "trust_remote_code"),
@@ -26,11 +25,6 @@ _PROTOCOL = {
 RATES = ("cq/4c9b", "cq/8c10b")
 """Presets with a slash that are a paper's method at one of its rates, which `bits` cannot choose."""
 _NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap")
-
-
-def read_presets(records: Iterable[Record]) -> None:
-    """Compose the presets that the records' labels are compared with, all at once."""
-    presets().read({(group, getattr(record, group)) for record in records for group in GROUPS})
 
 
 def label(record: Record) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +28,14 @@ class Presets:
         self._canonical: dict[tuple[str, str, str | None], Settings | None] = {}
         self._plain: dict[tuple[str, str], Settings | None] = {}
 
-    def read(self, wanted: Iterable[tuple[str, str]]) -> None:
-        """Compose the presets (group, name) that are not known yet; a name without a file is no preset."""
-        new = [pair for pair in sorted(set(wanted)) if pair not in self._known]
-        self._known |= dict.fromkeys(new)
-        for group, name in new:
+    def _read(self, group: str, name: str) -> Any:
+        """A preset as it is composed; None where the name has no file or it does not compose."""
+        if (group, name) not in self._known:
+            self._known[group, name] = None
             if _file(group, name) is not None:
                 with contextlib.suppress(*COMPOSE_ERRORS):
                     self._known[group, name] = compose([f"{group}={name}"])[group]
+        return self._known[group, name]
 
     def method(self, name: str, bits: str, scoring: str | None) -> Settings | None:
         """`method` and `residual` of a preset as a run's key has them; None where there is no preset.
@@ -45,8 +45,7 @@ class Presets:
             bits: as a record labels them; empty: a fixed rate.
             scoring: of the task, which may quantize at once.
         """
-        self.read([("method", name)])
-        found = self._known["method", name]
+        found = self._read("method", name)
         if found is None:
             return None
         if name not in self._whole:
@@ -58,9 +57,8 @@ class Presets:
 
     def settings(self, group: str, name: str) -> Settings | None:
         """A preset of a task, model or dataset; None where there is none or it asks for a value."""
-        self.read([(group, name)])
         if (group, name) not in self._plain:
-            found = self._known[group, name]
+            found = self._read(group, name)
             known = found is not None and not OmegaConf.missing_keys(found)
             self._plain[group, name] = canonical(OmegaConf.to_container(found, enum_to_str=True)) if known else None
         return self._plain[group, name]

@@ -89,7 +89,7 @@ def versions_of_parts(method: Any) -> Versions:
 
 def is_stale(record: Record) -> bool:
     """Return whether a part that made a record has another version since, or is gone; nothing is imported."""
-    return any(_now(name) != version for name, version in _judged(record))
+    return judge()(record)
 
 
 def judge() -> Callable[[Record], bool]:

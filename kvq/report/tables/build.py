@@ -15,7 +15,7 @@ from kvq.report.comparisons import Comparisons, by_bits, effective_bits, frontie
 from kvq.report.departures import joined, said
 from kvq.report.isolated import made_of
 from kvq.report.judged import read_records
-from kvq.report.labels import is_variant, label, model_name, protocol_departures, read_presets
+from kvq.report.labels import is_variant, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
 from kvq.report.settings import PROTOCOL, flatten, settings_of
 from kvq.report.tables.cells import columns_of
@@ -54,7 +54,6 @@ def build_tables(
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[_protocol_key(record)].append(record)
-    read_presets(records)
     read = {record.key: record for record in records}
     comparisons = Comparisons(lambda key: store.samples_of(read[key]) if key in read else store.samples(key))
     stale = stale or judge()

@@ -66,14 +66,20 @@ def _perplexity(row: Row) -> Cell:
     return Cell(_metric(METRICS["perplexity"])(row).text, bold=row.best)
 
 
-def _delta_nll(row: Row) -> Cell:
-    delta, error = row.record.metrics.get("delta_nll"), row.record.metrics.get("delta_nll_se")
-    if delta is None:
-        return Cell(DASH)
-    if row.unquantized:
-        return Cell(UNQUANTIZED)
-    spread = "" if error is None else f" ± {fixed(error, 4)}"
-    return Cell(f"{'≈ ' if row.within_noise else ''}{fixed(delta, 4, signed=True)}{spread}")
+def _difference(metric: Metric) -> Callable[[Row], Cell]:
+    """The cell of a difference from full precision, with its standard error."""
+
+    def cell(row: Row) -> Cell:
+        delta, error = (row.record.metrics.get(f"{metric.name}{end}") for end in ("", "_se"))
+        if delta is None:
+            return Cell(DASH)
+        if row.unquantized:
+            return Cell(UNQUANTIZED)
+        spread = "" if error is None else f" ± {fixed(error * metric.scale, metric.digits)}"
+        shown = fixed(delta * metric.scale, metric.digits, metric.signed)
+        return Cell(f"{'≈ ' if row.within_noise else ''}{shown}{spread}")
+
+    return cell
 
 
 COLUMNS = (
@@ -83,7 +89,7 @@ COLUMNS = (
     _column("effective_bits"),
     _column("perplexity", _perplexity),
     _column("delta_perplexity"),
-    Column("ΔNLL ± SE (nats/token)", "ΔNLL ± SE", _delta_nll),
+    Column("ΔNLL ± SE (nats/token)", "ΔNLL ± SE", _difference(METRICS["delta_nll"])),
     _column("kl_mean"),
     _column("kl_p99"),
     _column("top1_agreement"),
@@ -133,7 +139,7 @@ def columns_of(table: Table) -> tuple[Column, ...]:
     columns = [
         *_RUN,
         _column(main, _with_footnote(_metric(METRICS[main]))),
-        Column("Δ ± SE (points)", "Δ ± SE", _difference(main)),
+        Column("Δ ± SE (points)", "Δ ± SE", _difference(METRICS[f"delta_{main}"])),
         Column("Lost, gained (items)", "-/+", _lost_and_gained),
         Column("p (Holm)", "p", _p_value),
     ]
@@ -150,19 +156,6 @@ def _parts(names: set[str], main: str) -> list[Column]:
     return [
         Column(f"{match['value']} (%)", match["value"], _metric(shown._replace(name=name))) for match, name in found
     ]
-
-
-def _difference(main: str) -> Callable[[Row], Cell]:
-    def cell(row: Row) -> Cell:
-        delta, error = (row.record.metrics.get(f"delta_{main}{end}") for end in ("", "_se"))
-        if delta is None:
-            return Cell(DASH)
-        if row.unquantized:
-            return Cell(UNQUANTIZED)
-        spread = "" if error is None else f" ± {fixed(100 * error, 1)}"
-        return Cell(f"{'≈ ' if row.within_noise else ''}{fixed(100 * delta, 1, signed=True)}{spread}")
-
-    return cell
 
 
 def _lost_and_gained(row: Row) -> Cell:
