@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +135,7 @@ def test_a_data_set(mine: Path) -> None:
     assert record.metrics["windows"] >= 1
 
 
+@pytest.mark.long
 def test_an_experiment(mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     records = ran("An experiment")
     cells = {(record.dataset, record.method): record.metrics["agreement"] for record in records}
@@ -204,3 +207,17 @@ def test_the_commands_for_an_8b_model_compose() -> None:
                 continue
             seen |= set(job)
             assert "8B" in resolve(compose(list(job))).model.path
+
+
+@pytest.mark.long
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    """Every page, link and docstring of the site; a warning is an error (`--strict`)."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {page.parent.name for page in (tmp_path / "site").glob("*/index.html")}
+    assert pages >= {"api", "architecture", "extend", "findings", "methods"}
+    assert "nsnquant" in (tmp_path / "site" / "methods" / "index.html").read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ def start(target: Callable[..., None], *arguments: object) -> multiprocessing.pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.long)])
 def test_many_kills_and_one_clean_run(tmp_path: Path, kills: int) -> None:
     given = [*small_run(tmp_path), "task.max_windows=4"]
     whole, results = tmp_path / "whole", tmp_path / "killed"

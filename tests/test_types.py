@@ -34,6 +34,7 @@ TYPED = [
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(os.environ.get("KVQ_TYPES") == "1", reason="every test checks types with KVQ_TYPES=1")
 def test_shapes_and_types_hold_at_each_call() -> None:
     """In a process of its own, since the checks go into the modules as they are imported."""

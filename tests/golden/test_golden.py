@@ -73,6 +73,7 @@ def test_the_version_to_raise_is_named() -> None:
 
 
 DAMAGES = [
+    ("method kivi", "self.value.append(value_states, self.quantized_prefill),", "value_states,", "2 * value_states,"),
     (
         "method nsnquant",
         "return self._patterns.lookup(codes[:1]).mul_(_rows(self._signs, codes[1]))",
@@ -80,7 +81,6 @@ DAMAGES = [
         "div_(1.1 * ",
     ),
     ("method nsnquant", "return self._turned(codes * step)", "codes * step", "codes * step * 0.99"),
-    ("method kivi", "self.value.append(value_states, self.quantized_prefill),", "value_states,", "2 * value_states,"),
     (
         "method turboquant/prod",
         "self.key.append(key_states, self.quantized_prefill),",
@@ -93,7 +93,9 @@ DAMAGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "line", "old", "new"), DAMAGES)
+@pytest.mark.parametrize(
+    ("name", "line", "old", "new"), [DAMAGES[0], *(pytest.param(*each, marks=pytest.mark.long) for each in DAMAGES[1:])]
+)
 def test_damage_is_seen(name: str, line: str, old: str, new: str, tmp_path: Path) -> None:
     for part in ("kvq", "conf", "tests", "pyproject.toml"):
         source = ROOT / part

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_gpu_check_runs_without_one(tmp_path):
     out = tmp_path / "gpu.json"
     command = [sys.executable, "experiments/gpu_check.py", "--tiny", "--out", str(out)]

@@ -15,9 +15,19 @@ FEW, MANY = (24, 10), (384, 50)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("measured", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=lambda few: f"{few[0]}")
-@pytest.mark.parametrize("scoring", ["generation", "parallel"])
-@pytest.mark.parametrize("windows", ["sliding", "disjoint"])
+@pytest.mark.parametrize(
+    ("windows", "scoring", "measured"),
+    [
+        ("sliding", "generation", FEW),
+        ("disjoint", "parallel", FEW),
+        *(
+            pytest.param(windows, scoring, MANY, marks=pytest.mark.long)
+            for windows in ("sliding", "disjoint")
+            for scoring in ("generation", "parallel")
+        ),
+    ],
+    ids=str,
+)
 def test_identity_changes_nothing_and_zero_wrecks_the_score(
     tmp_path: Path, windows: str, scoring: str, measured: tuple[int, int]
 ) -> None:

@@ -258,6 +258,7 @@ def test_a_killed_run_goes_on_where_it_was(given: list[str], canaries: Path, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_lm_evals_command_line_has_the_model(given: list[str], canaries: Path, tmp_path: Path) -> None:
     folder = next(word.partition("=")[2] for word in given if word.startswith("task.include_path"))
     model = next(word.partition("=")[2] for word in given if word.startswith("model.path"))

@@ -209,11 +209,12 @@ def test_everything_works_from_the_keyboard(page: Any, runs: dict[str, Record]) 
     assert js(page, "document.activeElement.id") == "runs"
 
 
-def test_the_record_shown_is_the_record_on_disk(driver: Any, folder: Path) -> None:
+@pytest.mark.parametrize("every", [60, pytest.param(6, marks=pytest.mark.long)])
+def test_the_record_shown_is_the_record_on_disk(driver: Any, folder: Path, every: int) -> None:
     """Of the committed records, but for integral floats, which JavaScript has not, and verdicts, judged anew."""
     judged = {record.key: record.metrics for record in read_records(Store(RESULTS))[0]}
     opened(driver, write_report(Store(RESULTS), folder / "committed.html", figures=folder / "none").path.as_uri())
-    for path in sorted((RESULTS / "runs").glob("*[0-9a-f].json"))[::6]:
+    for path in sorted((RESULTS / "runs").glob("*[0-9a-f].json"))[::every]:
         driver.execute_script("location.hash = '#?run=' + arguments[0]; location.reload()", path.stem)
         shown = js(driver, "document.querySelector('#detail-body details code').textContent")
         stored = json.loads(path.read_text(encoding="utf-8"))

@@ -135,6 +135,7 @@ def test_a_sweep_logs_its_runs_and_their_baseline(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_login_a_sweep_says_so_once_and_is_measured(tmp_path: Path) -> None:
     """In a process of its own, as whoever has no account runs it."""
     given = [*small_run(tmp_path), f"results_dir={tmp_path / 'results'}", "logger=wandb"]
