@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvq.config import outside
 from kvq.errors import KvqError
-from kvq.papers.expected import experiment_of, names
-from kvq.report.figures.drawing import seldom_collected
+from kvq.papers.expected import Present, experiment_of, names
+from kvq.report.collecting import collect_seldom
 from kvq.report.judged import read_records
 from kvq.report.tables.experiment_files import write_experiments
 from kvq.report.tables.experiments import Experiment, by_signature
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _write(results: Path, out: Path) -> int:
     try:
         records = read_records(Store(results))[0]
-        present = {(record.model, record.method) for record in records}
+        present = frozenset((record.model, record.method) for record in records)
         found = _experiments(present)
         paths = write_experiments(found, by_signature(records), read_reference(), out)
     except KvqError as error:
@@ -46,11 +46,11 @@ def _write(results: Path, out: Path) -> int:
     return 0
 
 
-def _experiments(present: set[tuple[str, str]]) -> list[Experiment]:
+def _experiments(present: Present) -> list[Experiment]:
     """Every experiment with a table; composing them takes most of the time."""
     return [experiment for name in names() if (experiment := experiment_of(name, present)) is not None]
 
 
 if __name__ == "__main__":
-    seldom_collected()
+    collect_seldom()
     sys.exit(main())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from kvq.config import Config, compose, outside, resolve
+from kvq.config import Config, compose, compose_part, outside, resolve, resolve_part
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
@@ -30,16 +32,16 @@ def layout_named(name: str) -> LayoutConfig:
         KvqError: it does not compose.
     """
     try:
-        return layout_of(compose([f"+experiment={name}"]))
+        return layout_of(compose_part("layout", [f"+experiment={name}"]))
     except COMPOSE_ERRORS as error:
         raise KvqError(f"+experiment={name}: {explain(error, [f'+experiment={name}'])}") from error
 
 
-Present = Collection[tuple[str, str]]
+Present = frozenset[tuple[str, str]]
 """Model and method of the runs that there are records of."""
 
 
-def experiment_of(name: str, present: Present = ()) -> Experiment | None:
+def experiment_of(name: str, present: Present = frozenset()) -> Experiment | None:
     """An experiment and its runs; None for one without a table.
 
     Args:
@@ -107,7 +109,7 @@ def _baselines(jobs: Iterable[Overrides]) -> int:
 
 
 def _asked(cell: Cell, present: Present) -> Asked:
-    return Asked(cell.labels, cell.metric, tuple(_run(run, present) for run in cell.runs), cell.reason)
+    return Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason)
 
 
 def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present: Present) -> tuple[Asked, ...]:
@@ -119,7 +121,12 @@ def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present:
         other = {_task(run) for run in cell.runs} != {_task(run) for run in runs}
         dropped = {"model", *(layout.metrics if other else ())}
         labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}
-        made = Asked(labels, "" if other else cell.metric, tuple(_run(run, present) for run in runs), cell.reason)
+        made = Asked(
+            labels,
+            "" if other else cell.metric,
+            _runs(runs, present),
+            cell.reason,
+        )
         if runs and not (other and runs in asked):
             asked[runs] = made
             found.append(made)
@@ -131,8 +138,14 @@ def _task(run: Sequence[str]) -> str:
     return next((word.split("=")[1].partition("/")[0] for word in run if word.startswith("task=")), "")
 
 
-def _run(run: Overrides, present: Present) -> CellRun:
-    missing = list(missing_choices(run, _choices()))
+def _runs(runs: Iterable[Overrides], present: Present) -> tuple[CellRun, ...]:
+    return tuple(_run(run, present, outside.folder_of()) for run in runs)
+
+
+@functools.cache
+def _run(run: Overrides, present: Present, own: Path | None) -> CellRun:
+    """A run of a cell, which several cells and tables may share. `own`: the further folder of configurations."""
+    missing = list(missing_choices(run, _choices_with(own)))
     if missing:
         return CellRun(command(run), waits=f"{', '.join(missing)}: not in this version")
     chosen = {word.partition("=")[0]: word.partition("=")[2] for word in run}
@@ -145,18 +158,14 @@ def _run(run: Overrides, present: Present) -> CellRun:
         return CellRun(command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
 
 
-@functools.cache
-def _config(run: Overrides) -> Config:
-    return resolve(compose(list(run)))
-
-
-# Groups that say nothing about one another: the words that belong to each, the settings they make, and what is composed
-# beside them, since the default task may ask for windows that a small model does not take.
-_APART: tuple[tuple[tuple[str, ...], tuple[str, ...], Overrides], ...] = (
-    (("method=", "method.", "bits="), ("method", "bits"), ()),
-    (("model=", "model."), ("model",), ("task=memory",)),
-    (("dataset=", "dataset."), ("dataset",), ()),
-)
+# Parts of a configuration that say nothing about one another, and the words of a command that belong to each.
+_PARTS = {
+    "method": ("method=", "method.", "bits="),
+    "model": ("model=", "model."),
+    "dataset": ("dataset=", "dataset."),
+    "task": ("task=", "task."),
+    "cache": ("cache.",),
+}
 
 
 @functools.cache
@@ -167,16 +176,25 @@ def _signature(run: Overrides) -> str:
 
 
 def resolved(run: Overrides) -> Config:
-    """A run's configuration, as composed whole. Groups are composed apart, and each choice once: tables share them.
+    """A run's configuration, as composed whole but for `model.context`. Each part is composed once: tables share them.
 
     Raises:
         ConfigError, or what composing raises: the run cannot be had.
     """
-    chosen = {words: tuple(word for word in run if word.startswith(words)) for words, _, _ in _APART}
-    rest = [word for word in run if not any(word in found for found in chosen.values())]
-    config = _config((*rest, "model.context=null"))
-    for words, settings, beside in _APART:
-        if chosen[words]:
-            given = _config((*chosen[words], *beside))
-            config = replace(config, **{name: getattr(given, name) for name in settings})
-    return config
+    words = {part: tuple(word for word in run if word.startswith(names)) for part, names in _PARTS.items()}
+    rest = tuple(word for word in run if not any(word in own for own in words.values()))
+    found = [_resolved_part(part, own) for part, own in words.items() if own]
+    return replace(_resolved(rest), **{name: setting for settings in found for name, setting in settings.items()})
+
+
+@functools.cache
+def _resolved(rest: Overrides) -> Config:
+    """The defaults under what belongs to no part. The model's context is unknown: a run's task may ask for more."""
+    return resolve(compose([*rest, "model.context=null"]))
+
+
+@functools.cache
+def _resolved_part(part: str, words: Overrides) -> dict[str, Any]:
+    config = compose_part(part, words)
+    settings = {part: resolve_part(config, part)}
+    return settings | {"bits": resolve_part(config, "bits")} if part == "method" else settings

@@ -54,15 +54,16 @@ def is_embedded(model: str) -> bool:
 
 def written(group: str, choice: str, setting: str) -> str | None:
     """A setting of a choice as its file has it, such as the name that records give it; None: composing decides it."""
-    own = outside.folder_of()
-    files = (folder / group / f"{choice}.yaml" for folder in ([own] if own else []) + [conf_dir()])
-    found = next((_read(path) for path in files if path.is_file()), {}).get(setting)
+    found = _settings(outside.folder_of(), group, choice).get(setting)
     return None if found is None or "${" in found else str(found)
 
 
 @functools.cache
-def _read(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+def _settings(own: Path | None, group: str, choice: str) -> dict[str, Any]:
+    """What the file of a choice says; nothing where there is none."""
+    files = (folder / group / f"{choice}.yaml" for folder in (own, conf_dir()) if folder is not None)
+    found = next((path for path in files if path.is_file()), None)
+    return {} if found is None else yaml.safe_load(found.read_text(encoding="utf-8"))
 
 
 def grouped(jobs: Iterable[Job]) -> list[Job]:

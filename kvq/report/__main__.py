@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvq.config import outside
 from kvq.errors import KvqError
-from kvq.report.figures.drawing import seldom_collected
+from kvq.report.collecting import collect_seldom
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.terminal import print_table
 from kvq.report.tables.write import write
@@ -53,5 +53,5 @@ def _write(given: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    seldom_collected()
+    collect_seldom()
     sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import json
 import multiprocessing
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvq.errors import KvqError, RecordError
+from kvq.report.collecting import collect_seldom
 from kvq.report.figures.style import save
 from kvq.report.isolated import noted
 from kvq.results.atomic import write_file
@@ -144,11 +144,6 @@ def _saved(drawing: Drawing, folder: Path) -> list[Path]:
     return save(drawing.draw and drawing.draw(numbers, *drawing.arguments), numbers, folder, drawing.stem)
 
 
-def seldom_collected() -> None:
-    """For a process that does one thing: looking for cycles as often as Python does takes a tenth of its time."""
-    gc.set_threshold(100_000, 20, 20)
-
-
 class _Workers:
     """Draws here while there is little to draw, then in processes of their own."""
 
@@ -171,7 +166,7 @@ class _Workers:
         if self._workers > 1 and (self._pool or many):
             if self._pool is None:
                 spawn = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(self._workers, spawn, initializer=seldom_collected)
+                self._pool = ProcessPoolExecutor(self._workers, spawn, initializer=collect_seldom)
             self._given += [(place, self._pool.submit(_written, made, into)) for place, made, into in self._waiting]
             self._waiting.clear()
 

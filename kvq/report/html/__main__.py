@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvq.config import outside
 from kvq.errors import KvqError
-from kvq.report.figures.drawing import seldom_collected
+from kvq.report.collecting import collect_seldom
 from kvq.report.html.page import write_report
 from kvq.results import Store
 
@@ -40,5 +40,5 @@ def _write(given: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    seldom_collected()
+    collect_seldom()
     sys.exit(main())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvq.errors import RecordError
-from kvq.report.escapes import escape_markdown, one_line
+from kvq.report.escapes import csv_of, escape_markdown, one_line
 from kvq.report.tables.cells import DASH, fixed
 from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
@@ -227,9 +227,7 @@ def csv(filled: Filled) -> str:
         }
         for cell, stand_in in cells
     ]
-    import pandas as pd  # half a second that a sweep's table in the terminal does not need
-
-    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
+    return csv_of(rows)
 
 
 def slug(experiment: Experiment) -> str:

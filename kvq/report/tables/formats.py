@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from kvq.report.escapes import escape_markdown, one_line
+from kvq.report.escapes import csv_of, escape_markdown, one_line
 from kvq.report.tables.cells import Cell, columns_of, is_of_diagnostics, is_of_items
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
 from kvq.report.tables.layout import Table, Tables
@@ -64,18 +64,13 @@ def csv(table: Table) -> str:
             "best": row.best,
             "stale": row.stale,
             **({"p_holm": row.p_value} if is_of_items(table) else {}),
-            **{name: row.record.metrics.get(name) for name in metrics},
+            **{name: row.record.metrics.get(name) for name in metrics if name != "within_noise"},
             "dtype": row.record.provenance.dtype,
             "key": row.record.key,
         }
         for row in table.rows
     ]
-    columns = ["method", "bits", "status", "reason", "baseline", "within_noise", "best", "stale"]
-    columns += ["p_holm"] if is_of_items(table) else []
-    import pandas as pd  # half a second that a sweep's table in the terminal does not need
-
-    frame = pd.DataFrame(rows, columns=[*columns, *metrics, "dtype", "key"])
-    return frame.to_csv(index=False, lineterminator="\n")
+    return csv_of(rows)
 
 
 def latex(table: Table) -> str:
