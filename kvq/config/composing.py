@@ -69,16 +69,18 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> D
     return (merged(files, overrides) or by_hydra(files, overrides)).config
 
 
-def compose_part(part: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig:
-    """At least `bits` and one part (`method`, `layout`) of what `compose` gives; faster where overrides name no other.
+def compose_part(part: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig | None:
+    """`bits` and one part of what `compose` gives, in a fifth of its time.
+
+    None where the overrides decide other parts too, or only `compose` knows what is wrong with them.
 
     Args:
-        part: a top-level setting.
+        part: a top-level setting, such as `method`.
         overrides, config_dir: as in `compose`.
     """
     folder = outside.folder_of(config_dir)
     outside.admit(folder)
-    return merged_part(Files.of(conf_dir(), folder), part, overrides) or compose(overrides, config_dir)
+    return merged_part(Files.of(conf_dir(), folder), part, overrides)
 
 
 def resolve_part(cfg: DictConfig, part: str) -> Any:

@@ -31,10 +31,11 @@ def layout_named(name: str) -> LayoutConfig:
     Raises:
         KvqError: it does not compose.
     """
+    chosen = [f"+experiment={name}"]
     try:
-        return layout_of(compose_part("layout", [f"+experiment={name}"]))
+        return layout_of(compose_part("layout", chosen) or compose(chosen))
     except COMPOSE_ERRORS as error:
-        raise KvqError(f"+experiment={name}: {explain(error, [f'+experiment={name}'])}") from error
+        raise KvqError(f"+experiment={name}: {explain(error, chosen)}") from error
 
 
 Present = frozenset[tuple[str, str]]
@@ -158,7 +159,7 @@ def _run(run: Overrides, present: Present, own: Path | None) -> CellRun:
         return CellRun(command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
 
 
-# Parts of a configuration that say nothing about one another, and the words of a command that belong to each.
+# Parts of a configuration that are composed apart, and the words of a command that belong to each.
 _PARTS = {
     "method": ("method=", "method.", "bits="),
     "model": ("model=", "model."),
@@ -182,9 +183,9 @@ def resolved(run: Overrides) -> Config:
         ConfigError, or what composing raises: the run cannot be had.
     """
     words = {part: tuple(word for word in run if word.startswith(names)) for part, names in _PARTS.items()}
-    rest = tuple(word for word in run if not any(word in own for own in words.values()))
-    found = [_resolved_part(part, own) for part, own in words.items() if own]
-    return replace(_resolved(rest), **{name: setting for settings in found for name, setting in settings.items()})
+    apart = {part: found for part, own in words.items() if own and (found := _resolved_part(part, own)) is not None}
+    rest = tuple(word for word in run if not any(word in words[part] for part in apart))
+    return replace(_resolved(rest), **{name: setting for part in apart.values() for name, setting in part.items()})
 
 
 @functools.cache
@@ -194,7 +195,10 @@ def _resolved(rest: Overrides) -> Config:
 
 
 @functools.cache
-def _resolved_part(part: str, words: Overrides) -> dict[str, Any]:
+def _resolved_part(part: str, words: Overrides) -> dict[str, Any] | None:
+    """The settings of a part; None where its choice decides others too, as some tasks choose a data set."""
     config = compose_part(part, words)
+    if config is None:
+        return None
     settings = {part: resolve_part(config, part)}
     return settings | {"bits": resolve_part(config, "bits")} if part == "method" else settings

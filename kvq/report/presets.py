@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvq.config import Config, MethodConfig, Scoring, compose_part, conf_dir, outside
+from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, conf_dir, outside
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
 from kvq.results.record import canonical
@@ -33,7 +33,7 @@ class Presets:
             self._known[group, name] = None
             if _file(group, name) is not None:
                 with contextlib.suppress(*COMPOSE_ERRORS):
-                    self._known[group, name] = compose_part(group, [f"{group}={name}"])
+                    self._known[group, name] = _composed(group, name)
         return self._known[group, name]
 
     def method(self, name: str, bits: str, scoring: str | None) -> Settings | None:
@@ -60,6 +60,11 @@ class Presets:
             known = found is not None and not OmegaConf.missing_keys(found)
             self._plain[group, name] = canonical(OmegaConf.to_container(found, enum_to_str=True)) if known else None
         return self._plain[group, name]
+
+
+def _composed(group: str, name: str) -> Any:
+    chosen = [f"{group}={name}"]
+    return compose_part(group, chosen) or compose(chosen)
 
 
 def presets() -> Presets:

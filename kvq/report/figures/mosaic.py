@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from kvq.report.figures.style import COLUMN, FONTS, figure
+from kvq.report.figures.style import COLUMN, FONTS, figure, powers_of_ten
 
 if TYPE_CHECKING:
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.path import Path
 
@@ -42,7 +42,7 @@ class CellText(NamedTuple):
 class Look(NamedTuple):
     """What the panels share: scale, texts of axes and bar, and the text of a cell (None: no text)."""
 
-    scale: Normalize
+    scale: LogNorm
     x: str
     y: str
     bar: str
@@ -92,7 +92,8 @@ def mosaic(panels: Sequence[tuple[str, pd.DataFrame]], look: Look, title: str, d
     axis.spines[:].set_visible(False)
     axis.set_xlabel(look.x)
     axis.set_ylabel(look.y)
-    made.colorbar(image, ax=axis, label=look.bar, shrink=min(1.0, 4 / height), anchor=(0.0, 1.0))
+    bar = made.colorbar(image, ax=axis, label=look.bar, shrink=min(1.0, 4 / height), anchor=(0.0, 1.0))
+    powers_of_ten(bar.ax.yaxis)
     made.suptitle(title, fontsize=8)
     return made
 

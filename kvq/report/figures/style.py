@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 
 from kvq.errors import RecordError
-from kvq.report.figures.fonts import cut_once
 from kvq.report.palette import FIRST, colour_of, method_of
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
@@ -47,6 +46,7 @@ _SETTINGS: Any = {
     "lines.linewidth": 1.2,
     "lines.markersize": 4,
     "pdf.fonttype": 42,
+    "text.parse_math": False,  # a dollar sign in a record's name shows as one
     "image.cmap": "viridis",
 }
 
@@ -129,14 +129,14 @@ def symlog(axis: Any, losses: pd.Series, along: str = "y") -> None:
         # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
         small = max(float(sizes[sizes > 0].min()), 1e-4)
         getattr(axis, f"set_{along}scale")("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
-        _powers_of_ten(getattr(axis, f"{along}axis"))
+        powers_of_ten(getattr(axis, f"{along}axis"))
 
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def _powers_of_ten(axis: Any) -> None:
-    """Label the ticks of a logarithmic axis as text: matplotlib's are formulas, a tenth of a figure's time."""
+def powers_of_ten(axis: Any) -> None:
+    """Label the ticks of a logarithmic axis as text; matplotlib's own formatter writes formulas."""
     from matplotlib.ticker import Formatter, NullFormatter
 
     class Powers(Formatter):
@@ -148,25 +148,6 @@ def _powers_of_ten(axis: Any) -> None:
 
     axis.set_major_formatter(Powers())
     axis.set_minor_formatter(NullFormatter())
-
-
-def _as_it_is(made: Figure) -> None:
-    """Text of records is no formula: a dollar sign in a name shows as one."""
-    from matplotlib.text import Text
-    from matplotlib.ticker import FuncFormatter
-
-    texts = [*made.texts, *(text for legend in made.legends for text in legend.get_texts())]
-    for axes in made.axes:
-        # Not the ticks: asking for them makes them, hundreds in a figure that may show none.
-        texts += [child for child in axes.get_children() if isinstance(child, Text)]
-        texts += [axes.xaxis.label, axes.yaxis.label]
-        texts += axes.legend_.get_texts() if axes.legend_ else []
-        for axis in (axes.xaxis, axes.yaxis):
-            named = isinstance(axis.get_major_formatter(), FuncFormatter)  # what `set_xticks` makes of labels
-            texts += axis.get_majorticklabels() if named else []
-    for text in texts:
-        if "$" in text.get_text():
-            text.set_parse_math(False)
 
 
 def png_of(made: Figure) -> bytes:
@@ -181,7 +162,6 @@ def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, 
     from PIL import Image
 
     files = {kind: io.BytesIO() for kind in kinds}
-    _as_it_is(made)
     with style():
         made.dpi = _DPI
         canvas = FigureCanvasAgg(made)
@@ -193,8 +173,7 @@ def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, 
         opaque = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
         Image.fromarray(opaque).save(files["png"], format="png", dpi=(_DPI, _DPI), compress_level=_COMPRESS)
         if "pdf" in files:
-            with cut_once():
-                FigureCanvasPdf(made).print_pdf(files["pdf"], metadata=_METADATA)
+            FigureCanvasPdf(made).print_pdf(files["pdf"], metadata=_METADATA)
     return {kind: file.getvalue() for kind, file in files.items()}
 
 

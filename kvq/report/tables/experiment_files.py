@@ -9,9 +9,10 @@ from pathlib import Path
 
 from kvq.errors import RecordError
 from kvq.report.escapes import csv_of, escape_markdown, one_line
-from kvq.report.tables.cells import DASH, fixed
+from kvq.report.tables.cells import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
+from kvq.report.tables.notes import STALE
 from kvq.report.tables.reference import AXES, Published, Reference
 from kvq.results import Record, judge
 from kvq.results.atomic import write_file
@@ -126,7 +127,9 @@ def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> s
     else:
         digits += cell.error is not None and not printed  # or the error would be one figure
         error = "" if cell.error is None else f" ± {fixed(cell.error, digits)}"
-        measured = f"{'≈ ' if cell.within_noise else ''}{fixed(cell.value, digits)}{error}{' †' if cell.stale else ''}"
+        mark = "≈ " if cell.within_noise and not cell.unquantized else ""
+        said = f" ({UNQUANTIZED})" if cell.unquantized else ""
+        measured = f"{mark}{fixed(cell.value, digits)}{error}{said}{' †' if cell.stale else ''}"
     if not printed:
         return measured
     published = DASH if cell.published is None else _printed(cell.published, digits)
@@ -147,10 +150,12 @@ def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str,
         yield f"* {note}"
     if any(cell.error is not None for cell in cells):
         yield "± standard error."
-    if any(cell.within_noise for cell in cells):
+    if any(cell.within_noise and not cell.unquantized for cell in cells):
         yield "≈ within noise of full precision."
+    if any(cell.unquantized for cell in cells):
+        yield f"{UNQUANTIZED}: every prompt or text was shorter than the residual, so no token left full precision."
     if any(cell.stale for cell in cells):
-        yield "† stale: code that made this run has changed since or is not found."
+        yield STALE
     missing = list(dict.fromkeys(line for cell in cells if not cell.reason for line in cell.missing))
     if missing:
         yield f"Not measured: {len(missing)} runs. All of the table: python run.py +experiment={experiment.name}"
@@ -220,6 +225,7 @@ def csv(filled: Filled) -> str:
             "measured_bits": cell.bits,
             "effective_bits": cell.effective_bits,
             "within_noise": cell.within_noise,
+            "unquantized": cell.unquantized,
             "stale": cell.stale,
             "reason": " ".join((cell.reason or "").split()),
             "note": cell.published.note if cell.published else "",

@@ -14,6 +14,11 @@ from kvq.results.statistics import ALPHA, NOISE, within_noise
 
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
+STALE = (
+    "† stale: the version of a part that made this number has been raised since, or the part is gone; the command "
+    "measures it again."
+)
+
 
 def notes_of(rows: Sequence[Row], comparisons: Comparisons) -> list[str]:
     """Plain-text notes of a table, each one line; whoever writes them escapes them."""
@@ -87,10 +92,7 @@ def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
 
 def _stale(rows: Sequence[Row]) -> Iterator[str]:
     if any(row.stale for row in rows):
-        yield (
-            "† stale: code that made this run has changed since or is not found; repeat the command and it is measured "
-            "again."
-        )
+        yield STALE
 
 
 def _perplexity(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:

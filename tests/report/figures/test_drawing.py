@@ -1,4 +1,4 @@
-"""Drawings: drawn once, again where something changed, by processes as well as here, fonts cut once."""
+"""Drawings: drawn once, again where something changed, by processes as well as here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from kvq.report.figures import mosaic as mosaics
 from kvq.report.figures import style
 from kvq.report.figures.drawing import MARKS, Drawing, write_drawings
-from kvq.report.figures.fonts import cut_once
 from kvq.report.figures.index import Noted
 from kvq.report.figures.loss import pareto_figure
 from kvq.report.figures.memory import memory_figure
@@ -86,20 +85,10 @@ def test_processes_draw_the_same_bytes_in_the_same_order(tmp_path: Path) -> None
     assert [path.read_bytes() for path in here] == [path.read_bytes() for path in there]
 
 
-def test_a_font_is_cut_once_for_usual_letters_and_again_for_others() -> None:
-    from matplotlib.backends import _backend_pdf_ps as backend
-
-    calls: list[int] = []
-    original = backend.get_glyphs_subset
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "get_glyphs_subset", lambda font, glyphs: calls.append(1) or original(font, glyphs))
-        sizes = [len(style._rendered(line(TABLE, title))["pdf"]) for title in ("abc", "xyz Δ", "Ж", "Ж")]
-        assert len(calls) == 2
-    assert backend.get_glyphs_subset is original
-    assert max(sizes) < 60_000
-    with pytest.raises(RuntimeError), cut_once():
-        raise RuntimeError
-    assert backend.get_glyphs_subset is original
+def test_a_dollar_sign_of_a_record_is_no_formula() -> None:
+    files = style._rendered(line(TABLE, "a $x_{ b$"))  # as a formula it does not parse
+    assert files["png"].startswith(b"\x89PNG")
+    assert len(files["pdf"]) < 60_000
 
 
 def test_families_share_a_colour_and_no_two_methods_look_alike() -> None:
