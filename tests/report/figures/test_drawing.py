@@ -11,13 +11,12 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from kvq.report.figures import mosaic as mosaics
 from kvq.report.figures import style
 from kvq.report.figures.drawing import MARKS, Drawing, write_drawings
+from kvq.report.figures.error import plane_figure
 from kvq.report.figures.index import Noted
 from kvq.report.figures.loss import pareto_figure
 from kvq.report.figures.memory import memory_figure
-from kvq.report.figures.mosaic import Look, mosaic
 from kvq.report.palette import colour_of
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
@@ -171,20 +170,19 @@ def test_the_index_names_every_figure_under_its_kind(tmp_path: Path) -> None:
         assert (tmp_path / link).is_file()
 
 
-def test_panels_share_axes_and_keep_their_places() -> None:
-    from matplotlib.colors import Normalize
-
-    first = pd.DataFrame([[0.1, 0.2], [0.3, 0.4]], index=[0.0, 1.0], columns=[256, 512])
-    second = pd.DataFrame([[0.9]], index=[1.0], columns=[512])
-    look = Look(Normalize(0, 1), "length", "depth", "found", lambda value: f"{value:.1f}")
-    for down, order in ((True, ["0.1", "0.2", "0.3", "0.4"]), (False, ["0.3", "0.4", "0.1", "0.2"])):
-        with style.style():
-            made = mosaic([("one", first), ("two", second)], look, "title", down)
-        assert [text.get_text() for text in made.axes[0].texts] == ["one", "two"]
-        mesh, outlines = made.axes[0].collections
-        assert [
-            path is mosaics._outline(text) for path, text in zip(outlines.get_paths(), [*order, "0.9"], strict=True)
-        ]
-        assert outlines.get_offsets()[0].tolist() == [0.5, 0.5]
-        assert [text.get_text() for text in made.axes[0].get_xticklabels()] == ["256", "512"] * 2
-        assert mesh.get_array().count() == 5  # cells that a panel lacks stay empty
+def test_planes_have_a_panel_for_each_method_and_labels_below_the_lowest() -> None:
+    cells = [(lowness, outliers) for lowness in (1, 10) for outliers in (0, 5)]
+    table = pd.DataFrame(
+        {"method": f"m{index} 2", "lowness": lowness, "outliers": outliers, "sink_error": 0.1 * (lowness + outliers)}
+        for index in range(4)
+        for lowness, outliers in cells
+        if (index, lowness, outliers) != (3, 10, 5)
+    )
+    made = plane_figure(table, "sink_error", "title")
+    *panels, bar = made.axes
+    assert [axis.get_title(loc="left") for axis in panels] == [f"m{index} 2 bits" for index in range(4)]
+    assert [text.get_text() for text in panels[0].texts] == [".10", "1.00", ".60", "1.50"]
+    assert len(panels[3].texts) == 3  # a cell that was not measured stays empty
+    labels = [[text.get_text() for text in axis.get_xticklabels()] for axis in panels]
+    assert labels == [["", ""], *[["1", "10"]] * 3]
+    assert bar.get_ylabel() == "relative squared error per token"
