@@ -6,7 +6,7 @@ import csv
 import io
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 _LATEX = str.maketrans(
     {
@@ -67,6 +67,12 @@ def csv_of(rows: Sequence[Mapping[str, object]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Container[int] = ()) -> list[str]:
+    """Lines of a Markdown table of cells that are escaped; `numbers`: the columns that are aligned right."""
+    aligned = ["---:" if place in numbers else ":---" for place in range(len(header))]
+    return [f"| {' | '.join(cells)} |" for cells in (header, aligned, *rows)]
 
 
 def escape_markdown(text: str) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvq.report.collecting import collect_seldom
+from kvq.report.command import collect_seldom
 from kvq.report.figures.every import main
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.errors import KvqError, RecordError
-from kvq.report.collecting import collect_seldom
+from kvq.errors import KvqError
+from kvq.report.command import collect_seldom, write_files
 from kvq.report.figures.style import save
 from kvq.report.isolated import noted
-from kvq.results.atomic import write_file
-from kvq.results.store import cause
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -210,7 +208,4 @@ def _known(folder: Path) -> Mapping[str, Any]:
 
 def _keep(folder: Path, marks: Mapping[str, Any]) -> None:
     kept = {stem: mark for stem, mark in marks.items() if all((folder / name).is_file() for name in mark["files"])}
-    try:
-        write_file(folder / MARKS, (json.dumps(kept, indent=0, sort_keys=True) + "\n").encode(), durable=False)
-    except OSError as error:
-        raise RecordError(f"figures: cannot write under '{folder}': {cause(error)}") from error
+    write_files("figures", folder, {MARKS: json.dumps(kept, indent=0, sort_keys=True) + "\n"})

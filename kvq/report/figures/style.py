@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from kvq.errors import RecordError
+from kvq.report.command import write_files
 from kvq.report.palette import FIRST, colour_of, method_of
-from kvq.results.atomic import write_file
-from kvq.results.store import cause
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -186,12 +184,4 @@ def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) ->
     files = {"csv": numbers.to_csv(index=False, lineterminator="\n").encode()}
     if made is not None:
         files |= _rendered(made)
-    written = []
-    for kind, content in files.items():
-        path = folder / f"{stem}.{kind}"
-        try:
-            write_file(path, content, durable=False)
-        except OSError as error:
-            raise RecordError(f"figures: cannot write under '{folder}': {cause(error)}") from error
-        written.append(path)
-    return written
+    return write_files("figures", folder, {f"{stem}.{kind}": content for kind, content in files.items()})

@@ -13,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvq.errors import RecordError
+from kvq.report.command import no_records
 from kvq.report.html import provenance
 from kvq.report.html.payload import payload
 from kvq.report.html.safe import png_uri, script_json, shown, source_digest
@@ -63,8 +64,7 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
     """
     tables = build_tables(store) if tables is None else tables
     if not tables.tables:
-        hint = "run a sweep first, such as python run.py -m method=nsn,kivi"
-        raise RecordError(f"no records under '{store.runs}': {hint}")
+        raise no_records(store)
     warnings = [f"skipped {broken.path.name}: {broken.reason}" for broken in tables.broken]
     try:
         drawn = sorted((store.root / "figures" if figures is None else figures).glob("*.png"))

@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvq.errors import RecordError
-from kvq.report.escapes import csv_of, escape_markdown, one_line
+from kvq.report.command import write_files
+from kvq.report.escapes import csv_of, escape_markdown, markdown_table, one_line
 from kvq.report.tables.cells import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
 from kvq.report.tables.notes import STALE
 from kvq.report.tables.reference import AXES, Published, Reference
 from kvq.results import Record, judge
-from kvq.results.atomic import write_file
-from kvq.results.store import cause
 
 INDEX = "index.md"
 _SHOWN_COMMANDS = 3
@@ -173,9 +171,8 @@ def markdown(experiment: Experiment, grids: Sequence[Grid]) -> str:
     for choice, runs in experiment.waiting.items():
         lines.append(f"\nNot in this version: `{choice}`, which {runs} of the runs need.")
     for grid in grids:
-        rows = [grid.header, *grid.rows]
-        text = [f"| {' | '.join(escape_markdown(cell) for cell in row)} |" for row in rows]
-        text.insert(1, f"| {' | '.join(':---' if i < grid.labels else '---:' for i in range(len(grid.header)))} |")
+        header, *rows = ([escape_markdown(cell) for cell in row] for row in (grid.header, *grid.rows))
+        text = markdown_table(header, rows, numbers=range(grid.labels, len(header)))
         lines += ["", f"## {escape_markdown(grid.title)}", "", *text, ""]
         lines += [f"- {_as_code(note)}" for note in grid.notes]
     return "\n".join(lines).rstrip() + "\n"
@@ -251,16 +248,10 @@ def write_experiments(
     """
     files: dict[str, str] = {}
     stale = judge()
-    lines = [
-        "# Experiments",
-        "",
-        "Published figures and ours beside them, by `make tables`; changes here are overwritten.",
-        "",
-    ]
-    lines += [
-        "| experiment | table | measured | stand-ins | runs in full | not in this version |",
-        "| :--- | :--- | ---: | :--- | ---: | :--- |",
-    ]
+    lines = ["# Experiments", ""]
+    lines += ["Published figures and ours beside them, by `make tables`; changes here are overwritten.", ""]
+    titles = ["experiment", "table", "measured", "stand-ins", "runs in full", "not in this version"]
+    rows = []
     for experiment in experiments:
         filled = fill(experiment, records, reference, stale)
         name, grids = slug(experiment), grids_of(filled)
@@ -268,13 +259,8 @@ def write_experiments(
         files[f"{name}.csv"] = csv(filled)
         done = f"{sum(cell.value is not None for cell in filled.cells)} of {len(filled.cells)}"
         where = " ".join(filter(None, [experiment.paper, experiment.table]))
-        cell = [f"[{escape_markdown(f'{where}: {experiment.title}')}]({name}.md)", done]
-        cell += [", ".join(filled.stand_ins) or DASH, str(experiment.runs), ", ".join(experiment.waiting) or DASH]
-        lines.append(f"| `{experiment.name}` | {' | '.join(cell)} |")
-    files[INDEX] = "\n".join(lines) + "\n"
-    try:
-        for name, text in files.items():
-            write_file(out_dir / name, text.encode("utf-8"), durable=False)
-    except OSError as error:
-        raise RecordError(f"tables: cannot write under '{out_dir}': {cause(error)}") from error
-    return [out_dir / name for name in files]
+        row = [f"`{experiment.name}`", f"[{escape_markdown(f'{where}: {experiment.title}')}]({name}.md)", done]
+        row += [", ".join(filled.stand_ins) or DASH, str(experiment.runs), ", ".join(experiment.waiting) or DASH]
+        rows.append(row)
+    files[INDEX] = "\n".join([*lines, *markdown_table(titles, rows, numbers={2, 4})]) + "\n"
+    return write_files("tables", out_dir, files)
