@@ -1,4 +1,4 @@
-"""The cells of an experiment's table and the runs behind them, as overrides; nothing is composed here."""
+"""The cells of an experiment's table and the overrides of their runs; nothing is composed here."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def jobs_of(cells: Iterable[Cell], given: Sequence[str], small: Mapping[str, str
 
 
 def missing_choices(run: Sequence[str], choices: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """Choices of groups that do not exist (yet), such as `method=kvquant`."""
+    """Choices of a run that this version does not have, such as `method=kvquant`."""
     for word in run:
         group, _, name = word.lstrip("+").partition("=")
         if group in choices and name not in choices[group]:

@@ -96,12 +96,12 @@ def _embedded(model: str) -> bool:
     return model in _choices()["model"] and is_embedded(model)
 
 
-# Words that full precision does not heed.
+# Overrides that have no effect on full precision.
 _OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
 
 
 def _baselines(jobs: Iterable[Overrides]) -> int:
-    """Runs of full precision that others need and that are no row of their own."""
+    """Number of full-precision runs that are baselines of other runs and have no row of their own."""
     plain: dict[bool, set[Overrides]] = {True: set(), False: set()}
     for job in jobs:
         rest = tuple(sorted(word for word in job if not word.startswith(_OF_A_METHOD)))
@@ -114,7 +114,7 @@ def _asked(cell: Cell, present: Present) -> Asked:
 
 
 def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present: Present) -> tuple[Asked, ...]:
-    """The same shape on an embedded model; where it runs another task, what the columns read is that task's own."""
+    """The cells of the stand-in on an embedded model; where that runs another task, its main metric is read."""
     asked: dict[tuple[Overrides, ...], Asked] = {}
     found = []
     for cell in cells:
@@ -171,16 +171,16 @@ _PARTS = {
 
 @functools.cache
 def _signature(run: Overrides) -> str:
-    """What a run measures, by names."""
+    """The signature of a run (`kvq.report.tables.experiments.signature`)."""
     config = resolved(run)
     return signature(by_names(config), config.model.name, config.dataset.name)
 
 
 def resolved(run: Overrides) -> Config:
-    """A run's configuration, as composed whole but for `model.context`. Each part is composed once: tables share them.
+    """A run's configuration, without `model.context` where it chooses no model. Parts are composed once for all runs.
 
     Raises:
-        ConfigError, or what composing raises: the run cannot be had.
+        ConfigError, or what composing raises.
     """
     words = {part: tuple(word for word in run if word.startswith(names)) for part, names in _PARTS.items()}
     apart = {part: found for part, own in words.items() if own and (found := _resolved_part(part, own)) is not None}
@@ -190,7 +190,7 @@ def resolved(run: Overrides) -> Config:
 
 @functools.cache
 def _resolved(rest: Overrides) -> Config:
-    """The defaults under what belongs to no part. The model's context is unknown: a run's task may ask for more."""
+    """The configuration of the overrides outside `_PARTS`; without `model.context`, which the run's task may exceed."""
     return resolve(compose([*rest, "model.context=null"]))
 
 

@@ -37,5 +37,5 @@ def print_cost(name: str, jobs: int) -> None:
 
 def _known(name: str, present: Present = frozenset()) -> Experiment:
     experiment = experiment_of(name, present)
-    assert experiment is not None  # a command that gets here has a layout
+    assert experiment is not None  # the command has composed its layout
     return experiment

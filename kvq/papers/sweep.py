@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 EXPERIMENT_SWEEPER = "hydra_plugins.kvq_experiments.ExperimentSweeper"
 _EMBEDDED = "embedded:"
-# What a process loads once for the runs that have it in common, by the words that choose it; the first matters most.
+# Overrides of what a process loads once for several runs (model, then text and task); the first costs most.
 _SHARED = (("model=", "model."), ("dataset=", "dataset.", "task=", "task."))
 Job = TypeVar("Job", bound=Sequence[str])
 
 
 @dataclass(frozen=True)
 class ExperimentSweep:
-    """What is run, and what is left out: (choice that does not exist, how many runs wait for it)."""
+    """The jobs that can be composed, and the number of jobs that need a choice which this version lacks."""
 
     jobs: list[Overrides]
     waiting: dict[str, int]
@@ -53,7 +53,7 @@ def is_embedded(model: str) -> bool:
 
 
 def written(group: str, choice: str, setting: str) -> str | None:
-    """A setting of a choice as its file has it, such as the name that records give it; None: composing decides it."""
+    """A setting as the file of a choice has it, such as a model's name; None where it is absent or interpolated."""
     found = _settings(outside.folder_of(), group, choice).get(setting)
     return None if found is None or "${" in found else str(found)
 

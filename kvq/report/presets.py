@@ -1,4 +1,4 @@
-"""Presets as a run's record would have them: what a run departs from is told by comparing the two."""
+"""Presets in the form of a record's settings, for comparison with a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Presets:
         return self._canonical[place]
 
     def settings(self, group: str, name: str) -> Settings | None:
-        """A preset of a task, model or dataset; None where there is none or it asks for a value."""
+        """A preset of a task, model or dataset; None where there is none or a value is missing."""
         if (group, name) not in self._plain:
             whole = self._read(group, name)
             found = None if whole is None else whole[group]
@@ -68,7 +68,7 @@ def _composed(group: str, name: str) -> Any:
 
 
 def presets() -> Presets:
-    """Those of this process, of the folders that it composes from."""
+    """The presets of the folders that this process composes from."""
     return _presets_of(outside.folder_of())
 
 
@@ -81,7 +81,7 @@ _choices = functools.cache(choices)
 
 
 def _file(group: str, name: str) -> Path | None:
-    """The file of a preset; None where a name, which comes from a record, is not that of one."""
+    """The file of a preset; None where the name (taken from a record) is of no preset."""
     own = outside.folder_of()
     folders = [conf_dir(), *([own] if own else [])]
     found = (folder / group / f"{name}.yaml" for folder in folders if name in _choices(own)[group])
@@ -89,7 +89,7 @@ def _file(group: str, name: str) -> Path | None:
 
 
 def _canonical(whole: Any, bits: str, scoring: str | None) -> Settings | None:
-    """A preset as `kvq.config.identity` writes it; None where it cannot be had at these bits."""
+    """A preset as `kvq.config.identity` writes it; None where it does not compose at these bits."""
     try:
         whole.bits = bits or 3
         method = OmegaConf.to_object(whole.method)

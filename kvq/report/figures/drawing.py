@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MARKS = ".drawn.json"
 """What each figure of a folder was drawn from, and the files that came of it."""
-# A process takes a second or two until it can draw; fewer figures are done by then, unless their numbers take long.
+# A worker process needs a second or two to start; fewer figures than this are drawn before it has.
 _FEWEST_FOR_WORKERS = 12
 _MOST_WORKERS = 8
 
@@ -93,7 +93,7 @@ def _code() -> str:
 def write_drawings(
     drawings: Iterable[Drawing], folder: Path, workers: int = 1, skipped: list[str] | None = None
 ) -> list[Path]:
-    """Write each drawing as CSV, PDF and PNG and return their paths; what is there and has not changed stays.
+    """Write each drawing as CSV, PDF and PNG and return their paths; files of an unchanged figure stay.
 
     Args:
         drawings: taken one by one, so that making tables and drawing them go on at once.
@@ -143,7 +143,7 @@ def _saved(drawing: Drawing, folder: Path) -> list[Path]:
 
 
 class _Workers:
-    """Draws here while there is little to draw, then in processes of their own."""
+    """Draws in this process while there are few figures, else in a pool of processes."""
 
     def __init__(self, workers: int) -> None:
         self._workers = min(workers, _MOST_WORKERS)
@@ -184,7 +184,7 @@ def _unchanged(known: Any, mark: str, folder: Path) -> list[Path]:
         if any(_digest(path) != digest for path, digest in files.items()):
             return []
         for path in files:
-            os.utime(path)  # as new as if they had been drawn again
+            os.utime(path)  # newer than the records, as a figure that is drawn again
         return list(files)
     except (KeyError, TypeError, AttributeError, OSError):
         return []

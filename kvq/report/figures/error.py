@@ -1,4 +1,4 @@
-"""Figures of `task=error` and `task=synthetic`: what each stage bought, by layer, position, and over made-up keys."""
+"""Figures of `task=error` and `task=synthetic`: errors by stage, layer and position, and on synthetic keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every figure that the records of a results folder allow.
 
-Pareto fronts, variants of a method, where needles get lost, and those of the diagnostic tasks; each as PDF and PNG with
-its numbers beside it as CSV.
+Pareto frontiers, variants of a method, needles found, and the figures of the diagnostic tasks; each as PDF and PNG, its
+numbers as CSV.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def heat_map(grid: pd.DataFrame, title: str) -> Figure:
         (str(method), str(bits)): cells.pivot(index="depth", columns="length", values="hit")
         for (method, bits), cells in grid.groupby(["method", "bits"], sort=False)
     }
-    if len(methods) > 1 and "fp16" in methods:  # no width of its own: one line says it
+    if len(methods) > 1 and "fp16" in methods:  # it has one number for all widths
         methods.remove("fp16")
         found = float(grid[grid["method"] == "fp16"]["hit"].mean())
         title = f"{title}\nfull precision finds {100 * found:.1f}%"
@@ -121,7 +121,7 @@ def _is_of_needles(table: Table) -> bool:
 
 
 def _drawings(store: Store, scanned: tuple[list[Record], list[Broken]], skipped: list[str]) -> Iterator[Drawing]:
-    """Everything that records allow; what takes longest is first, so that it is worked on while tables are made."""
+    """All figures; t-SNE first, because it takes longest and runs in another process while tables are made."""
     yield from embedding_drawings(scanned[0], store, skipped)
     yield from table_drawings(build_tables(store, scanned=scanned), store, skipped)
     yield from diagnostic_drawings(scanned[0], store, skipped)

@@ -1,4 +1,4 @@
-"""What a calibration on another text costs: runs of one method on the same text, by the text it was calibrated on."""
+"""Loss of calibrated methods by the text that they were calibrated on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEASURED = ("bits_per_element", "delta_nll", "delta_nll_se")
 COLUMNS = ("model", "dataset", "method", "bits", "calibrated_on", "shifted", *_MEASURED, "shift", "shift_se")
 _NAMED = {"none": "not calibrated"}
 _NEAR = 0.1
-"""Bits that a method without calibration may have above those with one, to stand beside them."""
+"""Methods without calibration are shown up to this many bits above the calibrated ones."""
 
 
 def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:

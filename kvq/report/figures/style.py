@@ -24,9 +24,9 @@ COLUMN = 3.4
 SERIES = ("#264653", "#8AB17D", "#E9C46A", "#7D8597", "#B5838D", "#A98467", "#C8B6E2", "#ADB5BD")
 """Colours of what is no method: parts of memory, sides, stages, texts. None is a method's (`kvq.report.palette`)."""
 MOST_LINES = 16
-"""More lines than this cannot be told apart; the numbers beside a figure hold all."""
+"""Most lines of a figure; its CSV has all."""
 FONTS = ("DejaVu Sans",)
-"""One, which comes with matplotlib: a list of others is searched for every text, and differs by machine."""
+"""The font that comes with matplotlib, so that figures are equal on every machine."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SETTINGS: Any = {
@@ -49,15 +49,15 @@ _SETTINGS: Any = {
 }
 
 _DPI = 200
-# Of 9: a tenth of a figure's time less than the usual 6, for files that are hardly larger.
+# Of 9. The usual 6 takes a tenth of a figure's time more, for files that are hardly smaller.
 _COMPRESS = 3
-# Without dates and versions the same records give the same bytes.
+# No dates and versions, so that the same records give the same bytes.
 _METADATA: Any = {"CreationDate": None, "Producer": None}
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Figures made inside look alike."""
+    """matplotlib's settings of all figures, within the block."""
     import matplotlib
 
     with matplotlib.rc_context(_SETTINGS):
@@ -154,7 +154,7 @@ def png_of(made: Figure) -> bytes:
 
 
 def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, bytes]:
-    """The bytes of files; by the canvas itself, because `savefig` would draw each figure twice."""
+    """The bytes of the files. The canvas writes them, because `savefig` draws each figure twice."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
     from PIL import Image

@@ -1,4 +1,4 @@
-"""Where more bits are worse, and how imbalance of norms goes with failure: figures over perplexity records."""
+"""Figures of perplexity over bit widths, and the correlation of token-norm dispersion with Δperplexity."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def _paired(record: Record, before: Record, store: Store) -> tuple[float, float]
 
 
 def valley_figure(table: pd.DataFrame, title: str) -> Figure:
-    """ΔNLL by bits on a scale that is linear near 0; rings: worse than a bit less, beyond noise.
+    """ΔNLL by bits on a scale that is linear near 0; rings: higher than at one bit less, beyond noise.
 
-    Of many methods the best are drawn; the numbers beside the figure hold all.
+    The `MOST_LINES` best methods are drawn; the CSV has all.
     """
     best = table.groupby("method", sort=False)["delta_nll"].min().nsmallest(MOST_LINES).index
     table = table[table["method"].isin(best)]
@@ -138,7 +138,7 @@ def _states(record: Record) -> str:
 def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
     """Spearman's rho over models of each statistic with Δperplexity, for every method, width and protocol.
 
-    A model is one point, the mean over its texts: two texts of one model are no two models.
+    A model is one point, the mean over its texts.
     """
     lines = []
     for (method, bits, protocol), runs in table.groupby(["method", "bits", "protocol"], sort=True):

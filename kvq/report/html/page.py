@@ -1,4 +1,4 @@
-"""The page itself: records and figures in, one file out."""
+"""The HTML report: one file made of records and figures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kvq.results.store import cause
 
 _SCRIPTS = ("core.js", "facets.js", "runs.js", "plot.js", "detail.js", "main.js")
 FIGURE_BYTES = 16 * 2**20
-"""Most that the figures of a page take together; what comes after stays in its folder and is named."""
-# A checkout writes all of its files within this time, in any order.
+"""Most bytes of all figures on the page; further figures are only named."""
+# Files of one git checkout have times that differ by less than this.
 _AT_ONCE_SECONDS = 60.0
 
 
@@ -127,7 +127,7 @@ def render(tables: Tables, figures: Sequence[Figure] = (), warnings: Sequence[st
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing is fetched, and no script or style runs but the page's own."""
+    """The content security policy: the page fetches nothing and runs no other script or style."""
     return (
         f"default-src 'none'; style-src {source_digest(style)}; script-src {source_digest(script)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -135,7 +135,7 @@ def _policy(style: str, script: str) -> str:
 
 
 def _script() -> str:
-    # One function around all of them: no name leaves it.
+    # One function around all scripts, so that they define no global names.
     parts = "\n".join(_asset(name) for name in _SCRIPTS)
     return f'\n(() => {{\n"use strict";\n{parts}\n}})();\n'
 

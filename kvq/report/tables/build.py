@@ -1,6 +1,6 @@
-"""Tables of runs: which records stand together, as which rows, under which notes.
+"""Tables of runs: records grouped by protocol, their rows and notes.
 
-Everything here is a function of the store: no model, no codec is loaded.
+Everything here is a function of the store; no model and no codec is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, judge, run_key
 from kvq.results.statistics import ALPHA, holm, within_noise
 
-# A hash is shown by its beginning, under the name of what it is a hash of.
+# Characters of a fingerprint that are shown, and the name under which it is shown.
 _HASH = 40
 _WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
 
@@ -96,7 +96,7 @@ def _titled(name: str, words: str) -> str:
 
 
 def _checked(table: Table) -> Table:
-    """The table, once every cell of it has been written."""
+    """The table; raises what writing any of its cells raises."""
     for column in columns_of(table):
         for row in table.rows:
             column.cell(row)
@@ -169,7 +169,7 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
 
 
 def is_noise(record: Record, p_value: float | None) -> bool:
-    """Whether a run cannot be told from full precision; `p_value`: that of its items, corrected for a table."""
+    """Whether a run differs from full precision within noise; `p_value`: that of its items, corrected for a table."""
     if p_value is not None:
         return p_value > ALPHA or record.metrics.get("within_noise") == 1
     if "items" in record.metrics:

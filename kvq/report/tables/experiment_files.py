@@ -1,4 +1,4 @@
-"""Tables of experiments on disk: Markdown, CSV, LaTeX and an index. Every text from elsewhere is escaped."""
+"""Tables of experiments on disk: Markdown, CSV, LaTeX and an index. Text of records and configurations is escaped."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def grids_of(filled: Filled) -> list[Grid]:
 
 
 def _by_machine(cells: Sequence[Shown]) -> list[tuple[str, list[Shown]]]:
-    """Cells by the machine of their times, as a title names it; times of two machines share no table."""
+    """Cells grouped by the machine on which their times were measured, with its title (empty: no times)."""
     machines = dict.fromkeys(cell.machine for cell in cells)
     return [(name and f"times on {name}", [cell for cell in cells if cell.machine == name]) for name in machines]
 
@@ -123,7 +123,7 @@ def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> s
         mark = f" [{numbers.setdefault(cell.reason, len(numbers) + 1)}]" if cell.reason else ""
         measured = f"{DASH}{mark}"
     else:
-        digits += cell.error is not None and not printed  # or the error would be one figure
+        digits += cell.error is not None and not printed  # so that the error has two significant digits
         error = "" if cell.error is None else f" ± {fixed(cell.error, digits)}"
         mark = "≈ " if cell.within_noise and not cell.unquantized else ""
         said = f" ({UNQUANTIZED})" if cell.unquantized else ""
@@ -179,9 +179,9 @@ def markdown(experiment: Experiment, grids: Sequence[Grid]) -> str:
 
 
 def _as_code(note: str) -> str:
-    """A note of which a command can be copied; other text is escaped."""
+    """A note as Markdown: a command that kvq wrote becomes code, all other text is escaped."""
     said, begin, line = note.partition("python run.py ")
-    ours = begin and said.startswith(_OWN)  # the reason of a record may hold anything
+    ours = begin and said.startswith(_OWN)  # a record's reason may look like a command
     return f"{escape_markdown(said)}`{begin}{one_line(line).replace('`', '')}`" if ours else escape_markdown(note)
 
 

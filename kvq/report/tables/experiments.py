@@ -1,4 +1,4 @@
-"""An experiment's table: measured beside published beside their difference, as a function of records and figures."""
+"""The cells of an experiment's table: measured number, published number and difference, from records alone."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Shown:
 def signature(config: Mapping[str, Any], model: str, dataset: str) -> str:
     """What a run measures, by the names of its model and its texts: known before any of them is loaded.
 
-    It is the run's key without fingerprints and without the machine of a time, which a cell cannot know: `Address` has
-    that beside it. Everything else that the key has counts, so whatever changes a number tells two runs apart.
+    It is a hash of what the run's key is a hash of, without fingerprints and without the machine of a time, which a
+    table's cell does not know.
 
     Args:
         config: what the run's key is a hash of (`kvq.config.identity.canonical`).
@@ -126,7 +126,7 @@ def address(record: Record) -> Address:
 
 
 def by_signature(records: Iterable[Record]) -> Answers:
-    """Records as answers; of several at one address, one that is done, the youngest."""
+    """Records by address; of several at one address, the youngest that is done."""
     wanted = sorted(records, key=lambda record: (record.status == "done", record.provenance.started))
     return {address(record): record for record in wanted}
 
@@ -139,7 +139,7 @@ class _Records:
         self.by_key = {record.key: record for record in answers.values()}
 
     def of(self, run: CellRun, machine: str) -> Record | None:
-        """The record of a run; a time is that of `machine`, anything else is no machine's."""
+        """The record of a run: a time measured on `machine`, or a record that depends on no machine."""
         if run.signature is None:
             return None
         return self._answers.get(Address(run.signature, machine)) or self._answers.get(Address(run.signature))
@@ -183,7 +183,7 @@ def shown_cells(
 ) -> list[Shown]:
     """The cells of a table that print something: those a paper has and `experiment.own`; all where none is published.
 
-    Times of several machines never share a table: every cell then stands once for each machine.
+    Times of different machines are never in one table: there is a cell for each machine.
     """
     cells, answers = [], _Records(records, stale)
     for machine in _machines(experiment.cells, records):
