@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvq.errors import RecordError
-from kvq.results import Record
+from kvq.results import Record, Store
 from kvq.results.statistics import BLOCK, RESAMPLES, Estimate, delta_nll_of_samples, perplexity_of_samples, within_noise
 
 Samples = Callable[[str], list[dict[str, Any]]]
@@ -76,6 +76,15 @@ class Comparisons:
         if key not in self._rows:
             self._rows[key] = self._samples(key)
         return self._rows[key]
+
+
+def loss_change(record: Record, other: Record, store: Store) -> tuple[float, float]:
+    """Loss of `record` minus that of `other` on the same windows, and its standard error; NaN: unknown (nats/token)."""
+    try:
+        found = delta_nll_of_samples(store.samples_of(record), store.samples_of(other))
+    except RecordError:
+        return math.nan, math.nan
+    return found.value, math.nan if found.standard_error is None else found.standard_error
 
 
 def _bootstrap_settings(config: Mapping[str, Any]) -> dict[str, int]:

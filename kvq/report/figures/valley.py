@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.errors import RecordError
+from kvq.report.comparisons import loss_change
 from kvq.report.figures.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
 from kvq.report.labels import label
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import METRICS
-from kvq.results.statistics import NOISE, delta_nll_of_samples, spearman
+from kvq.results.statistics import NOISE, spearman
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,21 +44,12 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
                 "valley": False,
             }
             if before is not None:
-                change = _paired(record, before, store)
+                change = loss_change(record, before, store)
                 line["step"], line["step_se"] = change
                 line["valley"] = change[0] > NOISE * change[1]
             lines.append(line)
             before = record
     return pd.DataFrame(lines)
-
-
-def _paired(record: Record, before: Record, store: Store) -> tuple[float, float]:
-    """Change of the loss from one run to another on the same windows, and its error; none: infinite."""
-    try:
-        found = delta_nll_of_samples(store.samples_of(record), store.samples_of(before))
-    except RecordError:
-        return math.nan, math.inf
-    return found.value, math.inf if found.standard_error is None else found.standard_error
 
 
 def valley_figure(table: pd.DataFrame, title: str) -> Figure:
