@@ -1,6 +1,6 @@
 """Every setting of a run: its schema and ranges, how it is composed and resolved, and what of it names the run."""
 
-from kvq.config.composing import compose, conf_dir, full_precision, resolve
+from kvq.config.composing import compose, compose_part, conf_dir, full_precision, resolve, resolve_part
 from kvq.config.merging import CONFIG_NAME, VERSION_BASE
 from kvq.config.run import (
     DEVICE_MAPS,
@@ -34,7 +34,9 @@ __all__ = [
     "TaskConfig",
     "Windows",
     "compose",
+    "compose_part",
     "conf_dir",
     "full_precision",
     "resolve",
+    "resolve_part",
 ]

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvq.config import outside
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.logger import LOGGERS
-from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged
+from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged, merged_part
 from kvq.config.run import Config
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
@@ -68,6 +69,43 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> D
     return (merged(files, overrides) or by_hydra(files, overrides)).config
 
 
+def compose_part(part: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig | None:
+    """`bits` and one part of what `compose` gives, in a fifth of its time.
+
+    None where the overrides decide other parts too, or only `compose` knows what is wrong with them.
+
+    Args:
+        part: a top-level setting, such as `method`.
+        overrides, config_dir: as in `compose`.
+    """
+    folder = outside.folder_of(config_dir)
+    outside.admit(folder)
+    return merged_part(Files.of(conf_dir(), folder), part, overrides)
+
+
+def resolve_part(cfg: DictConfig, part: str) -> Any:
+    """Check one part's values and return it typed, as `resolve` has it.
+
+    Raises:
+        ConfigError: as in `resolve`; what several parts have to agree on is not checked.
+    """
+    if not OmegaConf.is_config(cfg[part]):
+        return cfg[part]
+    _check_keys(cfg[part], f"{part}.")
+    _bits_of(cfg)
+    try:
+        return _typed(part, OmegaConf.to_object(cfg[part]))
+    except OmegaConfBaseException as error:
+        raise _one_line(error) from error
+
+
+def _typed(part: str, settings: Any) -> Any:
+    """The settings; a task's are refused where no schema has checked them."""
+    if part == "task" and not isinstance(settings, TaskConfig):
+        raise _untyped(settings)
+    return settings
+
+
 def resolve(cfg: DictConfig) -> Config:
     """Check every value and return the typed configuration; the method's codecs are plain dicts without interpolations.
 
@@ -82,8 +120,7 @@ def resolve(cfg: DictConfig) -> Config:
         raise _one_line(error) from error
     if not isinstance(config, Config):
         raise ConfigError(f"configuration of type {type(config).__name__}: its defaults must begin with config_schema")
-    if not isinstance(config.task, TaskConfig):
-        raise _untyped(config.task)
+    _typed("task", config.task)
     return config
 
 

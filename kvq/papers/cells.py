@@ -1,7 +1,8 @@
-"""The cells of an experiment's table and the runs behind them, as overrides; nothing is composed here."""
+"""The cells of an experiment's table and the overrides of their runs; nothing is composed here."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,8 +37,14 @@ def _cell(layout: LayoutConfig, labels: Mapping[str, str]) -> Cell:
     if None in named:
         return Cell(labels, (), metric, reason)
     choices = [[layout.common], *([given] if isinstance(given, str) else given for given in named)]
-    runs = [_merged(word for part in parts for word in shlex.split(part)) for parts in itertools.product(*choices)]
+    runs = [_merged(word for part in parts for word in _words(part)) for parts in itertools.product(*choices)]
     return Cell(labels, tuple(runs), metric, reason)
+
+
+@functools.cache
+def _words(overrides: str) -> Overrides:
+    """Overrides that are separated by spaces; few texts make up all runs of a table."""
+    return tuple(shlex.split(overrides))
 
 
 def _merged(words: Iterable[str]) -> Overrides:
@@ -53,7 +60,7 @@ def placed(run: Overrides, given: Sequence[str], small: Mapping[str, str]) -> Ov
         given: overrides of the command line.
         small: what stands in for an override of the experiment; empty when the run is the paper's.
     """
-    replaced = (shlex.split(small[word]) if word in small else [word] for word in run)
+    replaced = (_words(small[word]) if word in small else (word,) for word in run)
     kept = {word.partition("=")[0]: word for words in replaced for word in words}
     mine = {word.partition("=")[0].lstrip("+~"): word for word in given}
     for name in mine:
@@ -67,7 +74,7 @@ def jobs_of(cells: Iterable[Cell], given: Sequence[str], small: Mapping[str, str
 
 
 def missing_choices(run: Sequence[str], choices: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """Choices of groups that do not exist (yet), such as `method=kvquant`."""
+    """Choices of a run that this version does not have, such as `method=kvquant`."""
     for word in run:
         group, _, name = word.lstrip("+").partition("=")
         if group in choices and name not in choices[group]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from kvq.config import Config, compose, outside, resolve
+from kvq.config import Config, compose, compose_part, outside, resolve, resolve_part
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
@@ -29,17 +31,18 @@ def layout_named(name: str) -> LayoutConfig:
     Raises:
         KvqError: it does not compose.
     """
+    chosen = [f"+experiment={name}"]
     try:
-        return layout_of(compose([f"+experiment={name}"]))
+        return layout_of(compose_part("layout", chosen) or compose(chosen))
     except COMPOSE_ERRORS as error:
-        raise KvqError(f"+experiment={name}: {explain(error, [f'+experiment={name}'])}") from error
+        raise KvqError(f"+experiment={name}: {explain(error, chosen)}") from error
 
 
-Present = Collection[tuple[str, str]]
+Present = frozenset[tuple[str, str]]
 """Model and method of the runs that there are records of."""
 
 
-def experiment_of(name: str, present: Present = ()) -> Experiment | None:
+def experiment_of(name: str, present: Present = frozenset()) -> Experiment | None:
     """An experiment and its runs; None for one without a table.
 
     Args:
@@ -93,12 +96,12 @@ def _embedded(model: str) -> bool:
     return model in _choices()["model"] and is_embedded(model)
 
 
-# Words that full precision does not heed.
+# Overrides that have no effect on full precision.
 _OF_A_METHOD = ("method", "bits=", "residual", "cache.attention=")
 
 
 def _baselines(jobs: Iterable[Overrides]) -> int:
-    """Runs of full precision that others need and that are no row of their own."""
+    """Number of full-precision runs that are baselines of other runs and have no row of their own."""
     plain: dict[bool, set[Overrides]] = {True: set(), False: set()}
     for job in jobs:
         rest = tuple(sorted(word for word in job if not word.startswith(_OF_A_METHOD)))
@@ -107,11 +110,11 @@ def _baselines(jobs: Iterable[Overrides]) -> int:
 
 
 def _asked(cell: Cell, present: Present) -> Asked:
-    return Asked(cell.labels, cell.metric, tuple(_run(run, present) for run in cell.runs), cell.reason)
+    return Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason)
 
 
 def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present: Present) -> tuple[Asked, ...]:
-    """The same shape on an embedded model; where it runs another task, what the columns read is that task's own."""
+    """The cells of the stand-in on an embedded model; where that runs another task, its main metric is read."""
     asked: dict[tuple[Overrides, ...], Asked] = {}
     found = []
     for cell in cells:
@@ -119,7 +122,12 @@ def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present:
         other = {_task(run) for run in cell.runs} != {_task(run) for run in runs}
         dropped = {"model", *(layout.metrics if other else ())}
         labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}
-        made = Asked(labels, "" if other else cell.metric, tuple(_run(run, present) for run in runs), cell.reason)
+        made = Asked(
+            labels,
+            "" if other else cell.metric,
+            _runs(runs, present),
+            cell.reason,
+        )
         if runs and not (other and runs in asked):
             asked[runs] = made
             found.append(made)
@@ -131,8 +139,14 @@ def _task(run: Sequence[str]) -> str:
     return next((word.split("=")[1].partition("/")[0] for word in run if word.startswith("task=")), "")
 
 
-def _run(run: Overrides, present: Present) -> CellRun:
-    missing = list(missing_choices(run, _choices()))
+def _runs(runs: Iterable[Overrides], present: Present) -> tuple[CellRun, ...]:
+    return tuple(_run(run, present, outside.folder_of()) for run in runs)
+
+
+@functools.cache
+def _run(run: Overrides, present: Present, own: Path | None) -> CellRun:
+    """A run of a cell, which several cells and tables may share. `own`: the further folder of configurations."""
+    missing = list(missing_choices(run, _choices_with(own)))
     if missing:
         return CellRun(command(run), waits=f"{', '.join(missing)}: not in this version")
     chosen = {word.partition("=")[0]: word.partition("=")[2] for word in run}
@@ -145,38 +159,46 @@ def _run(run: Overrides, present: Present) -> CellRun:
         return CellRun(command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
 
 
-@functools.cache
-def _config(run: Overrides) -> Config:
-    return resolve(compose(list(run)))
-
-
-# Groups that say nothing about one another: the words that belong to each, the settings they make, and what is composed
-# beside them, since the default task may ask for windows that a small model does not take.
-_APART: tuple[tuple[tuple[str, ...], tuple[str, ...], Overrides], ...] = (
-    (("method=", "method.", "bits="), ("method", "bits"), ()),
-    (("model=", "model."), ("model",), ("task=memory",)),
-    (("dataset=", "dataset."), ("dataset",), ()),
-)
+# Parts of a configuration that are composed apart, and the words of a command that belong to each.
+_PARTS = {
+    "method": ("method=", "method.", "bits="),
+    "model": ("model=", "model."),
+    "dataset": ("dataset=", "dataset."),
+    "task": ("task=", "task."),
+    "cache": ("cache.",),
+}
 
 
 @functools.cache
 def _signature(run: Overrides) -> str:
-    """What a run measures, by names."""
+    """The signature of a run (`kvq.report.tables.experiments.signature`)."""
     config = resolved(run)
     return signature(by_names(config), config.model.name, config.dataset.name)
 
 
 def resolved(run: Overrides) -> Config:
-    """A run's configuration, as composed whole. Groups are composed apart, and each choice once: tables share them.
+    """A run's configuration, without `model.context` where it chooses no model. Parts are composed once for all runs.
 
     Raises:
-        ConfigError, or what composing raises: the run cannot be had.
+        ConfigError, or what composing raises.
     """
-    chosen = {words: tuple(word for word in run if word.startswith(words)) for words, _, _ in _APART}
-    rest = [word for word in run if not any(word in found for found in chosen.values())]
-    config = _config((*rest, "model.context=null"))
-    for words, settings, beside in _APART:
-        if chosen[words]:
-            given = _config((*chosen[words], *beside))
-            config = replace(config, **{name: getattr(given, name) for name in settings})
-    return config
+    words = {part: tuple(word for word in run if word.startswith(names)) for part, names in _PARTS.items()}
+    apart = {part: found for part, own in words.items() if own and (found := _resolved_part(part, own)) is not None}
+    rest = tuple(word for word in run if not any(word in words[part] for part in apart))
+    return replace(_resolved(rest), **{name: setting for part in apart.values() for name, setting in part.items()})
+
+
+@functools.cache
+def _resolved(rest: Overrides) -> Config:
+    """The configuration of the overrides outside `_PARTS`; without `model.context`, which the run's task may exceed."""
+    return resolve(compose([*rest, "model.context=null"]))
+
+
+@functools.cache
+def _resolved_part(part: str, words: Overrides) -> dict[str, Any] | None:
+    """The settings of a part; None where its choice decides others too, as some tasks choose a data set."""
+    config = compose_part(part, words)
+    if config is None:
+        return None
+    settings = {part: resolve_part(config, part)}
+    return settings | {"bits": resolve_part(config, "bits")} if part == "method" else settings

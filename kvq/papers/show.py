@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from kvq.papers.expected import experiment_of
+from kvq.papers.expected import Present, experiment_of
 from kvq.report.judged import read_records
 from kvq.report.tables.experiment_files import fill, grids_of
 from kvq.report.tables.experiments import Experiment, by_signature
@@ -20,7 +20,7 @@ def print_experiment(name: str, results_dir: str) -> None:
         KvqError: the experiment does not compose, or the published figures cannot be read.
     """
     records = read_records(Store(results_dir))[0]
-    experiment, console = _known(name, {(record.model, record.method) for record in records}), Console()
+    experiment, console = _known(name, frozenset((record.model, record.method) for record in records)), Console()
     for grid in grids_of(fill(experiment, by_signature(records), read_reference())):
         print_grid(grid, console)
         console.print()
@@ -35,7 +35,7 @@ def print_cost(name: str, jobs: int) -> None:
         print(f"{choice} is not in this version: {runs} of the {experiment.runs} runs wait for it")
 
 
-def _known(name: str, present: frozenset[tuple[str, str]] | set[tuple[str, str]] = frozenset()) -> Experiment:
+def _known(name: str, present: Present = frozenset()) -> Experiment:
     experiment = experiment_of(name, present)
-    assert experiment is not None  # a command that gets here has a layout
+    assert experiment is not None  # the command has composed its layout
     return experiment

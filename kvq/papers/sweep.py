@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 EXPERIMENT_SWEEPER = "hydra_plugins.kvq_experiments.ExperimentSweeper"
 _EMBEDDED = "embedded:"
-# What a process loads once for the runs that have it in common, by the words that choose it; the first matters most.
+# Overrides of what a process loads once for several runs (model, then text and task); the first costs most.
 _SHARED = (("model=", "model."), ("dataset=", "dataset.", "task=", "task."))
 Job = TypeVar("Job", bound=Sequence[str])
 
 
 @dataclass(frozen=True)
 class ExperimentSweep:
-    """What is run, and what is left out: (choice that does not exist, how many runs wait for it)."""
+    """The jobs that can be composed, and the number of jobs that need a choice which this version lacks."""
 
     jobs: list[Overrides]
     waiting: dict[str, int]
@@ -53,16 +53,17 @@ def is_embedded(model: str) -> bool:
 
 
 def written(group: str, choice: str, setting: str) -> str | None:
-    """A setting of a choice as its file has it, such as the name that records give it; None: composing decides it."""
-    own = outside.folder_of()
-    files = (folder / group / f"{choice}.yaml" for folder in ([own] if own else []) + [conf_dir()])
-    found = next((_read(path) for path in files if path.is_file()), {}).get(setting)
+    """A setting as the file of a choice has it, such as a model's name; None where it is absent or interpolated."""
+    found = _settings(outside.folder_of(), group, choice).get(setting)
     return None if found is None or "${" in found else str(found)
 
 
 @functools.cache
-def _read(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+def _settings(own: Path | None, group: str, choice: str) -> dict[str, Any]:
+    """What the file of a choice says; nothing where there is none."""
+    files = (folder / group / f"{choice}.yaml" for folder in (own, conf_dir()) if folder is not None)
+    found = next((path for path in files if path.is_file()), None)
+    return {} if found is None else yaml.safe_load(found.read_text(encoding="utf-8"))
 
 
 def grouped(jobs: Iterable[Job]) -> list[Job]:

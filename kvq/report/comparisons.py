@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvq.errors import RecordError
-from kvq.results import Record
+from kvq.results import Record, Store
 from kvq.results.statistics import BLOCK, RESAMPLES, Estimate, delta_nll_of_samples, perplexity_of_samples, within_noise
 
 Samples = Callable[[str], list[dict[str, Any]]]
@@ -45,7 +45,7 @@ class Comparisons:
     def beats(self, record: Record, other: Record) -> bool:
         """Return whether the loss of `record` is lower than that of `other` beyond noise."""
         if self._mean(record) >= self._mean(other):
-            return False  # without a bootstrap; most pairs end here
+            return False  # most pairs, and needs no bootstrap
         found = self.delta_nll(record, other)
         return (
             found is not None
@@ -55,7 +55,7 @@ class Comparisons:
         )
 
     def _mean(self, record: Record) -> float:
-        """Loss per token; NaN, which compares with nothing, without samples of losses."""
+        """Loss in nats per token; NaN where the run has no samples of losses."""
         if record.key not in self._means:
             try:
                 rows = self._load(record.key)
@@ -76,6 +76,15 @@ class Comparisons:
         if key not in self._rows:
             self._rows[key] = self._samples(key)
         return self._rows[key]
+
+
+def loss_change(record: Record, other: Record, store: Store) -> tuple[float, float]:
+    """Loss of `record` minus that of `other` on the same windows, and its standard error; NaN: unknown (nats/token)."""
+    try:
+        found = delta_nll_of_samples(store.samples_of(record), store.samples_of(other))
+    except RecordError:
+        return math.nan, math.nan
+    return found.value, math.nan if found.standard_error is None else found.standard_error
 
 
 def _bootstrap_settings(config: Mapping[str, Any]) -> dict[str, int]:
@@ -112,17 +121,17 @@ def widths(records: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
 
 
 def effective_bits(record: Record) -> float | None:
-    """Bits per element that a run really held, its residual included; without that, those of its packed cache."""
+    """Bits per element that a run stored, its residual included; where unknown, those of its packed cache."""
     return record.metrics.get("effective_bits", record.metrics.get("bits_per_element"))
 
 
 def frontier(records: Sequence[Record], comparisons: Comparisons) -> set[str]:
     """Keys of runs on the Pareto frontier of effective bits and loss, judged beyond noise.
 
-    In the order of bits, a run is on it where it beats the run before it on the frontier and where no run of as few or
-    fewer bits beats it. So two runs that cannot be told apart do not take each other off it: the one of fewer bits
-    stands. The first is the cheapest run that no other of its bits beats and that beats some run of as many or more,
-    since a run may also be cheap and no more.
+    Run A beats run B if its loss is lower by more than `NOISE` paired standard errors. Runs are visited by increasing
+    bits. A run is on the frontier if it beats the previous run on the frontier and no run with at most its bits beats
+    it; of two runs that differ within noise, the one with fewer bits is on it. The first run of the frontier also has
+    to beat some run with at least its bits.
     """
     sized = [(bits, record) for record in records if (bits := effective_bits(record)) is not None]
     sized.sort(key=lambda pair: (pair[0], pair[1].metrics.get("nll", 0.0), pair[1].key))

@@ -1,4 +1,4 @@
-"""What sets one run's settings apart from others', in short words."""
+"""The settings in which a run differs from its preset, as short words."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvq.report.settings import flatten
 
 SIDES = ("key", "value")
 Settings = Mapping[str, Any]
-# Parts of a method's settings that its codecs hold, and those that decide no number of their own.
+# Parts of a codec's settings that are compared one by one, and settings that decide no number.
 _CODEC = ("stages", "order", "quantizer")
 _SILENT = ("fingerprint",)
 _WORDS = {"calibration.dataset": "calibrated on", "sink_tokens": "sink tokens", "attention": "attention"}
 
 
 def departures(found: Settings, preset: Settings) -> list[str]:
-    """What a run has that its preset has not, changes of stages first: `− key.hadamard`, `residual 64`.
+    """The settings that differ between a run and its preset, stages first: `− key.hadamard`, `residual 64`.
 
     Args:
         found: `method`, `residual` and where there is one `attention` of a record's settings.
-        preset: the same of the preset at the run's bits.
+        preset: the same settings of the preset at the run's bits.
     """
     ours, theirs = _part(found, "method"), _part(preset, "method")
     sides = {side: _codec(ours.get(side), theirs.get(side)) for side in SIDES}
@@ -37,7 +37,7 @@ def departures(found: Settings, preset: Settings) -> list[str]:
 
 
 def joined(name: str, words: Sequence[str]) -> str:
-    """A name with what departs from it: `oscar − key.hadamard, residual 64`."""
+    """A name followed by the words of `departures`: `oscar − key.hadamard, residual 64`."""
     changes = [word for word in words if word[:2] in ("− ", "+ ")]
     others = [word for word in words if word not in changes]
     return ", ".join([" ".join([name, *changes]), *others])
@@ -62,7 +62,7 @@ def _part(settings: Settings, name: str) -> Settings:
 
 
 def _text(value: Any) -> str:
-    """A value as a person writes it."""
+    """A value as text: `none`, `on`, `a, b`; of a class its name."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -78,7 +78,7 @@ def _text(value: Any) -> str:
 
 
 def _both(sides: Mapping[str, Sequence[tuple[str, str]]], one: str, both: str) -> list[str]:
-    """Words of each side; what keys and values share is said once."""
+    """Words of each side; those that keys and values share appear once, without a side."""
     shared = [word for word in sides["key"] if word in sides["value"]]
     out = [both.format(sign=sign, name=name) for sign, name in shared]
     for side in SIDES:
@@ -88,7 +88,7 @@ def _both(sides: Mapping[str, Sequence[tuple[str, str]]], one: str, both: str) -
 
 
 def _codec(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Stages that went or came, as (sign, name), and other settings, as ("", words)."""
+    """Stages that were removed or added, as (sign, name), and other changed settings, as ("", words)."""
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
         if ours is None and theirs is None:
             return [], []
@@ -110,14 +110,14 @@ def _codec(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[st
 
 
 def _differing(ours: Any, theirs: Any, prefix: str) -> list[str]:
-    """Settings of a part that are not those of the preset; one that the record does not have says nothing."""
+    """Settings of a part that differ from the preset's; settings that the record lacks are left out."""
     mine, preset = dict(flatten(ours)), dict(flatten(theirs))
     changed = [(name, value) for name, value in mine.items() if preset.get(name) != value]
     return [said(prefix + ("codec" if name == "_target_" else name), value) for name, value in changed]
 
 
 def _residual(ours: Settings, theirs: Settings) -> list[str]:
-    """`residual 64`, `key residual sliding`; of a side that is not quantized there is none."""
+    """`residual 64`, `key residual sliding`; nothing for a side that is not quantized."""
     words: dict[str, list[tuple[str, str]]] = {side: [] for side in SIDES}
     for side in SIDES:
         mine, preset = ours.get(side), theirs.get(side)
@@ -135,7 +135,7 @@ def _residual(ours: Settings, theirs: Settings) -> list[str]:
 
 
 def _others(ours: Settings, theirs: Settings) -> list[str]:
-    """Settings beside codecs and residual: a part that is gone, a part that is new, and what changed in the others."""
+    """Changed settings other than codecs and residual; a part that was removed is `− part`."""
     out = []
     for name in dict.fromkeys([*theirs, *ours]):
         mine, preset = ours.get(name), theirs.get(name)

@@ -1,9 +1,12 @@
-"""Text of records as Markdown and LaTeX show it: nothing in it is markup."""
+"""Text of records in Markdown, LaTeX and CSV: each format escapes what would be markup in it."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import unicodedata
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 _LATEX = str.maketrans(
     {
@@ -53,6 +56,23 @@ def one_line(text: str) -> str:
     """`text` on one line, without control characters."""
     spaced = " ".join(text.split())
     return "".join(character for character in spaced if unicodedata.category(character)[0] != "C")
+
+
+def csv_of(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows of the same columns as CSV: a header, `None` an empty field, floats in full. Without rows, nothing."""
+    if not rows:
+        return ""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Container[int] = ()) -> list[str]:
+    """Lines of a Markdown table of cells that are escaped; `numbers`: the columns that are aligned right."""
+    aligned = ["---:" if place in numbers else ":---" for place in range(len(header))]
+    return [f"| {' | '.join(cells)} |" for cells in (header, aligned, *rows)]
 
 
 def escape_markdown(text: str) -> str:

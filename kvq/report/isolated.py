@@ -1,4 +1,4 @@
-"""One odd record never stops a report: what breaks an output is found, named and left out, and the rest is made."""
+"""Outputs without the records that they cannot be made of, so that one such record does not stop a report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def made_of(
     what: str,
     skip: Callable[[Part, str], None],
 ) -> Made | None:
-    """`make(parts)`, of those parts alone that do not break it; None where none are left.
+    """`make` of those parts for which it raises nothing; None where there are none.
 
-    A record that the schema takes may still lack a setting, hold samples of another task or none at all: whatever that
-    raises, the parts that raise it by themselves are given to `skip` with a reason in one line; where none does, the
-    first.
+    A record that validates may still lack a setting, or its samples may be of another task or missing. After any
+    exception, each part for which `make` raises alone goes to `skip` with the reason in one line (the first part where
+    none does), and `make` is called with the rest.
     """
     left = list(parts)
     while left:

@@ -1,4 +1,4 @@
-"""The records of a store with what their items are worth judged anew, from their samples."""
+"""The records of a store, with the tests of their items computed again from the stored samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 
 
 def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
-    """`store.scan()`, so that one test judges all records, whichever version of the tests measured them.
+    """`store.scan()`, with p-values and verdicts of items computed anew, so that one test judges all records.
 
     Verdicts on items follow from the samples of a run and of its full precision, and from the margin in its settings;
     where samples cannot be paired there is no verdict. With `keys`, the verdicts of other records stay as measured.
@@ -53,7 +53,7 @@ def _judged(record: Record, known: Mapping[str, Record], store: Store) -> Record
 
 
 def _counted(record: Record, store: Store) -> set[str]:
-    """The metrics that a run's scores are, where its samples name them."""
+    """Names of the metrics behind a run's scores, where its samples have them."""
     return {str(row["metric"]) for row in store.samples_of(record) if "metric" in row}
 
 

@@ -1,7 +1,7 @@
 """The label of a run: its method's name with everything that departs from the preset of that name, in words.
 
-The truth is the record's settings beside the preset composed at the same bits. Where no preset of that name is here
-(somebody's own, given by --config-dir), what the record's command line overrides is taken.
+The record's settings are compared with the preset composed at the same bits. Where there is no preset of that name (one
+of a --config-dir that is not given), the label has the overrides of the record's command line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvq.report.settings import flatten
 from kvq.results import Record
 
 _OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
-# What a protocol's parts say in a run's key, without what names weights and text by a hash.
+# Settings of model and data set that are compared with their presets: those of a run's key, without fingerprints.
 _PROTOCOL = {
     "model": ("dtype", "outliers", "trust_remote_code"),
     "dataset": ("loader", "documents", "max_tokens"),
@@ -43,10 +43,10 @@ def is_variant(record: Record) -> bool:
 
 
 def method_departures(record: Record) -> list[str]:
-    """What departs from the preset of the record's method, in words."""
+    """The settings that differ from the preset of the record's method, in words."""
     method = record.config.get("method")
     if not isinstance(method, Mapping) or any(side not in method for side in SIDES):
-        return []  # not settings that a run of this package has
+        return []  # a record of another package's settings
     task = record.config.get("task")
     scoring = task.get("scoring") if isinstance(task, Mapping) else None
     preset = presets().method(record.method, record.bits, scoring if isinstance(scoring, str) else None)
@@ -54,7 +54,7 @@ def method_departures(record: Record) -> list[str]:
 
 
 def _overridden(record: Record) -> list[str]:
-    """Settings of the method on the record's command line; of several values the one that the record has."""
+    """Settings of the method that the record's command line overrides; of a sweep's values, the record's own."""
     try:
         words = shlex.split(record.provenance.command)
     except ValueError:
@@ -74,7 +74,7 @@ def _overridden(record: Record) -> list[str]:
 
 
 def model_name(name: str) -> str:
-    """A model as people call it: of a path or hub id its last part."""
+    """A model's name; of a path or hub id, its last part."""
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] or name
 
 
@@ -98,7 +98,7 @@ def protocol(run: Record) -> str:
 
 
 def protocol_departures(run: Record) -> list[str]:
-    """What a run's task, model and text have that their presets have not, in words."""
+    """The settings in which a run's task, model and text differ from their presets, in words."""
     out = []
     for group in ("task", "model", "dataset"):
         part = run.config.get(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 
-# Okabe and Ito's, which colour-blind readers tell apart; yellow is left out, it is too light for lines.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart; without yellow, too light for lines.
 FIRST = {
     "nsnquant": "#0072B2",
     "oscar": "#D55E00",
@@ -40,12 +40,12 @@ _OTHERS = {
     "quanto": "#B07D62",
     "hqq": "#9C6644",
 }
-# Of methods that are somebody's own.
+# Of methods outside the package, by a hash of their names.
 _OWN = ("#E15759", "#4E79A7", "#F28E2B", "#76B7B2", "#59A14F", "#B07AA1", "#9C755F", "#86785F")
 
 
 def method_of(label: str) -> str:
-    """The method that a label, with what departs from its preset and its bits, is of."""
+    """The method of a label, which may also have changed settings and bits."""
     return re.split(r"[/ ,]", label, maxsplit=1)[0]
 
 

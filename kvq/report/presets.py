@@ -1,4 +1,4 @@
-"""Presets as a run's record would have them: what a run departs from is told by comparing the two."""
+"""Presets in the form of a record's settings, for comparison with a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvq.config import Config, MethodConfig, Scoring, compose, conf_dir, outside
+from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, conf_dir, outside
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
 from kvq.results.record import canonical
@@ -24,17 +24,16 @@ class Presets:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Any] = {}
-        self._whole: dict[str, Any] = {}
         self._canonical: dict[tuple[str, str, str | None], Settings | None] = {}
         self._plain: dict[tuple[str, str], Settings | None] = {}
 
     def _read(self, group: str, name: str) -> Any:
-        """A preset as it is composed; None where the name has no file or it does not compose."""
+        """A configuration with a preset in it; None where the name has no file or it does not compose."""
         if (group, name) not in self._known:
             self._known[group, name] = None
             if _file(group, name) is not None:
                 with contextlib.suppress(*COMPOSE_ERRORS):
-                    self._known[group, name] = compose([f"{group}={name}"])[group]
+                    self._known[group, name] = _composed(group, name)
         return self._known[group, name]
 
     def method(self, name: str, bits: str, scoring: str | None) -> Settings | None:
@@ -48,24 +47,28 @@ class Presets:
         found = self._read("method", name)
         if found is None:
             return None
-        if name not in self._whole:
-            self._whole[name] = OmegaConf.create({"bits": 3, "method": OmegaConf.merge(MethodConfig, found)})
         place = (name, bits, scoring)
         if place not in self._canonical:
-            self._canonical[place] = _canonical(self._whole[name], bits, scoring)
+            self._canonical[place] = _canonical(found, bits, scoring)
         return self._canonical[place]
 
     def settings(self, group: str, name: str) -> Settings | None:
-        """A preset of a task, model or dataset; None where there is none or it asks for a value."""
+        """A preset of a task, model or dataset; None where there is none or a value is missing."""
         if (group, name) not in self._plain:
-            found = self._read(group, name)
+            whole = self._read(group, name)
+            found = None if whole is None else whole[group]
             known = found is not None and not OmegaConf.missing_keys(found)
             self._plain[group, name] = canonical(OmegaConf.to_container(found, enum_to_str=True)) if known else None
         return self._plain[group, name]
 
 
+def _composed(group: str, name: str) -> Any:
+    chosen = [f"{group}={name}"]
+    return compose_part(group, chosen) or compose(chosen)
+
+
 def presets() -> Presets:
-    """Those of this process, of the folders that it composes from."""
+    """The presets of the folders that this process composes from."""
     return _presets_of(outside.folder_of())
 
 
@@ -78,7 +81,7 @@ _choices = functools.cache(choices)
 
 
 def _file(group: str, name: str) -> Path | None:
-    """The file of a preset; None where a name, which comes from a record, is not that of one."""
+    """The file of a preset; None where the name (taken from a record) is of no preset."""
     own = outside.folder_of()
     folders = [conf_dir(), *([own] if own else [])]
     found = (folder / group / f"{name}.yaml" for folder in folders if name in _choices(own)[group])
@@ -86,7 +89,7 @@ def _file(group: str, name: str) -> Path | None:
 
 
 def _canonical(whole: Any, bits: str, scoring: str | None) -> Settings | None:
-    """A preset as `kvq.config.identity` writes it; None where it cannot be had at these bits."""
+    """A preset as `kvq.config.identity` writes it; None where it does not compose at these bits."""
     try:
         whole.bits = bits or 3
         method = OmegaConf.to_object(whole.method)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq.results import Record
 
-# What runs of one table share; the rest is what sets its rows apart.
+# Settings that are equal for all runs of a table.
 PROTOCOL = ("task", "model", "dataset", "seed")
 
 

@@ -1,4 +1,4 @@
-"""Records of runs: their schema, the folder that keeps them, where they came from and what their numbers are worth.
+"""Records of runs: their schema, the folder that keeps them, their provenance, and statistics of their numbers.
 
 `kvq.results.provenance` is imported by its own name: it needs torch, and reading records does not.
 """

@@ -18,9 +18,11 @@ from kvq.results.statistics import ALPHA, Items, flips, mcnemar
 
 RESAMPLES = 9999
 """Number of random sign patterns, used where there are more patterns than this."""
-_WIDTH = 2**40  # differences become whole multiples of the largest one over this, so that sums tie exactly
+_WIDTH = (
+    2**40
+)  # differences are rounded to multiples of the largest one over this, so that equal sums are exactly equal
 _BATCH_VALUES = 2**20
-_NUISANCE = 256  # places at which the rate of gains is tried, before the worst one is refined
+_NUISANCE = 256  # grid points for the rate of gains, before the search around the worst one
 _BETS = 20
 _ALL_IN = 0.25
 

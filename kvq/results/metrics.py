@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
+from kvq.errors import RecordError
+
 Better = Literal["lower", "higher", ""]
 
 
@@ -73,6 +75,9 @@ METRICS = {
         _share("bit_mixing_random", "Bit-mixing of random strings (%)", "Rand.", better=""),
         _share("other", "Other (%)", "Other", better="lower"),
         _share("rouge_l", "ROUGE-L against full precision (%)", "R-L"),
+        Metric("hit", "fraction", "Hits (%)", "Hit%", 1, 100.0, better="higher"),
+        Metric("bit_mixing_p", "probability", "p of bit-mixing", "p", 4),
+        Metric("subset_mean", "fraction", "Mean over subsets (%)", "Mean%", 1, 100.0, better="higher"),
         Metric("nll", "nats/token", "NLL (nats/token)", "NLL", 4, better="lower"),
         Metric("key_bits", "bits", "Bits/element of keys", "Keys"),
         Metric("value_bits", "bits", "Bits/element of values", "Values"),
@@ -83,6 +88,8 @@ METRICS = {
         _count("windows", "windows", "Windows"),
         _count("items", "items", "Items"),
         _count("skipped_items", "items", "Skipped items"),
+        _count("cut_items", "items", "Items with a cut prompt"),
+        _count("odd_items", "items", "Items scored otherwise than asked"),
         Metric("flips", "fraction", "Flips (%)", "Flips%", 1, 100.0, better="lower"),
         Metric("noise_flips", "fraction", "Flips by batch order (%)", "Noise%", 1, 100.0),
         Metric("p_value", "probability", "p", "p", 4),
@@ -92,6 +99,8 @@ METRICS = {
         _count("prompt_tokens", "tokens", "Prompt tokens"),
         _count("read_tokens", "tokens", "Read tokens"),
         _count("new_tokens", "tokens", "New tokens"),
+        _count("text_tokens", "tokens", "Text tokens"),
+        _count("image_tokens", "tokens", "Image tokens"),
         Metric("prefill_tokens_per_second", "tokens/s", "Prefill (tokens/s)", "Prefill", 0, better="higher"),
         Metric("decode_tokens_per_second", "tokens/s", "Decode (tokens/s)", "Decode", 1, better="higher"),
         _count("calibration_bytes", "bytes", "Tables of the calibration (bytes)"),
@@ -122,13 +131,20 @@ def is_lower_better(name: str) -> bool:
 
 
 def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Units of metrics: those listed here, else of `more`; a part and a standard error have the unit of the whole.
+    """Units of metrics. A part and a standard error have the unit of the whole.
+
+    Args:
+        names: the metrics.
+        more: units of metrics that are not listed here, such as another library's; "1": no unit.
 
     Raises:
-        KeyError: a name that is in neither.
+        RecordError: a metric that is neither listed nor in `more`.
     """
-    known = {metric.name: metric.unit for metric in METRICS.values()} | dict(more or {})
-    return {name: known.get(name) or known[_whole(name)] for name in names}
+    known = dict(more or {}) | {metric.name: metric.unit for metric in METRICS.values()}
+    found = {name: known.get(name) or known.get(_whole(name)) for name in names}
+    if lacking := [name for name, unit in found.items() if unit is None]:
+        raise RecordError(f"metric '{lacking[0]}': no unit is known; add it to METRICS in kvq/results/metrics.py")
+    return {name: unit for name, unit in found.items() if unit is not None}
 
 
 def _whole(name: str) -> str:

@@ -38,7 +38,7 @@ def code_hash(*files: Path) -> str:
 
 
 def code_behind(function: Callable[..., Any]) -> str:
-    """Return the SHA-256 (hex) of the code that a function runs, prose left out as by `code_hash`.
+    """Return the SHA-256 (hex) of the code that a function runs, without comments and docstrings, as `code_hash`.
 
     That is the file it is written in, and the files in the same folder or below it that this one takes names from, in
     turn. What has no file counts by its bytecode, or by the name of its class.

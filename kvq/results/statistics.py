@@ -214,20 +214,6 @@ def mcnemar(lost: int, gained: int) -> float:
     return float(scipy.stats.binomtest(lost, lost + gained, 0.5).pvalue) if lost + gained else 1.0
 
 
-def fisher(hits: int, items: int, baseline_hits: int, baseline_items: int) -> float:
-    """Two-sided p-value of Fisher's exact test on two proportions of *different* items.
-
-    Some papers use it on the same items, which ignores the pairing; `mcnemar` is the test for those.
-
-    Raises:
-        RecordError: more hits than items, or a negative count.
-    """
-    if not (0 <= hits <= items and 0 <= baseline_hits <= baseline_items):
-        raise RecordError(f"fisher: {hits} of {items} against {baseline_hits} of {baseline_items}")
-    table = [[hits, items - hits], [baseline_hits, baseline_items - baseline_hits]]
-    return float(scipy.stats.fisher_exact(table).pvalue)
-
-
 def paired_mean(values: Items, baseline: Items, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
     """Mean difference of per-item scores between two runs on the same items, with its bootstrap error over items.
 

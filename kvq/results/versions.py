@@ -26,7 +26,7 @@ Versions = dict[str, int | str]
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _CLASS: Final = re.compile(r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$", re.MULTILINE)
-# Settings of a run that are no parts by themselves, and the class that makes of them what they are.
+# Settings of a method without a `_target_`, and the class that reads them.
 _BEHIND: Final = {
     "sink_tokens": "SinkSide",
     "kept_keys": "KeptSide",
@@ -99,7 +99,7 @@ def judge() -> Callable[[Record], bool]:
 
 
 def _judged(record: Record) -> Iterator[tuple[str, int | str]]:
-    """Versions by which a record stands or falls: for a task outside the package, the code of its file."""
+    """The versions that decide whether a record is stale: of a task outside the package, the hash of its file."""
     by_file = record.task not in SCHEMAS and any(isinstance(version, str) for version in record.versions.values())
     return ((name, version) for name, version in record.versions.items() if not (by_file and name == record.task))
 

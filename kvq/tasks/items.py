@@ -18,7 +18,7 @@ from kvq.config.tasks import ItemsConfig
 from kvq.errors import DataError
 from kvq.results.item_tests import judge_items
 from kvq.results.journal import Journal
-from kvq.results.metrics import METRICS, units_of
+from kvq.results.metrics import units_of
 from kvq.results.statistics import paired_mean
 from kvq.tasks import storage
 from kvq.tasks.measurement import Baseline, Measurement
@@ -107,7 +107,7 @@ def measure_items(
     """Score all items and compare them with the baseline; without one, with a second scoring in another batch order.
 
     Args:
-        name: metric name of the mean `score` of the samples.
+        name: metric of the mean `score` of the samples; one that `kvq.results.metrics` does not list has no unit.
 
     Raises:
         DataError: nothing can be scored.
@@ -131,19 +131,13 @@ def measure_items(
         repeated = score_items(again, score_again, journal, f"{label} again", "again/")
         metrics["noise_flips"] = changed(samples, [one.sample for one in repeated])
     samples += [{"item": item, "skipped": why} for item, why in sorted(items.skipped.items())]
-    return Measurement(metrics, units(metrics, name), samples)
+    return Measurement(metrics, units_of(metrics, {name: "1", f"delta_{name}": "1"}), samples)
 
 
 def _other_order(batches: Sequence[Sequence[T]]) -> list[Sequence[T]]:
     """The same items in smaller batches, the last first."""
     halves = [half for batch in batches for half in (batch[: len(batch) // 2], batch[len(batch) // 2 :]) if half]
     return halves[::-1]
-
-
-def units(metrics: Mapping[str, float], name: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Units of metrics; `name` and its differences are fractions, and a part ("x[...]") has the unit of "x"."""
-    scored = {metric: "fraction" for metric in metrics if metric.partition("[")[0].removesuffix("_se") not in METRICS}
-    return units_of(metrics, scored | {name: "fraction"} | dict(more or {}))
 
 
 def mean_score(samples: Sequence[Sample]) -> float:

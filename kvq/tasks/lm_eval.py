@@ -29,9 +29,10 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
 from kvq.results.journal import Journal
+from kvq.results.metrics import units_of
 from kvq.results.source import code_behind
 from kvq.tasks.generate import Reader, check_prefill
-from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say, units
+from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
@@ -189,7 +190,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         again = model(config.seed, copies=2)
         again.prefix = "again/"
         metrics["noise_flips"] = changed(samples, evaluate(inputs, again)[0])
-    return Measurement(metrics, units(metrics, "score", {"odd_items": "items"}), samples)
+    return Measurement(metrics, units_of(metrics, dict.fromkeys(metrics, "1")), samples)
 
 
 def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]]:

@@ -25,8 +25,9 @@ from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
+from kvq.results.metrics import units_of
 from kvq.tasks.generate import Reader, check_prefill, end_tokens
-from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, paired, units
+from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, paired
 from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics
@@ -253,7 +254,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             sample["rouge_l"] = rouge_l(sample["text"], theirs["text"])
         metrics["rouge_l"] = float(np.mean([sample["rouge_l"] for sample in scored]))
         metrics |= by_part(scored, "subset", "rouge_l", "rouge_l")
-    return Measurement(metrics, units(metrics, "score", {"cut_items": "items"}), found.samples)
+    return Measurement(metrics, units_of(metrics), found.samples)
 
 
 def fingerprint(inputs: Inputs) -> str:

@@ -20,8 +20,9 @@ from kvq.models.inputs import Inputs
 from kvq.models.load import load_processor
 from kvq.models.media import MODALITIES, MediaModel, modalities
 from kvq.results.journal import Journal
+from kvq.results.metrics import units_of
 from kvq.tasks.generate import Reader, answer_text, end_tokens, stop_at
-from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, units
+from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics
 
@@ -154,8 +155,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = found.metrics | by_part(scored, "kind", "accuracy")
     metrics |= {f"{name}_tokens": sum(float(s[f"{name}_tokens"]) for s in scored) for name in MODALITIES[:2]}
-    more = {f"{name}_tokens": "tokens" for name in MODALITIES[:2]}
-    return Measurement(metrics, units(metrics, "accuracy", more), found.samples)
+    return Measurement(metrics, units_of(metrics), found.samples)
 
 
 def fingerprint(inputs: Inputs) -> str:

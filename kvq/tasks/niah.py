@@ -21,10 +21,11 @@ from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
+from kvq.results.metrics import units_of
 from kvq.results.statistics import flips, mcnemar
 from kvq.tasks.generate import Reader, answer_text, check_prefill, end_tokens, stop_at
 from kvq.tasks.hallucination import Outcome, classify, random_rate
-from kvq.tasks.items import Clock, Items, Sample, Scored, by_part, measure_items, paired, units
+from kvq.tasks.items import Clock, Items, Sample, Scored, by_part, measure_items, paired
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.storage import storage_metrics
 
@@ -153,7 +154,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         rates = [random_rate([needle.value for needle in item.needles], rng, RANDOM_STRINGS) for item in flat]
         more["bit_mixing_random"] = float(np.mean(rates))
     metrics = found.metrics | more
-    return Measurement(metrics, units(metrics, "accuracy", {"bit_mixing_p": "probability"}), found.samples)
+    return Measurement(metrics, units_of(metrics), found.samples)
 
 
 def _batched(items: Sequence[NiahItem], task: NiahConfig, inputs: Inputs) -> Items[NiahItem]:

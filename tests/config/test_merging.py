@@ -11,9 +11,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.base import Node
 
 from kvq.cli import main
-from kvq.config import compose, conf_dir, merging
+from kvq.config import compose, conf_dir, merging, resolve_part
 from kvq.config.explain import choices
-from kvq.config.merging import Composed, Files, by_hydra, merged
+from kvq.config.merging import Composed, Files, by_hydra, merged, merged_part
 from kvq.config.sweep_loader import SweepLoader
 
 GROUPS = choices()
@@ -76,6 +76,37 @@ def _beside(choice: str) -> list[str]:
 @pytest.mark.parametrize("overrides", TOGETHER, ids=" ".join)
 def test_several_choices_are_what_hydra_composes(overrides: list[str]) -> None:
     _assert_equal(overrides)
+
+
+@pytest.mark.parametrize(
+    ("part", "overrides"),
+    [
+        ("method", ["method=kivi", "bits=k3v2", "method.key.quantizer.group_size=64"]),
+        ("method", ["bits=2"]),
+        ("task", ["task=ppl/nsn", "task.context=512"]),
+        ("model", ["model=tiny_outliers"]),
+        ("layout", ["+experiment=nsnquant/table5"]),
+    ],
+)
+def test_a_part_is_what_it_is_in_the_whole(part: str, overrides: list[str]) -> None:
+    found, whole = merged_part(Files.of(conf_dir()), part, overrides), compose(overrides)
+    assert found is not None
+    assert resolve_part(found, part) == resolve_part(whole, part)
+    assert resolve_part(found, "bits") == resolve_part(whole, "bits")
+
+
+@pytest.mark.parametrize(
+    ("part", "overrides"),
+    [
+        ("method", ["method=kivi", "task=ppl"]),
+        ("method", ["method=kivi", "residual.size=64"]),
+        ("method", ["method=nothing_like_it"]),
+        ("task", ["task=longbench"]),  # chooses a data set
+        ("task", ["task=ppl/nsnquant_table15"]),  # sets the residual
+    ],
+)
+def test_what_decides_more_than_a_part_is_composed_whole(part: str, overrides: list[str]) -> None:
+    assert merged_part(Files.of(conf_dir()), part, overrides) is None
 
 
 @pytest.mark.parametrize(

@@ -176,4 +176,4 @@ def test_records_of_a_task_that_is_not_here_are_shown(tmp_path: Path) -> None:
     assert "| 7.0000 |" in markdown(table)
     assert "count" in csv(table).splitlines()[0].split(",")
     assert is_stale(record)
-    assert "has changed since or is not found" in markdown(table)
+    assert "the version of a part that made this number has been raised since, or the part is gone" in markdown(table)

@@ -125,7 +125,7 @@ def test_a_record_is_found_by_what_it_measures(tmp_path: Path) -> None:
     names = {"model": "llama_2_7b", "dataset": "wikitext2", "metrics": {"perplexity": 5.3, "bits_per_element": 2.23}}
     store = Store(tmp_path)
     store.put(made.record("nsnquant", "2", settings=settings, **names))
-    experiment = experiment_of("nsnquant/table2", {("llama_2_7b", "nsnquant")})
+    experiment = experiment_of("nsnquant/table2", frozenset({("llama_2_7b", "nsnquant")}))
     assert experiment is not None
     cells = shown_cells(experiment, by_signature(store.scan()[0]), REFERENCE, stale=lambda _: False)
     [cell] = [cell for cell in cells if cell.value is not None]

@@ -15,7 +15,6 @@ from kvq.results.statistics import (
     Flips,
     delta_nll,
     delta_nll_of_samples,
-    fisher,
     flips,
     holm,
     mcnemar,
@@ -162,12 +161,6 @@ def test_mcnemar_by_hand() -> None:
     assert mcnemar(9, 1) == pytest.approx(2 * 11 / 1024)
     with pytest.raises(RecordError, match="not negative"):
         mcnemar(-1, 2)
-
-
-def test_fisher_is_the_lady_tasting_tea() -> None:
-    assert fisher(3, 4, 1, 4) == pytest.approx(34 / 70)
-    with pytest.raises(RecordError, match="5 of 4"):
-        fisher(5, 4, 1, 4)
 
 
 def test_paired_mean_is_free_of_how_hard_items_are() -> None:

@@ -2,9 +2,9 @@
 
 import sys
 
-from kvq.report.figures.drawing import seldom_collected
+from kvq.report.command import collect_seldom
 from kvq.report.figures.every import main
 
 if __name__ == "__main__":
-    seldom_collected()
+    collect_seldom()
     sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import json
 import multiprocessing
@@ -17,18 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.errors import KvqError, RecordError
+from kvq.errors import KvqError
+from kvq.report.command import collect_seldom, write_files
 from kvq.report.figures.style import save
 from kvq.report.isolated import noted
-from kvq.results.atomic import write_file
-from kvq.results.store import cause
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKS = ".drawn.json"
 """What each figure of a folder was drawn from, and the files that came of it."""
-# A process takes a second or two until it can draw; fewer figures are done by then, unless their numbers take long.
+# A worker process needs a second or two to start; fewer figures than this are drawn before it has.
 _FEWEST_FOR_WORKERS = 12
 _MOST_WORKERS = 8
 
@@ -95,7 +93,7 @@ def _code() -> str:
 def write_drawings(
     drawings: Iterable[Drawing], folder: Path, workers: int = 1, skipped: list[str] | None = None
 ) -> list[Path]:
-    """Write each drawing as CSV, PDF and PNG and return their paths; what is there and has not changed stays.
+    """Write each drawing as CSV, PDF and PNG and return their paths; files of an unchanged figure stay.
 
     Args:
         drawings: taken one by one, so that making tables and drawing them go on at once.
@@ -144,13 +142,8 @@ def _saved(drawing: Drawing, folder: Path) -> list[Path]:
     return save(drawing.draw and drawing.draw(numbers, *drawing.arguments), numbers, folder, drawing.stem)
 
 
-def seldom_collected() -> None:
-    """For a process that does one thing: looking for cycles as often as Python does takes a tenth of its time."""
-    gc.set_threshold(100_000, 20, 20)
-
-
 class _Workers:
-    """Draws here while there is little to draw, then in processes of their own."""
+    """Draws in this process while there are few figures, else in a pool of processes."""
 
     def __init__(self, workers: int) -> None:
         self._workers = min(workers, _MOST_WORKERS)
@@ -171,7 +164,7 @@ class _Workers:
         if self._workers > 1 and (self._pool or many):
             if self._pool is None:
                 spawn = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(self._workers, spawn, initializer=seldom_collected)
+                self._pool = ProcessPoolExecutor(self._workers, spawn, initializer=collect_seldom)
             self._given += [(place, self._pool.submit(_written, made, into)) for place, made, into in self._waiting]
             self._waiting.clear()
 
@@ -191,7 +184,7 @@ def _unchanged(known: Any, mark: str, folder: Path) -> list[Path]:
         if any(_digest(path) != digest for path, digest in files.items()):
             return []
         for path in files:
-            os.utime(path)  # as new as if they had been drawn again
+            os.utime(path)  # newer than the records, as a figure that is drawn again
         return list(files)
     except (KeyError, TypeError, AttributeError, OSError):
         return []
@@ -215,7 +208,4 @@ def _known(folder: Path) -> Mapping[str, Any]:
 
 def _keep(folder: Path, marks: Mapping[str, Any]) -> None:
     kept = {stem: mark for stem, mark in marks.items() if all((folder / name).is_file() for name in mark["files"])}
-    try:
-        write_file(folder / MARKS, (json.dumps(kept, indent=0, sort_keys=True) + "\n").encode(), durable=False)
-    except OSError as error:
-        raise RecordError(f"figures: cannot write under '{folder}': {cause(error)}") from error
+    write_files("figures", folder, {MARKS: json.dumps(kept, indent=0, sort_keys=True) + "\n"})

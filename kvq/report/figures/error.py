@@ -1,4 +1,4 @@
-"""Figures of `task=error` and `task=synthetic`: what each stage bought, by layer, position, and over made-up keys."""
+"""Figures of `task=error` and `task=synthetic`: errors by stage, layer and position, and on synthetic keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
-from kvq.report.figures.mosaic import Look, mosaic
-from kvq.report.figures.style import colour, figure, lines_of, style, whole_numbers
+from kvq.report.figures.style import colour, figure, lines_of, powers_of_ten, style, whole_numbers
 from kvq.report.labels import named
 from kvq.results import Record, Store
 
@@ -22,6 +22,8 @@ _PANELS = (
     ("output_error", "error of output (relative)"),
 )
 _ARM = ["side", "arm", "rope"]
+_PLANES_ACROSS = 3
+_DARK = 0.55  # colours up to here on the scale are dark
 
 
 def rows_of(record: Record, store: Store, kind: str) -> pd.DataFrame:
@@ -135,14 +137,38 @@ def plane_figure(table: pd.DataFrame, quantity: str, title: str) -> Figure:
     """One panel per method: error over sink lowness (right: lower) and the size of outlier channels (up: larger)."""
     from matplotlib.colors import LogNorm
 
-    panels = [
-        (f"{method} bits", part.pivot(index="outliers", columns="lowness", values=quantity))
-        for method, part in table.groupby("method", sort=False)
-    ]
+    methods = list(dict.fromkeys(table["method"]))
+    columns = min(_PLANES_ACROSS, len(methods))
+    lines = math.ceil(len(methods) / columns)
     scale = LogNorm(max(float(table[quantity].min()), 1e-4), max(float(table[quantity].max()), 2e-4))
-    names = ("sink's norm: times smaller", "outlier channels: mean / deviation", "relative squared error per token")
     with style():
-        return mosaic(panels, Look(scale, *names, _short), title, down=False)
+        made = figure(1 if columns < _PLANES_ACROSS else 2, 1.0 + 1.1 * lines)
+        axes = made.subplots(lines, columns, squeeze=False)
+        for index, axis in enumerate(axes.flat):
+            if index >= len(methods):
+                axis.remove()
+                continue
+            part = table[table["method"] == methods[index]]
+            grid = part.pivot(index="outliers", columns="lowness", values=quantity)
+            image = axis.imshow(grid.to_numpy(dtype=float), norm=scale, aspect="auto", origin="lower")
+            for (row, column), value in np.ndenumerate(grid.to_numpy(dtype=float)):
+                if not math.isnan(value):
+                    ink = "white" if scale(value) < _DARK else "black"
+                    axis.text(column, row, _short(value), ha="center", va="center", fontsize=5, color=ink)
+            lowest = index + columns >= len(methods)
+            axis.set_xticks(range(grid.shape[1]), [f"{name:g}" if lowest else "" for name in grid.columns])
+            axis.set_yticks(range(grid.shape[0]), [f"{name:g}" if index % columns == 0 else "" for name in grid.index])
+            axis.tick_params(length=0, labelsize=6)
+            axis.spines[:].set_visible(False)
+            axis.set_title(f"{methods[index]} bits", loc="left", fontsize=7)
+        made.supxlabel("sink's norm: times smaller", fontsize=8)
+        made.supylabel("outlier channels: mean / deviation", fontsize=8)
+        bar = made.colorbar(
+            image, ax=list(made.axes), label="relative squared error per token", shrink=min(1.0, 3 / (1.1 * lines))
+        )
+        powers_of_ten(bar.ax.yaxis)
+        made.suptitle(title, fontsize=8)
+    return made
 
 
 def _short(value: float) -> str:

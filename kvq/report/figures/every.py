@@ -1,7 +1,7 @@
 """Every figure that the records of a results folder allow.
 
-Pareto fronts, variants of a method, where needles get lost, and those of the diagnostic tasks; each as PDF and PNG with
-its numbers beside it as CSV.
+Pareto frontiers, variants of a method, needles found, and the figures of the diagnostic tasks; each as PDF and PNG, its
+numbers as CSV.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.config import outside
-from kvq.errors import KvqError, RecordError
+from kvq.report import command
 from kvq.report.comparisons import by_bits
 from kvq.report.figures import loss as losses
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name
@@ -61,7 +59,7 @@ def heat_map(grid: pd.DataFrame, title: str) -> Figure:
         (str(method), str(bits)): cells.pivot(index="depth", columns="length", values="hit")
         for (method, bits), cells in grid.groupby(["method", "bits"], sort=False)
     }
-    if len(methods) > 1 and "fp16" in methods:  # no width of its own: one line says it
+    if len(methods) > 1 and "fp16" in methods:  # it has one number for all widths
         methods.remove("fp16")
         found = float(grid[grid["method"] == "fp16"]["hit"].mean())
         title = f"{title}\nfull precision finds {100 * found:.1f}%"
@@ -123,7 +121,7 @@ def _is_of_needles(table: Table) -> bool:
 
 
 def _drawings(store: Store, scanned: tuple[list[Record], list[Broken]], skipped: list[str]) -> Iterator[Drawing]:
-    """Everything that records allow; what takes longest is first, so that it is worked on while tables are made."""
+    """All figures; t-SNE first, because it takes longest and runs in another process while tables are made."""
     yield from embedding_drawings(scanned[0], store, skipped)
     yield from table_drawings(build_tables(store, scanned=scanned), store, skipped)
     yield from diagnostic_drawings(scanned[0], store, skipped)
@@ -131,35 +129,24 @@ def _drawings(store: Store, scanned: tuple[list[Record], list[Broken]], skipped:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; what cannot be drawn is named, the rest is drawn."""
-    parser = argparse.ArgumentParser(prog="python -m kvq.report.figures", description=__doc__)
-    parser.add_argument(
-        "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
-    )
-    parser.add_argument("--out", type=Path, help="folder for the figures (default: figures/ in the results folder)")
+    out = "folder for the figures (default: figures/ in the results folder)"
+    parser = command.parser_of("kvq.report.figures", __doc__, out)
     parser.add_argument(
         "--jobs", type=int, default=1 if arguments else cores(), help="processes that draw (default: one for each core)"
     )
-    outside.add_option(parser)
-    given = parser.parse_args(arguments)
-    with outside.using(given.config_dir):
-        return _draw(given)
+    return command.run(parser.parse_args(arguments), _draw)
 
 
 def _draw(given: argparse.Namespace) -> int:
     store, out = Store(given.results), given.out or given.results / "figures"
     skipped: list[str] = []
-    try:
-        records, broken = scanned = read_records(store)
-        for one in broken:
-            print(f"skipped {one.path}: {one.reason}", file=sys.stderr)
-        if not records:
-            raise RecordError(f"no records to draw under '{store.runs}': run a sweep first, such as -m method=nsn,kivi")
-        drawings = Noted(_drawings(store, scanned, skipped))
-        paths = write_drawings(drawings, out, given.jobs, skipped)
-        paths.append(drawings.write(out))
-    except KvqError as error:
-        print(error, file=sys.stderr)
-        return 1
+    records, broken = scanned = read_records(store)
+    command.say_skipped(broken)
+    if not records:
+        raise command.no_records(store)
+    drawings = Noted(_drawings(store, scanned, skipped))
+    paths = write_drawings(drawings, out, given.jobs, skipped)
+    paths.append(drawings.write(out))
     for path in paths:
         print(path)
     for path in paths:

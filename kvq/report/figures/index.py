@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvq.errors import RecordError
+from kvq.report.command import write_files
 from kvq.report.escapes import escape_markdown
 from kvq.report.figures.drawing import Drawing
-from kvq.results.atomic import write_file
-from kvq.results.store import cause
 
 INDEX = "index.md"
 # Headings by the beginning of a figure's name, in the order of the page; what has none comes last.
@@ -54,19 +52,11 @@ class Noted:
         """
         # One that could not be drawn has no files.
         self.titles = {stem: title for stem, title in self.titles.items() if (folder / f"{stem}.csv").is_file()}
-        try:
-            write_file(folder / INDEX, self._page().encode(), durable=False)
-        except OSError as error:
-            raise RecordError(f"figures: cannot write under '{folder}': {cause(error)}") from error
-        return folder / INDEX
+        return write_files("figures", folder, {INDEX: self._page()})[0]
 
     def _page(self) -> str:
-        lines = [
-            "# Figures",
-            "",
-            "Drawn from the records by `make figures`; changes here are overwritten. Each has its numbers",
-        ]
-        lines += ["beside it. Tables are in [tables](../tables/index.md)."]
+        begin = "Drawn from the records by `make figures`; changes here are overwritten. Each has its numbers"
+        lines = ["# Figures", "", begin, "beside it. Tables are in [tables](../tables/index.md)."]
         for kind in [*_KINDS, ""]:
             stems = [stem for stem in sorted(self.titles) if _kind(stem) == kind]
             if not stems:

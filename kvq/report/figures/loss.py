@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LOSSES = tuple((name, METRICS[name].title) for name in ("delta_nll", "kl_mean"))
 SHOWN = 5
-"""Methods in colour; more than a few lines cannot be followed, and the numbers beside a figure hold all."""
+"""Methods drawn in colour; the CSV of a figure has all."""
 _USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant")
 _LOSSES = ("delta_nll", "delta_nll_se", "kl_mean")
 _GREY, _FRONT = "#b4b8be", "#333333"
@@ -29,7 +29,7 @@ _MOST_PANELS = 4
 
 
 def pareto_table(table: Table) -> pd.DataFrame:
-    """One line per run: bits it really held, its losses, whether it is on the frontier beyond noise, or a variant."""
+    """One line per run: effective bits, losses, whether it is on the frontier, whether it is a variant."""
     lines: list[dict[str, Any]] = []
     for row in table.rows:
         metrics, bits = row.record.metrics, effective_bits(row.record)
@@ -92,7 +92,7 @@ def shown_methods(numbers: pd.DataFrame) -> list[str]:
 
 
 def _handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
-    """A legend of what is drawn and of nothing else."""
+    """Handles of the legend, one for each kind of line or marker that is drawn."""
     from matplotlib.lines import Line2D
 
     made = [Line2D([], [], **look._asdict(), markersize=4, label=name) for name, look in lines_of(names).items()]
@@ -127,7 +127,7 @@ def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str]) -> None:
     size: dict[str, Any] = {"markersize": 8, "markeredgewidth": 0.8}
     axis.plot(ring["effective_bits"], ring["delta_nll"], "o", markerfacecolor="none", **size, **front)
     axis.set_xlim(left=0.55 * float(known["effective_bits"].min()))  # room for the names
-    axis.get_ylim()  # brings the limits up to date
+    axis.get_ylim()  # matplotlib computes the limits now
     places = ring[["effective_bits", "delta_nll"]].to_numpy(dtype=float)
     points = (axis.transScale + axis.transLimits).transform(places) * _PANEL
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points.tolist()]
@@ -150,14 +150,14 @@ def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str]) -> None:
 
 
 Box = tuple[float, float, float, float]
-# Where a name may stand, in points from its ring: below to the left, where only what is better would be, or else.
+# Offsets of a label from its ring in points; the first without an overlap is taken. matplotlib avoids no overlaps.
 _SIDES = ((-6.0, -5.0), (-6.0, 5.0), (-6.0, -12.0), (6.0, 7.0), (-6.0, 12.0), (6.0, 14.0))
-# Points: a name's size, and about what a panel has across and up.
+# Font size of a label, and the approximate width and height of a panel, in points.
 _NAME, _PANEL = 5.5, (200, 155)
 
 
 def _box(x: float, y: float, text: str, across: float, up: float) -> Box:
-    """About where a name would be, in points."""
+    """The estimated box of a label, in points."""
     length, start = 0.56 * _NAME * len(text), x + across
     left = start - length if across < 0 else start
     return left, y + up - 0.55 * _NAME, left + length, y + up + 0.55 * _NAME

@@ -1,4 +1,4 @@
-"""The figures that one run has by itself, for whoever shows runs one by one."""
+"""The figures of a single run, for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
             grid = needle_grid([Row(record, label(record), record.bits)], store)
             return [] if grid.empty else [("needles", heat_map(grid, _title(record)))]
         made = MAKERS[record.task]([record], store) if record.task in MAKERS else []
-        # One name for what every run has, so that runs can be laid side by side.
+        # Names without the run's label, so that W&B shows the same figure of several runs side by side.
         named = ((drawing.stem.removesuffix(f"-{named(record)}"), drawing.figure()) for drawing in made)
         return [(name, drawn) for name, drawn in named if drawn is not None]
     except (RecordError, KeyError):
@@ -52,7 +52,7 @@ def windows_table(record: Record, store: Store) -> pd.DataFrame:
 
 
 def windows_figure(table: pd.DataFrame, title: str) -> Figure:
-    """Where in a text the loss is, and where the cache's error is."""
+    """Loss and KL divergence by window of the text."""
     with style():
         made = figure(1, 2.6)
         axes = made.subplots(2, 1, sharex=True)

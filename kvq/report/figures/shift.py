@@ -1,4 +1,4 @@
-"""What a calibration on another text costs: runs of one method on the same text, by the text it was calibrated on."""
+"""Loss of calibrated methods by the text that they were calibrated on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.errors import RecordError
+from kvq.report.comparisons import loss_change
 from kvq.report.figures.style import colour, figure, marker, style, symlog
 from kvq.report.labels import label
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import METRICS
-from kvq.results.statistics import delta_nll_of_samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +22,7 @@ _MEASURED = ("bits_per_element", "delta_nll", "delta_nll_se")
 COLUMNS = ("model", "dataset", "method", "bits", "calibrated_on", "shifted", *_MEASURED, "shift", "shift_se")
 _NAMED = {"none": "not calibrated"}
 _NEAR = 0.1
-"""Bits that a method without calibration may have above those with one, to stand beside them."""
+"""Methods without calibration are shown up to this many bits above the calibrated ones."""
 
 
 def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -51,7 +50,7 @@ def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
         names = min((label(record) for record in group), key=len)
         for record in group:
             shifted = _text(record) not in ("none", record.dataset)
-            cost, error = _paired(record, own, store) if shifted and own is not None else (math.nan, math.nan)
+            cost, error = loss_change(record, own, store) if shifted and own is not None else (math.nan, math.nan)
             line = (record.model, record.dataset, names, record.bits, _text(record), shifted)
             measured = [
                 record.metrics.get(name, math.nan) for name in ("bits_per_element", "delta_nll", "delta_nll_se")
@@ -83,14 +82,6 @@ def _without_text(record: Record) -> str:
 
 def _place(record: Record) -> str:
     return run_key({name: record.config.get(name) for name in ("model", "dataset", "task", "seed")})
-
-
-def _paired(record: Record, own: Record, store: Store) -> tuple[float, float]:
-    try:
-        found = delta_nll_of_samples(store.samples(record.key), store.samples(own.key))
-    except RecordError:
-        return math.nan, math.nan
-    return found.value, math.nan if found.standard_error is None else found.standard_error
 
 
 def shift_figure(table: pd.DataFrame, title: str) -> Figure:

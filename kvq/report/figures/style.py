@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from kvq.errors import RecordError
-from kvq.report.figures.fonts import cut_once
+from kvq.report.command import write_files
 from kvq.report.palette import FIRST, colour_of, method_of
-from kvq.results.atomic import write_file
-from kvq.results.store import cause
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,9 +24,9 @@ COLUMN = 3.4
 SERIES = ("#264653", "#8AB17D", "#E9C46A", "#7D8597", "#B5838D", "#A98467", "#C8B6E2", "#ADB5BD")
 """Colours of what is no method: parts of memory, sides, stages, texts. None is a method's (`kvq.report.palette`)."""
 MOST_LINES = 16
-"""More lines than this cannot be told apart; the numbers beside a figure hold all."""
+"""Most lines of a figure; its CSV has all."""
 FONTS = ("DejaVu Sans",)
-"""One, which comes with matplotlib: a list of others is searched for every text, and differs by machine."""
+"""The font that comes with matplotlib, so that figures are equal on every machine."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SETTINGS: Any = {
@@ -47,19 +44,20 @@ _SETTINGS: Any = {
     "lines.linewidth": 1.2,
     "lines.markersize": 4,
     "pdf.fonttype": 42,
+    "text.parse_math": False,  # a dollar sign in a record's name shows as one
     "image.cmap": "viridis",
 }
 
 _DPI = 200
-# Of 9: a tenth of a figure's time less than the usual 6, for files that are hardly larger.
+# Of 9. The usual 6 takes a tenth of a figure's time more, for files that are hardly smaller.
 _COMPRESS = 3
-# Without dates and versions the same records give the same bytes.
+# No dates and versions, so that the same records give the same bytes.
 _METADATA: Any = {"CreationDate": None, "Producer": None}
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Figures made inside look alike."""
+    """matplotlib's settings of all figures, within the block."""
     import matplotlib
 
     with matplotlib.rc_context(_SETTINGS):
@@ -129,14 +127,14 @@ def symlog(axis: Any, losses: pd.Series, along: str = "y") -> None:
         # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
         small = max(float(sizes[sizes > 0].min()), 1e-4)
         getattr(axis, f"set_{along}scale")("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
-        _powers_of_ten(getattr(axis, f"{along}axis"))
+        powers_of_ten(getattr(axis, f"{along}axis"))
 
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def _powers_of_ten(axis: Any) -> None:
-    """Label the ticks of a logarithmic axis as text: matplotlib's are formulas, a tenth of a figure's time."""
+def powers_of_ten(axis: Any) -> None:
+    """Label the ticks of a logarithmic axis as text; matplotlib's own formatter writes formulas."""
     from matplotlib.ticker import Formatter, NullFormatter
 
     class Powers(Formatter):
@@ -150,38 +148,18 @@ def _powers_of_ten(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _as_it_is(made: Figure) -> None:
-    """Text of records is no formula: a dollar sign in a name shows as one."""
-    from matplotlib.text import Text
-    from matplotlib.ticker import FuncFormatter
-
-    texts = [*made.texts, *(text for legend in made.legends for text in legend.get_texts())]
-    for axes in made.axes:
-        # Not the ticks: asking for them makes them, hundreds in a figure that may show none.
-        texts += [child for child in axes.get_children() if isinstance(child, Text)]
-        texts += [axes.xaxis.label, axes.yaxis.label]
-        texts += axes.legend_.get_texts() if axes.legend_ else []
-        for axis in (axes.xaxis, axes.yaxis):
-            named = isinstance(axis.get_major_formatter(), FuncFormatter)  # what `set_xticks` makes of labels
-            texts += axis.get_majorticklabels() if named else []
-    for text in texts:
-        if "$" in text.get_text():
-            text.set_parse_math(False)
-
-
 def png_of(made: Figure) -> bytes:
     """A figure as the bytes of a PNG file."""
     return _rendered(made, ("png",))["png"]
 
 
 def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, bytes]:
-    """The bytes of files; by the canvas itself, because `savefig` would draw each figure twice."""
+    """The bytes of the files. The canvas writes them, because `savefig` draws each figure twice."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
     from PIL import Image
 
     files = {kind: io.BytesIO() for kind in kinds}
-    _as_it_is(made)
     with style():
         made.dpi = _DPI
         canvas = FigureCanvasAgg(made)
@@ -193,8 +171,7 @@ def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, 
         opaque = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
         Image.fromarray(opaque).save(files["png"], format="png", dpi=(_DPI, _DPI), compress_level=_COMPRESS)
         if "pdf" in files:
-            with cut_once():
-                FigureCanvasPdf(made).print_pdf(files["pdf"], metadata=_METADATA)
+            FigureCanvasPdf(made).print_pdf(files["pdf"], metadata=_METADATA)
     return {kind: file.getvalue() for kind, file in files.items()}
 
 
@@ -207,12 +184,4 @@ def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) ->
     files = {"csv": numbers.to_csv(index=False, lineterminator="\n").encode()}
     if made is not None:
         files |= _rendered(made)
-    written = []
-    for kind, content in files.items():
-        path = folder / f"{stem}.{kind}"
-        try:
-            write_file(path, content, durable=False)
-        except OSError as error:
-            raise RecordError(f"figures: cannot write under '{folder}': {cause(error)}") from error
-        written.append(path)
-    return written
+    return write_files("figures", folder, {f"{stem}.{kind}": content for kind, content in files.items()})

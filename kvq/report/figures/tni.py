@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.style import colour, figure, style, whole_numbers
+from kvq.report.figures.style import colour, figure, powers_of_ten, style, whole_numbers
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def heat_figure(table: pd.DataFrame, title: str) -> Figure:
             if name == "attention":
                 scale = LogNorm(1e-4, 1)
                 image = axis.imshow(grid.to_numpy().clip(1e-4), norm=scale, aspect="auto", cmap="cividis")
-                made.colorbar(image, ax=axis, label="mean weight received")
+                powers_of_ten(made.colorbar(image, ax=axis, label="mean weight received").ax.yaxis)
             else:
                 image = axis.imshow(grid.to_numpy(), vmin=0, vmax=2, aspect="auto", cmap="PuOr")
                 made.colorbar(image, ax=axis, label="norm / median", extend="max")

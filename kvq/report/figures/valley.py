@@ -1,4 +1,4 @@
-"""Where more bits are worse, and how imbalance of norms goes with failure: figures over perplexity records."""
+"""Figures of perplexity over bit widths, and the correlation of token-norm dispersion with Δperplexity."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.errors import RecordError
+from kvq.report.comparisons import loss_change
 from kvq.report.figures.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
 from kvq.report.labels import label
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import METRICS
-from kvq.results.statistics import NOISE, delta_nll_of_samples, spearman
+from kvq.results.statistics import NOISE, spearman
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
                 "valley": False,
             }
             if before is not None:
-                change = _paired(record, before, store)
+                change = loss_change(record, before, store)
                 line["step"], line["step_se"] = change
                 line["valley"] = change[0] > NOISE * change[1]
             lines.append(line)
@@ -52,19 +52,10 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _paired(record: Record, before: Record, store: Store) -> tuple[float, float]:
-    """Change of the loss from one run to another on the same windows, and its error; none: infinite."""
-    try:
-        found = delta_nll_of_samples(store.samples_of(record), store.samples_of(before))
-    except RecordError:
-        return math.nan, math.inf
-    return found.value, math.inf if found.standard_error is None else found.standard_error
-
-
 def valley_figure(table: pd.DataFrame, title: str) -> Figure:
-    """ΔNLL by bits on a scale that is linear near 0; rings: worse than a bit less, beyond noise.
+    """ΔNLL by bits on a scale that is linear near 0; rings: higher than at one bit less, beyond noise.
 
-    Of many methods the best are drawn; the numbers beside the figure hold all.
+    The `MOST_LINES` best methods are drawn; the CSV has all.
     """
     best = table.groupby("method", sort=False)["delta_nll"].min().nsmallest(MOST_LINES).index
     table = table[table["method"].isin(best)]
@@ -138,7 +129,7 @@ def _states(record: Record) -> str:
 def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
     """Spearman's rho over models of each statistic with Δperplexity, for every method, width and protocol.
 
-    A model is one point, the mean over its texts: two texts of one model are no two models.
+    A model is one point, the mean over its texts.
     """
     lines = []
     for (method, bits, protocol), runs in table.groupby(["method", "bits", "protocol"], sort=True):

@@ -5,34 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from kvq.config import outside
-from kvq.errors import KvqError
-from kvq.report.figures.drawing import seldom_collected
+from kvq.report import command
 from kvq.report.html.page import write_report
 from kvq.results import Store
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kvq.report.html", description=__doc__)
-    parser.add_argument(
-        "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
-    )
-    parser.add_argument("--out", type=Path, help="the page (default: report.html in the results folder)")
-    outside.add_option(parser)
-    given = parser.parse_args(arguments)
-    with outside.using(given.config_dir):
-        return _write(given)
+    parser = command.parser_of("kvq.report.html", __doc__, "the page (default: report.html in the results folder)")
+    return command.run(parser.parse_args(arguments), _write)
 
 
 def _write(given: argparse.Namespace) -> int:
-    try:
-        written = write_report(Store(given.results), given.out or given.results / "report.html")
-    except KvqError as error:
-        print(error, file=sys.stderr)
-        return 1
+    written = write_report(Store(given.results), given.out or given.results / "report.html")
     for line in written.warnings:
         print(line, file=sys.stderr)
     print(f"{written.path} ({written.runs} runs, {written.bytes / 2**20:.1f} MiB)")
@@ -40,5 +26,5 @@ def _write(given: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    seldom_collected()
+    command.collect_seldom()
     sys.exit(main())

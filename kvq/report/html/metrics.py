@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from kvq.results import Record
 from kvq.results.metrics import METRICS, Metric, metric_of
@@ -29,8 +28,3 @@ def columns(records: Iterable[Record]) -> list[str]:
     quality = [name for name in QUALITY if name in names]
     rest = [name for name in names if name not in SIZES and not name.endswith("_se")]
     return (quality or rest)[:_MOST_COLUMNS]
-
-
-def error_of(name: str, metrics: Mapping[str, Any]) -> str | None:
-    """Name of a metric's standard error, where the run has one."""
-    return f"{name}_se" if f"{name}_se" in metrics else None

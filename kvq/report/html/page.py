@@ -1,4 +1,4 @@
-"""The page itself: records and figures in, one file out."""
+"""The HTML report: one file made of records and figures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvq.errors import RecordError
+from kvq.report.command import no_records
 from kvq.report.html import provenance
 from kvq.report.html.payload import payload
 from kvq.report.html.safe import png_uri, script_json, shown, source_digest
@@ -25,8 +26,8 @@ from kvq.results.store import cause
 
 _SCRIPTS = ("core.js", "facets.js", "runs.js", "plot.js", "detail.js", "main.js")
 FIGURE_BYTES = 16 * 2**20
-"""Most that the figures of a page take together; what comes after stays in its folder and is named."""
-# A checkout writes all of its files within this time, in any order.
+"""Most bytes of all figures on the page; further figures are only named."""
+# Files of one git checkout have times that differ by less than this.
 _AT_ONCE_SECONDS = 60.0
 
 
@@ -63,8 +64,7 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
     """
     tables = build_tables(store) if tables is None else tables
     if not tables.tables:
-        hint = "run a sweep first, such as python run.py -m method=nsn,kivi"
-        raise RecordError(f"no records under '{store.runs}': {hint}")
+        raise no_records(store)
     warnings = [f"skipped {broken.path.name}: {broken.reason}" for broken in tables.broken]
     try:
         drawn = sorted((store.root / "figures" if figures is None else figures).glob("*.png"))
@@ -127,7 +127,7 @@ def render(tables: Tables, figures: Sequence[Figure] = (), warnings: Sequence[st
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing is fetched, and no script or style runs but the page's own."""
+    """The content security policy: the page fetches nothing and runs no other script or style."""
     return (
         f"default-src 'none'; style-src {source_digest(style)}; script-src {source_digest(script)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -135,7 +135,7 @@ def _policy(style: str, script: str) -> str:
 
 
 def _script() -> str:
-    # One function around all of them: no name leaves it.
+    # One function around all scripts, so that they define no global names.
     parts = "\n".join(_asset(name) for name in _SCRIPTS)
     return f'\n(() => {{\n"use strict";\n{parts}\n}})();\n'
 

@@ -1,4 +1,4 @@
-"""Records as the data of the page: what rows and points show, and each record whole, equal parts written once."""
+"""The page's data: what rows and points show, and every record; parts that records share are stored once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvq.report.tables.layout import Row, Tables
 from kvq.results import Record
 from kvq.results.metrics import Metric
 
-# What a record of kilobytes never reaches; past it, the page says where the rest is.
+# Limits of what the page has of a record, in characters of JSON and in metrics; the page names what it leaves out.
 LONGEST_PART = 32 * 1024
 MOST_METRICS = 200
 _OF_A_RUN = ("started", "wall_seconds", "peak_memory_bytes")

@@ -1,4 +1,4 @@
-"""What may stand on the page: text of records is data there, never markup, script or a link."""
+"""Escaping for the page: text of records never becomes markup, script or a link."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tables of runs: which records stand together, as which rows, under which notes.
+"""Tables of runs: records grouped by protocol, their rows and notes.
 
-Everything here is a function of the store: no model, no codec is loaded.
+Everything here is a function of the store; no model and no codec is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, judge, run_key
 from kvq.results.statistics import ALPHA, holm, within_noise
 
-# A hash is shown by its beginning, under the name of what it is a hash of.
+# Characters of a fingerprint that are shown, and the name under which it is shown.
 _HASH = 40
 _WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
 
@@ -41,7 +41,7 @@ def build_tables(
     Args:
         store: where the records are.
         keys: show these runs alone, with the full-precision runs they are paired with; None shows all.
-        stale: whether a record was made by code that has changed since; None reads the code.
+        stale: whether a version of a record is out of date; None compares with the versions now.
         scanned: what `read_records` gave, so that the folder is not read twice.
 
     Raises:
@@ -96,7 +96,7 @@ def _titled(name: str, words: str) -> str:
 
 
 def _checked(table: Table) -> Table:
-    """The table, once every cell of it has been written."""
+    """The table; raises what writing any of its cells raises."""
     for column in columns_of(table):
         for row in table.rows:
             column.cell(row)
@@ -139,9 +139,8 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
     baselines = {record.baseline_key for record in records} | {r.key for r in records if r.method == "fp16"}
     names = _names(records)
     done = [record for record in records if record.status == "done" and record.key not in baselines]
-    measured = {record.key for record in done}
+    known = {record.key: record for record in records}
     variants = {record.key for record in done if is_variant(record)}
-    full = {record.key: effective_bits(record) for record in records if record.key in baselines}
     corrected = holm({r.key: r.metrics["p_value"] for r in done if "p_value" in r.metrics})
     noisy = {record.key for record in done if is_noise(record, corrected.get(record.key))}
     best = frontier([record for record in done if record.key not in variants | noisy], comparisons)
@@ -163,14 +162,14 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
                 footnote=None if record.status == "done" else footnotes,
                 p_value=corrected.get(record.key),
                 variant=record.key in variants,
-                unquantized=record.key in measured and _is_unquantized(record, full),
+                unquantized=not baseline and is_unquantized(record, known),
             )
         )
     return tuple(rows)
 
 
 def is_noise(record: Record, p_value: float | None) -> bool:
-    """Whether a run cannot be told from full precision; `p_value`: that of its items, corrected for a table."""
+    """Whether a run differs from full precision within noise; `p_value`: that of its items, corrected for a table."""
     if p_value is not None:
         return p_value > ALPHA or record.metrics.get("within_noise") == 1
     if "items" in record.metrics:
@@ -179,10 +178,16 @@ def is_noise(record: Record, p_value: float | None) -> bool:
     return delta is not None and error is not None and within_noise(delta, error)
 
 
-def _is_unquantized(record: Record, full: Mapping[str, float | None]) -> bool:
-    """Whether nothing left full precision: no byte is packed, and bits are those of the run it is paired with."""
-    size = effective_bits(record)
-    return record.metrics.get("packed_bytes") == 0 and size is not None and size == full.get(record.baseline_key or "")
+def is_unquantized(record: Record, known: Mapping[str, Record]) -> bool:
+    """Whether no token left full precision: no byte is packed, and effective bits are those of the run's baseline.
+
+    Args:
+        record: the run.
+        known: records by key, its baseline among them.
+    """
+    full, size = known.get(record.baseline_key or ""), effective_bits(record)
+    alike = full is not None and size is not None and size == effective_bits(full)
+    return alike and record.status == "done" and record.metrics.get("packed_bytes") == 0
 
 
 def _names(records: Sequence[Record]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from kvq.results.metrics import METRICS, Metric, metric_of
 
 DASH = "–"
 UNQUANTIZED = "nothing quantized"
-"""In the place of a difference to full precision, where a run was full precision throughout."""
+"""Shown in place of a difference from full precision where no token was quantized."""
 
 
 class Cell(NamedTuple):
@@ -47,7 +47,7 @@ def _metric(metric: Metric) -> Callable[[Row], Cell]:
 
 
 def _column(name: str, cell: Callable[[Row], Cell] | None = None, unit: str = "1") -> Column:
-    """A column of a metric, under its title; `cell` prints it where more than the number stands there."""
+    """A column of a metric; `cell` makes its text (None: the number alone)."""
     metric = metric_of(name, unit)
     return Column(metric.title, metric.short, cell or _metric(metric))
 

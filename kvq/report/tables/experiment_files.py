@@ -1,4 +1,4 @@
-"""Tables of experiments on disk: Markdown, CSV, LaTeX and an index. Every text from elsewhere is escaped."""
+"""Tables of experiments on disk: Markdown, CSV, LaTeX and an index. Text of records and configurations is escaped."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvq.errors import RecordError
-from kvq.report.escapes import escape_markdown, one_line
-from kvq.report.tables.cells import DASH, fixed
+from kvq.report.command import write_files
+from kvq.report.escapes import csv_of, escape_markdown, markdown_table, one_line
+from kvq.report.tables.cells import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
+from kvq.report.tables.notes import STALE
 from kvq.report.tables.reference import AXES, Published, Reference
 from kvq.results import Record, judge
-from kvq.results.atomic import write_file
-from kvq.results.store import cause
 
 INDEX = "index.md"
 _SHOWN_COMMANDS = 3
@@ -68,7 +67,7 @@ def grids_of(filled: Filled) -> list[Grid]:
 
 
 def _by_machine(cells: Sequence[Shown]) -> list[tuple[str, list[Shown]]]:
-    """Cells by the machine of their times, as a title names it; times of two machines share no table."""
+    """Cells grouped by the machine on which their times were measured, with its title (empty: no times)."""
     machines = dict.fromkeys(cell.machine for cell in cells)
     return [(name and f"times on {name}", [cell for cell in cells if cell.machine == name]) for name in machines]
 
@@ -124,9 +123,11 @@ def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> s
         mark = f" [{numbers.setdefault(cell.reason, len(numbers) + 1)}]" if cell.reason else ""
         measured = f"{DASH}{mark}"
     else:
-        digits += cell.error is not None and not printed  # or the error would be one figure
+        digits += cell.error is not None and not printed  # so that the error has two significant digits
         error = "" if cell.error is None else f" ± {fixed(cell.error, digits)}"
-        measured = f"{'≈ ' if cell.within_noise else ''}{fixed(cell.value, digits)}{error}{' †' if cell.stale else ''}"
+        mark = "≈ " if cell.within_noise and not cell.unquantized else ""
+        said = f" ({UNQUANTIZED})" if cell.unquantized else ""
+        measured = f"{mark}{fixed(cell.value, digits)}{error}{said}{' †' if cell.stale else ''}"
     if not printed:
         return measured
     published = DASH if cell.published is None else _printed(cell.published, digits)
@@ -147,10 +148,12 @@ def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str,
         yield f"* {note}"
     if any(cell.error is not None for cell in cells):
         yield "± standard error."
-    if any(cell.within_noise for cell in cells):
+    if any(cell.within_noise and not cell.unquantized for cell in cells):
         yield "≈ within noise of full precision."
+    if any(cell.unquantized for cell in cells):
+        yield f"{UNQUANTIZED}: every prompt or text was shorter than the residual, so no token left full precision."
     if any(cell.stale for cell in cells):
-        yield "† stale: code that made this run has changed since or is not found."
+        yield STALE
     missing = list(dict.fromkeys(line for cell in cells if not cell.reason for line in cell.missing))
     if missing:
         yield f"Not measured: {len(missing)} runs. All of the table: python run.py +experiment={experiment.name}"
@@ -168,18 +171,17 @@ def markdown(experiment: Experiment, grids: Sequence[Grid]) -> str:
     for choice, runs in experiment.waiting.items():
         lines.append(f"\nNot in this version: `{choice}`, which {runs} of the runs need.")
     for grid in grids:
-        rows = [grid.header, *grid.rows]
-        text = [f"| {' | '.join(escape_markdown(cell) for cell in row)} |" for row in rows]
-        text.insert(1, f"| {' | '.join(':---' if i < grid.labels else '---:' for i in range(len(grid.header)))} |")
+        header, *rows = ([escape_markdown(cell) for cell in row] for row in (grid.header, *grid.rows))
+        text = markdown_table(header, rows, numbers=range(grid.labels, len(header)))
         lines += ["", f"## {escape_markdown(grid.title)}", "", *text, ""]
         lines += [f"- {_as_code(note)}" for note in grid.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _as_code(note: str) -> str:
-    """A note of which a command can be copied; other text is escaped."""
+    """A note as Markdown: a command that kvq wrote becomes code, all other text is escaped."""
     said, begin, line = note.partition("python run.py ")
-    ours = begin and said.startswith(_OWN)  # the reason of a record may hold anything
+    ours = begin and said.startswith(_OWN)  # a record's reason may look like a command
     return f"{escape_markdown(said)}`{begin}{one_line(line).replace('`', '')}`" if ours else escape_markdown(note)
 
 
@@ -220,6 +222,7 @@ def csv(filled: Filled) -> str:
             "measured_bits": cell.bits,
             "effective_bits": cell.effective_bits,
             "within_noise": cell.within_noise,
+            "unquantized": cell.unquantized,
             "stale": cell.stale,
             "reason": " ".join((cell.reason or "").split()),
             "note": cell.published.note if cell.published else "",
@@ -227,9 +230,7 @@ def csv(filled: Filled) -> str:
         }
         for cell, stand_in in cells
     ]
-    import pandas as pd  # half a second that a sweep's table in the terminal does not need
-
-    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
+    return csv_of(rows)
 
 
 def slug(experiment: Experiment) -> str:
@@ -247,16 +248,10 @@ def write_experiments(
     """
     files: dict[str, str] = {}
     stale = judge()
-    lines = [
-        "# Experiments",
-        "",
-        "Published figures and ours beside them, by `make tables`; changes here are overwritten.",
-        "",
-    ]
-    lines += [
-        "| experiment | table | measured | stand-ins | runs in full | not in this version |",
-        "| :--- | :--- | ---: | :--- | ---: | :--- |",
-    ]
+    lines = ["# Experiments", ""]
+    lines += ["Published figures and ours beside them, by `make tables`; changes here are overwritten.", ""]
+    titles = ["experiment", "table", "measured", "stand-ins", "runs in full", "not in this version"]
+    rows = []
     for experiment in experiments:
         filled = fill(experiment, records, reference, stale)
         name, grids = slug(experiment), grids_of(filled)
@@ -264,13 +259,8 @@ def write_experiments(
         files[f"{name}.csv"] = csv(filled)
         done = f"{sum(cell.value is not None for cell in filled.cells)} of {len(filled.cells)}"
         where = " ".join(filter(None, [experiment.paper, experiment.table]))
-        cell = [f"[{escape_markdown(f'{where}: {experiment.title}')}]({name}.md)", done]
-        cell += [", ".join(filled.stand_ins) or DASH, str(experiment.runs), ", ".join(experiment.waiting) or DASH]
-        lines.append(f"| `{experiment.name}` | {' | '.join(cell)} |")
-    files[INDEX] = "\n".join(lines) + "\n"
-    try:
-        for name, text in files.items():
-            write_file(out_dir / name, text.encode("utf-8"), durable=False)
-    except OSError as error:
-        raise RecordError(f"tables: cannot write under '{out_dir}': {cause(error)}") from error
-    return [out_dir / name for name in files]
+        row = [f"`{experiment.name}`", f"[{escape_markdown(f'{where}: {experiment.title}')}]({name}.md)", done]
+        row += [", ".join(filled.stand_ins) or DASH, str(experiment.runs), ", ".join(experiment.waiting) or DASH]
+        rows.append(row)
+    files[INDEX] = "\n".join([*lines, *markdown_table(titles, rows, numbers={2, 4})]) + "\n"
+    return write_files("tables", out_dir, files)

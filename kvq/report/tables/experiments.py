@@ -1,4 +1,4 @@
-"""An experiment's table: measured beside published beside their difference, as a function of records and figures."""
+"""The cells of an experiment's table: measured number, published number and difference, from records alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvq.report.tables.build import is_noise
+from kvq.report.tables.build import is_noise, is_unquantized
 from kvq.report.tables.reference import Published, Reference
 from kvq.results import Record, is_stale, run_key
 
@@ -61,8 +61,8 @@ class Experiment:
 class Shown:
     """A cell with its numbers, `value`, its standard `error` and `published` in the table's units.
 
-    `error` is that of a single run whose record has one; `reason`: why there is no value; `machine`: on which the
-    times of its table were measured.
+    `error` is that of a single run whose record has one; `unquantized`: no token of any of its runs left full
+    precision; `reason`: why there is no value; `machine`: on which the times of its table were measured.
     """
 
     asked: Asked
@@ -72,6 +72,7 @@ class Shown:
     bits: float | None = None
     effective_bits: float | None = None
     within_noise: bool = False
+    unquantized: bool = False
     stale: bool = False
     reason: str | None = None
     missing: tuple[str, ...] = ()
@@ -86,8 +87,8 @@ class Shown:
 def signature(config: Mapping[str, Any], model: str, dataset: str) -> str:
     """What a run measures, by the names of its model and its texts: known before any of them is loaded.
 
-    It is the run's key without fingerprints and without the machine of a time, which a cell cannot know: `Address` has
-    that beside it. Everything else that the key has counts, so whatever changes a number tells two runs apart.
+    It is a hash of what the run's key is a hash of, without fingerprints and without the machine of a time, which a
+    table's cell does not know.
 
     Args:
         config: what the run's key is a hash of (`kvq.config.identity.canonical`).
@@ -125,16 +126,23 @@ def address(record: Record) -> Address:
 
 
 def by_signature(records: Iterable[Record]) -> Answers:
-    """Records as answers; of several at one address, one that is done, the youngest."""
+    """Records by address; of several at one address, the youngest that is done."""
     wanted = sorted(records, key=lambda record: (record.status == "done", record.provenance.started))
     return {address(record): record for record in wanted}
 
 
-def _answer(run: CellRun, records: Answers, machine: str) -> Record | None:
-    """The record of a run; a time is that of `machine`, anything else is no machine's."""
-    if run.signature is None:
-        return None
-    return records.get(Address(run.signature, machine)) or records.get(Address(run.signature))
+class _Records:
+    """Records by address and by key, and whether one is stale."""
+
+    def __init__(self, answers: Answers, stale: Callable[[Record], bool]) -> None:
+        self._answers, self.stale = answers, stale
+        self.by_key = {record.key: record for record in answers.values()}
+
+    def of(self, run: CellRun, machine: str) -> Record | None:
+        """The record of a run: a time measured on `machine`, or a record that depends on no machine."""
+        if run.signature is None:
+            return None
+        return self._answers.get(Address(run.signature, machine)) or self._answers.get(Address(run.signature))
 
 
 def _machines(cells: Iterable[Asked], records: Answers) -> list[str]:
@@ -175,14 +183,14 @@ def shown_cells(
 ) -> list[Shown]:
     """The cells of a table that print something: those a paper has and `experiment.own`; all where none is published.
 
-    Times of several machines never share a table: every cell then stands once for each machine.
+    Times of different machines are never in one table: there is a cell for each machine.
     """
-    cells = []
+    cells, answers = [], _Records(records, stale)
     for machine in _machines(experiment.cells, records):
         for asked in experiment.cells:
             published = reference.find(experiment.paper, experiment.table, asked.labels)
             if published is not None or experiment.table is None or experiment.own & set(asked.labels.values()):
-                cells.append(_shown(asked, published, records, machine, experiment, stale))
+                cells.append(_shown(asked, published, answers, machine, experiment))
     return cells
 
 
@@ -190,21 +198,14 @@ def stand_in_cells(
     experiment: Experiment, model: str, records: Answers, stale: Callable[[Record], bool] = is_stale
 ) -> list[Shown]:
     """The cells of a stand-in, by machine as `shown_cells`; nothing where none of its runs is there."""
-    asked = experiment.stand_ins[model]
+    asked, answers = experiment.stand_ins[model], _Records(records, stale)
     machines = _machines(asked, records)
-    cells = [_shown(one, None, records, machine, experiment, stale) for machine in machines for one in asked]
+    cells = [_shown(one, None, answers, machine, experiment) for machine in machines for one in asked]
     return cells if any(cell.value is not None for cell in cells) else []
 
 
-def _shown(
-    asked: Asked,
-    published: Published | None,
-    records: Answers,
-    machine: str,
-    experiment: Experiment,
-    stale: Callable[[Record], bool],
-) -> Shown:
-    answers = [(run, _answer(run, records, machine)) for run in asked.runs]
+def _shown(asked: Asked, published: Published | None, records: _Records, machine: str, experiment: Experiment) -> Shown:
+    answers = [(run, records.of(run, machine)) for run in asked.runs]
     found = [record for _, record in answers if record is not None]
     missing = tuple(run.command for run, record in answers if record is None)
     reason = asked.reason or next((run.waits for run in asked.runs if run.waits), None)
@@ -229,7 +230,8 @@ def _shown(
         within_noise=alone is not None
         and alone.baseline_key is not None
         and is_noise(alone, alone.metrics.get("p_value")),
-        stale=any(stale(record) for record in found),
+        unquantized=all(is_unquantized(record, records.by_key) for record in found),
+        stale=any(records.stale(record) for record in found),
         machine=machine,
     )
 

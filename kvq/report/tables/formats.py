@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from kvq.report.escapes import escape_markdown, one_line
+from kvq.report.escapes import csv_of, escape_markdown, markdown_table, one_line
 from kvq.report.tables.cells import Cell, columns_of, is_of_diagnostics, is_of_items
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
 from kvq.report.tables.layout import Table, Tables
@@ -37,15 +37,11 @@ def markdown(table: Table) -> str:
     columns = columns_of(table)
     lines = [f"# {escape_markdown(table.title)}", ""]
     lines += [f"- {escape_markdown(line)}" for line in table.protocol]
-    lines += ["", _markdown_row([escape_markdown(column.title) for column in columns])]
-    lines += [_markdown_row(["---:" if column.numeric else ":---" for column in columns])]
-    lines += [_markdown_row([shown(column.cell(row)) for column in columns]) for row in table.rows]
+    rows = [[shown(column.cell(row)) for column in columns] for row in table.rows]
+    numbers = {place for place, column in enumerate(columns) if column.numeric}
+    lines += ["", *markdown_table([escape_markdown(column.title) for column in columns], rows, numbers)]
     lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _markdown_row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def csv(table: Table) -> str:
@@ -64,18 +60,13 @@ def csv(table: Table) -> str:
             "best": row.best,
             "stale": row.stale,
             **({"p_holm": row.p_value} if is_of_items(table) else {}),
-            **{name: row.record.metrics.get(name) for name in metrics},
+            **{name: row.record.metrics.get(name) for name in metrics if name != "within_noise"},
             "dtype": row.record.provenance.dtype,
             "key": row.record.key,
         }
         for row in table.rows
     ]
-    columns = ["method", "bits", "status", "reason", "baseline", "within_noise", "best", "stale"]
-    columns += ["p_holm"] if is_of_items(table) else []
-    import pandas as pd  # half a second that a sweep's table in the terminal does not need
-
-    frame = pd.DataFrame(rows, columns=[*columns, *metrics, "dtype", "key"])
-    return frame.to_csv(index=False, lineterminator="\n")
+    return csv_of(rows)
 
 
 def latex(table: Table) -> str:
@@ -105,21 +96,12 @@ def index(tables: Tables) -> str:
     lines += ["measured beside published, are in [experiments](experiments/index.md); figures in"]
     lines += ["[figures](../figures/index.md)."]
     for task, found in groupby(tables.tables, key=lambda table: table.title.partition(":")[0]):
-        lines += [
-            "",
-            f"## {escape_markdown(task)}",
-            "",
-            "| table | runs | |",
-            "| :--- | :--- | :--- |",
-        ]
+        rows = []
         for table in found:
+            name = escape_markdown(table.title.partition(": ")[2] or table.title)
             others = f"[CSV]({table.slug}.csv), [LaTeX]({table.slug}.tex)"
-            name = table.title.partition(": ")[2] or table.title
-            cells = [
-                f"[{escape_markdown(name)}]({table.slug}.md)",
-                _counts(table),
-            ]
-            lines.append(_markdown_row([*cells, others]))
+            rows.append([f"[{name}]({table.slug}.md)", _counts(table), others])
+        lines += ["", f"## {escape_markdown(task)}", "", *markdown_table(["table", "runs", "files"], rows)]
     if tables.broken:
         lines += ["", "## Skipped, because they are not records", ""]
         lines += [f"- {escape_markdown(f'{broken.path.name}: {broken.reason}')}" for broken in tables.broken]

@@ -1,4 +1,4 @@
-"""Tables for a paper: booktabs, as wide and as long as a page lets them be, compiled by pdflatex as they are."""
+"""LaTeX tables with booktabs that fit a page: wide and long tables are split. They compile with pdflatex."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _notes(sheet: Sheet) -> Iterator[str]:
 
 
 def _noted(sheet: Sheet) -> int:
-    """Lines that the notes take."""
+    """Estimated number of printed lines of the notes."""
     return sum(1 + len(note) // _NOTE for note in sheet.notes)
 
 
@@ -80,7 +80,7 @@ def _float(sheet: Sheet, columns: Sequence[int], rows: range, part: str, first: 
     yield f"\\caption{{{escape_latex(sheet.caption)}{part}}}"
     if first and sheet.label:
         yield f"\\label{{{sheet.label}}}"
-    # As wide as it is, or as the column if it is wider than that.
+    # Shrunk to the width of the line where it is wider.
     yield "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%"
     yield from (f"\\begin{{tabular}}{{@{{}}{form}@{{}}}}", "\\toprule")
     yield " & ".join(_stacked(sheet.header[column], column in sheet.left) for column in columns) + " \\\\"

@@ -1,4 +1,4 @@
-"""The parts of a table, before anybody writes it as Markdown, CSV, LaTeX or on a terminal."""
+"""Tables before they are written as Markdown, CSV, LaTeX or on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvq.results import Broken, Record
 
 @dataclass(frozen=True)
 class Row:
-    """One run. `name` is its label: the method's name with what departs from its preset, and what else sets it apart.
+    """One run. `name` is its label, with the settings in which it differs from other rows of that label.
 
     `variant`: a preset's variant or a run that departs from its preset, which takes no part in the frontier;
     `unquantized`: every item was shorter than the residual. `p_value` is that of its paired difference to full

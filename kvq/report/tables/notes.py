@@ -1,4 +1,4 @@
-"""What a table says under itself: marks, failures, where more bits did not help."""
+"""The notes below a table: its marks, failed runs, and bit widths at which more bits did not help."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from kvq.results import Record
 from kvq.results.statistics import ALPHA, NOISE, within_noise
 
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+
+STALE = (
+    "† stale: the version of a part that made this number has been raised since, or the part is gone; the command "
+    "measures it again."
+)
 
 
 def notes_of(rows: Sequence[Row], comparisons: Comparisons) -> list[str]:
@@ -36,9 +41,9 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
         yield f"≈ within noise of full precision: |ΔNLL| is at most {NOISE:g} standard errors. Never set in bold."
     if any(row.best for row in rows):
         yield (
-            f"Bold: on the Pareto frontier of effective bits and loss, judged by {NOISE:g} paired standard errors: it "
-            "beats the row before it on the frontier, and none of as few or fewer bits beats it. Rows within noise of "
-            "full precision are not judged."
+            f"Bold: on the Pareto frontier of effective bits and loss: the loss is lower than that of the previous "
+            f"row of the frontier by more than {NOISE:g} paired standard errors, and no row with at most its bits has "
+            "a loss lower by as much. Rows within noise of full precision are left out."
         )
     yield from _variants(rows)
     yield from _unquantized(rows)
@@ -87,10 +92,7 @@ def _item_marks(rows: Sequence[Row]) -> Iterator[str]:
 
 def _stale(rows: Sequence[Row]) -> Iterator[str]:
     if any(row.stale for row in rows):
-        yield (
-            "† stale: code that made this run has changed since or is not found; repeat the command and it is measured "
-            "again."
-        )
+        yield STALE
 
 
 def _perplexity(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:

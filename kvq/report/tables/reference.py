@@ -1,4 +1,4 @@
-"""Figures as the papers print them: `results/reference/paper_results.csv`, in long form."""
+"""Published numbers: `results/reference/paper_results.csv`, one a line, as the papers print them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Reference:
             self.tables[row.paper, row.table].append(row)
 
     def find(self, paper: str, table: str | None, labels: Mapping[str, str]) -> Published | None:
-        """The one figure with these labels, axes that are not named set aside; None where the table has none.
+        """The one number with these labels, whatever its labels on other axes; None where the table has none.
 
         Raises:
             RecordError: several figures have them.

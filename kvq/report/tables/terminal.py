@@ -17,9 +17,10 @@ from kvq.report.tables.experiment_files import Grid
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
 
-# A file has no width of its own; rich would take 80, in which the columns do not fit.
+# Characters a line in a file or pipe, where rich would take 80.
 PLAIN_WIDTH = 100
-# What a narrow terminal leaves out first, the rest from the right; never the first columns. Blanks behind a column.
+# Columns that a narrow terminal leaves out first (then from the right); how many first columns always stay, and the
+# blanks behind a column.
 _LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
 _KEPT, _BETWEEN = 5, 2
 
@@ -92,7 +93,7 @@ def fitting(table: Table, width: int) -> tuple[Column, ...]:
 
 
 def _fill_sideways(drawn: RichTable, table: Table) -> None:
-    """A line for each metric and a column for each run: diagnostics measure many things on few runs."""
+    """A row for each metric and a column for each run: diagnostics have many metrics and few runs."""
     drawn.add_column("Metric", overflow="fold")
     for row in table.rows:
         drawn.add_column(Text(f"{row.name}\n{row.bits}"), justify="right")

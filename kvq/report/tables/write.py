@@ -8,14 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvq.errors import RecordError
+from kvq.report.command import no_records, write_files
 from kvq.report.tables import formats
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Tables
 from kvq.results import Record, Store
-from kvq.results.atomic import write_file
 from kvq.results.store import cause
 
 INDEX = "index.md"
+_FORMATS = {"md": formats.markdown, "csv": formats.csv, "tex": formats.latex}
 # The names `write_tables` gives: nothing else in the folder is ever removed.
 _OURS = re.compile(r"\]\(([A-Za-z0-9._-]+-[0-9a-f]{8})\.md\)")
 
@@ -25,41 +26,37 @@ def write_tables(
     out_dir: str | os.PathLike[str],
     *,
     stale: Callable[[Record], bool] | None = None,
+    tables: Tables | None = None,
 ) -> list[Path]:
     """Write every table of a store as Markdown, CSV and LaTeX, with an index.md, and return their paths.
 
     Tables that an earlier index.md lists and that no longer exist are removed.
 
+    Args:
+        store: where the records are.
+        out_dir: the folder.
+        stale: as in `build_tables`.
+        tables: those of the store, where they are built already.
+
     Raises:
         RecordError: the store has no records, or the folder cannot be written.
     """
-    return write(build_tables(store, stale=stale), out_dir, source=store.runs)
-
-
-def write(tables: Tables, out_dir: str | os.PathLike[str], source: Path) -> list[Path]:
-    """Write tables that are built already; `source` is named when there are none.
-
-    Raises:
-        RecordError: as in `write_tables`.
-    """
+    tables = build_tables(store, stale=stale) if tables is None else tables
     if not tables.tables:
-        raise RecordError(f"no records under '{source}': run a sweep first, such as python run.py -m method=nsn,kivi")
+        raise no_records(store)
     folder = Path(out_dir)
-    files: dict[str, str] = {}
+    files = {INDEX: formats.index(tables)}
     for table in tables.tables:
-        files[f"{table.slug}.md"] = formats.markdown(table)
-        files[f"{table.slug}.csv"] = formats.csv(table)
-        files[f"{table.slug}.tex"] = formats.latex(table)
+        files |= {f"{table.slug}.{kind}": write(table) for kind, write in _FORMATS.items()}
     try:
         former = _listed(folder / INDEX) - {table.slug for table in tables.tables}
-        for name, text in {**files, INDEX: formats.index(tables)}.items():
-            write_file(folder / name, text.encode("utf-8"), durable=False)
+        paths = write_files("tables", folder, files)
         for slug in former:
-            for suffix in (".md", ".csv", ".tex"):
-                (folder / f"{slug}{suffix}").unlink(missing_ok=True)
+            for kind in _FORMATS:
+                (folder / f"{slug}.{kind}").unlink(missing_ok=True)
     except OSError as error:
         raise RecordError(f"tables: cannot write under '{folder}': {cause(error)}") from error
-    return [folder / name for name in [INDEX, *files]]
+    return paths
 
 
 def _listed(index: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Finished runs shown elsewhere, beside their records: each from its record alone, now or later."""
+"""Weights & Biases: a run there is made from a record alone, during a sweep or later."""
 
 from kvq.report.wandb.live import track
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from kvq.config.logger import WandbLogger, WandbMode
-from kvq.errors import KvqError, RecordError
+from kvq.errors import KvqError
+from kvq.report.command import no_records, say_skipped
 from kvq.report.wandb.run import Tracker
 from kvq.report.wandb.workspace import save_workspace
 from kvq.results import Store
@@ -29,11 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         store = Store(given.results)
         records, broken = store.scan()
         if not records:
-            raise RecordError(
-                f"no records under '{store.runs}': run a sweep first, such as python run.py -m method=nsn,kivi"
-            )
-        for file in broken:
-            print(f"skipped {file.path}: {file.reason}", file=sys.stderr)
+            raise no_records(store)
+        say_skipped(broken)
         tracker = Tracker(settings, store)
         finished = [record for record in records if record.status != "failed"]
         bar = tqdm(finished, desc="wandb", unit="run", disable=None, leave=False)

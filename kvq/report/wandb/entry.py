@@ -1,4 +1,4 @@
-"""What a tracker is told about a run: a function of its record, so that now and later are the same."""
+"""A record in the terms of Weights & Biases: name, tags, configuration, summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`logger=wandb` while runs are measured: whatever happens there, measuring goes on."""
+"""`logger=wandb` while runs are measured; its errors never stop a sweep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _given_up: set[str] = set()
 def track(settings: Logger | None, store: Store, record: Record) -> None:
     """Show a run, and the full-precision run it is paired with, where `settings` say.
 
-    Never raises and never asks. What cannot be done is said once in a process, in one line, and not tried again.
+    It raises nothing and asks nothing. After the first error, one line is printed and this process sends nothing more.
     """
     if not isinstance(settings, WandbLogger) or _given_up:
         return

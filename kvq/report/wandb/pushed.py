@@ -1,4 +1,4 @@
-"""Which records a project has already, so that a repeated command sends nothing twice."""
+"""The records that were sent to a project, so that a repeated command does not send them again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvq.results.store import cause
 class Pushed:
     """Digests of the records that were sent, by project and id, in one file under the results folder.
 
-    A lost file, or another process that wrote it meanwhile, costs sending a record again, which changes nothing there.
+    Where the file is lost or another process has replaced it, records are sent again; the project stays the same.
     """
 
     def __init__(self, folder: Path, project: str) -> None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-# A server that is away is noticed after seconds, not after the quarter of an hour of the client's own patience.
+# Seconds until an unreachable server is noticed; the client's defaults take a quarter of an hour.
 _RETRIES = {"x_graphql_retry_max": 2, "x_file_stream_retry_max": 3, "x_file_transfer_retry_max": 3}
-# What is sent is the record; nothing else of this machine or its checkout.
+# Nothing of this machine or its checkout is sent beside the record.
 _NOTHING_ELSE = {
     "silent": True,
     "console": "off",
@@ -122,7 +122,7 @@ class Tracker:
         try:
             columns, rows = sample_table(self._store.samples(record.key), self._settings.samples)
         except RecordError:
-            columns, rows = [], []  # samples that are gone take nothing from the numbers
+            columns, rows = [], []  # the numbers are sent without them
         if rows:
             media["samples"] = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
         for name, figure in run_figures(record, self._store):
@@ -168,7 +168,7 @@ def _logged_in(wandb: Any) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The client says nothing of its own accord; kvq says what matters, in one line."""
+    """Silences the client's own messages within the block."""
     before = os.environ.get("WANDB_SILENT")
     os.environ["WANDB_SILENT"] = "true"
     try:

@@ -1,4 +1,4 @@
-"""Drawings: drawn once, again where something changed, by processes as well as here, fonts cut once."""
+"""Drawings: drawn once, again where something changed, by processes as well as here."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from kvq.report.figures import mosaic as mosaics
 from kvq.report.figures import style
 from kvq.report.figures.drawing import MARKS, Drawing, write_drawings
-from kvq.report.figures.fonts import cut_once
+from kvq.report.figures.error import plane_figure
 from kvq.report.figures.index import Noted
 from kvq.report.figures.loss import pareto_figure
 from kvq.report.figures.memory import memory_figure
-from kvq.report.figures.mosaic import Look, mosaic
 from kvq.report.palette import colour_of
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
@@ -86,20 +84,10 @@ def test_processes_draw_the_same_bytes_in_the_same_order(tmp_path: Path) -> None
     assert [path.read_bytes() for path in here] == [path.read_bytes() for path in there]
 
 
-def test_a_font_is_cut_once_for_usual_letters_and_again_for_others() -> None:
-    from matplotlib.backends import _backend_pdf_ps as backend
-
-    calls: list[int] = []
-    original = backend.get_glyphs_subset
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "get_glyphs_subset", lambda font, glyphs: calls.append(1) or original(font, glyphs))
-        sizes = [len(style._rendered(line(TABLE, title))["pdf"]) for title in ("abc", "xyz Δ", "Ж", "Ж")]
-        assert len(calls) == 2
-    assert backend.get_glyphs_subset is original
-    assert max(sizes) < 60_000
-    with pytest.raises(RuntimeError), cut_once():
-        raise RuntimeError
-    assert backend.get_glyphs_subset is original
+def test_a_dollar_sign_of_a_record_is_no_formula() -> None:
+    files = style._rendered(line(TABLE, "a $x_{ b$"))  # as a formula it does not parse
+    assert files["png"].startswith(b"\x89PNG")
+    assert len(files["pdf"]) < 60_000
 
 
 def test_families_share_a_colour_and_no_two_methods_look_alike() -> None:
@@ -182,20 +170,19 @@ def test_the_index_names_every_figure_under_its_kind(tmp_path: Path) -> None:
         assert (tmp_path / link).is_file()
 
 
-def test_panels_share_axes_and_keep_their_places() -> None:
-    from matplotlib.colors import Normalize
-
-    first = pd.DataFrame([[0.1, 0.2], [0.3, 0.4]], index=[0.0, 1.0], columns=[256, 512])
-    second = pd.DataFrame([[0.9]], index=[1.0], columns=[512])
-    look = Look(Normalize(0, 1), "length", "depth", "found", lambda value: f"{value:.1f}")
-    for down, order in ((True, ["0.1", "0.2", "0.3", "0.4"]), (False, ["0.3", "0.4", "0.1", "0.2"])):
-        with style.style():
-            made = mosaic([("one", first), ("two", second)], look, "title", down)
-        assert [text.get_text() for text in made.axes[0].texts] == ["one", "two"]
-        mesh, outlines = made.axes[0].collections
-        assert [
-            path is mosaics._outline(text) for path, text in zip(outlines.get_paths(), [*order, "0.9"], strict=True)
-        ]
-        assert outlines.get_offsets()[0].tolist() == [0.5, 0.5]
-        assert [text.get_text() for text in made.axes[0].get_xticklabels()] == ["256", "512"] * 2
-        assert mesh.get_array().count() == 5  # cells that a panel lacks stay empty
+def test_planes_have_a_panel_for_each_method_and_labels_below_the_lowest() -> None:
+    cells = [(lowness, outliers) for lowness in (1, 10) for outliers in (0, 5)]
+    table = pd.DataFrame(
+        {"method": f"m{index} 2", "lowness": lowness, "outliers": outliers, "sink_error": 0.1 * (lowness + outliers)}
+        for index in range(4)
+        for lowness, outliers in cells
+        if (index, lowness, outliers) != (3, 10, 5)
+    )
+    made = plane_figure(table, "sink_error", "title")
+    *panels, bar = made.axes
+    assert [axis.get_title(loc="left") for axis in panels] == [f"m{index} 2 bits" for index in range(4)]
+    assert [text.get_text() for text in panels[0].texts] == [".10", "1.00", ".60", "1.50"]
+    assert len(panels[3].texts) == 3  # a cell that was not measured stays empty
+    labels = [[text.get_text() for text in axis.get_xticklabels()] for axis in panels]
+    assert labels == [["", ""], *[["1", "10"]] * 3]
+    assert bar.get_ylabel() == "relative squared error per token"

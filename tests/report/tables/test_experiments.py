@@ -222,3 +222,17 @@ def test_a_torn_reference_is_one_line(tmp_path: Path) -> None:
         read_reference(tmp_path / "none.csv")
     with pytest.raises(RecordError, match="2 published figures"):
         Reference([published("one", 1.0), published("one", 2.0)]).find("paper", "Table 1", {"method": "one"})
+
+
+def test_a_run_that_quantized_nothing_says_so() -> None:
+    full = made.record("fp16", "", metrics={"perplexity": 5.5, "effective_bits": 32.0})
+    metrics = {"perplexity": 5.5, "effective_bits": 32.0, "packed_bytes": 0.0, "delta_nll": 0.0, "delta_nll_se": 0.0}
+    records = [record("one", metrics=metrics, baseline_key=full.key), full]
+    filled = fill(experiment(records), by_signature(records), REFERENCE)
+    [grid] = grids_of(filled)
+    assert grid.rows[0][4].startswith("5.50 (nothing quantized) / 5.25")
+    assert any(note.startswith("nothing quantized: ") for note in grid.notes)
+    assert not any(note.startswith("≈") for note in grid.notes)
+    assert [row["unquantized"] for row in csv_reader.DictReader(io.StringIO(csv(filled)))][:2] == ["True", "False"]
+    records[0] = record("one", metrics=metrics | {"packed_bytes": 8.0}, baseline_key=full.key)
+    assert not any(cell.unquantized for cell in shown_cells(experiment(records), by_signature(records), REFERENCE))

@@ -1,0 +1,72 @@
+"""What the commands that read a results folder have in common: options, errors, files, garbage collection."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kvq.config import outside
+from kvq.errors import KvqError, RecordError
+from kvq.results.atomic import write_file
+from kvq.results.store import Broken, Store, cause
+
+
+def parser_of(module: str, doc: str | None, out: str | None = None) -> argparse.ArgumentParser:
+    """The options of `python -m <module>`: the results folder, `--config-dir`, and where there is one `--out`.
+
+    Args:
+        module: its name.
+        doc: its docstring.
+        out: what `--out` names, with its default; None: the command has no such option.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc)
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
+    )
+    if out is not None:
+        parser.add_argument("--out", type=Path, help=out)
+    outside.add_option(parser)
+    return parser
+
+
+def run(given: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
+    """The exit status of a command: that of `work`, or 1 and one line for an error."""
+    with outside.using(given.config_dir):
+        try:
+            return work(given)
+        except KvqError as error:
+            print(error, file=sys.stderr)
+            return 1
+
+
+def say_skipped(broken: tuple[Broken, ...] | list[Broken]) -> None:
+    """Name the files that are not records, one a line."""
+    for file in broken:
+        print(f"skipped {file.path}: {file.reason}", file=sys.stderr)
+
+
+def no_records(store: Store) -> RecordError:
+    """The error of a folder without records."""
+    return RecordError(f"no records under '{store.runs}': run a sweep first, such as python run.py -m method=nsn,kivi")
+
+
+def write_files(what: str, folder: Path, files: Mapping[str, str | bytes]) -> list[Path]:
+    """Replace each file of a folder as a whole, text in UTF-8, and return their paths.
+
+    Raises:
+        RecordError: the folder cannot be written; the message begins with `what`.
+    """
+    try:
+        for name, content in files.items():
+            write_file(folder / name, content.encode() if isinstance(content, str) else content, durable=False)
+    except OSError as error:
+        raise RecordError(f"{what}: cannot write under '{folder}': {cause(error)}") from error
+    return [folder / name for name in files]
+
+
+def collect_seldom() -> None:
+    """Search for reference cycles seldom: at Python's own thresholds that takes a tenth of a report's time."""
+    gc.set_threshold(100_000, 20, 20)
