@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import get_args_parser  # Hydra has no public way to its own flags
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
@@ -27,7 +26,7 @@ from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.errors import ConfigError, KvqError, Unsupported
-from kvq.papers.sweep import EXPERIMENT_SWEEPER, sweep_of
+from kvq.papers.sweep import EXPERIMENT_SWEEPER, product, sweep_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -83,8 +82,7 @@ def sweep_jobs(config: DictConfig) -> list[list[str]]:
         return [list(job) for job in sweep_of(config, overrides).jobs]
     params = config.hydra.sweeper.get("params") or {}
     given = [*(f"{name}={value}" for name, value in params.items()), *config.hydra.overrides.task]
-    batches = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(given), None)
-    return [list(job) for batch in batches for job in batch]
+    return product(OverridesParser.create().parse_overrides(given))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.quantizers import Axis, Parts, Quantizer, UniformQuantizer, to_stored
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, at_least
 
 _HALF = 2**15  # indices are stored in 16 bits, from -_HALF on
 
@@ -60,8 +60,7 @@ class SparseLowRank(Quantizer):
             ("buffer", buffer, 0),
             ("iterations", iterations, 1),
         ):
-            if given < least:
-                raise ConfigError(f"{setting}={given}: at least {least}")
+            at_least(setting, given, least)
         self.backbone, self.sparsity, self.iterations, self.seed = backbone, sparsity, iterations, seed
         self.rank, self.buffer_rank, self.buffer = rank, buffer_rank, buffer
         self.bits = backbone.bits
@@ -134,7 +133,10 @@ class SparseLowRank(Quantizer):
 def low_rank(
     x: Float[Tensor, "blocks tokens dim"], rank: int, iterations: int, seed: int
 ) -> tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]:
-    """Factors of an approximation of rank `rank`, by block power iteration from a fixed start."""
+    """Factors of an approximation of rank `rank`, by block power iteration from a fixed start (GEAR, section 3).
+
+    `torch.svd_lowrank` begins with a draw from the global generator, so a block would not decode to the same values.
+    """
     right = _start(x.shape[-1], rank, seed, x.dtype, x.device).expand(x.shape[0], -1, -1)
     left = x[..., :rank]
     for _ in range(iterations):

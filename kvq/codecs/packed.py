@@ -110,6 +110,10 @@ class Growable:
         other._shared, other.rows = self._shared, self.rows
         return other
 
+    def select(self, index: Tensor) -> Growable:
+        """The same rows of the entries `index` of the first axis, in a tensor of their own."""
+        return Growable(self.view.index_select(0, index.to(self.view.device)))
+
 
 class PackedStore:
     """The growing, append-only packed prefix of one layer's keys or values."""

@@ -1,4 +1,4 @@
-"""QJL: keys as signs of a random sketch, from which inner products with any query are estimated without bias."""
+"""QJL: keys as signs of a random sketch, an unbiased estimate of their inner product with any query."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvq.codecs.packing import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
 from kvq.codecs.stages import per_block, rotation
 from kvq.codecs.turboquant import Sketch, sketch_constant
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, at_least
 
 
 class SketchQuantizer(Quantizer):
@@ -61,10 +61,9 @@ class SketchQuantizer(Quantizer):
             ("ratio", ratio, 1),
             ("outliers", outliers, 0),
             ("outlier_ratio", outlier_ratio, 1),
-            ("group_size", 1 if group_size is None else group_size, 1),
+            ("group_size", group_size, 1),
         ):
-            if given < least:
-                raise ConfigError(f"{setting}={given}: at least {least}")
+            at_least(setting, given, least)
         if shared_rows and outliers and outlier_ratio > ratio:
             raise ConfigError(f"outlier_ratio={outlier_ratio}: at most ratio ({ratio}) where shared_rows=true")
         self.ratio, self.outliers, self.outlier_ratio, self.seed = ratio, outliers, outlier_ratio, seed
@@ -92,7 +91,7 @@ class SketchQuantizer(Quantizer):
         return tall_sketch(self.sketch, self.outlier_ratio, dim, 2 * self.seed + 1, dtype, like.device)
 
     def _signs(self, x: Tensor, outlier: bool) -> Tensor:
-        """Packed signs; 1 is a negative coordinate."""
+        """Packed signs of the sketch coordinates; 1: negative."""
         negative = per_tall(x, self._matrix(x.shape[-1], x, x.dtype, outlier).mT) < 0
         return pack(negative.to(torch.uint8), 1)[0]
 
@@ -109,7 +108,7 @@ class SketchQuantizer(Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Signs of both groups of channels, norms of the keys and of their outliers, and which are the outliers."""
+        """Signs of both groups of channels, norms of the keys and of their outliers, and the outlier channels."""
         self.check(x.shape[-1])
         norm = _norm(x)
         if not self.outliers:

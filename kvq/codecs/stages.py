@@ -25,7 +25,7 @@ Side = dict[str, Tensor]
 
 
 class Scope(enum.Enum):
-    """What a token's norm covers: each head apart, or all heads of the token."""
+    """The channels that a token's norm covers: those of each head, or those of all heads together."""
 
     head = "head"
     token = "token"
@@ -153,6 +153,7 @@ def _randomized_hadamard(dim: int, seed: int, dtype: torch.dtype, device: torch.
 def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim dim"]:
     """A Haar-distributed rotation with determinant +1."""
     generator = torch.Generator().manual_seed(seed)
+    # `torch.nn.init.orthogonal_` gives the same matrix in row-major order, which moves the last bit of products.
     q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
     q = q * torch.sign(torch.diagonal(r))
     if torch.linalg.det(q) < 0:

@@ -75,7 +75,7 @@ def test_the_version_to_raise_is_named() -> None:
 DAMAGES = [
     (
         "method nsnquant",
-        "return self._patterns.lookup(codes[:1]).mul_(_rows(self._signs, codes[1]))",
+        "return self._patterns.lookup(codes[:1]).mul_(looked_up(self._signs, codes[1]))",
         "mul_(",
         "div_(1.1 * ",
     ),
