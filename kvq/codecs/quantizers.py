@@ -224,7 +224,7 @@ class UniformQuantizer(Quantizer):
             codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
             offset = to_stored(low.squeeze(self._dim), torch.float16)
         else:
-            scale = _scale_for_integer_zero(scale, low)
+            scale = scale_for_integer_zero(scale, low)
             zero = low.neg().div_(scale).round_()
             codes = self._rounded(groups, scale).add_(zero).clamp_(0, top)
             offset = zero.squeeze(self._dim).to(torch.int16)
@@ -244,7 +244,7 @@ class UniformQuantizer(Quantizer):
         return self._ungroup(out, shape[self._dim])
 
 
-def _scale_for_integer_zero(scale: Tensor, low: Tensor) -> Tensor:
+def scale_for_integer_zero(scale: Tensor, low: Tensor) -> Tensor:
     """Enlarge the scale of groups so narrow (or constant) that `low / scale` does not fit 16 bits.
 
     Their scale becomes a power of two, which fp16 stores exactly; a large zero point would multiply a rounding error.
