@@ -88,7 +88,7 @@ class Prepared:
 def run(config: Config) -> Record:
     """The record of this run: the stored one if it is usable, else a new measurement after its baseline.
 
-    The record's status is `done`, or `unsupported` where the method cannot do what is asked.
+    The record's status is `done`, or `unsupported` where the method cannot do this run.
 
     Raises:
         KvqError: bad input; if measuring had begun, a record with status `failed` is stored first.

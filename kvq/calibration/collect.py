@@ -44,7 +44,7 @@ class LayerStates:
 
 
 class _Recorder(DynamicCache):
-    """A cache that returns what `see` makes of the states it gets."""
+    """A cache that passes the states of every update through `see`."""
 
     def __init__(self, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
 
 
 class _Layer:
-    """The states collected of one layer so far, in pieces of one sample each."""
+    """States of one layer, one piece per sample."""
 
     def __init__(self) -> None:
         self.pieces: dict[str, list[Tensor]] = {}
@@ -116,7 +116,7 @@ class _Layer:
 def collect(
     loaded: LoadedModel, windows: Int[Tensor, "samples length"], tokens: int | None, gradients: bool, seed: int
 ) -> dict[int, LayerStates]:
-    """States of every layer with keys of its own on all windows, with one backward pass per window if asked for.
+    """States on all windows of every layer that computes keys, and their gradients by one backward pass per window.
 
     Memory: the activations of one window, and on the CPU, in the model's dtype, keys, values and perhaps their
     gradients of the tokens kept: at most 4 x layers x tokens x KV width numbers.

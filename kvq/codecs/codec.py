@@ -71,7 +71,7 @@ class Codec:
     ) -> Packed:
         """Encode all tokens as one block, or as blocks of `block` tokens, each with its own statistics.
 
-        A short tail is a block of its own. `rope`: the rotations (RoPE) of the tokens, for a codec that undoes them.
+        A short tail is a separate block. `rope`: the rotations (RoPE) of the tokens, for a codec that undoes them.
 
         Raises:
             DataError: no tokens.

@@ -1,4 +1,4 @@
-"""Coupled quantization (CQ): neighbouring channels share one index into centroids of their own."""
+"""Coupled quantization (CQ): neighbouring channels share one index into their group's centroids."""
 
 from __future__ import annotations
 

@@ -29,20 +29,20 @@ TOGETHER = 32
 
 
 class Outliers(enum.Enum):
-    """Which entries are stored apart: those beyond the thresholds of their vector, or a fixed number per token."""
+    """The entries stored as outliers: those beyond the thresholds of their vector, or a fixed number per token."""
 
     threshold = "threshold"
     count = "count"
 
 
 class NonUniformQuantizer(Calibrated, Quantizer):
-    """Values scaled to [-1, 1] and rounded to the nearest of 2^bits levels; the most extreme are kept apart in fp16.
+    """Values scaled to [-1, 1] and rounded to the nearest of 2^bits levels; outliers are stored in fp16.
 
     Args:
         bits: bits per code, 1-8.
         axis: `per_channel`: ranges per head and channel from calibration (keys before RoPE); `per_token`: range of
             each token over all heads, stored in fp16 (values).
-        outliers: share of entries kept apart, half of it on each side; 0: none.
+        outliers: share of entries that are outliers, half of it on each side; 0: none.
         chosen: `threshold`: entries beyond the quantiles `outliers / 2` and `1 - outliers / 2` of their channel on the
             calibration data (keys), or at or beyond those of their token over all heads (values). How many a token of
             keys has varies. `count`: always `2 * max(1, round(outliers / 2 * heads * head_dim))` of a token.
@@ -59,7 +59,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         Unsupported: other bits.
 
     Source: KVQuant (arXiv 2401.18079), sections 3.2 to 3.5, and its released simulation. Calibration: levels by k-means
-    of all scaled entries that are not kept apart, weighted with squared gradients.
+    of all scaled entries except outliers, weighted with squared gradients.
     """
 
     version: ClassVar[int] = 1
@@ -83,7 +83,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @property
     def ragged(self) -> bool:
-        """The number of entries stored apart varies from token to token."""
+        """Whether the number of outliers varies from token to token."""
         return bool(self.outliers) and self.chosen is Outliers.threshold
 
     @property
@@ -97,7 +97,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         self.check_shape(head_dim)
 
     def kept(self, width: int) -> int:
-        """Entries that a token of `width` channels over all heads keeps apart on each side, under `count`.
+        """Outliers on each side of a token of `width` channels over all heads, under `count`.
 
         Raises:
             Unsupported: more channels than 16 bits can index.
@@ -134,7 +134,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         return tables | {"levels": levels.float(), "decoded": decoded.float()}
 
     def _online(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Center and reach `[..., 1, tokens, 1]` of each token over all heads, and its entries that are kept apart.
+        """Center and reach `[..., 1, tokens, 1]` of each token over all heads, and its outliers.
 
         The latter are a mask `[..., tokens, heads * dim]`, or None.
         """
@@ -156,7 +156,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Codes from unrounded ranges; entries are stored apart by their distance outside the range."""
+        """Codes from unrounded ranges, and the outliers: entries outside of the range, or farthest from its center."""
         parts: Parts = {}
         levels, mask = self.table("levels", x), None
         if self.axis is Axis.per_channel:
@@ -192,7 +192,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """`level * reach + center`, and the values kept apart in their places."""
+        """`level * reach + center`, with the outliers in their places."""
         codes = unpack_parts(parts, self.bits, shape[-2])
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
         levels = self.table("decoded", like)
@@ -203,7 +203,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         out = looked_up(levels, codes) * reach + center
         if "outlier.index" in parts:
             index = parts["outlier.index"].squeeze(-3).long() + _INDICES // 2
-            flat = torch.nn.functional.pad(_joined(out), (0, 1))  # a further channel takes what is empty
+            flat = torch.nn.functional.pad(_joined(out), (0, 1))  # one more channel receives empty entries
             flat = flat.scatter(-1, index, parts["outlier.value"].squeeze(-3).to(dtype))[..., :-1]
             out = flat.unflatten(-1, (shape[-3], shape[-1])).transpose(-3, -2).contiguous()
         return out

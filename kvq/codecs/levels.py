@@ -32,7 +32,7 @@ def looked_up(table: Tensor, codes: Integer[Tensor, "*shape"]) -> Tensor:
 
 
 def fixed_point(centroids: Callable[[Array], Array], start: Array) -> Array:
-    """The levels that equal the means of their own cells (Lloyd's conditions), by MINPACK's hybrid method.
+    """The levels that equal the means of their cells (Lloyd's conditions), by MINPACK's hybrid method.
 
     Args:
         centroids: ascending levels -> the mean of each level's cell.

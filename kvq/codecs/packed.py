@@ -123,7 +123,7 @@ class Growable:
         return other
 
     def select(self, index: Tensor) -> Growable:
-        """The same rows of the entries `index` of the first axis, in a tensor of their own."""
+        """A copy of the rows for the entries `index` of the first axis."""
         return Growable(self.view.index_select(0, index.to(self.view.device)))
 
 

@@ -65,7 +65,7 @@ class PolarQuantizer(Quantizer):
         angle_bits: bits of the angles of each of the L levels. 4/2/2/2 is 62 bits for 16 channels, radius included.
 
     Stores `codes.<level>.<plane>` (`[..., heads, tokens, head_dim / 2^level]` angles) and `radius`
-    `[..., heads, tokens, head_dim / 2^L]` in fp16. Expects vectors of random direction (a rotation in front).
+    `[..., heads, tokens, head_dim / 2^L]` in fp16. Expects vectors of random direction (a rotation before it).
 
     Raises:
         ConfigError: no level, or angles of other than 1 to 8 bits.

@@ -26,13 +26,13 @@ class SketchQuantizer(Quantizer):
 
     Args:
         ratio: sketch coordinates m per channel; QJL has 256, in early layers 512, for 128 channels.
-        outliers: channels of most energy per head and group of tokens, with a sketch of their own; 0 = none.
+        outliers: channels with the largest sums of squares per head and group of tokens, sketched separately; 0 = none.
         outlier_ratio: coordinates of their sketch per channel of the whole head; QJL has 256, in early layers 128.
-        shared_rows: the outliers' sketch is the first rows of the common one; else it is a draw of its own.
+        shared_rows: the outliers' sketch is the first rows of the common one; else it is drawn separately.
         group_size: tokens that share a choice of outlier channels (None: the whole block); a short last group chooses
             for itself.
         sketch: `orthogonal` (as released): blocks of D orthogonal rows of length √D; or `gaussian` (the definition).
-        seed: of S; the method's own, never a data seed.
+        seed: seed of S, independent of data seeds.
 
     Stores `signs`, `norm` (of the whole key, fp16), and with outliers `outlier_signs`, `outlier_norm` (fp16) and
     `channels` (one byte per outlier channel and group); the norm of the other channels follows from the two. Relative

@@ -1,4 +1,4 @@
-"""Two codecs over a split of a block's channels or tokens, and which of them a mask names."""
+"""Two codecs over a split of a block's channels or tokens by a mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Split(Quantizer):
     """`high` encodes the channels or tokens of a mask, `low` the others; parts are `high.<name>` and `low.<name>`.
 
     Attributes:
-        axis: what is split, -1 (channels) or -2 (tokens).
+        axis: the axis that is split, -1 (channels) or -2 (tokens).
 
     Raises:
         Unsupported: a codec that needs token positions.
@@ -27,7 +27,7 @@ class Split(Quantizer):
 
     def __init__(self, high: Codec, low: Codec) -> None:
         if high.uses_rope or low.uses_rope:
-            raise Unsupported("a split: its codecs know no positions; put undo_rope and apply_rope around the split")
+            raise Unsupported("a split has no token positions: put undo_rope and apply_rope around the split")
         self.high, self.low = high, low
 
     def _groups(self, count: int, length: int) -> Iterator[tuple[str, Codec, int, int]]:

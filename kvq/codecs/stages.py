@@ -111,7 +111,7 @@ class Hadamard(_Rotation):
 
 
 class RandomizedHadamard(Hadamard):
-    """A fixed random sign per channel, then `Hadamard` (RHT). `seed` is the method's own, never a data seed."""
+    """A fixed random sign per channel, then `Hadamard` (RHT). `seed` is independent of data seeds."""
 
     version: ClassVar[int] = 1
 

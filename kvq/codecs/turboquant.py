@@ -35,9 +35,9 @@ class InnerProductQuantizer(Quantizer):
     of S, <q, x̂> is an unbiased estimate of <q, x>; for one S, keys that share a mean share an error.
 
     Args:
-        bits: in all, 2-8: b-1 for the codes, 1 for the signs.
+        bits: bits per element, 2-8: b-1 for the codes, 1 for the signs.
         sketch: `gaussian`, or `orthogonal` rows of length √D.
-        seed: of S; the method's own, never a data seed nor that of a rotation in front.
+        seed: seed of S, independent of data seeds and of the seed of a rotation before it.
 
     Stores `codes.<plane>`, `signs` (one bit per coordinate) and `rest` (|r|, fp16). No gain: that would bias it.
 

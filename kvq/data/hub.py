@@ -20,7 +20,7 @@ from kvq.errors import DataError, first_line
 PATIENCE = 3.0
 """Seconds that the hub has to answer."""
 STANDS = 60.0
-"""Seconds until a hub that did not answer is asked again, so that a long sweep survives a short outage."""
+"""Seconds until a hub that did not answer is tried again, so that a long sweep survives a short outage."""
 UNREACHABLE = "not in the local hub cache, and the hub cannot be reached"
 _silent_until: dict[str, float] = {}
 _answered: set[str] = set()
@@ -50,7 +50,7 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, **named
 
     Args:
         setting: begins an error's line, such as `dataset=c4`.
-        local: what `dataset.path=` takes in place of the hub.
+        local: describes the values that `dataset.path=` takes in place of the hub.
         hub_id: None: the configuration names no data set.
         given, named: further arguments of `datasets.load_dataset`.
 

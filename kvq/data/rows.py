@@ -40,7 +40,7 @@ def read_rows(config: DatasetConfig) -> tuple[str, ...]:
 
 
 def source_of(config: DatasetConfig) -> str | None:
-    """What `dataset.path` is, for the record ("saved dataset", "12 .txt files"); None: no path that can be read."""
+    """Describe `dataset.path` for the record ("saved dataset", "12 .txt files"); None: it cannot be read."""
     path = None if config.path is None else Path(config.path).expanduser()
     if path is None or not path.exists():
         return None

@@ -89,7 +89,7 @@ class Grids:
     Attributes:
         stored: `scale` and, when asymmetric, `zero_point`, as a codec stores them.
         step, base, zero: in fp32, with unrounded statistics.
-        low, scale: in fp32, of what is stored: a code stands for `low + (code - zero) · scale`.
+        low, scale: in fp32, from the stored statistics: a code decodes to `low + (code - zero) · scale`.
     """
 
     stored: dict[str, Tensor]

@@ -213,7 +213,7 @@ def _codes(quantizer: UniformQuantizer, piece: Piece, kind: torch.dtype) -> Tens
 
 
 def grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Step and lowest value of every group: a code stands for `low + step · code`."""
+    """Step and lowest value of every group: a code decodes to `low + step · code`."""
     scale = blocks["scale"].to(kind)
     if quantizer.symmetric:
         return scale, scale * -(2 ** (quantizer.bits - 1) - 1)

@@ -205,7 +205,7 @@ def _behind(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks_from(packed: Packed, start: int) -> tuple[Packed, int]:
-    """The blocks that hold tokens from `start` on, and how many tokens stand before them."""
+    """The blocks that hold tokens from `start` on, and the number of tokens before them."""
     rows, skipped = dict.fromkeys(packed.parts, 0), 0
     runs: list[BlockRun] = []
     for run in packed.runs:

@@ -47,7 +47,7 @@ class Eviction(abc.ABC):
         when: see `When`.
 
     Raises:
-        ConfigError: a budget that is not positive or leaves no room for what the method always keeps.
+        ConfigError: a budget that is not positive or leaves no room for the tokens that the method always keeps.
     """
 
     observes = True
@@ -164,7 +164,7 @@ class HeavyHitters(Eviction):
 
 
 class SnapKV(Eviction):
-    """Keeps what the last tokens of the prompt attend to, smoothed over neighbours, and those last tokens.
+    """Keeps the last tokens of the prompt and the tokens that these attend to, smoothed over neighbours.
 
     Args:
         budget, least: see `Eviction`; it evicts once, after the prompt.
@@ -249,7 +249,7 @@ class EvictingLayer(AttendedLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         if self.one_by_one or key_states.shape[2] == 1:
             raise Unsupported(
-                "method.eviction: tokens leave once, behind a prompt that is read at once (task.prefill=whole)"
+                "method.eviction: tokens are evicted once, after a prompt that is read at once (task.prefill=whole)"
             )
         self.lazy_initialization(key_states, value_states)
         self._prompt = (key_states, value_states)

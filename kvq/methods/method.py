@@ -148,7 +148,7 @@ class Method:
 
 
 def bind_kept_keys(method: Method, tokenizer: Any) -> Method:
-    """The method with the ids of the tokens whose keys it keeps; as it is where it keeps none.
+    """The method with the ids of the tokens whose keys it keeps; unchanged where it keeps none.
 
     Args:
         tokenizer: of the model that it will run on.

@@ -48,7 +48,7 @@ class MixedPrecision(abc.ABC):
                 does not keep.
         """
         if any(layer.quantized_prefill for layer in layers):
-            raise Unsupported(f"quantized_prefill: method={name} chooses tokens behind the attention that sees them")
+            raise Unsupported(f"quantized_prefill: method={name} chooses tokens after the attention that reads them")
         return [self.layer(index, layer, keep_decoded) for index, layer in enumerate(layers)]
 
     @abc.abstractmethod

@@ -146,7 +146,7 @@ class TransformersSide:
         return Departures(0, (at,) * (self.tokens + at) if at < queries else ())
 
     def check_finite(self) -> None:
-        """Nothing to do: states are checked as they come."""
+        """No check here: `TransformersLayer.update` checks states."""
 
     @property
     def _waiting(self) -> list[Tensor]:
@@ -190,11 +190,11 @@ class TransformersLayer(Layer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append `[batch, heads, tokens, head_dim]` states; what attention reads, oldest token first.
+        """Append `[batch, heads, tokens, head_dim]` states and return those that attention reads, oldest token first.
 
         Raises:
             DataError: states that are NaN or infinite, or another batch than that held.
-            Unsupported: a partial group; tokens that are to come one by one and go past a flush.
+            Unsupported: a partial group; tokens fed one by one past a flush.
         """
         for states, side in ((key_states, "keys"), (value_states, "values")):
             if not bool(torch.isfinite(states).all()):
@@ -214,7 +214,7 @@ class TransformersLayer(Layer):
 
     @override
     def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
-        """None: a chunk that ends where the layer flushes reads the tokens as they are."""
+        """None: chunks end where the layer flushes, so each token is read in one form."""
         return None
 
     def reset(self) -> None:
@@ -237,7 +237,7 @@ class TransformersLayer(Layer):
         if -tokens_to_remove > waiting:
             raise Unsupported(
                 f"{self.label}: cannot remove {-tokens_to_remove} tokens, only {waiting} are still in the residual; "
-                f"what {self.backend.name} has quantized cannot be cropped (fork() the cache before the tokens instead)"
+                f"tokens that {self.backend.name} has quantized cannot be cropped (fork() the cache before the tokens instead)"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
