@@ -103,16 +103,14 @@ def _fit(
 ) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for side in _fitted(method):
-        kept = method.whole_layers(side, layers)
-        if layer in kept:
+        if layer in method.whole_layers(side, layers):
             continue
         x, gradients = getattr(states, side).to(device), states.gradients.get(side)
-        rope = states.rope
         found = fit_codec(
             _codecs(method)[side],
             x.float() if x.dtype != torch.float64 else x,
             None if gradients is None else gradients.to(device).float(),
-            None if rope is None else type(rope)(rope.cos.to(device), rope.sin.to(device), rope.interleaved),
+            None if states.rope is None else states.rope.to(device),
             seed,
         )
         out |= {f"{side}.{layer}.{name}": table.cpu() for name, table in found.items()}

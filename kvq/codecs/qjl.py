@@ -92,13 +92,13 @@ class SketchQuantizer(Quantizer):
 
     def _signs(self, x: Tensor, outlier: bool) -> Tensor:
         """Packed signs of the sketch coordinates; 1: negative."""
-        negative = per_tall(x, self._matrix(x.shape[-1], x, x.dtype, outlier).mT) < 0
+        negative = per_block(x, self._matrix(x.shape[-1], x, x.dtype, outlier).mT) < 0
         return pack(negative.to(torch.uint8), 1)[0]
 
     def _restored(self, signs: Tensor, norm: Tensor, shape: Size, dtype: torch.dtype, outlier: bool) -> Tensor:
         matrix = self._matrix(shape[-1], signs, dtype, outlier)
         plus_minus = unpack([signs], 1, shape[-2]).to(dtype).mul_(-2).add_(1)
-        return per_tall(plus_minus, matrix) * norm / (matrix.shape[0] * sketch_constant(self.sketch, shape[-1]))
+        return per_block(plus_minus, matrix) * norm / (matrix.shape[0] * sketch_constant(self.sketch, shape[-1]))
 
     def _mask(self, channels: Tensor, shape: Size) -> Tensor:
         """1 at the outlier channels of every token."""
@@ -136,14 +136,6 @@ class SketchQuantizer(Quantizer):
 
 def _norm(x: Tensor) -> Tensor:
     return to_stored(torch.linalg.vector_norm(x, dim=-1, keepdim=True), torch.float16)
-
-
-def per_tall(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x @ matrix` for any shape of matrix, one product per block: see `per_block`."""
-    if matrix.shape[0] == matrix.shape[1]:
-        return per_block(x, matrix)
-    flat = x.reshape(-1, *x.shape[-2:])
-    return torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1)).view(*x.shape[:-1], matrix.shape[1])
 
 
 @lru_cache(maxsize=64)

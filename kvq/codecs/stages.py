@@ -84,10 +84,12 @@ class _Rotation(Stage):
         return per_block(y, self.matrix(y.shape[-1], y).mT)
 
 
-def per_block(x: Tensor, matrix: Tensor) -> Tensor:
+def per_block(
+    x: Float[Tensor, "*lead tokens dim"], matrix: Float[Tensor, "dim columns"]
+) -> Float[Tensor, "*lead tokens columns"]:
     """`x @ matrix`, one product per block, so that a block's bits do not depend on how many blocks are decoded."""
     flat = x.reshape(-1, *x.shape[-2:])
-    return torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1)).view(x.shape)
+    return torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1)).view(*x.shape[:-1], matrix.shape[1])
 
 
 class Hadamard(_Rotation):

@@ -140,6 +140,4 @@ def without_tokens(
 
 
 def _at(rope: Rope | None, positions: Tensor) -> Rope | None:
-    if rope is None:
-        return None
-    return Rope(rope.cos[:, positions], rope.sin[:, positions], rope.interleaved)
+    return None if rope is None else rope.at(positions)

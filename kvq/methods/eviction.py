@@ -202,11 +202,8 @@ class SnapKV(Eviction):
         tokens = scores.shape[-1]
         before = scores[..., : tokens - self.window]
         half = self.kernel // 2
-        if self.pool is Pool.avg:
-            before = torch.nn.functional.avg_pool1d(before, self.kernel, 1, half)
-        else:
-            before = torch.nn.functional.max_pool1d(before, self.kernel, 1, half)
-        chosen = _top(before, allowed - self.window)
+        pooled = getattr(torch.nn.functional, f"{self.pool.name}_pool1d")
+        chosen = _top(pooled(before, self.kernel, 1, half), allowed - self.window)
         return torch.cat([chosen.sort(-1).values, _range(scores, tokens - self.window, tokens)], -1)
 
 

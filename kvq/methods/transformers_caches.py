@@ -237,7 +237,7 @@ class TransformersLayer(Layer):
         if -tokens_to_remove > waiting:
             raise Unsupported(
                 f"{self.label}: cannot remove {-tokens_to_remove} tokens, only {waiting} are still in the residual; "
-                f"tokens that {self.backend.name} has quantized cannot be cropped (fork() the cache before the tokens instead)"
+                f"tokens quantized by {self.backend.name} cannot be cropped (fork() the cache before them)"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
