@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import Hadamard, VectorQuantizer
+from kvq.codecs import Hadamard, TokenNorm, VectorQuantizer
 from kvq.codecs.codebooks import DIM as VECTOR
 
 States = Float[Tensor, "batch heads tokens dim"]
@@ -27,15 +27,11 @@ def nsn(x: States, step: str, chunk: int | None = 64) -> States:
     """
     if step not in STEPS:
         raise ValueError(f"step={step}: one of {', '.join(STEPS)}")
-    y = _normalized(x)
+    normalize = TokenNorm(rms=True)
+    y = normalize.forward(x)[0]
     if "S" in step:
         y = torch.cat([part - part.mean(2, keepdim=True) for part in y.split(chunk or y.shape[2], 2)], 2)
-    return _normalized(y) if step == "NSN" else y
-
-
-def _normalized(x: States) -> States:
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / x.shape[-1] ** 0.5
-    return x / norms.masked_fill(norms == 0, 1)
+    return normalize.forward(y)[0] if step == "NSN" else y
 
 
 def hadamard(x: States) -> States:
