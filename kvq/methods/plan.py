@@ -92,7 +92,7 @@ class OutlierTokens(MixedPrecision):
         return like if index < self.exempt_layers else PoolLayer(like, self, keep_decoded)
 
 
-class Asked(enum.Enum):
+class Divisor(enum.Enum):
     """Divisor of the attention that a token receives: the number of probes that see it, or of positions from it on."""
 
     probes = "probes"
@@ -130,13 +130,13 @@ class Saliency(MixedPrecision):
         recent: float | int = 0.05,
         random: float | int = 0.05,
         seed: int = 0,
-        divide_by: Asked | str = Asked.probes,
+        divide_by: Divisor | str = Divisor.probes,
         decoding: Decoding | str = Decoding.shares,
     ) -> None:
         if min(recent, random) < 0 or not 0 < recent + random <= 1:
             raise ConfigError(f"recent={recent}, random={random}: shares, together above 0 and at most 1")
         self.recent, self.random, self.seed = recent, random, seed
-        self.divide_by = choice(Asked, divide_by, "divide_by")
+        self.divide_by = choice(Divisor, divide_by, "divide_by")
         self.decoding = choice(Decoding, decoding, "decoding")
 
     @override
@@ -161,7 +161,7 @@ class Saliency(MixedPrecision):
 
     def divisors(self, start: int, length: int) -> Int[Tensor, " tokens"]:
         """Divisors of the summed weights that a block's tokens receive from its probes; at least 1."""
-        if self.divide_by is Asked.later and not self._last_alone(start):
+        if self.divide_by is Divisor.later and not self._last_alone(start):
             return torch.arange(length, 0, -1)
         probes = self.probes(start, length)
         return (probes[:, None] >= torch.arange(length)).sum(0)
@@ -260,7 +260,7 @@ def _refuse_moves(layer: KVCacheLayer, queries: int) -> None:
         raise Unsupported("method.plan: tokens fed one by one, but together beyond the end of a block; feed up to it")
 
 
-class LaterSide(CacheSide):
+class DeferredSide(CacheSide):
     """Holds new states until `settle`, which is called after the attention that reads them."""
 
     @override
@@ -294,7 +294,7 @@ class SaliencyLayer(AttendedLayer):
     setting = "method.plan"
 
     def __init__(self, like: KVCacheLayer, plan: Saliency, keep_decoded: bool) -> None:
-        key, value = (LaterSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value))
+        key, value = (DeferredSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value))
         for side in (key, value):
             if not isinstance(side.codec, PlannedCodec) or not isinstance(side.codec.quantizer, TokenSplit):
                 raise ConfigError("method.plan: Saliency needs a PlannedCodec over a TokenSplit for keys and values")
@@ -314,7 +314,7 @@ class SaliencyLayer(AttendedLayer):
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Start and length of the blocks that the tokens held belong to, also of those that are not complete."""
-        assert isinstance(self.key, LaterSide)
+        assert isinstance(self.key, DeferredSide)
         held, size, start = self.key.residual_tokens, self.key.residual.size, 0
         for length in self.key.leaving():
             yield start, length
@@ -339,8 +339,8 @@ class SaliencyLayer(AttendedLayer):
         self._settle()
 
     def _settle(self) -> None:
-        assert isinstance(self.key, LaterSide)
-        assert isinstance(self.value, LaterSide)
+        assert isinstance(self.key, DeferredSide)
+        assert isinstance(self.value, DeferredSide)
         lengths = self.key.leaving()
         if not lengths:
             return
