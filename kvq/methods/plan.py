@@ -294,7 +294,9 @@ class SaliencyLayer(AttendedLayer):
     setting = "method.plan"
 
     def __init__(self, like: KVCacheLayer, plan: Saliency, keep_decoded: bool) -> None:
-        key, value = (DeferredSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value))
+        key, value = (
+            DeferredSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value)
+        )
         for side in (key, value):
             if not isinstance(side.codec, PlannedCodec) or not isinstance(side.codec.quantizer, TokenSplit):
                 raise ConfigError("method.plan: Saliency needs a PlannedCodec over a TokenSplit for keys and values")
