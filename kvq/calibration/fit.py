@@ -161,6 +161,6 @@ def bind_calibration(method: Method, model: nn.Module, file: str | Path) -> Meth
         Unsupported: a calibration of another model, number of layers or head dim; a method that calibrates nothing.
     """
     if not method.is_calibrated:
-        raise Unsupported(f"method={method.name}: has no tables to bind; use it without a calibration")
+        raise Unsupported(f"method={method.name}: calibrates nothing; use it without a calibration")
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     return bind(method, files.read(file), weights_name(model), head_dims_of(config))
