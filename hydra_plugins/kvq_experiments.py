@@ -5,53 +5,81 @@ They are in `hydra_plugins` because Hydra finds sweepers only there.
 
 from __future__ import annotations
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from pathlib import Path
+
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext
+from omegaconf import OmegaConf
 
 
-class _QuickSweeper(BasicSweeper):
-    """Hydra's own sweeper; its jobs are composed by `kvq.config.sweep_loader`, in a fraction of Hydra's time."""
+class GroupedSweeper(Sweeper):
+    """The product of the values on the command line; runs that share a model and a text follow one another.
+
+    Jobs are composed by `kvq.config.sweep_loader`, in a fraction of Hydra's time.
+    """
+
+    def __init__(self, max_batch_size=None, params=None):
+        self.max_batch_size, self.params = max_batch_size, params or {}
 
     def setup(self, *, hydra_context, task_function, config):
-        """Give the launcher that loader too."""
+        """Called by Hydra before `sweep`."""
         from kvq.config.sweep_loader import SweepLoader
 
-        quick = HydraContext(SweepLoader(hydra_context.config_loader), hydra_context.callbacks)
-        super().setup(hydra_context=quick, task_function=task_function, config=config)
+        self.config, self.loader = config, SweepLoader(hydra_context.config_loader)
+        quick = HydraContext(self.loader, hydra_context.callbacks)
+        plugins = Plugins.instance()
+        self.launcher = plugins.instantiate_launcher(hydra_context=quick, task_function=task_function, config=config)
 
-    def validate_batch_is_legal(self, batch):
-        """Say what is wrong with any job before the first begins."""
-        for overrides in batch:
-            self.hydra_context.config_loader.check(self.config, overrides)
+    def sweep(self, arguments):
+        """Launch the jobs of the command line's overrides, one batch after the other."""
+        given = [*(f"{name}={value}" for name, value in self.params.items()), *arguments]
+        batches = self.batches(OverridesParser.create(config_loader=self.loader).parse_overrides(given))
+        folder = Path(self.config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
+        returns, started = [], 0
+        for batch in batches:
+            self.check(batch)
+            returns.append(self.launcher.launch(batch, initial_job_idx=started))
+            for job in returns[-1]:
+                _ = job.return_value  # raises what the job raised
+            started += len(batch)
+        return returns
 
-
-class GroupedSweeper(_QuickSweeper):
-    """Hydra's own product of values, with the runs that share a model and a text one after the other."""
-
-    @staticmethod
-    def split_arguments(overrides, max_batch_size):
-        """Batches of jobs; the base class asks for them by this name."""
-        from kvq.papers.sweep import grouped
-
-        jobs = grouped(job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch)
-        size = max_batch_size or len(jobs)
+    def batches(self, overrides):
+        """Jobs (lists of overrides) in batches of at most `max_batch_size`."""
+        jobs = self.jobs(overrides)
+        size = self.max_batch_size or max(len(jobs), 1)
         return [jobs[first : first + size] for first in range(0, len(jobs), size)]
+
+    def jobs(self, overrides):
+        """Jobs in the order in which they run."""
+        from kvq.papers.sweep import grouped, product
+
+        return grouped(product(overrides))
+
+    def check(self, batch):
+        """Raise the error of any job's configuration before the first job begins."""
+        for overrides in batch:
+            self.loader.check(self.config, overrides)
 
 
 _GROUPED = {"_target_": "hydra_plugins.kvq_experiments.GroupedSweeper", "max_batch_size": None, "params": None}
 ConfigStore.instance().store(group="hydra/sweeper", name="grouped", node=_GROUPED, provider="kvq")
 
 
-class ExperimentSweeper(_QuickSweeper):
+class ExperimentSweeper(GroupedSweeper):
     """Runs each job that the composed `layout` asks for, once, under the command line's overrides."""
 
-    def split_arguments(self, overrides, max_batch_size):
-        """Jobs in one batch; the base class asks for them by this name."""
+    def jobs(self, overrides):
+        """Jobs of the layout that can be composed here."""
         from kvq.papers.sweep import sweep_of
 
-        return [[list(job) for job in sweep_of(self.config, overrides).jobs]]
+        return [list(job) for job in sweep_of(self.config, overrides).jobs]
 
-    def validate_batch_is_legal(self, batch):
-        """Compose the first job ahead of time: what a command line adds is in each, and a table's own are tested."""
-        super().validate_batch_is_legal(batch[:1])
+    def check(self, batch):
+        """Compose the first job: the command line adds the same to each, and tests compose the jobs of the tables."""
+        super().check(batch[:1])

@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import get_args_parser  # Hydra has no public way to its own flags
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
@@ -27,7 +26,7 @@ from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.errors import ConfigError, KvqError, Unsupported
-from kvq.papers.sweep import EXPERIMENT_SWEEPER, sweep_of
+from kvq.papers.sweep import EXPERIMENT_SWEEPER, product, sweep_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -83,8 +82,7 @@ def sweep_jobs(config: DictConfig) -> list[list[str]]:
         return [list(job) for job in sweep_of(config, overrides).jobs]
     params = config.hydra.sweeper.get("params") or {}
     given = [*(f"{name}={value}" for name, value in params.items()), *config.hydra.overrides.task]
-    batches = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(given), None)
-    return [list(job) for batch in batches for job in batch]
+    return product(OverridesParser.create().parse_overrides(given))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
-    """Run the jobs of a command line, show what came of them and return the exit code."""
+    """Run the jobs of a command line, print their plan or table and return the exit code."""
     try:
         outside.admit(outside.folder_of())
         with _hydra_environment(given):
@@ -142,7 +140,7 @@ def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
 
 
 def _flags_first(given: Sequence[str]) -> list[str]:
-    """Move overrides behind flags: argparse would take only those before the first flag, or behind the last."""
+    """Move overrides after flags: argparse takes only those before the first flag or after the last."""
     overrides = [word for word in given if word.startswith("~") or ("=" in word and not word.startswith("-"))]
     return [*(word for word in given if word not in overrides), *overrides]
 
@@ -184,14 +182,14 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
 
 
 def _measuring() -> tuple[ModuleType, ModuleType]:
-    # What reads records takes a second to import, and torch several: a mistyped name is answered before.
+    # Importing these takes seconds, so a mistyped name is reported before.
     from kvq import lookup, sweep
 
     return lookup, sweep
 
 
 def _job(cfg: DictConfig) -> None:
-    """One job. A failure is said and kept for the exit code; the next job of a sweep starts all the same."""
+    """One job. A failure is printed and counts for the exit code; the next job of a sweep starts all the same."""
     hydra_config = HydraConfig.get()
     sweep = hydra_config.mode == RunMode.MULTIRUN
     _attempt(lambda: _measure(cfg, sweep), " ".join(hydra_config.overrides.task) + ": " if sweep else "")
@@ -218,7 +216,7 @@ def _measure(cfg: DictConfig, sweep: bool) -> None:
 
 
 def _planned(config: Config, shown: ModuleType) -> bool:
-    """Say what a run of `plan=true` would do; false for a run to be measured."""
+    """Print the state of a run of `plan=true`; false for a run to be measured."""
     if config.plan:
         _session.plan = _session.plan or shown.SweepPlan()
         _session.plan.add(config)
@@ -226,7 +224,7 @@ def _planned(config: Config, shown: ModuleType) -> bool:
 
 
 def _show_experiment(name: str, jobs: int) -> None:
-    """A paper's table, measured beside published; under `plan=true` only what it costs."""
+    """Print a paper's table, measured beside published values; under `plan=true` only its cost."""
     from kvq.papers.show import print_cost, print_experiment
 
     if _session.plan is None:
@@ -235,7 +233,7 @@ def _show_experiment(name: str, jobs: int) -> None:
 
 
 def _fetch(job: list[str]) -> None:
-    """Take up what a launcher's worker left on disk for a job."""
+    """Add the record that a launcher's worker wrote for a job."""
     config = resolve(compose(job))
     runner, shown = _measuring()
     if _planned(config, shown):
@@ -248,7 +246,7 @@ def _fetch(job: list[str]) -> None:
 
 
 def _attempt(action: Callable[[], None], prefix: str) -> None:
-    """Do it; an expected failure is one line, any other a traceback and one line."""
+    """Call `action`; an expected failure prints one line, any other a traceback and one line."""
     try:
         action()
     except KvqError as error:
@@ -274,7 +272,7 @@ def _say(line: str) -> None:
 
 
 def help_text() -> str:
-    """What the program does, common commands, and every choice of every group with its description."""
+    """The help page: common commands, and every choice of every group with its description."""
     lines = [_USAGE]
     for group, names in choices().items():
         prefix = "+" if group == "experiment" else ""

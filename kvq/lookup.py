@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def run(config: Config) -> Record:
-    """`kvq.runner.run`, which is asked only for what `known` does not find."""
+    """As `kvq.runner.run`, which is imported only where `known` finds no record."""
     found = known(config)
     if found is not None:
         return found
@@ -30,7 +30,7 @@ def run(config: Config) -> Record:
 
 
 def on_disk(config: Config) -> tuple[str, str, Record | None]:
-    """`kvq.runner.Prepared.state`, asked in the same way."""
+    """As `kvq.runner.Prepared.state`, which is imported only where `known` finds no record."""
     found = known(config)
     if found is not None:
         return "done", "", found
@@ -40,10 +40,7 @@ def on_disk(config: Config) -> tuple[str, str, Record | None]:
 
 
 def known(config: Config) -> Record | None:
-    """The record of a run that is done and still stands, with its full-precision run and that one's samples.
-
-    None where there is none, or where only `kvq.runner` can say.
-    """
+    """The record of a run, if it and its full-precision run are done and not stale; None: ask `kvq.runner`."""
     if config.force or not isinstance(config.task, PplConfig) or config.method.calibration.dataset is not None:
         return None
     if config.dataset.loader not in (Loader.embedded, Loader.text):
@@ -61,7 +58,7 @@ def known(config: Config) -> Record | None:
         if baseline is None or record.baseline_key != baseline.key:
             return None
         store.samples(baseline.key)
-    except (KvqError, OSError):  # whatever is wrong, the runner says it
+    except (KvqError, OSError):  # the runner raises it
         return None
     return record
 
@@ -78,7 +75,7 @@ _last_text: tuple[str, str] = ("", "")
 
 
 def _fingerprint_of(dataset: DatasetConfig) -> str:
-    """What names the text; that of the last data set is kept, since the runs of a sweep share theirs."""
+    """SHA-256 (hex) of the text; cached for the last data set, which the runs of a sweep share."""
     global _last_text
     name = repr(dataset)
     if _last_text[0] != name:

@@ -33,12 +33,12 @@ from kvq.tasks.stepwise import check_decode_mode, check_sinks
 
 
 class Prepared:
-    """A run before it is measured. All of it is known without reading weights, and made when first asked for.
+    """A run before it is measured. Nothing here reads weights; each part is computed when it is first needed.
 
     Attributes:
-        inputs: what it reads.
-        task: what scores it.
-        store: where its record lies.
+        inputs: model, tokenizer and texts, loaded when first needed.
+        task: the evaluation protocol.
+        store: the folder of its record.
     """
 
     def __init__(self, config: Config) -> None:
@@ -47,13 +47,13 @@ class Prepared:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """What it measures, as the record keeps it."""
-        weights = self.inputs.model_fingerprint  # asked for first: without it nothing else has to be read
+        """Its canonical settings, which the record keeps."""
+        weights = self.inputs.model_fingerprint  # first: where it is missing, nothing else has to be read
         return canonical(self.config, weights, self.task.fingerprint(self.inputs), text.fingerprint_of(self.inputs))
 
     @functools.cached_property
     def key(self) -> str:
-        """Its name: a hash of what it measures."""
+        """The SHA-256 (hex) of its settings, which names its record."""
         return run_key(self.settings)
 
     @functools.cached_property
@@ -76,19 +76,19 @@ class Prepared:
 
     @property
     def state(self) -> State:
-        """What is on disk for it now."""
+        """The state of its record on disk."""
         return self.store.state(self.key)
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether it would first fit its method's tables."""
+        """Whether the method has tables to fit and no file holds them yet."""
         return self.method.is_calibrated and not files.file_of(self.inputs).is_file()
 
 
 def run(config: Config) -> Record:
     """The record of this run: the stored one if it is usable, else a new measurement after its baseline.
 
-    The record's status is `done`, or `unsupported` where the method cannot do what is asked.
+    The record's status is `done`, or `unsupported` where the method cannot do this run.
 
     Raises:
         KvqError: bad input; if measuring had begun, a record with status `failed` is stored first.
@@ -116,7 +116,7 @@ def run(config: Config) -> Record:
 
 
 def _usable(prepared: Prepared) -> Record | None:
-    """The record on disk if it still stands; failed, stale and unreadable ones are measured again."""
+    """The record on disk, unless it failed, is stale or cannot be read: such runs are measured again."""
     state = prepared.state
     if state.name == "pending" and state.why:
         print(f"{state.why}; measuring again", file=sys.stderr)
@@ -140,12 +140,8 @@ def _baseline(config: Config, store: Store) -> Baseline:
 
 def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported | None) -> Record:
     config, inputs = prepared.config, prepared.inputs
-    started, journal, result, versions = (
-        utc_now(),
-        Journal(),
-        Measurement(),
-        versions_of(prepared.settings, type(config.task)),
-    )
+    versions = versions_of(prepared.settings, type(config.task))
+    started, journal, result = utc_now(), Journal(), Measurement()
     clock: dict[str, float] = {}
     status: Status = "done"
     reason, memory = None, PeakMemory("cpu")
@@ -164,7 +160,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         kept = prepared.store.journal_path(prepared.key)
         if config.force:
             kept.unlink(missing_ok=True)
-        # What an earlier process scored of this run before it was killed.
+        # Holds the scores of an earlier process that was killed.
         journal = Journal(kept, f"{json.dumps(versions)} {device.type}")
         with timed(clock, "measure"):
             result = prepared.task.measure(inputs, method, baseline, journal)
@@ -174,9 +170,10 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
     except Unsupported as error:
         status, reason = "unsupported", str(error)
     except Exception as error:
-        status, reason, failure = "failed", _reason(error), error
+        said = str(error) if isinstance(error, KvqError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        status, reason, failure = "failed", said, error
     if failure is not None and prepared.state.name in ("done", "stale"):
-        raise failure  # a repeat that fails takes nothing away
+        raise failure  # a failed repeat replaces no record
     record = Record(
         **names(config),
         key=prepared.key,
@@ -209,7 +206,3 @@ def _provenance(prepared: Prepared, started: datetime, memory: PeakMemory, clock
         wall_seconds=clock,
         peak_memory_bytes=memory.read(),
     )
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, KvqError) else f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,4 +1,4 @@
-"""The output of a command with several runs: its plan, its progress, its table."""
+"""The output of a command with several runs: plan, progress bar, table."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Sweep:
 
 
 class SweepPlan:
-    """What a command would run, printed line by line; nothing is started."""
+    """Prints the state of each run that a command would start; starts none."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._counts: Counter[str] = Counter()
 
     def add(self, config: Config) -> None:
-        """Say whether this run, and the full-precision run it needs, is done, stale, failed, unsupported or pending."""
+        """Print the state of this run and of its full-precision run: done, stale, failed, unsupported or pending."""
         if not config.method.is_full_precision:
             self._say(full_precision(config))
         self._say(config)
@@ -69,11 +69,10 @@ class SweepPlan:
             return
         self._seen.add(key)
         state, why, _ = prepared.state
-        calibrates = False
         try:
             calibrates = prepared.needs_calibration
         except Unsupported as error:
-            state, why = "unsupported", str(error)
+            state, why, calibrates = "unsupported", str(error), False
         if config.force and state == "done":
             state, why = "pending", "force=true"
         if state in ("pending", "stale") and not why and calibrates:

@@ -270,8 +270,9 @@ class CacheSide:
     def fork(self) -> CacheSide:
         """A copy that shares everything held so far and grows independently."""
         other = copy.copy(self)
-        other._store = None if self._store is None else self._store.fork()
-        other._full = None if self._full is None else self._full.fork()
+        for name, held in vars(self).items():  # also those of subclasses
+            if isinstance(held, Growable | BlockStore):
+                setattr(other, name, held.fork())
         return other
 
     def select(self, index: Tensor) -> None:
@@ -282,7 +283,7 @@ class CacheSide:
         if self._store is not None:
             self._store.select(index)
         if self._full is not None:
-            self._full = Growable(self._full.view.index_select(0, index.to(self._full.view.device)))
+            self._full = self._full.select(index)
 
     def check_crop(self, remove: int) -> None:
         """Raise `Unsupported` unless dropping the last `remove` tokens gives the state in which they never came.

@@ -15,13 +15,13 @@ from kvq.methods.method import Method
 
 @dataclass(frozen=True)
 class Calibration:
-    """Tables by name, `<side>.<layer>.<part>.<table>`, and what they were fitted to.
+    """Tables by name, `<side>.<layer>.<part>.<table>`, with the method and model that they belong to.
 
     Attributes:
         method: name of the method.
-        model: what names the weights (`kvq.calibration.weights_name`).
+        model: name of the weights (`kvq.calibration.fit.weights_name`).
         heads, head_dims: KV heads and their channels, of every layer.
-        seconds, peak_bytes: what the calibration cost; None where that was not measured.
+        seconds, peak_bytes: time and peak memory of the calibration; None: not measured.
     """
 
     tensors: Mapping[str, Tensor]
@@ -38,7 +38,7 @@ class Calibration:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """Tables and cost as metrics beside those that a run measured: apart from the bits stored per token.
+        """Size of the tables and cost of the calibration as metrics, separate from the bits stored per token.
 
         `calibration_bits`: bytes of the tables over the elements of one sequence of the measured length.
         """
@@ -57,7 +57,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
     """The method with the tables of a calibration, which must be of the same model.
 
     Args:
-        model: name of the weights it will run on (`kvq.calibration.weights_name`).
+        model: name of the weights it will run on (`kvq.calibration.fit.weights_name`).
         head_dims: channels per head of each of its layers.
 
     Raises:

@@ -44,7 +44,7 @@ class LayerStates:
 
 
 class _Recorder(DynamicCache):
-    """A cache that returns what `see` makes of the states it gets."""
+    """A cache that passes the states of every update through `see`."""
 
     def __init__(self, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -91,8 +91,7 @@ def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
         index = int(module.layer_idx)
         table = angles(module, named_arguments(module, args, kwargs))
         if index < len(styles) and (style := styles[index][0]) is not None and table is not None:
-            rope = style.rope(table[0][:1], table[1][:1])
-            found[index] = Rope(rope.cos.detach().cpu(), rope.sin.detach().cpu(), rope.interleaved)
+            found[index] = style.rope(table[0][:1].detach(), table[1][:1].detach()).to("cpu")
 
     hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(loaded.model.base_model)]
     try:
@@ -102,21 +101,17 @@ def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
             hook.remove()
 
 
-class _Layer:
-    """The states collected of one layer so far, in pieces of one sample each."""
-
-    def __init__(self) -> None:
-        self.pieces: dict[str, list[Tensor]] = {}
+class _Pieces(dict[str, list[Tensor]]):
+    """Keys, values and gradients of one layer by name, one piece per sample."""
 
     def add(self, name: str, part: Tensor, positions: Tensor) -> None:
-        kept = part.detach()[0].index_select(-2, positions.to(part.device)).cpu()
-        self.pieces.setdefault(name, []).append(kept)
+        self.setdefault(name, []).append(part.detach()[0].index_select(-2, positions.to(part.device)).cpu())
 
 
 def collect(
     loaded: LoadedModel, windows: Int[Tensor, "samples length"], tokens: int | None, gradients: bool, seed: int
 ) -> dict[int, LayerStates]:
-    """States of every layer with keys of its own on all windows, with one backward pass per window if asked for.
+    """States on all windows of every layer that computes keys, and their gradients by one backward pass per window.
 
     Memory: the activations of one window, and on the CPU, in the model's dtype, keys, values and perhaps their
     gradients of the tokens kept: at most 4 x layers x tokens x KV width numbers.
@@ -128,7 +123,7 @@ def collect(
         DataError: states or gradients that are not finite.
         Unsupported: attentions that do not put their keys into the cache they are given.
     """
-    layers: dict[int, _Layer] = {}
+    layers: dict[int, _Pieces] = {}
     ropes: dict[int, list[Rope]] = {}
     generator = torch.Generator().manual_seed(seed ^ _TOKENS_STREAM)
     length = windows.shape[1]
@@ -137,7 +132,7 @@ def collect(
         positions = torch.randperm(length, generator=generator)[:each].sort().values
 
         def see(index: int, key: Tensor, value: Tensor, positions: Tensor = positions) -> tuple[Tensor, Tensor]:
-            layer = layers.setdefault(index, _Layer())
+            layer = layers.setdefault(index, _Pieces())
             states = {"key": key, "value": value}
             for name, part in states.items():
                 if not bool(torch.isfinite(part).all()):
@@ -152,15 +147,15 @@ def collect(
         with _ropes(loaded) as found:
             loss(loaded, window, see, gradients)
         for index, rope in found.items():
-            ropes.setdefault(index, []).append(Rope(rope.cos[:, positions], rope.sin[:, positions], rope.interleaved))
+            ropes.setdefault(index, []).append(rope.at(positions))
     expected = len(styles_of(loaded.model))
     if len(layers) != expected:
         raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {len(layers)} of {expected} layers away")
     return {index: _joined(index, layers.pop(index), ropes.get(index)) for index in sorted(layers)}
 
 
-def _joined(index: int, layer: _Layer, ropes: list[Rope] | None) -> LayerStates:
-    parts = {name: torch.cat(layer.pieces.pop(name), -2) for name in list(layer.pieces)}
+def _joined(index: int, layer: _Pieces, ropes: list[Rope] | None) -> LayerStates:
+    parts = {name: torch.cat(layer.pop(name), -2) for name in list(layer)}
     gradients = {name.removesuffix("_gradient"): parts.pop(name) for name in list(parts) if name.endswith("_gradient")}
     for name, part in gradients.items():
         if not bool(torch.isfinite(part).all()):

@@ -1,4 +1,4 @@
-"""Calibrations on disk: safetensors named by a hash of what decides them, and a second file with their cost."""
+"""Calibrations on disk: a safetensors file named by a hash of its inputs, and a second file with its cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FORMAT = "kvq-calibration-1"
 
 
 def name_of(decides: Mapping[str, Any]) -> str:
-    """The name of a calibration: a hash (64 hex digits) of everything that decides it, given as plain JSON data."""
+    """The name of a calibration: a hash (64 hex digits) of all its inputs, given as JSON data."""
     text = json.dumps(dict(decides), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(f"{_FORMAT}{text}".encode()).hexdigest()
 
@@ -41,13 +41,13 @@ def path_of(results: Path, name: str) -> Path:
 
 
 def file_of(inputs: Inputs) -> Path:
-    """Where a run's calibration lies, made or not. Its name follows the code that fits, not versions alone.
+    """Path of a run's calibration, whether or not the file exists.
 
-    So whoever works on a fit never reads tables of the code before.
+    The name includes a hash of the fitting code, so tables of an earlier version of the code are never read.
     """
     whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
     method = {name: item for name, item in whole["method"].items() if name not in ("sink_tokens", "kept_keys")}
-    # What keeps tokens apart in a cache decides no tables, so the same codecs share theirs.
+    # Sinks and kept keys do not change the tables, so methods with equal codecs share them.
     outside = {
         name: version for name, version in versions_of_parts(whole["method"]).items() if isinstance(version, str)
     }

@@ -1,4 +1,4 @@
-"""The calibration step: find or make the file of a method's calibration, and bind the method to it."""
+"""Calibrating: fit a method's tables or read them from their file, and bind the method to them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def calibrate(
     """Fit a method's tables to a model on windows of text.
 
     Raises:
-        ConfigError, DataError, Unsupported: what the method's parts, the text or the model cannot do.
+        ConfigError, DataError, Unsupported: from the method's parts, the text or the model.
     """
     start, memory = time.perf_counter(), PeakMemory(loaded.device)
     head_dims = head_dims_of(loaded.text_config)
@@ -93,7 +93,7 @@ def _codecs(method: Method) -> dict[str, Codec]:
 
 
 def _fitted(method: Method) -> list[str]:
-    """Sides that are fitted to states, where they are not learned."""
+    """Sides whose tables are fitted to states, not learned."""
     return [side for side, codec in _codecs(method).items() if learned_rotation(codec) is None]
 
 
@@ -103,16 +103,14 @@ def _fit(
 ) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for side in _fitted(method):
-        kept = method.whole_layers(side, layers)
-        if layer in kept:
+        if layer in method.whole_layers(side, layers):
             continue
         x, gradients = getattr(states, side).to(device), states.gradients.get(side)
-        rope = states.rope
         found = fit_codec(
             _codecs(method)[side],
             x.float() if x.dtype != torch.float64 else x,
             None if gradients is None else gradients.to(device).float(),
-            None if rope is None else type(rope)(rope.cos.to(device), rope.sin.to(device), rope.interleaved),
+            None if states.rope is None else states.rope.to(device),
             seed,
         )
         out |= {f"{side}.{layer}.{name}": table.cpu() for name, table in found.items()}
@@ -163,6 +161,6 @@ def bind_calibration(method: Method, model: nn.Module, file: str | Path) -> Meth
         Unsupported: a calibration of another model, number of layers or head dim; a method that calibrates nothing.
     """
     if not method.is_calibrated:
-        raise Unsupported(f"method={method.name}: calibrates nothing; use it as it is")
+        raise Unsupported(f"method={method.name}: calibrates nothing; use it without a calibration")
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     return bind(method, files.read(file), weights_name(model), head_dims_of(config))

@@ -105,13 +105,13 @@ def text_of(inputs: Inputs) -> CalibrationText | None:
 
 
 def fingerprint_of(inputs: Inputs) -> str | None:
-    """What names that text."""
+    """SHA-256 (hex) of that text's tokens; None: no text."""
     text = text_of(inputs)
     return None if text is None else text.fingerprint
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise what stands in the way of calibrating, without reading weights.
+    """Check text and model for calibrating, without reading weights.
 
     Raises:
         ConfigError: no text to calibrate on, or windows longer than the model takes.

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.packing import MAX_BITS, pack, plane_widths, unpack
+from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, Parts, Quantizer, UniformQuantizer, to_stored
 from kvq.errors import ConfigError, Unsupported
 
@@ -59,17 +59,13 @@ class SignedMaxQuantizer(Quantizer):
         scale = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -self._middle
         # Halves go up, as in ggml, not to the even code.
         codes = groups.div(scale.masked_fill(scale == 0, 1)).add_(self._middle + 0.5).floor_()
-        codes = codes.clamp_(0, 2**self.bits - 1).to(torch.uint8 if self.bits <= 8 else torch.int32)
-        planes = pack(codes.flatten(-2)[..., : x.shape[-1]], self.bits)
-        return {f"codes.{i}": plane for i, plane in enumerate(planes)} | {
-            "scale": to_stored(scale.squeeze(-1), torch.float16)
-        }
+        codes = codes.clamp_(0, 2**self.bits - 1).flatten(-2)[..., : x.shape[-1]]
+        return pack_parts(codes, self.bits) | {"scale": to_stored(scale.squeeze(-1), torch.float16)}
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * (code - 2^(b-1))`, from the stored scale."""
-        planes = [parts[f"codes.{i}"] for i in range(len(plane_widths(self.bits)))]
-        groups = self._grouped(unpack(planes, self.bits, shape[-2]).to(dtype))
+        groups = self._grouped(unpack_parts(parts, self.bits, shape[-2]).to(dtype))
         out = groups.sub(self._middle).mul_(parts["scale"].to(dtype).unsqueeze(-1))
         return out.flatten(-2)[..., : shape[-1]]
 

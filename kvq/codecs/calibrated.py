@@ -23,7 +23,7 @@ QUANTIZER = "quantizer"
 
 
 class Calibrated:
-    """What a calibrated stage or quantizer adds.
+    """Mixin of stages and quantizers with tables per layer.
 
     Attributes:
         wants_gradients: `fit` weights by squared gradients of the loss (the diagonal of the Fisher information).
@@ -41,7 +41,7 @@ class Calibrated:
         raise NotImplementedError(f"{type(self).__name__} is not fitted to states")
 
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        """A copy for one layer of `heads` KV heads; without tables it knows only the expected shape."""
+        """A copy for one layer of `heads` KV heads; without tables, one that only checks shapes."""
         other = copy.copy(self)
         other._tables, other._shape, other._cast = tables, (heads, head_dim), {}
         return other
@@ -78,7 +78,7 @@ def calibrated_parts(codec: Codec) -> dict[str, Calibrated]:
 
 
 def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Codec:
-    """A copy of the codec with its tables, named `<part>.<table>`; None: a copy that knows only their shape."""
+    """A copy of the codec with its tables, named `<part>.<table>`; None: a copy that only checks shapes."""
     bound = {}
     for name, part in calibrated_parts(codec).items():
         prefix = f"{name}."
@@ -111,14 +111,14 @@ def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | No
         if isinstance(part, Calibrated):
             left.discard(name)
             if part.learned:
-                raise ConfigError(f"stage '{name}' is learned against the loss, which comes behind no fit")
+                raise ConfigError(f"stage '{name}' is learned against the loss; no fitted part may precede it")
             found = part.fit(x, gradients if part.wants_gradients else None, seed)
             tables |= {f"{name}.{key}": table for key, table in found.items()}
             bound = part.bound(found, heads, head_dim)
             part = cast("Stage | Quantizer", bound)
         if isinstance(part, Stage) and left:
             if not (part.orthogonal or getattr(part, "rotates_tokens", False)):
-                raise ConfigError(f"stage '{name}': only rotations may stand in front of a calibrated part")
+                raise ConfigError(f"stage '{name}': only rotations may precede a calibrated part")
             turned = {"rope": rope} if part.uses_rope else {}
             x = part.forward(x, **turned)[0]
             gradients = None if gradients is None else part.forward(gradients, **turned)[0]

@@ -1,4 +1,4 @@
-"""Rotations from calibration data: SpinQuant's learned one, RotateKV's over several heads, and its channel order."""
+"""SpinQuant's learned rotation, RotateKV's rotation over several heads, and RotateKV's order of channels."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def cayley_step(
     rate = min(rate, 1 / (float(torch.linalg.matrix_norm(rotation.mT @ skew @ rotation, 1)) + 1e-8))
     one = torch.eye(len(rotation), dtype=rotation.dtype, device=rotation.device)
     moved = torch.linalg.solve(one + rate / 2 * skew, (one - rate / 2 * skew) @ rotation)
-    q, r = torch.linalg.qr(moved)  # rounding must not pile up over steps
+    q, r = torch.linalg.qr(moved)  # keeps rounding errors from accumulating over steps
     return q * torch.sign(torch.diagonal(r))
 
 
@@ -105,7 +105,7 @@ class GroupedHadamard(Stage):
     """A Hadamard matrix over the channels of `heads` neighbouring KV heads of a token joined.
 
     Args:
-        heads: heads that are joined; where this does not divide the number of KV heads, the largest smaller divisor.
+        heads: number of heads joined; where it does not divide the number of KV heads, the largest smaller divisor.
 
     Raises:
         ConfigError: no heads.
@@ -170,7 +170,7 @@ class ChannelOrder(Calibrated, Stage):
     def fit(
         self, x: Float[Tensor, "heads tokens dim"], gradients: Float[Tensor, "heads tokens dim"] | None, seed: int
     ) -> Tables:
-        """`order`: which channel comes first."""
+        """`order`: indices of the channels, that with the smallest sum first."""
         return {"order": x.double().sum(-2).flatten().argsort(stable=True).int()}
 
     def _order(self, x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class ClippedQuantizer(UniformQuantizer):
         ConfigError, Unsupported: as `UniformQuantizer`; `squared_bits` at other bits than 2, 3 and 4, or with a zero
             point that is not rounded.
 
-    Source: RotateKV (arXiv 2501.16383); `squared_bits` is what its released code computes.
+    Source: RotateKV (arXiv 2501.16383); `squared_bits` follows its released code.
     """
 
     version: ClassVar[int] = 1

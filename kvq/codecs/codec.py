@@ -71,7 +71,7 @@ class Codec:
     ) -> Packed:
         """Encode all tokens as one block, or as blocks of `block` tokens, each with its own statistics.
 
-        A short tail is a block of its own. `rope`: the rotations (RoPE) of the tokens, for a codec that undoes them.
+        A short tail is a separate block. `rope`: the rotations (RoPE) of the tokens, for a codec that undoes them.
 
         Raises:
             DataError: no tokens.
@@ -101,20 +101,15 @@ class Codec:
                 raise Unsupported(f"stage '{name}' needs the rotations (rope) of {tokens} tokens; given: {given}")
 
     def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
-        """The reconstruction that attention reads, from stored tensors alone, in the dtype that was encoded.
+        """The reconstruction that attention reads, from the stored tensors alone, in the dtype that was encoded.
 
         Raises:
             Unsupported: as `encode`.
         """
         self._check_rope(rope, packed.tokens)
-        out, start, first = [], dict.fromkeys(packed.parts, 0), 0
-        for run in packed.runs:
-            blocks = {}
-            for name, part in packed.parts.items():
-                rows = run.rows[name] * run.count
-                piece = part.narrow(2, start[name], rows)
-                blocks[name] = piece.unflatten(2, (run.count, run.rows[name])).transpose(1, 2)
-                start[name] += rows
+        out, first = [], 0
+        for run, parts in packed.by_run():
+            blocks = run.blocks(parts)
             shape = torch.Size((packed.batch, run.count, packed.heads, run.tokens, packed.head_dim))
             length = run.tokens * run.count
             turned = None if rope is None else rope.narrow(first, length).blocks(run.tokens, run.count)

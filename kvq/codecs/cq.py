@@ -1,4 +1,4 @@
-"""Coupled quantization (CQ): neighbouring channels share one index into centroids of their own."""
+"""Coupled quantization (CQ): neighbouring channels share one index into their group's centroids."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Tables
 from kvq.codecs.kmeans import codebooks, nearest
-from kvq.codecs.packing import MAX_BITS, pack, plane_widths, unpack
+from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import Unsupported, at_least
 
 
 class CoupledQuantizer(Calibrated, Quantizer):
@@ -42,8 +42,7 @@ class CoupledQuantizer(Calibrated, Quantizer):
 
     def __init__(self, channels: int, code_bits: int, iterations: int = 25) -> None:
         for name, value in (("channels", channels), ("code_bits", code_bits), ("iterations", iterations)):
-            if value < 1:
-                raise ConfigError(f"{name}={value}: at least 1")
+            at_least(name, value, 1)
         if code_bits > MAX_BITS:
             raise Unsupported(f"code_bits={code_bits}: an index of coupled channels has 1 to {MAX_BITS} bits")
         self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
@@ -81,15 +80,12 @@ class CoupledQuantizer(Calibrated, Quantizer):
         # One search per block, so that its indices do not depend on how many blocks are encoded together.
         codes = torch.stack([nearest(block, centroids) for block in blocks])
         codes = codes.view(*lead, *points.shape[-4:-1]).transpose(-2, -1)
-        if self.code_bits <= 8:
-            codes = codes.to(torch.uint8)
-        return {f"codes.{i}": plane for i, plane in enumerate(pack(codes.contiguous(), self.code_bits))}
+        return pack_parts(codes.contiguous(), self.code_bits)
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """The centroids."""
-        planes = [parts[f"codes.{i}"] for i in range(len(plane_widths(self.code_bits)))]
-        codes = unpack(planes, self.code_bits, shape[-2]).long()
+        codes = unpack_parts(parts, self.code_bits, shape[-2]).long()
         heads, dim = shape[-3], shape[-1]
         centroids = self.table("centroids", torch.empty(heads, 0, dim, dtype=dtype, device=codes.device))
         sets = torch.arange(heads * (dim // self.channels), device=codes.device).view(heads, 1, -1)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs.packing import MAX_BITS, pack, plane_widths, unpack
+from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, Parts, choice, to_stored
 from kvq.errors import ConfigError, Unsupported
 
@@ -59,18 +59,17 @@ class DoubleQuant:
             codes = codes.clamp_(-self._top, self._top).add_(self._top)
         else:
             codes = codes.clamp_(1, self._top).masked_fill_(groups == 0, 0)
-        codes = codes.to(torch.uint8 if self.bits <= 8 else torch.int32)
-        planes = pack(codes.flatten(-3, -2)[..., :length, :], self.bits)
-        parts = {f"codes.{i}": self._turned(plane) for i, plane in enumerate(planes)}
-        return parts | {"step": self._turned(to_stored(step.squeeze(-2), torch.float16))}
+        parts = pack_parts(codes.flatten(-3, -2)[..., :length, :], self.bits)
+        parts["step"] = to_stored(step.squeeze(-2), torch.float16)
+        return {name: self._turned(part) for name, part in parts.items()}
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """`step * code` as `[..., rows, columns]`, from the stored step."""
         length = rows if self.axis is Axis.per_channel else columns
-        planes = [self._turned(parts[f"codes.{i}"]) for i in range(len(plane_widths(self.bits)))]
-        codes = unpack(planes, self.bits, length).to(dtype)
+        parts = {name: self._turned(part) for name, part in parts.items()}
+        codes = unpack_parts(parts, self.bits, length).to(dtype)
         if self.signed:
             codes = codes.sub_(self._top)
         size = min(self.group_size or length, length)
-        step = self._turned(parts["step"].to(dtype)).repeat_interleave(size, -2)[..., :length, :]
+        step = parts["step"].to(dtype).repeat_interleave(size, -2)[..., :length, :]
         return self._turned(codes * step)

@@ -11,7 +11,7 @@ from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.quantizers import Axis, Parts, Quantizer, UniformQuantizer, to_stored
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, at_least
 
 _HALF = 2**15  # indices are stored in 16 bits, from -_HALF on
 
@@ -25,13 +25,13 @@ class SparseLowRank(Quantizer):
     Args:
         backbone: quantizes the block without its extremes.
         sparsity: share of extremes, rounded to whole entries at either end, at least one (none of fewer than 2).
-        rank: of the rest of a block longer than `buffer` tokens (a prefill), per head.
-        buffer_rank: of a shorter block (decoding).
-        buffer: tokens.
-        iterations: of the power iteration that finds the low-rank factors.
-        seed: of its start; the method's own.
+        rank: rank per head of the error's approximation, in blocks of more than `buffer` tokens (a prefill).
+        buffer_rank: the same in shorter blocks (decoding).
+        buffer: number of tokens.
+        iterations: steps of the power iteration that finds the low-rank factors.
+        seed: seed of its start, independent of data seeds.
 
-    Stores what the backbone does; `extremes` (fp16) and `extremes_at` (16-bit indices); `left` and `right` (fp16), the
+    Stores the backbone's parts; `extremes` (fp16) and `extremes_at` (16-bit indices); `left` and `right` (fp16), the
     factors of L: `[..., heads, tokens * rank, 1]` and `[..., heads, rank, head_dim]`.
 
     Raises:
@@ -60,8 +60,7 @@ class SparseLowRank(Quantizer):
             ("buffer", buffer, 0),
             ("iterations", iterations, 1),
         ):
-            if given < least:
-                raise ConfigError(f"{setting}={given}: at least {least}")
+            at_least(setting, given, least)
         self.backbone, self.sparsity, self.iterations, self.seed = backbone, sparsity, iterations, seed
         self.rank, self.buffer_rank, self.buffer = rank, buffer_rank, buffer
         self.bits = backbone.bits
@@ -78,7 +77,7 @@ class SparseLowRank(Quantizer):
         return min(self.rank if tokens > self.buffer else self.buffer_rank, tokens, dim)
 
     def _vectors(self, x: Tensor) -> Tensor:
-        """The vectors that have extremes of their own, along dim -2 (keys) or -1 (values, heads joined)."""
+        """The vectors whose extremes are kept, along dim -2 (keys) or -1 (values, heads joined)."""
         return x if self._per_channel else x.transpose(-3, -2).flatten(-2).unsqueeze(-3)
 
     def _back(self, vectors: Tensor, shape: Size) -> Tensor:
@@ -134,7 +133,10 @@ class SparseLowRank(Quantizer):
 def low_rank(
     x: Float[Tensor, "blocks tokens dim"], rank: int, iterations: int, seed: int
 ) -> tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]:
-    """Factors of an approximation of rank `rank`, by block power iteration from a fixed start."""
+    """Factors of an approximation of rank `rank`, by block power iteration from a fixed start (GEAR, section 3).
+
+    `torch.svd_lowrank` begins with a draw from the global generator, so a block would not decode to the same values.
+    """
     right = _start(x.shape[-1], rank, seed, x.dtype, x.device).expand(x.shape[0], -1, -1)
     left = x[..., :rank]
     for _ in range(iterations):

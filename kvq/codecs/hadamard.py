@@ -6,8 +6,10 @@ Head dims that are a power of two times one of these orders have one too, as a K
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from scipy import linalg
 from torch import Tensor
 
 _PALEY = {12: 11, 20: 19, 28: 13}
@@ -15,7 +17,7 @@ _PALEY = {12: 11, 20: 19, 28: 13}
 
 
 def has_order(order: int) -> bool:
-    """Whether `matrix` knows a Hadamard matrix of this order."""
+    """Whether `matrix` has a Hadamard matrix of this order."""
     return order >= 1 and _factors(order) is not None
 
 
@@ -36,28 +38,20 @@ def matrix(order: int) -> Float[Tensor, "order order"]:
     if factors is None:
         raise ValueError(f"no Hadamard matrix of order {order} here")
     base, power = factors
-    return torch.kron(_paley(base) if base > 1 else torch.ones(1, 1, dtype=torch.float64), _sylvester(power))
-
-
-def _sylvester(order: int) -> Tensor:
-    out = torch.ones(1, 1, dtype=torch.float64)
-    while out.shape[0] < order:
-        out = torch.cat([torch.cat([out, out], 1), torch.cat([out, -out], 1)], 0)
-    return out
+    sylvester = torch.from_numpy(linalg.hadamard(power, dtype=np.float64))
+    return sylvester if base == 1 else torch.kron(_paley(base), sylvester)
 
 
 def _paley(order: int) -> Tensor:
     """Paley (1933): from the quadratic residues modulo a prime."""
     q = _PALEY[order]
     squares = {i * i % q for i in range(1, q)}
-    character = torch.tensor([0.0] + [1.0 if i in squares else -1.0 for i in range(1, q)], dtype=torch.float64)
-    index = torch.arange(q)
-    residues = character[(index[:, None] - index[None, :]) % q]
+    character = [0.0] + [1.0 if i in squares else -1.0 for i in range(1, q)]
     border = torch.zeros(q + 1, q + 1, dtype=torch.float64)
-    border[1:, 1:], border[0, 1:] = residues, 1
+    border[1:, 1:], border[0, 1:] = torch.from_numpy(linalg.circulant(character)), 1
     if q % 4 == 3:
         border[1:, 0] = -1  # skew-symmetric
         return border + torch.eye(q + 1, dtype=torch.float64)
     border[1:, 0] = 1  # symmetric
-    one, other = torch.tensor([[1.0, 1], [1, -1]]).double(), torch.tensor([[1.0, -1], [-1, -1]]).double()
+    one, other = torch.tensor([[[1, 1], [1, -1]], [[1, -1], [-1, -1]]], dtype=torch.float64)
     return torch.kron(border, one) + torch.kron(torch.eye(q + 1, dtype=torch.float64), other)

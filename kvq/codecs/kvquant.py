@@ -15,8 +15,9 @@ from typing_extensions import override
 from kvq.codecs.calibrated import Calibrated, Tables
 from kvq.codecs.codec import Codec
 from kvq.codecs.kmeans import levels_1d
+from kvq.codecs.levels import looked_up, nearest_level
 from kvq.codecs.packed import Packed, merge_runs
-from kvq.codecs.packing import pack, plane_widths, unpack
+from kvq.codecs.packing import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, Parts, Quantizer, choice, to_stored
 from kvq.codecs.rope import Rope
 from kvq.errors import ConfigError, Unsupported
@@ -28,20 +29,20 @@ TOGETHER = 32
 
 
 class Outliers(enum.Enum):
-    """Which entries are stored apart: those beyond the thresholds of their vector, or a fixed number per token."""
+    """The entries stored as outliers: those beyond the thresholds of their vector, or a fixed number per token."""
 
     threshold = "threshold"
     count = "count"
 
 
 class NonUniformQuantizer(Calibrated, Quantizer):
-    """Values scaled to [-1, 1] and rounded to the nearest of 2^bits levels; the most extreme are kept apart in fp16.
+    """Values scaled to [-1, 1] and rounded to the nearest of 2^bits levels; outliers are stored in fp16.
 
     Args:
         bits: bits per code, 1-8.
         axis: `per_channel`: ranges per head and channel from calibration (keys before RoPE); `per_token`: range of
             each token over all heads, stored in fp16 (values).
-        outliers: share of entries kept apart, half of it on each side; 0: none.
+        outliers: share of entries that are outliers, half of it on each side; 0: none.
         chosen: `threshold`: entries beyond the quantiles `outliers / 2` and `1 - outliers / 2` of their channel on the
             calibration data (keys), or at or beyond those of their token over all heads (values). How many a token of
             keys has varies. `count`: always `2 * max(1, round(outliers / 2 * heads * head_dim))` of a token.
@@ -58,7 +59,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         Unsupported: other bits.
 
     Source: KVQuant (arXiv 2401.18079), sections 3.2 to 3.5, and its released simulation. Calibration: levels by k-means
-    of all scaled entries that are not kept apart, weighted with squared gradients.
+    of all scaled entries except outliers, weighted with squared gradients.
     """
 
     version: ClassVar[int] = 1
@@ -82,7 +83,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @property
     def ragged(self) -> bool:
-        """The number of entries stored apart varies from token to token."""
+        """Whether the number of outliers varies from token to token."""
         return bool(self.outliers) and self.chosen is Outliers.threshold
 
     @property
@@ -96,7 +97,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         self.check_shape(head_dim)
 
     def kept(self, width: int) -> int:
-        """Entries that a token of `width` channels over all heads keeps apart on each side, under `count`.
+        """Outliers on each side of a token of `width` channels over all heads, under `count`.
 
         Raises:
             Unsupported: more channels than 16 bits can index.
@@ -133,7 +134,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         return tables | {"levels": levels.float(), "decoded": decoded.float()}
 
     def _online(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Center and reach `[..., 1, tokens, 1]` of each token over all heads, and its entries that are kept apart.
+        """Center and reach `[..., 1, tokens, 1]` of each token over all heads, and its outliers.
 
         The latter are a mask `[..., tokens, heads * dim]`, or None.
         """
@@ -155,7 +156,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Codes from unrounded ranges; entries are stored apart by their distance outside the range."""
+        """Codes from unrounded ranges, and the outliers: entries outside of the range, or farthest from its center."""
         parts: Parts = {}
         levels, mask = self.table("levels", x), None
         if self.axis is Axis.per_channel:
@@ -172,8 +173,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             parts = {name: to_stored(part, torch.float16) for name, part in (("center", center), ("reach", reach))}
         if mask is not None:
             parts |= self._kept_apart(_joined(x), mask)
-        planes = pack(_codes(scaled, levels), self.bits)
-        return {f"codes.{i}": plane for i, plane in enumerate(planes)} | parts
+        return pack_parts(nearest_level(scaled, _middles(levels)), self.bits) | parts
 
     def _kept_apart(self, flat: Tensor, mask: Tensor) -> Parts:
         """Values and indices of the entries of a mask `[..., tokens, width]`, in ascending order; and how many."""
@@ -192,19 +192,18 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """`level * reach + center`, and the values kept apart in their places."""
-        planes = [parts[f"codes.{i}"] for i in range(len(plane_widths(self.bits)))]
-        codes = unpack(planes, self.bits, shape[-2])
+        """`level * reach + center`, with the outliers in their places."""
+        codes = unpack_parts(parts, self.bits, shape[-2])
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
         levels = self.table("decoded", like)
         if self.axis is Axis.per_channel:
             center, reach = self.table("center", like), self.table("reach", like)
         else:
             center, reach = parts["center"].to(dtype), parts["reach"].to(dtype)
-        out = levels.index_select(0, codes.flatten().int()).view(shape) * reach + center
+        out = looked_up(levels, codes) * reach + center
         if "outlier.index" in parts:
             index = parts["outlier.index"].squeeze(-3).long() + _INDICES // 2
-            flat = torch.nn.functional.pad(_joined(out), (0, 1))  # a further channel takes what is empty
+            flat = torch.nn.functional.pad(_joined(out), (0, 1))  # one more channel receives empty entries
             flat = flat.scatter(-1, index, parts["outlier.value"].squeeze(-3).to(dtype))[..., :-1]
             out = flat.unflatten(-1, (shape[-3], shape[-1])).transpose(-3, -2).contiguous()
         return out
@@ -224,7 +223,7 @@ class SparseCodec(Codec):
     def encode(
         self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
     ) -> Packed:
-        """As `Codec.encode`."""
+        """As `Codec.encode`, with outliers as lists."""
         tokens = x.shape[2]
         self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
         whole = tokens - tokens % block if block is not None and block < tokens else tokens
@@ -238,7 +237,7 @@ class SparseCodec(Codec):
 
     @staticmethod
     def _listed(packed: Packed) -> Packed:
-        """The packed parts with lists instead of padded rows."""
+        """The parts with lists instead of padded rows."""
         if "outlier.count" not in packed.parts:
             return packed
         parts = dict(packed.parts)
@@ -282,7 +281,7 @@ _LISTS: dict[str, Callable[[int], int]] = {
 def _normalized(values: Float[Tensor, " n"], levels: Tensor) -> Tensor:
     """Levels for decoding (Q-Norm): shifted and scaled to the mean and the deviation of the values."""
     wide = values.double()
-    rounded = levels[_codes(values, levels.float()).int()]
+    rounded = looked_up(levels, nearest_level(values, _middles(levels.float())))
     spread = rounded.std(correction=0)
     factor = wide.std(correction=0) / spread if spread > 0 else 1.0
     return (levels - rounded.mean()) * factor + wide.mean()
@@ -293,16 +292,15 @@ def _joined(x: Tensor) -> Tensor:
     return x.transpose(-3, -2).flatten(-2)
 
 
-def _codes(x: Tensor, levels: Tensor) -> Tensor:
-    """Number of the nearest of ascending levels."""
-    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for middle in (levels[1:] + levels[:-1]) / 2:
-        codes += x > middle
-    return codes
+def _middles(levels: Tensor) -> Tensor:
+    return (levels[1:] + levels[:-1]) / 2
 
 
 def quantiles(x: Float[Tensor, "*lead n"], share: float) -> tuple[Tensor, Tensor]:
-    """The quantiles `share` and `1 - share` along the last axis, interpolated linearly, `[*lead, 1]`."""
+    """The quantiles `share` and `1 - share` along the last axis, interpolated linearly, `[*lead, 1]`.
+
+    `torch.quantile` takes at most 2^24 elements, and a layer's calibration states can be more.
+    """
     ordered = x.sort(-1).values
     at = share * (x.shape[-1] - 1)
     low = int(at)

@@ -1,4 +1,4 @@
-"""Scalar codebooks for one coordinate of a random unit vector, by Lloyd's conditions on the exact density."""
+"""TurboQuant's scalar codebooks: least squared error for one coordinate of a random unit vector (Lloyd-Max)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ from typing import ClassVar
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
-from scipy import linalg, special
+from scipy import special
 from torch import Size, Tensor
 from typing_extensions import override
 
-from kvq.codecs.packing import pack, plane_widths, unpack
+from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
+from kvq.codecs.packing import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Gain, Parts, Quantizer, choice
 from kvq.errors import Unsupported
 
 MAX_BITS = 8
-_COMPARED = 8  # up to so many thresholds, a sum of comparisons beats a search
-_LLOYD_STEPS = 200  # from the first guess into the reach of Newton's method
-_NEWTON_STEPS = 20
-_ATTEMPTS = 50
-_CLOSE = 1e-13
-
-Array = NDArray[np.float64]
 
 
 def tail(t: Array, dim: int) -> Array:
@@ -45,48 +38,26 @@ def density(t: Array, dim: int) -> Array:
 def optimal_levels(bits: int, dim: int) -> Array:
     """The positive half of the least-error codebook with 2^bits levels, ascending; the other half is its mirror image.
 
-    Every level is the mean of its cell and every threshold the middle of two levels. Lloyd's iteration from the optimal
-    point density f^(1/3), then Newton's method on these conditions; cell probabilities and means are closed forms, so
-    no sum stands for an integral. `dim` >= 3.
+    Every level is the mean of its cell and every threshold the middle of two levels. Cell probabilities and means are
+    closed forms, and the solver starts from the optimal point density f^(1/3). `dim` >= 3.
 
     Source: TurboQuant (arXiv 2504.19874), section 3.1; Max 1960, Lloyd 1982.
     """
     half = 2 ** (bits - 1)
     # f^(1/3) is the density of the same family in another dimension.
-    levels = _quantile((np.arange(half) + 0.5) / half, (dim - 3) / 3 + 3)
-    for _ in range(_ATTEMPTS):
-        for _ in range(_LLOYD_STEPS):
-            mass, mean = _cells(levels, dim)
-            levels = mean / mass
-        if (solved := _newton(levels, dim)) is not None:
-            return solved
-    raise ArithmeticError(f"optimal_levels: no convergence for {bits} bits in {dim} dimensions")
+    start = _quantile((np.arange(half) + 0.5) / half, (dim - 3) / 3 + 3)
+
+    def centroids(levels: Array) -> Array:
+        mass, mean = _cells(levels, dim)
+        return mean / mass
+
+    return fixed_point(centroids, start)
 
 
 def _cells(levels: Array, dim: int) -> tuple[Array, Array]:
     """P(cell) and E[T; cell] of each positive level."""
     ends = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
     return -np.diff(tail(ends, dim)), -np.diff(partial_mean(ends, dim))
-
-
-def _newton(levels: Array, dim: int) -> Array | None:
-    """The solution near `levels`; None where Newton's method leaves the order of levels."""
-    for _ in range(_NEWTON_STEPS):
-        mass, mean = _cells(levels, dim)
-        # Moving a level by d moves the threshold on either side by d/2.
-        reach = (levels[1:] - levels[:-1]) / 4 * density((levels[1:] + levels[:-1]) / 2, dim)
-        bands = np.zeros((3, len(levels)))
-        bands[1] = 1
-        bands[1, :-1] -= reach / mass[:-1]
-        bands[1, 1:] -= reach / mass[1:]
-        bands[0, 1:], bands[2, :-1] = -reach / mass[:-1], -reach / mass[1:]
-        change = linalg.solve_banded((1, 1), bands, levels - mean / mass)
-        levels = levels - change
-        if not (np.diff(levels, prepend=0.0, append=1.0) > 0).all():
-            return None
-        if np.abs(change).max() < _CLOSE:
-            return levels
-    return None
 
 
 def _quantile(p: Array, dim: float) -> Array:
@@ -116,7 +87,7 @@ def _tables(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> tu
 
 
 class LloydMaxQuantizer(Quantizer):
-    """Rounds each coordinate of a rotated unit vector to the nearest level of the codebook of the sphere's marginal.
+    """Rounds each coordinate of a rotated unit vector to the nearest level of `optimal_levels`.
 
     Args:
         bits: bits per code, 1-8.
@@ -144,27 +115,19 @@ class LloydMaxQuantizer(Quantizer):
 
     @override
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: fewer than 3 channels, where the marginal has no peak."""
+        """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate has no peak."""
         if head_dim < 3:
             raise Unsupported(f"head_dim={head_dim}: a Lloyd-Max codebook of the sphere needs at least 3 channels")
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`codes.<plane>`: the number of thresholds below each value."""
+        """`codes.<plane>`: index of the nearest level."""
         self.check(x.shape[-1])
         _, middles = _tables(self.bits, x.shape[-1], x.dtype, x.device)
-        if len(middles) <= _COMPARED:
-            codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-            for middle in middles:
-                codes += x > middle
-        else:
-            codes = torch.bucketize(x.contiguous(), middles, out_int32=True).to(torch.uint8)
-        return {f"codes.{i}": plane for i, plane in enumerate(pack(codes, self.bits))}
+        return pack_parts(nearest_level(x, middles), self.bits)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """The levels."""
-        planes = [parts[f"codes.{i}"] for i in range(len(plane_widths(self.bits)))]
-        levels, _ = _tables(self.bits, shape[-1], dtype, planes[0].device)
-        codes = unpack(planes, self.bits, shape[-2])
-        return levels.index_select(0, codes.flatten().int()).view(shape)
+        codes = unpack_parts(parts, self.bits, shape[-2])
+        return looked_up(_tables(self.bits, shape[-1], dtype, codes.device)[0], codes)

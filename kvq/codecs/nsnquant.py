@@ -1,4 +1,4 @@
-"""Stages over the channels of a block: centering (NSNQuant's Shift) and scaling by the standard deviation."""
+"""NSNQuant's stages over the channels of a block: centering (Shift) and scaling by the standard deviation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEISZFELD_STEPS = 32
 
 
 class Center(enum.Enum):
-    """What is subtracted: the mean over tokens, or their geometric median."""
+    """The vector that is subtracted: the mean of the tokens, or their geometric median."""
 
     mean = "mean"
     median = "median"

@@ -1,15 +1,15 @@
-"""The stored form of keys or values: its bytes are counted, and attention reads what it decodes to.
+"""The stored form of keys or values: the tensors whose bytes are counted, and from which alone a codec decodes.
 
 Layout: `Packed.parts` maps a name to a tensor `[batch, heads or 1, rows, columns]` whose rows run along tokens, so
 packed blocks of one codec concatenate along rows into one contiguous tensor per layer. Names are `codes.<plane>`
 (uint8, see `kvq.codecs.packing`), `scale` and `zero_point` of a quantizer, `<stage>.<name>` for a stage's side
-information.
-`Packed.runs` says how the rows divide into blocks.
+information. `Packed.runs` says how the rows divide into blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,10 @@ class BlockRun:
     tokens: int
     count: int
     rows: dict[str, int]
+
+    def blocks(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The run's parts `[batch, heads, rows, columns]` cut into blocks, `[batch, blocks, heads, rows, columns]`."""
+        return {name: part.unflatten(2, (self.count, self.rows[name])).transpose(1, 2) for name, part in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,14 @@ class Packed:
     def tokens(self) -> int:
         """Tokens held."""
         return sum(run.tokens * run.count for run in self.runs)
+
+    def by_run(self) -> Iterator[tuple[BlockRun, dict[str, Tensor]]]:
+        """Each run and its rows of every part, as views."""
+        start = dict.fromkeys(self.parts, 0)
+        for run in self.runs:
+            rows = {name: run.rows[name] * run.count for name in start}
+            yield run, {name: part.narrow(2, start[name], rows[name]) for name, part in self.parts.items()}
+            start = {name: start[name] + rows[name] for name in start}
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +121,10 @@ class Growable:
         other = Growable.__new__(Growable)
         other._shared, other.rows = self._shared, self.rows
         return other
+
+    def select(self, index: Tensor) -> Growable:
+        """A copy of the rows for the entries `index` of the first axis."""
+        return Growable(self.view.index_select(0, index.to(self.view.device)))
 
 
 class PackedStore:

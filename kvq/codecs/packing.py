@@ -7,6 +7,8 @@ therefore concatenate along tokens, and unpacking is a shift and a mask over con
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Integer, UInt8
 from torch import Tensor
@@ -56,6 +58,19 @@ def unpack(planes: list[Tensor], bits: int, tokens: int) -> Integer[Tensor, "*le
         shift += width
     assert codes is not None
     return codes
+
+
+def pack_parts(codes: Tensor, bits: int, name: str = "codes") -> dict[str, Tensor]:
+    """Stored parts `<name>.<plane>` of whole numbers in `[0, 2**bits)` of any dtype, `[..., tokens, cols]`."""
+    planes = pack(codes.to(torch.uint8 if bits <= 8 else torch.int32), bits)
+    return {f"{name}.{index}": plane for index, plane in enumerate(planes)}
+
+
+def unpack_parts(
+    parts: Mapping[str, Tensor], bits: int, tokens: int, name: str = "codes"
+) -> Integer[Tensor, "*lead tokens cols"]:
+    """Inverse of `pack_parts`, as `unpack`."""
+    return unpack([parts[f"{name}.{index}"] for index in range(len(plane_widths(bits)))], bits, tokens)
 
 
 def _pack_plane(codes: Tensor, width: int) -> Tensor:

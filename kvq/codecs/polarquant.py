@@ -1,4 +1,4 @@
-"""PolarQuant: vectors as a radius and angles, whose distributions are known after a random rotation."""
+"""PolarQuant: a vector as a radius and angles, whose distributions are known after a random rotation."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from typing import ClassVar
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from torch import Size, Tensor
 from typing_extensions import override
 
-from kvq.codecs.packing import pack, plane_widths, unpack
+from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
+from kvq.codecs.packing import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.errors import ConfigError, Unsupported
 
 MAX_BITS = 8
-_STEPS = 20_000  # of Lloyd's iteration, which gains a constant factor a step
-_CLOSE = 1e-15
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
-
-Array = NDArray[np.float64]
 
 
 @lru_cache(maxsize=64)
@@ -31,25 +27,24 @@ def angle_levels(bits: int, level: int) -> tuple[float, ...]:
     """The 2^bits angles, in radians and ascending, of least squared error at a level of the transform.
 
     Level 1 holds the angle of two coordinates, uniform on [0, 2π): the middles of equal arcs. Level l >= 2 holds the
-    angle of two radii of 2^(l-1) Gaussian coordinates each, on [0, π/2] with density ∝ sin^(2^(l-1) - 1)(2θ): Lloyd's
-    conditions, cell by cell by Gauss-Legendre quadrature.
+    angle of two radii of 2^(l-1) Gaussian coordinates each, on [0, π/2] with density ∝ sin^(2^(l-1) - 1)(2θ); means of
+    cells by Gauss-Legendre quadrature.
 
     Source: PolarQuant (arXiv 2502.02617), Lemma 2 and section 4.1.
     """
     count = 2**bits
     if level == 1:
         return tuple((np.arange(count) + 0.5) * 2 * math.pi / count)
-    levels: Array = (np.arange(count) + 0.5) * math.pi / 2 / count
-    for _ in range(_STEPS):
+
+    def centroids(levels: Array) -> Array:
         ends = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [math.pi / 2]])
         half = np.diff(ends)[:, None] / 2
         at = ends[:-1, None] + half * (1 + _NODES)
         weight = np.sin(2 * at) ** (2 ** (level - 1) - 1) * _WEIGHTS
-        moved = (at * weight).sum(-1) / weight.sum(-1)
-        if np.abs(moved - levels).max() < _CLOSE:
-            return tuple(moved)
-        levels = moved
-    return tuple(levels)
+        means: Array = (at * weight).sum(-1) / weight.sum(-1)
+        return means
+
+    return tuple(fixed_point(centroids, (np.arange(count) + 0.5) * math.pi / 2 / count))
 
 
 @lru_cache(maxsize=64)
@@ -70,7 +65,7 @@ class PolarQuantizer(Quantizer):
         angle_bits: bits of the angles of each of the L levels. 4/2/2/2 is 62 bits for 16 channels, radius included.
 
     Stores `codes.<level>.<plane>` (`[..., heads, tokens, head_dim / 2^level]` angles) and `radius`
-    `[..., heads, tokens, head_dim / 2^L]` in fp16. Expects vectors of random direction (a rotation in front).
+    `[..., heads, tokens, head_dim / 2^L]` in fp16. Expects vectors of random direction (a rotation before it).
 
     Raises:
         ConfigError: no level, or angles of other than 1 to 8 bits.
@@ -112,19 +107,17 @@ class PolarQuantizer(Quantizer):
             if level == 1:
                 angle = torch.where(angle < 0, angle + 2 * math.pi, angle)
             middles = _table(bits, level, x.dtype, x.device)[1]
-            codes = torch.bucketize(angle.contiguous(), middles, out_int32=True).to(torch.uint8)
-            parts |= {f"codes.{level}.{i}": plane for i, plane in enumerate(pack(codes, bits))}
+            parts |= pack_parts(nearest_level(angle, middles), bits, f"codes.{level}")
             radius = torch.hypot(first, second)
         return parts | {"radius": to_stored(radius, torch.float16)}
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """From the last level to the first: each radius splits into two by the cosine and sine of its angle."""
+        """From the last level to the first, each radius times the cosine and the sine of its angle."""
         radius = parts["radius"].to(dtype)
         for level in range(len(self.angle_bits), 0, -1):
             bits = self.angle_bits[level - 1]
-            planes = [parts[f"codes.{level}.{i}"] for i in range(len(plane_widths(bits)))]
-            codes = unpack(planes, bits, shape[-2])
-            turned = _table(bits, level, dtype, codes.device)[2].index_select(0, codes.flatten().int())
-            radius = (radius.unsqueeze(-1) * turned.view(*codes.shape, 2)).flatten(-2)
+            codes = unpack_parts(parts, bits, shape[-2], f"codes.{level}")
+            turned = looked_up(_table(bits, level, dtype, codes.device)[2], codes)
+            radius = (radius.unsqueeze(-1) * turned).flatten(-2)
         return radius

@@ -1,4 +1,4 @@
-"""QJL: keys as signs of a random sketch, from which inner products with any query are estimated without bias."""
+"""QJL: keys as signs of a random sketch, an unbiased estimate of their inner product with any query."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvq.codecs.packing import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
 from kvq.codecs.stages import per_block, rotation
 from kvq.codecs.turboquant import Sketch, sketch_constant
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, at_least
 
 
 class SketchQuantizer(Quantizer):
@@ -26,13 +26,13 @@ class SketchQuantizer(Quantizer):
 
     Args:
         ratio: sketch coordinates m per channel; QJL has 256, in early layers 512, for 128 channels.
-        outliers: channels of most energy per head and group of tokens, with a sketch of their own; 0 = none.
+        outliers: channels with the largest sums of squares per head and group of tokens, sketched separately; 0 = none.
         outlier_ratio: coordinates of their sketch per channel of the whole head; QJL has 256, in early layers 128.
-        shared_rows: the outliers' sketch is the first rows of the common one; else it is a draw of its own.
+        shared_rows: the outliers' sketch is the first rows of the common one; else it is drawn separately.
         group_size: tokens that share a choice of outlier channels (None: the whole block); a short last group chooses
             for itself.
         sketch: `orthogonal` (as released): blocks of D orthogonal rows of length √D; or `gaussian` (the definition).
-        seed: of S; the method's own, never a data seed.
+        seed: seed of S, independent of data seeds.
 
     Stores `signs`, `norm` (of the whole key, fp16), and with outliers `outlier_signs`, `outlier_norm` (fp16) and
     `channels` (one byte per outlier channel and group); the norm of the other channels follows from the two. Relative
@@ -61,10 +61,9 @@ class SketchQuantizer(Quantizer):
             ("ratio", ratio, 1),
             ("outliers", outliers, 0),
             ("outlier_ratio", outlier_ratio, 1),
-            ("group_size", 1 if group_size is None else group_size, 1),
+            ("group_size", group_size, 1),
         ):
-            if given < least:
-                raise ConfigError(f"{setting}={given}: at least {least}")
+            at_least(setting, given, least)
         if shared_rows and outliers and outlier_ratio > ratio:
             raise ConfigError(f"outlier_ratio={outlier_ratio}: at most ratio ({ratio}) where shared_rows=true")
         self.ratio, self.outliers, self.outlier_ratio, self.seed = ratio, outliers, outlier_ratio, seed
@@ -92,14 +91,14 @@ class SketchQuantizer(Quantizer):
         return tall_sketch(self.sketch, self.outlier_ratio, dim, 2 * self.seed + 1, dtype, like.device)
 
     def _signs(self, x: Tensor, outlier: bool) -> Tensor:
-        """Packed signs; 1 is a negative coordinate."""
-        negative = per_tall(x, self._matrix(x.shape[-1], x, x.dtype, outlier).mT) < 0
+        """Packed signs of the sketch coordinates; 1: negative."""
+        negative = per_block(x, self._matrix(x.shape[-1], x, x.dtype, outlier).mT) < 0
         return pack(negative.to(torch.uint8), 1)[0]
 
     def _restored(self, signs: Tensor, norm: Tensor, shape: Size, dtype: torch.dtype, outlier: bool) -> Tensor:
         matrix = self._matrix(shape[-1], signs, dtype, outlier)
         plus_minus = unpack([signs], 1, shape[-2]).to(dtype).mul_(-2).add_(1)
-        return per_tall(plus_minus, matrix) * norm / (matrix.shape[0] * sketch_constant(self.sketch, shape[-1]))
+        return per_block(plus_minus, matrix) * norm / (matrix.shape[0] * sketch_constant(self.sketch, shape[-1]))
 
     def _mask(self, channels: Tensor, shape: Size) -> Tensor:
         """1 at the outlier channels of every token."""
@@ -109,7 +108,7 @@ class SketchQuantizer(Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Signs of both groups of channels, norms of the keys and of their outliers, and which are the outliers."""
+        """Signs of both groups of channels, norms of the keys and of their outliers, and the outlier channels."""
         self.check(x.shape[-1])
         norm = _norm(x)
         if not self.outliers:
@@ -137,14 +136,6 @@ class SketchQuantizer(Quantizer):
 
 def _norm(x: Tensor) -> Tensor:
     return to_stored(torch.linalg.vector_norm(x, dim=-1, keepdim=True), torch.float16)
-
-
-def per_tall(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x @ matrix` for any shape of matrix, one product per block: see `per_block`."""
-    if matrix.shape[0] == matrix.shape[1]:
-        return per_block(x, matrix)
-    flat = x.reshape(-1, *x.shape[-2:])
-    return torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1)).view(*x.shape[:-1], matrix.shape[1])
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.packing import MAX_BITS, pack, plane_widths, unpack
+from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
 from kvq.errors import ConfigError, Unsupported, did_you_mean
 
 Parts = dict[str, Tensor]
@@ -28,7 +28,7 @@ class Axis(enum.Enum):
 
 
 class ZeroPoint(enum.Enum):
-    """How the asymmetric offset is kept: the group's minimum (KIVI, nsn), or a rounded integer (QuaRot, OScaR)."""
+    """The offset of an asymmetric grid: the group's minimum (KIVI, nsn), or a rounded integer (QuaRot, OScaR)."""
 
     float = "float"
     integer = "integer"
@@ -88,7 +88,7 @@ class Quantizer(abc.ABC):
 
 
 class Passthrough(Quantizer):
-    """Stores values unchanged: the identity canary of every task."""
+    """Stores values unchanged. Under it every task must score exactly as in full precision."""
 
     version: ClassVar[int] = 1
 
@@ -104,7 +104,7 @@ class Passthrough(Quantizer):
 
 
 class Zero(Quantizer):
-    """Stores nothing and decodes to zeros: the canary that must ruin every score."""
+    """Stores nothing and decodes to zeros. Under it no task may score as in full precision."""
 
     version: ClassVar[int] = 1
 
@@ -181,7 +181,7 @@ class UniformQuantizer(Quantizer):
         size = min(self.group_size or length, length)
         short = -length % size
         if short:
-            x = torch.cat([x, x.narrow(dim, length - 1, 1).expand(*_repeat(x, dim, short))], dim)
+            x = torch.cat([x, x.narrow(dim, length - 1, 1).repeat_interleave(short, dim)], dim)
         return x.unflatten(dim, (-1, size))
 
     def _per_element(self, stat: Tensor) -> Tensor:
@@ -196,13 +196,11 @@ class UniformQuantizer(Quantizer):
         """Codes (`codes.<plane>`), `scale` and, when asymmetric, `zero_point`, in fp16 (integer zero points: int16)."""
         groups = self._grouped(x)
         stats, codes = self._symmetric(groups) if self.symmetric else self._asymmetric(groups)
-        codes = codes.to(torch.uint8 if self.bits <= 8 else torch.int32)
-        planes = pack(self._ungroup(codes, x.shape[self._dim]), self.bits)
-        return {f"codes.{i}": plane for i, plane in enumerate(planes)} | stats
+        return pack_parts(self._ungroup(codes, x.shape[self._dim]), self.bits) | stats
 
     @property
     def _divisor(self) -> int:
-        """What the range of an asymmetric group is divided by to have its scale."""
+        """The scale of an asymmetric group is its range over this number of steps."""
         return 2**self.bits - 1
 
     @staticmethod
@@ -226,7 +224,7 @@ class UniformQuantizer(Quantizer):
             codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
             offset = to_stored(low.squeeze(self._dim), torch.float16)
         else:
-            scale = _scale_for_integer_zero(scale, low)
+            scale = scale_for_integer_zero(scale, low)
             zero = low.neg().div_(scale).round_()
             codes = self._rounded(groups, scale).add_(zero).clamp_(0, top)
             offset = zero.squeeze(self._dim).to(torch.int16)
@@ -235,9 +233,7 @@ class UniformQuantizer(Quantizer):
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * code + lo`, or `scale * (code - zero)`, from the stored statistics."""
-        planes = [parts[f"codes.{i}"] for i in range(len(plane_widths(self.bits)))]
-        values = unpack(planes, self.bits, shape[-2]).to(dtype)
-        groups = self._grouped(values)
+        groups = self._grouped(unpack_parts(parts, self.bits, shape[-2]).to(dtype))
         scale = self._per_element(parts["scale"].to(dtype))
         if self.symmetric:
             out = groups.sub(2 ** (self.bits - 1) - 1).mul_(scale)
@@ -248,16 +244,10 @@ class UniformQuantizer(Quantizer):
         return self._ungroup(out, shape[self._dim])
 
 
-def _scale_for_integer_zero(scale: Tensor, low: Tensor) -> Tensor:
+def scale_for_integer_zero(scale: Tensor, low: Tensor) -> Tensor:
     """Enlarge the scale of groups so narrow (or constant) that `low / scale` does not fit 16 bits.
 
     Their scale becomes a power of two, which fp16 stores exactly; a large zero point would multiply a rounding error.
     """
     least = low.abs() / _INT16_MAX
     return torch.where(scale < least, torch.exp2(torch.log2(least).ceil()), scale).clamp_min(_FP16_TINY)
-
-
-def _repeat(x: Tensor, dim: int, count: int) -> list[int]:
-    sizes = [-1] * x.ndim
-    sizes[dim] = count
-    return sizes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
@@ -37,6 +37,14 @@ class Rope:
     def narrow(self, start: int, length: int) -> Rope:
         """The rotations of `length` tokens from `start` on."""
         return replace(self, cos=self.cos.narrow(1, start, length), sin=self.sin.narrow(1, start, length))
+
+    def at(self, positions: Int[Tensor, " chosen"]) -> Rope:
+        """The rotations of the tokens at `positions`."""
+        return replace(self, cos=self.cos[:, positions], sin=self.sin[:, positions])
+
+    def to(self, device: torch.device | str) -> Rope:
+        """The same on another device."""
+        return replace(self, cos=self.cos.to(device), sin=self.sin.to(device))
 
     def blocks(self, length: int, number: int) -> Rope:
         """The rotations cut into blocks: `[batch or 1, number, 1, length, pairs]`, from `number * length` tokens."""

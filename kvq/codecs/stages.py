@@ -25,7 +25,7 @@ Side = dict[str, Tensor]
 
 
 class Scope(enum.Enum):
-    """What a token's norm covers: each head apart, or all heads of the token."""
+    """The channels that a token's norm covers: those of each head, or those of all heads together."""
 
     head = "head"
     token = "token"
@@ -84,10 +84,12 @@ class _Rotation(Stage):
         return per_block(y, self.matrix(y.shape[-1], y).mT)
 
 
-def per_block(x: Tensor, matrix: Tensor) -> Tensor:
+def per_block(
+    x: Float[Tensor, "*lead tokens dim"], matrix: Float[Tensor, "dim columns"]
+) -> Float[Tensor, "*lead tokens columns"]:
     """`x @ matrix`, one product per block, so that a block's bits do not depend on how many blocks are decoded."""
     flat = x.reshape(-1, *x.shape[-2:])
-    return torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1)).view(x.shape)
+    return torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1)).view(*x.shape[:-1], matrix.shape[1])
 
 
 class Hadamard(_Rotation):
@@ -111,7 +113,7 @@ class Hadamard(_Rotation):
 
 
 class RandomizedHadamard(Hadamard):
-    """A fixed random sign per channel, then `Hadamard` (RHT). `seed` is the method's own, never a data seed."""
+    """A fixed random sign per channel, then `Hadamard` (RHT). `seed` is independent of data seeds."""
 
     version: ClassVar[int] = 1
 
@@ -153,6 +155,7 @@ def _randomized_hadamard(dim: int, seed: int, dtype: torch.dtype, device: torch.
 def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim dim"]:
     """A Haar-distributed rotation with determinant +1."""
     generator = torch.Generator().manual_seed(seed)
+    # `torch.nn.init.orthogonal_` gives the same matrix in row-major order, which moves the last bit of products.
     q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
     q = q * torch.sign(torch.diagonal(r))
     if torch.linalg.det(q) < 0:

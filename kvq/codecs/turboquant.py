@@ -1,4 +1,4 @@
-"""TurboQuant's inner-product form, and its two instances over a split of the channels."""
+"""TurboQuant's inner-product form, and its two quantizers over a split of the channels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from kvq.codecs.codec import Codec
 from kvq.codecs.lloyd_max import MAX_BITS, LloydMaxQuantizer
 from kvq.codecs.packing import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
+from kvq.codecs.split import Split
 from kvq.codecs.stages import per_block, rotation
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import Unsupported, at_least
 
 
 class Sketch(enum.Enum):
@@ -34,9 +35,9 @@ class InnerProductQuantizer(Quantizer):
     of S, <q, x̂> is an unbiased estimate of <q, x>; for one S, keys that share a mean share an error.
 
     Args:
-        bits: in all, 2-8: b-1 for the codes, 1 for the signs.
+        bits: bits per element, 2-8: b-1 for the codes, 1 for the signs.
         sketch: `gaussian`, or `orthogonal` rows of length √D.
-        seed: of S; the method's own, never a data seed nor that of a rotation in front.
+        seed: seed of S, independent of data seeds and of the seed of a rotation before it.
 
     Stores `codes.<plane>`, `signs` (one bit per coordinate) and `rest` (|r|, fp16). No gain: that would bias it.
 
@@ -99,11 +100,11 @@ def sketch_constant(sketch: Sketch, dim: int) -> float:
     return math.sqrt(dim / math.pi) * math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2))
 
 
-class ChannelSplit(Quantizer):
+class ChannelSplit(Split):
     """Two codecs: one for the outlier channels of a block, one for the others.
 
-    Outliers are the `outliers` channels of most energy, chosen per head and block; the choice is stored as one bit per
-    channel (`mask`) and counted. Parts of the two codecs are `high.<name>` and `low.<name>`.
+    Outliers are the `outliers` channels with the largest sums of squares, chosen per head and block. The choice takes
+    one bit per channel (`mask`), which is stored and counted.
 
     Args:
         outliers: channels per head in the first group.
@@ -119,12 +120,12 @@ class ChannelSplit(Quantizer):
 
     version: ClassVar[int] = 1
 
+    axis = -1
+
     def __init__(self, outliers: int, high: Codec, low: Codec) -> None:
-        if outliers < 1:
-            raise ConfigError(f"outliers={outliers}: at least 1 channel")
-        if high.uses_rope or low.uses_rope:
-            raise Unsupported("a split codec works on single channels: put undo_rope and apply_rope around the split")
-        self.outliers, self.high, self.low = outliers, high, low
+        at_least("outliers", outliers, 1)
+        super().__init__(high, low)
+        self.outliers = outliers
         self.bits = low.quantizer.bits if hasattr(low.quantizer, "bits") else None
 
     @override
@@ -132,7 +133,7 @@ class ChannelSplit(Quantizer):
         """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
         if self.outliers >= head_dim:
             raise Unsupported(f"outliers={self.outliers}: head_dim={head_dim} leaves no other channels")
-        for name, codec, channels in (("high", self.high, self.outliers), ("low", self.low, head_dim - self.outliers)):
+        for name, codec, _, channels in self._groups(self.outliers, head_dim):
             try:
                 codec.check(channels)
             except Unsupported as error:
@@ -143,28 +144,9 @@ class ChannelSplit(Quantizer):
         """`mask` `[..., heads, 1, ceil(dim / 8)]` and the parts of both codecs."""
         chosen = x.square().sum(-2, keepdim=True).topk(self.outliers, -1).indices
         mask = torch.zeros_like(x[..., :1, :], dtype=torch.uint8).scatter_(-1, chosen, 1)
-        order = _order(mask)
-        sorted_ = x.gather(-1, order.expand(x.shape))
-        parts = {"mask": pack(mask.mT, 1)[0].mT}
-        for name, codec, piece in self._pieces(sorted_):
-            parts |= {f"{name}.{key}": part for key, part in codec.encode_block(piece).items()}
-        return parts
-
-    def _pieces(self, x: Tensor) -> list[tuple[str, Codec, Tensor]]:
-        return [("high", self.high, x[..., : self.outliers]), ("low", self.low, x[..., self.outliers :])]
+        return {"mask": pack(mask.mT, 1)[0].mT} | self._encode_groups(x, mask, self.outliers)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """Both groups, every channel back in its place."""
-        mask = unpack([parts["mask"].mT], 1, shape[-1]).mT
-        out = []
-        for name, codec, channels in (("high", self.high, self.outliers), ("low", self.low, shape[-1] - self.outliers)):
-            own = {key.removeprefix(f"{name}."): part for key, part in parts.items() if key.startswith(f"{name}.")}
-            out.append(codec.decode_block(own, Size((*shape[:-1], channels)), dtype))
-        order = _order(mask).expand(shape)
-        return torch.empty(shape, dtype=dtype, device=mask.device).scatter_(-1, order, torch.cat(out, -1))
-
-
-def _order(mask: Tensor) -> Tensor:
-    """Channel indices: those of the mask, ascending, then the others, ascending."""
-    return mask.argsort(dim=-1, descending=True, stable=True)
+        """Both groups of channels, each channel in its own place."""
+        return self._decode_groups(parts, unpack([parts["mask"].mT], 1, shape[-1]).mT, self.outliers, shape, dtype)

@@ -1,4 +1,4 @@
-"""Two codecs over a split of a block's tokens (salient and other), and ZipCache's scale per channel."""
+"""ZipCache: two codecs over a split of a block's tokens (salient and other), and a scale per channel."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from typing_extensions import override
 
 from kvq.codecs.codec import Codec
 from kvq.codecs.packing import pack, unpack
-from kvq.codecs.quantizers import Parts, Quantizer
+from kvq.codecs.quantizers import Parts
 from kvq.codecs.rope import Rope
+from kvq.codecs.split import Split
 from kvq.codecs.stages import Side, Stage
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError
 
 
-class TokenSplit(Quantizer):
+class TokenSplit(Split):
     """One codec for the salient tokens of a block, another for the others; the split is stored as one bit per token.
 
-    A policy chooses the salient tokens (`PlannedCodec.planned`). Without one, as where a codec is applied to a tensor
-    alone, they are spread evenly over the block. Parts are `high.<name>`, `low.<name>` and `mask`.
+    A policy chooses the salient tokens (`PlannedCodec.planned`). Where a codec is applied to a tensor alone there is no
+    policy, and they are spread evenly over the block.
 
     Args:
         share: fraction of a block's tokens that are salient, rounded to whole tokens.
@@ -41,14 +42,15 @@ class TokenSplit(Quantizer):
 
     version: ClassVar[int] = 1
 
+    axis = -2
+
     def __init__(self, share: float | int, high: Codec, low: Codec, per_head: bool = False) -> None:
         if not 0 <= share <= 1:
             raise ConfigError(f"share={share}: of the tokens, 0 to 1")
-        if high.uses_rope or low.uses_rope:
-            raise Unsupported("a split over tokens: put undo_rope and apply_rope around it")
-        self.share, self.high, self.low, self.per_head = share, high, low, per_head
+        super().__init__(high, low)
+        self.share, self.per_head = share, per_head
         self.mask: Bool[Tensor, "*lead masks tokens"] | None = None
-        """What a plan says of the blocks being encoded."""
+        """The salient tokens of the blocks that are being encoded, from a policy; None: there is none."""
 
     @override
     def check(self, head_dim: int) -> None:
@@ -71,38 +73,17 @@ class TokenSplit(Quantizer):
         mask[torch.arange(count, device=x.device) * tokens // max(count, 1)] = True
         return mask.expand(*x.shape[:-3], x.shape[-3] if self.per_head else 1, tokens)
 
-    def _sizes(self, tokens: int) -> list[tuple[str, Codec, int, int]]:
-        count = self.count(tokens)
-        return [("high", self.high, 0, count), ("low", self.low, count, tokens - count)]
-
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`mask` `[..., heads or 1, ceil(tokens / 8), 1]` and the parts of both codecs."""
         mask = (self._spread(x) if self.mask is None else self.mask).unsqueeze(-1)
-        sorted_ = x.gather(-2, _order(mask).expand(x.shape))
-        parts = {"mask": pack(mask.to(torch.uint8), 1)[0]}
-        for name, codec, start, length in self._sizes(x.shape[-2]):
-            # An empty group gets the usual parts with zero rows, so that blocks concatenate.
-            found = codec.encode_block(sorted_.narrow(-2, min(start, x.shape[-2] - 1), max(length, 1)))
-            parts |= {f"{name}.{key}": part if length else part[..., :0, :] for key, part in found.items()}
-        return parts
+        return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_groups(x, mask, self.count(x.shape[-2]))
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """Both groups, every token back in its place."""
+        """Both groups of tokens, each token in its own place."""
         mask = unpack([parts["mask"]], 1, shape[-2])
-        out = []
-        for name, codec, _, length in self._sizes(shape[-2]):
-            own = {key.removeprefix(f"{name}."): part for key, part in parts.items() if key.startswith(f"{name}.")}
-            if length:
-                out.append(codec.decode_block(own, Size((*shape[:-2], length, shape[-1])), dtype))
-        order = _order(mask).expand(shape)
-        return torch.empty(shape, dtype=dtype, device=mask.device).scatter_(-2, order, torch.cat(out, -2))
-
-
-def _order(mask: Tensor) -> Tensor:
-    """Token indices `[..., tokens, 1]`: those of the mask, ascending, then the others, ascending."""
-    return mask.to(torch.uint8).sort(dim=-2, descending=True, stable=True).indices
+        return self._decode_groups(parts, mask, self.count(shape[-2]), shape, dtype)
 
 
 class PlannedCodec(Codec):

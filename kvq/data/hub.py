@@ -10,16 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from kvq.errors import first_line
+from kvq.errors import DataError, first_line
 
 PATIENCE = 3.0
 """Seconds that the hub has to answer."""
 STANDS = 60.0
-"""Seconds until a hub that did not answer is asked again, so that a long sweep survives a short outage."""
+"""Seconds until a hub that did not answer is tried again, so that a long sweep survives a short outage."""
 UNREACHABLE = "not in the local hub cache, and the hub cannot be reached"
 _silent_until: dict[str, float] = {}
 _answered: set[str] = set()
@@ -42,6 +43,32 @@ def answers() -> bool:
         return False
     _answered.add(where)
     return True
+
+
+def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, **named: Any) -> Any:
+    """A split of a data set of the hub, a `datasets.Dataset`, or its local copy where the hub does not answer.
+
+    Args:
+        setting: begins an error's line, such as `dataset=c4`.
+        local: describes the values that `dataset.path=` takes in place of the hub.
+        hub_id: None: the configuration names no data set.
+        given, named: further arguments of `datasets.load_dataset`.
+
+    Raises:
+        DataError: no `hub_id`, or rows that cannot be downloaded.
+    """
+    if hub_id is None:
+        raise DataError(f"{setting}: set dataset.path= (a local copy) or dataset.hub_id=")
+    from datasets import load_dataset
+
+    try:
+        with asked():
+            return load_dataset(hub_id, *given, **named)
+    # The hub's client raises errors of several libraries; all mean that the rows cannot be downloaded.
+    except Exception as error:
+        raise DataError(
+            f"{setting}: cannot load {hub_id} from the hub ({reason(error)}); dataset.path= takes {local}"
+        ) from error
 
 
 def holds(name: str, revision: str | None) -> bool:

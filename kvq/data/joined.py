@@ -1,4 +1,4 @@
-"""The text of a data set that is read as one stream, and what names it; torch is not imported."""
+"""The text of a data set as one string, and its fingerprint; torch is not imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def joined_text(config: DatasetConfig) -> str:
     """Documents of an embedded corpus in the order of their hashes, or all rows, joined by `separator`.
 
     Raises:
-        DataError: nothing to read.
+        DataError: as `read_rows`.
     """
     if str(config.loader) == "embedded":
         return config.separator.join(_by_hash(load_corpus(config.name, config.split or "test").documents))

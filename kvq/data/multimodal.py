@@ -6,7 +6,6 @@ Rows come from the hub, or from a local jsonl, json or parquet file whose media 
 from __future__ import annotations
 
 import io
-import json
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.data import hub
+from kvq.data.rows import json_records
 from kvq.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 _SPACES = "HME100k"
-"""Formulae, which OCRBench compares without spaces."""
+"""The source of formulae, which OCRBench compares without spaces."""
 
 
 @dataclass(frozen=True)
 class MediaItem:
-    """A question about one image or recording. `kind`: the category that scores are split by.
+    """A question about one image or recording.
 
-    `media`: its bytes. `choices`: what may be answered; empty where the answer is free text.
+    Attributes:
+        kind: the category by which scores are split.
+        media: bytes of the image or recording.
+        choices: the allowed answers; empty where the answer is free text.
     """
 
     name: str
@@ -59,8 +62,8 @@ def ocrbench_score(source: str, answers: Sequence[str], text: str) -> float:
 def choice_score(answer: str, choices: Sequence[str], text: str) -> float:
     """1 if the text is exactly the right choice: its words, its letter, or both ("B", "(b)", "B. rain"), else 0.
 
-    Case, surrounding space and a last full stop do not count. MMAU-Pro's open-ended questions are judged by models and
-    embeddings, which is outside of kvq.
+    Case, surrounding space and a last full stop do not count. MMAU-Pro's open-ended questions, whose answers a model
+    judges, are skipped.
     """
 
     def plain(given: str) -> str:
@@ -132,7 +135,7 @@ def _item(
 
 
 def _media(given: Any, folder: Path | None) -> bytes:
-    """Bytes of an image or recording: as they are, of a file, of a hub row, or of a picture that was decoded."""
+    """Bytes of an image or recording, given as bytes, path, hub row or decoded picture (as PNG)."""
     if isinstance(given, Mapping):
         given = given.get("bytes") or given.get("path")
     if isinstance(given, bytes):
@@ -153,7 +156,7 @@ def _rows(dataset: DatasetConfig) -> list[tuple[Row, Path | None]]:
     if dataset.path is None:
         return [(row, None) for row in _hub_rows(dataset)]
     path = Path(dataset.path).expanduser()
-    readers = {".jsonl": _json_lines, ".json": _json_array, ".parquet": _parquet}
+    readers = {".jsonl": json_records, ".json": json_records, ".parquet": _parquet}
     if not path.is_file():
         raise DataError(f"dataset.path={dataset.path}: no such file; {', '.join(readers)} are read")
     if path.suffix not in readers:
@@ -162,19 +165,11 @@ def _rows(dataset: DatasetConfig) -> list[tuple[Row, Path | None]]:
         )
     try:
         rows = readers[path.suffix](path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"dataset.path={path}: cannot be read: {' '.join(str(error).split())}") from error
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise DataError(f"dataset.path={path}: one or more objects with a question, an answer and an image")
     return [(row, path.parent) for row in rows]
-
-
-def _json_lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-
-
-def _json_array(path: Path) -> list[Any]:
-    return list(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _parquet(path: Path) -> list[Any]:
@@ -184,16 +179,5 @@ def _parquet(path: Path) -> list[Any]:
 
 
 def _hub_rows(dataset: DatasetConfig) -> list[Any]:
-    if dataset.hub_id is None:
-        raise DataError(f"dataset={dataset.name}: set dataset.path= (a local copy) or dataset.hub_id=")
-    from datasets import load_dataset
-
-    try:
-        with hub.asked():
-            return list(load_dataset(dataset.hub_id, dataset.hub_config, split=dataset.split or "test"))
-    # The hub's client raises errors of several libraries; all mean that the items cannot be downloaded.
-    except Exception as error:
-        raise DataError(
-            f"dataset={dataset.name}: cannot load {dataset.hub_id} from the hub ({hub.reason(error)}); dataset.path= "
-            "takes a local copy (jsonl, json or parquet)"
-        ) from error
+    local, split = "a local copy (jsonl, json or parquet)", dataset.split or "test"
+    return list(hub.load_rows(f"dataset={dataset.name}", local, dataset.hub_id, dataset.hub_config, split=split))

@@ -40,7 +40,7 @@ def read_rows(config: DatasetConfig) -> tuple[str, ...]:
 
 
 def source_of(config: DatasetConfig) -> str | None:
-    """What `dataset.path` is, for the record ("saved dataset", "12 .txt files"); None without one that can be read."""
+    """Describe `dataset.path` for the record ("saved dataset", "12 .txt files"); None: it cannot be read."""
     path = None if config.path is None else Path(config.path).expanduser()
     if path is None or not path.exists():
         return None
@@ -63,7 +63,7 @@ def _files(folder: Path) -> list[Path]:
     """The files of a folder that can be read, in the order of their names, without hidden ones.
 
     Raises:
-        DataError: none, or of several kinds: a folder that holds more than a text is not scored by mistake.
+        DataError: no such files, or files of several kinds, so that a folder that holds more than a text is not scored.
     """
     inside = (file for file in folder.rglob("*") if not any(p.startswith(".") for p in file.relative_to(folder).parts))
     files = sorted(file for file in inside if _kind(file) in _READERS and file.is_file())
@@ -79,21 +79,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _hub_rows(config: DatasetConfig) -> tuple[str, ...]:
-    if config.hub_id is None:
-        raise DataError(f"dataset={config.name}: set dataset.path= (a local copy) or dataset.hub_id=")
-    from datasets import load_dataset
-
-    try:
-        split = config.split or "test"
-        with hub.asked():
-            rows = load_dataset(config.hub_id, config.hub_config, data_files=config.data_files, split=split)
-    # The hub's client raises errors of several libraries; all mean that the rows cannot be downloaded.
-    except Exception as error:
-        raise DataError(
-            f"dataset={config.name}: cannot load {config.hub_id} from the hub ({hub.reason(error)}); "
-            "dataset.path= takes a local copy (jsonl, parquet, text or a saved dataset)"
-        ) from error
-    return _column(rows, config.text_field, config.hub_id)
+    local = "a local copy (jsonl, parquet, text or a saved dataset)"
+    given = {"data_files": config.data_files, "split": config.split or "test"}
+    rows = hub.load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **given)
+    return _column(rows, config.text_field, str(config.hub_id))
 
 
 def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
@@ -129,14 +118,25 @@ def _text(path: Path, _field: str) -> tuple[str, ...]:
 
 
 def _json(path: Path, field: str) -> tuple[str, ...]:
-    """An array of records, or one record to a line."""
+    return tuple(_text_of(record, field, path) for record in json_records(path))
+
+
+def json_records(path: Path) -> list[Any]:
+    """The records of a file: an array of them, or one to a line.
+
+    Not by `datasets.load_dataset`, which is slower, copies a file into a cache in the home folder, and turns text that
+    reads like a date into a date (docs/architecture.md, Libraries).
+
+    Raises:
+        OSError, ValueError, EOFError, zlib.error, RecursionError: a file that cannot be read, or is not JSON.
+    """
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     lines = [text] if text.lstrip().startswith("[") else filter(str.strip, text.split("\n"))
     records = [json.loads(line) for line in lines]
     if records and isinstance(records[0], list):
-        records = records[0]
-    return tuple(_text_of(record, field, path) for record in records)
+        return list(records[0])
+    return records
 
 
 def _parquet(path: Path, field: str) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ _READERS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
 
 
 def _kind(path: Path) -> str:
-    """The suffix that decides how to read; only json is read compressed."""
+    """The suffix that chooses the reader; only json is read compressed."""
     inner = Path(path.stem).suffix
     return inner if path.suffix == ".gz" and inner in (".json", ".jsonl") else path.suffix
 
@@ -172,7 +172,7 @@ def _kinds() -> str:
 
 
 def _column(table: Any, field: str, where: str) -> tuple[str, ...]:
-    """The field's values in a `datasets.Dataset` or a `pyarrow.Table`."""
+    """The values of a field of a `datasets.Dataset` or a `pyarrow.Table`."""
     _check_field(table.column_names, field, where)
     values = table[field]
     texts = values.to_pylist() if hasattr(values, "to_pylist") else list(values)

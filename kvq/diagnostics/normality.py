@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import Hadamard, VectorQuantizer
+from kvq.codecs import Hadamard, TokenNorm, VectorQuantizer
 from kvq.codecs.codebooks import DIM as VECTOR
 
 States = Float[Tensor, "batch heads tokens dim"]
@@ -23,19 +23,15 @@ ORACLE_SAMPLES = 4096
 def nsn(x: States, step: str, chunk: int | None = 64) -> States:
     """`x` after normalizing tokens to norm √D (N), centering channels per chunk (NS), normalizing again (NSN).
 
-    `chunk`: tokens that share a channel mean; None: all. A short last chunk has a mean of its own.
+    `chunk`: tokens that share a channel mean; None: all. A short last chunk has its own mean.
     """
     if step not in STEPS:
         raise ValueError(f"step={step}: one of {', '.join(STEPS)}")
-    y = _normalized(x)
+    normalize = TokenNorm(rms=True)
+    y = normalize.forward(x)[0]
     if "S" in step:
         y = torch.cat([part - part.mean(2, keepdim=True) for part in y.split(chunk or y.shape[2], 2)], 2)
-    return _normalized(y) if step == "NSN" else y
-
-
-def _normalized(x: States) -> States:
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / x.shape[-1] ** 0.5
-    return x / norms.masked_fill(norms == 0, 1)
+    return normalize.forward(y)[0] if step == "NSN" else y
 
 
 def hadamard(x: States) -> States:
@@ -63,7 +59,7 @@ def channel_kl(x: Float[Tensor, "tokens channels"]) -> Float[Tensor, " channels"
 
 
 def oracle(draws: int, samples: int = ORACLE_SAMPLES, seed: int = 0) -> float:
-    """Mean `channel_kl` of `draws` channels of `samples` standard normal numbers: what 4096 tokens cannot go below."""
+    """Mean `channel_kl` of `draws` channels of `samples` standard normal numbers: a lower bound for 4096 tokens."""
     generator = torch.Generator().manual_seed(seed)
     return float(channel_kl(torch.randn(samples, draws, generator=generator, dtype=torch.float64)).mean())
 
@@ -98,7 +94,7 @@ def moments(x: States) -> Moments:
 
 @dataclass(frozen=True)
 class VarianceRange:
-    """Lemma 1: where the variance of a rotated channel lies with probability 1 - alpha."""
+    """Lemma 1: bounds of a rotated channel's variance that hold with probability 1 - alpha."""
 
     low: float
     high: float
@@ -138,6 +134,6 @@ def vector_cosine(x: States, bits: int, codebook: str) -> Float[Tensor, " heads"
 
 
 def synthetic_cosine(tokens: int, head_dim: int, bits: int, codebook: str, seed: int = 0) -> float:
-    """`vector_cosine` of standard normal numbers: the line that keys and values are held against."""
+    """`vector_cosine` of standard normal numbers, the reference for keys and values."""
     generator = torch.Generator().manual_seed(seed)
     return float(vector_cosine(torch.randn(1, 1, tokens, head_dim, generator=generator), bits, codebook))

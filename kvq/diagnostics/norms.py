@@ -84,7 +84,7 @@ def step_bound(ranges: Tensor, bits: int) -> Tensor:
 
 
 def stage_outputs(codec: Codec, x: States, block: int | None, rope: Rope | None) -> list[tuple[str, States]]:
-    """`x` as it came, and behind every stage of `codec`, which works on blocks of `block` tokens (a short tail goes).
+    """`x`, and the output of each stage of `codec` in blocks of `block` tokens (a short tail is left out).
 
     In the compute dtype; side information is exact where a stage does not quantize it itself.
     """
@@ -121,7 +121,7 @@ def without_tokens(
 ) -> tuple[float, float]:
     """Relative errors of the other tokens in groups with `positions`: with these tokens in the group, and without.
 
-    Each group is encoded as a block of its own. The two errors are equal where no tokens share a scale.
+    Each group is encoded as one block. The two errors are equal where no tokens share a scale.
     """
     sums = [0.0, 0.0, 0.0]
     for number in sorted({int(position) // group for position in positions}):
@@ -140,6 +140,4 @@ def without_tokens(
 
 
 def _at(rope: Rope | None, positions: Tensor) -> Rope | None:
-    if rope is None:
-        return None
-    return Rope(rope.cos[:, positions], rope.sin[:, positions], rope.interleaved)
+    return None if rope is None else rope.at(positions)

@@ -1,4 +1,4 @@
-"""What a fused encoding must know of a codec, and the statistics of its grid, computed from ranges."""
+"""The chain of a codec in the form that fused encoding supports, and the statistics of its grid from ranges."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Codec, Gain, Hadamard, Scope, TokenNorm, UniformQuantizer, plane_widths
-from kvq.codecs.quantizers import Axis, ZeroPoint, to_stored
+from kvq.codecs.quantizers import Axis, ZeroPoint, scale_for_integer_zero, to_stored
 from kvq.codecs.stages import Stage
 from kvq.kernels.form import is_rotation
-
-INT16_MAX = 32767
-FP16_TINY = 2.0**-24
-"""The smallest positive number."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class Grids:
     Attributes:
         stored: `scale` and, when asymmetric, `zero_point`, as a codec stores them.
         step, base, zero: in fp32, with unrounded statistics.
-        low, scale: in fp32, of what is stored: a code stands for `low + (code - zero) · scale`.
+        low, scale: in fp32, from the stored statistics: a code decodes to `low + (code - zero) · scale`.
     """
 
     stored: dict[str, Tensor]
@@ -120,8 +116,7 @@ def grids(quantizer: UniformQuantizer, low: Tensor, high: Tensor) -> Grids:
         stored, offset = to_stored(step, torch.float16), to_stored(low, torch.float16)
         parts = {"scale": stored, "zero_point": offset}
         return Grids(parts, step.masked_fill(step == 0, 1), low, nothing, offset.float(), stored.float())
-    least = low.abs() / INT16_MAX
-    step = torch.where(step < least, torch.exp2(torch.log2(least).ceil()), step).clamp_min(FP16_TINY)
+    step = scale_for_integer_zero(step, low)
     zero = low.neg().div_(step).round_()
     stored = to_stored(step, torch.float16)
     return Grids({"scale": stored, "zero_point": zero.to(torch.int16)}, step, nothing, zero, nothing, stored.float())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ class Segment:
     """Consecutive tokens whose codes and statistics are contiguous.
 
     Attributes:
-        start, tokens: where they are, counted from the first of the prefix.
+        start, tokens: index of the first token in the prefix, and number of tokens.
         planes, scale, low: `[batch, heads, rows, columns]`; `low` is the zero point (of a symmetric grid: unused).
         size: tokens (per channel) or channels (per token) of a group.
         norms: `[batch, heads or 1, tokens]` in fp32.
@@ -184,17 +185,13 @@ def _continues(run: BlockRun, quantizer: UniformQuantizer) -> bool:
 def _segments(states: PackedStates, form: Form, quantizer: UniformQuantizer) -> Iterator[Segment]:
     start = 0
     for packed in states.packed:
-        rows = dict.fromkeys(packed.parts, 0)
-        for run in packed.runs:
-            together = run.count if _continues(run, quantizer) else 1
-            for _ in range(run.count // together):
-                parts = {}
-                for name, part in packed.parts.items():
-                    size = run.rows[name] * together
-                    parts[name] = part.narrow(2, rows[name], size)
-                    rows[name] += size
-                yield _segment(packed, form, quantizer, parts, run, together, start)
-                start += run.tokens * together
+        for run, parts in packed.by_run():
+            piece = run if _continues(run, quantizer) else dataclasses.replace(run, count=1)
+            for index in range(run.count // piece.count):
+                sizes = {name: run.rows[name] * piece.count for name in parts}
+                own = {name: part.narrow(2, index * sizes[name], sizes[name]) for name, part in parts.items()}
+                yield _segment(packed, form, quantizer, own, piece, start)
+                start += run.tokens * piece.count
 
 
 def _segment(
@@ -203,18 +200,16 @@ def _segment(
     quantizer: UniformQuantizer,
     parts: dict[str, Tensor],
     run: BlockRun,
-    count: int,
     start: int,
 ) -> Segment:
-    tokens = run.tokens * count
+    tokens = run.tokens * run.count
     planes = tuple(parts[f"codes.{index}"].numpy() for index in range(len(plane_widths(quantizer.bits))))
     scale = parts["scale"].view(torch.int16)
     low = scale if quantizer.symmetric else parts["zero_point"]
     if not quantizer.symmetric and quantizer.zero_point is ZeroPoint.float:
         low = low.view(torch.int16)
     along = run.tokens if quantizer.axis is Axis.per_channel else packed.head_dim
-    blocks = {name: part.unflatten(2, (count, run.rows[name])).transpose(1, 2) for name, part in parts.items()}
-    norms = form.factors(blocks, None, run.tokens, torch.float32)
+    norms = form.factors(run.blocks(parts), None, run.tokens, torch.float32)
     if norms is None:
         flat = torch.ones(1, 1, tokens).expand(packed.batch, 1, tokens)
     else:

@@ -102,7 +102,7 @@ def weights_of(scores, first):
 
 @no_type_check
 def _by_rows(make, width, span):
-    """A step's loop for any number of rows, four, two or one at a time; rows are the first axis of first and last."""
+    """A step's loop over any number of rows (first axis of `rows_in`, `rows_out`), four, two or one at a time."""
     four, two, one = (make(width, span, rows) for rows in (4, 2, 1))
 
     @numba.njit(**_OPTIONS)
@@ -123,7 +123,7 @@ def _by_rows(make, width, span):
 def _planes(grid, span, groups):
     """Products and sums over all planes of some tokens and `span` channels from one on.
 
-    Weights of a sum stand in `groups` columns to a token, of which one is meant; `scaled` is room for them.
+    Weights of a sum have `groups` columns per token, of which each sum reads one; `scaled` is a buffer for them.
     """
     number, last = len(grid.widths), len(grid.widths) - 1
     widths = [grid.widths[min(index, last)] for index in range(3)]

@@ -71,7 +71,7 @@ class _Step:
         for token in tokens:
             offset = token * self.width // 8
             if offset not in rows:
-                # The last rows of a plane may be fewer than a step asks for; what is read instead counts nothing.
+                # Past the last row of a plane, that row is read again; its weight is zero or its score is dropped.
                 there = self.builder.add(row, self.size(offset))
                 there = self.builder.select(self.builder.icmp_signed("<", there, last), there, last)
                 kind = ir.VectorType(_BYTE, self.lanes)
@@ -156,7 +156,7 @@ def dots(width: int, span: int, rows: int):
 def sums(width: int, span: int, rows: int):
     """Weighted sums: `(weights, plane, first, channel, count, out)`, the channels of `out` from `channel` on.
 
-    `weights[row, token]` are those of tokens `first` to `first + count`, by the factors of masked codes; zero behind.
+    `weights[row, token]` are those of tokens `first` to `first + count`, by the factors of masked codes, then zeros.
     """
     together = 2 if span % (2 * math.gcd(span, LANES)) == 0 else 1
 

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import UniformQuantizer, plane_widths, unpack
+from kvq.codecs import UniformQuantizer
 from kvq.codecs.nsnquant import ChannelShift
+from kvq.codecs.packing import unpack_parts
 from kvq.codecs.quantizers import Axis, ZeroPoint
 from kvq.codecs.stages import restored
 from kvq.kernels.form import Form, PackedStates, form_of, turned_scores
@@ -93,7 +94,7 @@ class _Side:
         self._held: list[Piece] = []
 
     def within(self, start: int, stop: int) -> list[tuple[Piece, slice, slice]]:
-        """Pieces that overlap the tokens `start` to `stop`: which of their tokens, and where in the range."""
+        """Pieces that overlap the tokens `start` to `stop`, with the slice of their tokens and that of the range."""
         self._held = [piece for piece in self._held if piece.stop > start]
         while not self._held or self._held[-1].stop < stop:
             piece = next(self._coming, None)
@@ -109,7 +110,7 @@ class _Side:
         return out
 
     def behind(self, start: int, stop: int) -> tuple[Tensor, slice] | None:
-        """Full-precision tokens of the range, and where in it they are."""
+        """Full-precision tokens of the range, and the slice of the range that they fill."""
         packed = self.states.packed_tokens
         begin = max(start, packed)
         if self.states.full is None or begin >= stop:
@@ -208,12 +209,11 @@ def _decoded(form: Form, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
 
 
 def _codes(quantizer: UniformQuantizer, piece: Piece, kind: torch.dtype) -> Tensor:
-    planes = [piece.blocks[f"codes.{index}"] for index in range(len(plane_widths(quantizer.bits)))]
-    return unpack(planes, quantizer.bits, piece.tokens).to(kind)
+    return unpack_parts(piece.blocks, quantizer.bits, piece.tokens).to(kind)
 
 
 def grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Step and lowest value of every group: a code stands for `low + step · code`."""
+    """Step and lowest value of every group: a code decodes to `low + step · code`."""
     scale = blocks["scale"].to(kind)
     if quantizer.symmetric:
         return scale, scale * -(2 ** (quantizer.bits - 1) - 1)

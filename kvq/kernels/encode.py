@@ -24,7 +24,7 @@ Encoder = Callable[[Chain, Tensor], Parts]
 
 
 class FusedCodec(Codec):
-    """A codec that encodes as another does, in one pass where a kernel supports its chain and its blocks."""
+    """A codec with the parts of `codec` that encodes in one pass where a kernel supports chain and blocks."""
 
     def __init__(self, codec: Codec) -> None:
         self.stages, self.quantizer = codec.stages, codec.quantizer

@@ -77,7 +77,7 @@ def _gain(chain: Chain, loops: Loops, y: Tensor, codes: Tensor, size: int, grid:
 
 
 def gain_of(gain: Gain, xx: Tensor, xh: Tensor, hh: Tensor) -> Tensor:
-    """`kvq.codecs.gain_factor` from products of tokens `x` and what their codes stand for, `h`."""
+    """`kvq.codecs.gain_factor` from inner products of tokens `x` and their decoded form `h`."""
     top, bottom = {
         Gain.unit: (torch.ones_like(hh), hh.sqrt()),
         Gain.norm: (xx.sqrt(), hh.sqrt()),

@@ -104,7 +104,7 @@ def _ranges(dim, channels):
 
     @numba.njit(**_EXACT)
     def channel_ranges(blocks, size, low, high):
-        """Of groups of `size` tokens, into `[blocks, groups, dim]`."""
+        """Least and greatest values of groups of `size` tokens, into `[blocks, groups, dim]`."""
         for block in range(blocks.shape[0]):
             for t in range(blocks.shape[1]):
                 row, group = blocks[block, t], t // size
@@ -119,7 +119,7 @@ def _ranges(dim, channels):
 
     @numba.njit(**_SUMS)
     def token_ranges(blocks, size, low, high):
-        """Of groups of channels, into `[blocks, tokens, groups]`."""
+        """Least and greatest values of groups of channels, into `[blocks, tokens, groups]`."""
         for block in range(blocks.shape[0]):
             for t in range(blocks.shape[1]):
                 row = blocks[block, t]

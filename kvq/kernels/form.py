@@ -1,4 +1,4 @@
-"""A codec's chain as attention uses it: rotations of the query and the output, and a scale per token.
+"""A codec's chain as attention on codes uses it: rotations of query and output, and a factor per token.
 
 Undoing a chain is linear in the quantizer's output: a rotation is one matrix for all tokens, a token norm one factor
 per token, a shift one vector per block. For a query q, with M the product of the rotations, s_t the product of the
@@ -51,7 +51,7 @@ class PackedStates:
     """Keys or values of one layer as attention on packed codes reads them, oldest token first.
 
     Attributes:
-        codec: of the packed tokens; None: all are in full precision.
+        codec: codec of the packed tokens; None: all are in full precision.
         packed: the packed prefix.
         full: full-precision tokens `[batch, heads, tokens, head_dim]` after the prefix; None: there are none.
         rope: the rotations of the packed tokens, from the first on, for a codec that undoes them.

@@ -18,14 +18,14 @@ from kvq.kernels import triton_loops
 from kvq.kernels.form import Form, PackedStates, form_of
 
 TILE = 32
-"""Tokens that a program has in registers."""
+"""Tokens that a program holds in registers."""
 _PROGRAMS = 512
-"""Programs to aim at, a few for each multiprocessor of a large GPU."""
+"""Number of programs that a launch is split into: a few for each multiprocessor of a large GPU."""
 
 
 @dataclass(frozen=True)
 class _Side:
-    """What a launch reads of one side: one run of contiguous blocks."""
+    """The arguments of a launch for keys or values: one run of contiguous blocks."""
 
     form: Form
     quantizer: UniformQuantizer
@@ -78,7 +78,7 @@ def _unfit_run(quantizer: UniformQuantizer, run: BlockRun) -> str | None:
 
 
 def _sides(states: PackedStates) -> Iterator[_Side]:
-    """The runs of the packed prefix, up to the first that the kernels do not take."""
+    """The runs of the packed prefix, up to the first that the kernels do not support."""
     reason = unfit(states)
     if reason is not None:
         raise Unsupported(f"cache.attention=packed: {reason}")
@@ -86,24 +86,18 @@ def _sides(states: PackedStates) -> Iterator[_Side]:
     form, quantizer = form_of(states.codec), states.codec.quantizer
     assert isinstance(quantizer, UniformQuantizer)
     for packed in states.packed:
-        rows = dict.fromkeys(packed.parts, 0)
-        for run in packed.runs:
+        for run, views in packed.by_run():
             if _unfit_run(quantizer, run) is not None:
                 return
-            parts = {}
-            for name, part in packed.parts.items():
-                piece = part.narrow(2, rows[name], run.rows[name] * run.count)
-                # A cache holds rows one after the other; what a codec has just made need not.
-                parts[name] = piece if piece[0, 0].is_contiguous() else piece.contiguous()
-                rows[name] += run.rows[name] * run.count
+            # Rows are contiguous in a cache; the output of a codec need not be.
+            parts = {name: part if part[0, 0].is_contiguous() else part.contiguous() for name, part in views.items()}
             yield _side(form, quantizer, parts, run, packed.head_dim)
 
 
 def _side(form: Form, quantizer: UniformQuantizer, parts: dict[str, Tensor], run: BlockRun, head_dim: int) -> _Side:
     norms = [part for name, part in parts.items() if name == "gain" or name.endswith(".scale")]
     if len(norms) > 1:
-        blocks = {name: part.unflatten(2, (run.count, run.rows[name])).transpose(1, 2) for name, part in parts.items()}
-        product = form.factors(blocks, None, run.tokens, torch.float32)
+        product = form.factors(run.blocks(parts), None, run.tokens, torch.float32)
         assert product is not None
         norms = [product.transpose(1, 2).flatten(2).contiguous()[..., None]]
     along = run.tokens if quantizer.axis is Axis.per_channel else head_dim
@@ -115,7 +109,7 @@ def _side(form: Form, quantizer: UniformQuantizer, parts: dict[str, Tensor], run
 
 
 def _launches(keys: PackedStates, values: PackedStates) -> list[tuple[_Side, _Side, int, int]]:
-    """Pairs of runs, their first token and how many; ends with the first pair that does not end together."""
+    """Pairs of runs, first token and number of tokens; ends with the first pair whose last tokens differ."""
     out, start = [], 0
     for key, value in zip(_sides(keys), _sides(values), strict=False):
         tokens = min(key.tokens, value.tokens)
@@ -138,7 +132,7 @@ def attend(
     """As `kvq.kernels.eager.attend`, for queries up to fp32.
 
     Args:
-        per_split: tokens that a program reads, a multiple of `TILE`; None: so that the GPU is full.
+        per_split: tokens that a program reads, a multiple of `TILE`; None: as many as give `_PROGRAMS` programs.
 
     Tokens after the runs that keys and values share (a residual, and tokens that only one side has packed) are read in
     full precision.
@@ -206,12 +200,12 @@ def _behind(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
         batch, heads, dim = states.shape
         return torch.empty(batch, heads, 0, dim, dtype=dtype, device=states.packed[0].parts["scale"].device)
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-    # A cache's own rows stand one after the other, with room behind a head's.
+    # In a cache, rows of a head are contiguous and followed by reserved rows.
     return out if out.dtype is dtype and out.stride()[2:] == (out.shape[3], 1) else out.to(dtype).contiguous()
 
 
 def _blocks_from(packed: Packed, start: int) -> tuple[Packed, int]:
-    """The blocks that hold tokens from `start` on, and how many tokens stand before them."""
+    """The blocks that hold tokens from `start` on, and the number of tokens before them."""
     rows, skipped = dict.fromkeys(packed.parts, 0), 0
     runs: list[BlockRun] = []
     for run in packed.runs:

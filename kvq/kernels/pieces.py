@@ -26,7 +26,7 @@ class Piece:
         blocks: stored parts `[batch, blocks, heads or 1, rows, columns]`: codes and statistics of the tokens
             `inner` of each block, everything else of the whole blocks.
         length: tokens of each block.
-        inner: which tokens of each block are meant.
+        inner: the tokens of each block that belong to the piece.
         rope: the rotations of the tokens `inner`, cut into blocks.
     """
 
@@ -43,12 +43,12 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Tokens of each block that are meant."""
+        """Number of tokens of each block that belong to the piece."""
         return self.inner.stop - self.inner.start
 
     @property
     def stop(self) -> int:
-        """Behind the last token."""
+        """Index after the last token."""
         return self.start + self.count * self.tokens
 
 
@@ -56,14 +56,8 @@ def pieces(states: PackedStates, form: Form, first: int = 0) -> Iterator[Piece]:
     """The packed prefix in pieces of about `TILE` tokens; those that hold tokens from `first` on."""
     start = 0
     for packed in states.packed:
-        rows = dict.fromkeys(packed.parts, 0)
-        for run in packed.runs:
-            views = {}
-            for name, part in packed.parts.items():
-                size = run.rows[name] * run.count
-                views[name] = part.narrow(2, rows[name], size).unflatten(2, (run.count, run.rows[name])).transpose(1, 2)
-                rows[name] += size
-            for piece in _run(packed, form, views, run.tokens, run.count, start, states.rope):
+        for run, parts in packed.by_run():
+            for piece in _run(packed, form, run.blocks(parts), run.tokens, run.count, start, states.rope):
                 if piece.stop > first:
                     yield piece
             start += run.tokens * run.count
@@ -103,10 +97,8 @@ def _step(form: Form) -> int:
 
 
 def _cut(form: Form, name: str, part: Tensor, inner: slice, head_dim: int) -> Tensor:
-    """Rows of a quantizer's part that belong to the tokens `inner`; what stages keep is left whole."""
-    if "." in name and not name.startswith("codes."):
-        return part
-    if name == "gain":
+    """Rows of a quantizer's part that belong to the tokens `inner`; side information of stages stays whole."""
+    if name == "gain" or ("." in name and not name.startswith("codes.")):
         return part
     quantizer = form.codec.quantizer
     if name.startswith("codes.") and part.shape[-1] == head_dim:

@@ -38,7 +38,7 @@ def _turned(
     x, matrix, offsets, inside, dim, root, norm_root,
     rotated: tl.constexpr, signs: tl.constexpr, normed: tl.constexpr, n: tl.constexpr, d: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
-    """Tokens behind rotation and norm, and the norms; a rotation of signs alone is exact in the states' own dtype."""
+    """Tokens after rotation and norm, and the norms; a rotation of signs alone is exact in the states' own dtype."""
     channels = tl.arange(0, d)
     squares = tl.zeros((n,), tl.float32)
     if rotated:
@@ -72,7 +72,7 @@ def _turned(
 @triton.jit
 @no_type_check
 def _grid(low, high, clip, levels, kind: tl.constexpr):
-    """Step, base and zero by which codes are chosen, and what is stored: `kvq.kernels.chain.grids`."""
+    """Step, base and zero that choose codes, and the step and minimum to store (`kvq.kernels.chain.grids`)."""
     if kind == 2:
         step = tl.div_rn(tl.maximum(tl.abs(low), tl.abs(high)) * clip, levels)
         base, zero, used = low * 0.0, low * 0.0 + levels, tl.where(step == 0, 1.0, step)
@@ -103,7 +103,7 @@ def _store_grid(scale, low_at, where, mask, step, low, zero, kind: tl.constexpr)
 @triton.jit
 @no_type_check
 def _read_as(codes, step, low, zero, kind: tl.constexpr):
-    """What codes stand for, by what is stored."""
+    """Decoded values of codes, from the stored statistics."""
     scale = _half(step).to(tl.float32)
     if kind == 0:
         return codes * scale + _half(low).to(tl.float32)
@@ -132,7 +132,7 @@ def _channel_codes(
     y, inside, line, first, scale, low_at, low_given, high_given, size, clip, levels, top, dim,
     given: tl.constexpr, kind: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile, and what they stand for, by statistics per channel; `line` is the block's first group."""
+    """Codes of a tile and their decoded values, by statistics per channel; `line` is the block's first group."""
     channels = tl.arange(0, d)
     where = (line + first // size) * dim + channels
     if given:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 FLOAT, INTEGER, SYMMETRIC = 0, 1, 2
-"""How a group's lowest value is stored."""
+"""Storage of a group's lowest value: fp16, integer zero point, or none (symmetric)."""
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _grid(scale, low, offsets, mask, kind: tl.constexpr, top: tl.constexpr):
 @triton.jit
 @no_type_check
 def _per_token(codes, scale, low, near, tokens, channels, dim, size, kind: tl.constexpr, top: tl.constexpr):
-    """What codes stand for, by statistics of `size` channels of a token."""
+    """Decoded values of codes, by statistics of `size` channels of a token."""
     where = near[:, None] * ((dim + size - 1) // size) + channels[None, :] // size
     step, least = _grid(scale, low, where, (near[:, None] < tokens) & (channels[None, :] < dim), kind, top)
     return codes.to(tl.float32) * step + least

@@ -85,7 +85,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     """Build a method from resolved configuration.
 
     Raises:
-        ConfigError: an argument, stage or value that the codecs do not know.
+        ConfigError: an unknown argument or stage, or a value that is not allowed.
         Unsupported: bits outside `bits_range`, a head dim that a stage cannot do, or a backend that is not installed.
     """
     given = None

@@ -1,4 +1,4 @@
-"""Eviction: which tokens a layer forgets, so that those it keeps fit a budget, and the layer that forgets them."""
+"""Eviction: policies that choose which tokens of a layer stay within a budget, and the layer that drops the others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide
 from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.methods.attended import AttendedLayer
 
 Scores = Float[Tensor, "batch kv_heads tokens"]
-Weights = Float[Tensor, "batch kv_heads shared rows tokens"]
 
 
 class When(enum.Enum):
-    """`prompt`: once, behind the prompt; `always`: behind every forward, so that the budget holds at all times."""
+    """`prompt`: once, after the prompt; `always`: after every forward, so that the budget holds at all times."""
 
     prompt = "prompt"
     always = "always"
@@ -47,7 +47,7 @@ class Eviction(abc.ABC):
         when: see `When`.
 
     Raises:
-        ConfigError: a budget that is not positive or leaves no room for what the method always keeps.
+        ConfigError: a budget that is not positive or leaves no room for the tokens that the method always keeps.
     """
 
     observes = True
@@ -56,8 +56,7 @@ class Eviction(abc.ABC):
     def __init__(self, budget: float | int, least: int, when: When | str) -> None:
         if not budget > 0 or (budget >= 1 and budget != int(budget)):
             raise ConfigError(f"budget={budget}: a share of the tokens (below 1) or a whole number of tokens")
-        if least < 1:
-            raise ConfigError(f"least={least}: at least 1")
+        at_least("least", least, 1)
         self.budget, self.least, self.when = budget, least, choice(When, when, "when")
 
     def _needs(self, tokens: int, what: str) -> None:
@@ -71,18 +70,18 @@ class Eviction(abc.ABC):
         return min(kept, seen)
 
     def recent_rows(self, queries: int) -> int | None:
-        """How many of the newest queries are asked whom they attend to; None: all."""
+        """Number of the newest of `queries` queries whose attention weights are summed; None: all."""
         return None
 
     def layers(self, layers: Sequence[KVCacheLayer], config: Any) -> list[KVCacheLayer]:
-        """The layers of a cache, as layers that evict.
+        """A cache's layers, replaced by layers that evict.
 
         Args:
             config: a transformers text configuration.
 
         Raises:
-            ConfigError: eviction behind every forward from quantized blocks.
-            Unsupported: codecs that need the positions of tokens; layers that read others' keys and values.
+            ConfigError: eviction after every forward from quantized blocks.
+            Unsupported: codecs that need token positions; layers that read the keys and values of other layers.
         """
         sides = [side for layer in layers for side in (layer.key, layer.value) if side.codec is not None]
         if sides and self.when is When.always:
@@ -97,7 +96,7 @@ class Eviction(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, scores: Scores, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
-        """The tokens to keep, ascending; `scores` are sums of weights over queries, means over query heads."""
+        """Indices of the tokens to keep, ascending. `scores`: weights, summed over queries, mean over query heads."""
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
@@ -126,8 +125,7 @@ class StreamingLLM(Eviction):
         self, budget: float | int = 0.25, least: int = 64, when: When | str = When.always, sinks: int = 4
     ) -> None:
         super().__init__(budget, least, when)
-        if sinks < 0:
-            raise ConfigError(f"sinks={sinks}: at least 0")
+        at_least("sinks", sinks, 0)
         self._needs(sinks + 1, "sinks")
         self.sinks = sinks
 
@@ -138,11 +136,11 @@ class StreamingLLM(Eviction):
 
 
 class HeavyHitters(Eviction):
-    """Keeps the tokens that were attended to most since they came, and the newest ones, half and half.
+    """Keeps the tokens with the largest sums of attention weights since they were added, and the newest ones.
 
     Args:
         budget, least, when: see `Eviction`.
-        recent: share of the kept tokens that are simply the newest.
+        recent: share of the kept tokens that are the newest, whatever attention they received.
 
     Source: H2O (arXiv 2306.14048), algorithm 1.
     """
@@ -166,11 +164,11 @@ class HeavyHitters(Eviction):
 
 
 class SnapKV(Eviction):
-    """Keeps what the last tokens of the prompt attend to, smoothed over neighbours, and those last tokens.
+    """Keeps the last tokens of the prompt and the tokens that these attend to, smoothed over neighbours.
 
     Args:
-        budget, least: see `Eviction`; it evicts once, behind the prompt.
-        window: last tokens of the prompt, whose queries are asked.
+        budget, least: see `Eviction`; it evicts once, after the prompt.
+        window: last tokens of the prompt, whose attention weights are summed.
         kernel: tokens over which scores are pooled, odd.
         pool: `avg` or `max`.
 
@@ -189,8 +187,7 @@ class SnapKV(Eviction):
         pool: Pool | str = Pool.avg,
     ) -> None:
         super().__init__(budget, least, When.prompt)
-        if window < 1:
-            raise ConfigError(f"window={window}: at least 1")
+        at_least("window", window, 1)
         if kernel < 1 or kernel % 2 == 0:
             raise ConfigError(f"kernel={kernel}: an odd number of tokens")
         self._needs(window + 1, "the window's")
@@ -205,43 +202,40 @@ class SnapKV(Eviction):
         tokens = scores.shape[-1]
         before = scores[..., : tokens - self.window]
         half = self.kernel // 2
-        if self.pool is Pool.avg:
-            before = torch.nn.functional.avg_pool1d(before, self.kernel, 1, half)
-        else:
-            before = torch.nn.functional.max_pool1d(before, self.kernel, 1, half)
-        chosen = _top(before, allowed - self.window)
+        pooled = getattr(torch.nn.functional, f"{self.pool.name}_pool1d")
+        chosen = _top(pooled(before, self.kernel, 1, half), allowed - self.window)
         return torch.cat([chosen.sort(-1).values, _range(scores, tokens - self.window, tokens)], -1)
 
 
-class EvictingLayer(KVCacheLayer):
-    """Keys and values of one layer, of which only a budget stays; each KV head keeps tokens of its own.
+class EvictingLayer(AttendedLayer):
+    """Keys and values of one layer, of which `eviction` keeps a budget; each KV head keeps tokens of its own.
 
-    Kept keys stay turned by the positions they had. Behind a prompt (the first forward, of all its tokens) attention
-    has seen everything; what is left goes into the sides, and is quantized there if the method says so. Scores that a
-    method keeps per token are not part of what attention reads and are not counted as storage.
+    Kept keys keep the rotation of their original positions. Under `when=prompt` the first forward, which is the whole
+    prompt, attends to all tokens; those that stay are then appended to the sides, which quantize them if the method
+    does.
     """
 
     keeps_order = False
     lasting = "tokens that were evicted cannot come back"
+    setting = "method.eviction"
 
     def __init__(self, key: CacheSide, value: CacheSide, quantized_prefill: bool, eviction: Eviction) -> None:
         super().__init__(key, value, quantized_prefill)
         self.eviction = eviction
-        self._scores: Tensor | None = None
         self._prompt: tuple[Tensor, Tensor] | None = None
 
     @property
     @override
     def observes(self) -> bool:
-        """The next attention is to be shown to `observe`."""
+        """Whether `observe` is to be called for the next attention."""
         return self.eviction.observes and (self.eviction.when is When.always or not self.get_seq_length())
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `KVCacheLayer.update`; tokens leave behind the attention that this feeds.
+        """As `KVCacheLayer.update`; tokens are evicted after the attention that reads the result.
 
         Raises:
-            Unsupported: a prompt token by token for a method that evicts once, behind it.
+            Unsupported: a prompt token by token for a method that evicts once, after it.
         """
         if self.eviction.when is When.always:
             out = super().update(key_states, value_states, *args, **kwargs)
@@ -252,7 +246,7 @@ class EvictingLayer(KVCacheLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         if self.one_by_one or key_states.shape[2] == 1:
             raise Unsupported(
-                "method.eviction: tokens leave once, behind a prompt that is read at once (task.prefill=whole)"
+                "method.eviction: tokens are evicted once, after a prompt that is read at once (task.prefill=whole)"
             )
         self.lazy_initialization(key_states, value_states)
         self._prompt = (key_states, value_states)
@@ -262,7 +256,7 @@ class EvictingLayer(KVCacheLayer):
 
     @override
     def observe(self, attended: Attended) -> None:
-        """Score the tokens by the weights of these queries, then let those beyond the budget go."""
+        """Add the weights of these queries to the scores, then evict the tokens beyond the budget."""
         rows = self.eviction.recent_rows(attended.query.shape[2])
         if rows is None:
             new = sum(weights.sum(-2).mean(2) for weights in attended.chunks())
@@ -270,14 +264,12 @@ class EvictingLayer(KVCacheLayer):
             count = attended.query.shape[2]
             new = attended.weights(torch.arange(count - rows, count, device=attended.query.device)).sum(-2).mean(2)
         assert isinstance(new, Tensor)
-        if self._scores is not None:
-            new = new + torch.nn.functional.pad(self._scores, (0, new.shape[-1] - self._scores.shape[-1]))
-        self._scores = new
+        self._add(new)
         if self.eviction.when is When.always:
             self._evict()
         else:
             self._settle()
-            self._scores = None
+            self._received = None
 
     def _chosen(self, states: Tensor) -> Tensor | None:
         """Indices of the tokens of `states` that stay; None: all."""
@@ -285,7 +277,7 @@ class EvictingLayer(KVCacheLayer):
         allowed = self.eviction.allowed(tokens + self.evicted)
         if allowed >= tokens:
             return None
-        scores = states.new_zeros(*states.shape[:2], tokens) if self._scores is None else self._scores
+        scores = states.new_zeros(*states.shape[:2], tokens) if self._received is None else self._received
         self.evicted += tokens - allowed
         return self.eviction.keep(scores, allowed)
 
@@ -297,11 +289,11 @@ class EvictingLayer(KVCacheLayer):
         for side in (self.key, self.value):
             assert side._full is not None
             side._full = Growable(_rows(side._full.view, kept))
-        if self._scores is not None:
-            self._scores = self._scores.gather(-1, kept)
+        if self._received is not None:
+            self._received = self._received.gather(-1, kept)
 
     def _settle(self) -> None:
-        """Hand what is left of the prompt to the sides."""
+        """Append the tokens of the prompt that stay to the sides."""
         assert self._prompt is not None
         states, self._prompt = self._prompt, None
         kept = self._chosen(states[0])
@@ -311,17 +303,7 @@ class EvictingLayer(KVCacheLayer):
     @override
     def reset(self) -> None:
         super().reset()
-        self._scores = self._prompt = None
-
-    @override
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self._scores is not None:
-            self._scores = self._scores.index_select(0, indices.to(self._scores.device))
-
-    @override
-    def check_crop(self, tokens_to_remove: int) -> None:
-        raise Unsupported(f"method.eviction: {self.lasting} (fork() the cache before)")
+        self._prompt = None
 
 
 def _rows(states: Tensor, kept: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keys of chosen tokens that stay in full precision: a test of which tokens a method's loss comes from."""
+"""Keys of chosen tokens that stay in full precision, to measure how much of a method's loss these tokens cause."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _POSITION_BYTES = 4
 
 @dataclass(frozen=True)
 class KeptKeys:
-    """Tokens, by the text they stand for, whose keys are kept beside their codes in some layers.
+    """Tokens, given as text, whose keys some layers keep in full precision beside their codes.
 
     Attributes:
-        texts: what the tokens read, such as `","`; each must be one token of the model.
-        layers: where; negative ones count from the last.
-        ids: the tokens; None until a tokenizer has said them (`bind_kept_keys`).
+        texts: text of each token, such as `","`; each must be one token of the model.
+        layers: layers that keep them; negative numbers count from the last.
+        ids: ids of the tokens; None before `bind_kept_keys`.
 
     Source: NSNQuant (arXiv 2505.18231), section 3.1, where commas' keys are kept in the first layer of CQ-4c9b.
     """
@@ -36,27 +36,27 @@ class KeptKeys:
     ids: tuple[int, ...] | None = None
 
     def holds(self, layer: int, layers: int) -> bool:
-        """Whether one of `layers` layers keeps them."""
+        """Whether layer `layer` of `layers` keeps them."""
         return layer in numbered(self.layers, layers)
 
     def bound(self, tokenizer: Any) -> KeptKeys:
-        """With the ids of the tokens. Raises: ConfigError: a text that is not one token."""
+        """The same with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
         return replace(self, ids=token_ids(self.texts, tokenizer))
 
     def side(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool) -> KeptSide:
-        """Keys of a layer that keeps them. Raises: ConfigError: no tokenizer has said the tokens."""
+        """The key side of a layer that keeps them. Raises: ConfigError: the ids of the tokens are not known."""
         if self.ids is None:
             raise ConfigError("method.kept_keys: texts, not yet tokens; kvq.bind_kept_keys(method, tokenizer)")
         return KeptSide(codec, residual, label, keep_decoded, self.ids)
 
 
 def numbered(chosen: Iterable[int], layers: int) -> set[int]:
-    """The layers, of `layers`, that numbers mean: negative ones count from the last, and there may be fewer layers."""
+    """Indices of the chosen of `layers` layers; negative ones count from the last, others out of range drop out."""
     return {number % layers for number in chosen if -layers <= number < layers}
 
 
 def token_ids(texts: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
-    """The token of each text. Raises: ConfigError: a text that is not one token."""
+    """The token id of each text. Raises: ConfigError: a text that is not one token."""
     found = []
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -67,9 +67,9 @@ def token_ids(texts: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
 
 
 class KeptSide(CacheSide):
-    """Keys of a layer in which some tokens, by their id, are read as they came also where they are packed.
+    """Keys of a layer in which attention reads some tokens, chosen by id, in full precision also where they are packed.
 
-    Their codes are stored as all others'; the exact rows and their positions (int32) are counted on top.
+    These tokens have codes as all others; their full-precision rows and their positions (int32) count in addition.
 
     Args:
         ids: tokens of the vocabulary whose keys are kept.
@@ -93,7 +93,7 @@ class KeptSide(CacheSide):
 
     @override
     def begin(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
-        """Hear which tokens come next, before their keys do. Raises: Unsupported: nobody knows."""
+        """Receive the ids of the next tokens before their keys. Raises: Unsupported: there are no ids."""
         if tokens is None:
             raise Unsupported(f"{self.label}: method.kept_keys chooses tokens by input_ids, of which there are none")
         chosen = torch.isin(tokens, self._ids.to(tokens.device))
@@ -149,13 +149,6 @@ class KeptSide(CacheSide):
         return past if self._at is None or self._rows is None else _placed(past, self._at, self._rows.view)
 
     @override
-    def fork(self) -> KeptSide:
-        other = super().fork()
-        assert isinstance(other, KeptSide)
-        other._rows = None if self._rows is None else self._rows.fork()
-        return other
-
-    @override
     def select(self, index: Tensor) -> None:
         super().select(index)
         if self._chosen is not None:
@@ -179,7 +172,7 @@ def _rows(states: States, at: Int[Tensor, "2 kept"]) -> Tensor:
 
 
 def _placed(states: States, at: Int[Tensor, "2 kept"], rows: Tensor) -> Tensor:
-    """The states with exact rows in their places; the states themselves stay as they are."""
+    """A copy of the states with the full-precision rows in their places."""
     out = states.clone()
     out[at[0], :, at[1]] = rows.transpose(0, 1)
     return out

@@ -1,4 +1,4 @@
-"""A method as a cache uses it: its codecs, its residual, its policies, and the layers they make."""
+"""A method: codecs, residual and policies, and the cache layers made of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvq.methods.transformers_caches import TransformersLayer
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """Codecs of the first `count` layers (None: as in the others)."""
+    """Codecs of the first `count` layers; None: the codec of the other layers."""
 
     count: int
     key: Codec | None
@@ -35,9 +35,14 @@ class FirstLayers:
 class Method:
     """A codec for keys and one for values (None = full precision), and when tokens leave full precision.
 
-    `bits` is None for a fixed-rate method. `backend`: another library's cache in the place of codecs. `sink_tokens`
-    first tokens stay in full precision. `kept_keys`: so do the keys of chosen tokens. `bound`: of a calibrated method,
-    the codecs of each layer with their tables (`kvq.calibration.bind.bind`).
+    Attributes:
+        bits: None for a fixed-rate method.
+        full_precision_layers: `key` and `value` -> layers whose keys or values stay in full precision.
+        backend: a cache of transformers that replaces the codecs.
+        sink_tokens: number of first tokens that stay in full precision.
+        bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.bind.bind`); empty
+            for a method without calibration.
+        kept_keys: tokens whose keys stay in full precision.
     """
 
     name: str
@@ -75,7 +80,7 @@ class Method:
         return self.bound[side][layer]
 
     def whole_layers(self, side: str, layers: int) -> set[int]:
-        """Those of `layers` layers whose keys (or values) stay in full precision although the others' do not."""
+        """Indices of the layers, of `layers`, whose keys (or values) stay in full precision."""
         return numbered(self.full_precision_layers.get(side, ()), layers)
 
     def codec_of(self, side: str, layer: int) -> Codec | None:
@@ -95,7 +100,7 @@ class Method:
         return self.key is None and self.value is None and self.backend is None and self.eviction is None
 
     def check_packed(self) -> None:
-        """Raise `Unsupported`, in one line, where attention cannot read the method's codes."""
+        """Raise `Unsupported` where attention cannot read the method's codes."""
         for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers", "kept_keys"):
             if getattr(self, name):
                 raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
@@ -113,7 +118,7 @@ class Method:
         """The layers of a cache under this method, as `kvq.cache.cache.GivesLayers` has it.
 
         Raises:
-            ConfigError: kept keys whose tokens no tokenizer has said, or parts that do not go together.
+            ConfigError: kept keys without token ids, or parts that do not go together.
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
         if packed:
@@ -143,7 +148,7 @@ class Method:
 
 
 def bind_kept_keys(method: Method, tokenizer: Any) -> Method:
-    """The method with the ids of the tokens whose keys it keeps; as it is where it keeps none.
+    """The method with the ids of the tokens whose keys it keeps; unchanged where it keeps none.
 
     Args:
         tokenizer: of the model that it will run on.

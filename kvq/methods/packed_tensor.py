@@ -1,4 +1,4 @@
-"""One tensor of keys or values in packed form, outside any model: the small API that nsn's own package offers."""
+"""One tensor of keys or values in packed form, without a model: the API of the `nsn` package, for every method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvq.methods.method import Method
 
 
 class PackedTensor:
-    """Keys or values of one layer, `[batch, heads, tokens, head_dim]`, packed once and decoded at will.
+    """Keys or values of one layer, `[batch, heads, tokens, head_dim]`, packed once; each decoding is computed anew.
 
     Source: the `nsn` package's cache of one tensor (Sato 2026, doi 10.5281/zenodo.19724817), for every method.
     """

@@ -1,6 +1,6 @@
-"""Mixed precision: which tokens of a layer a method treats apart, seeing keys and values, and the layers that do.
+"""Mixed precision: policies that give the tokens of a layer different numbers of bits, and their cache layers.
 
-A pool of full-precision tokens (OTT), and bits by the attention that tokens receive (ZipCache).
+OTT keeps a pool of tokens in full precision; ZipCache gives tokens bits by the attention that they receive.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
 from kvq.codecs.zipcache import PlannedCodec, TokenSplit
 from kvq.config.residual import Policy, PrefillBlock, Residual
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.methods.attended import AttendedLayer
 
 
 class MixedPrecision(abc.ABC):
-    """Chooses tokens of a layer as they leave full precision. Its blocks depend on more than their own tokens."""
+    """Chooses tokens of a layer when they leave full precision; a block then depends on more than its own tokens."""
 
     def check(self, name: str, residual: Residual) -> None:
         """Raise `ConfigError` where keys and values do not leave full precision together."""
@@ -39,15 +40,15 @@ class MixedPrecision(abc.ABC):
             )
 
     def layers(self, name: str, layers: Sequence[KVCacheLayer], keep_decoded: bool) -> list[KVCacheLayer]:
-        """The layers of a cache, as layers that treat tokens apart.
+        """A cache's layers, replaced by layers of this policy.
 
         Raises:
             ConfigError: codecs without bits for two kinds of tokens.
-            Unsupported: attention that reads a prefill in decoded form; codecs that need the positions of a pool's
-                tokens.
+            Unsupported: attention that reads a prefill in decoded form; codecs that need token positions, which a pool
+                does not keep.
         """
         if any(layer.quantized_prefill for layer in layers):
-            raise Unsupported(f"quantized_prefill: method={name} chooses tokens behind the attention that sees them")
+            raise Unsupported(f"quantized_prefill: method={name} chooses tokens after the attention that reads them")
         return [self.layer(index, layer, keep_decoded) for index, layer in enumerate(layers)]
 
     @abc.abstractmethod
@@ -58,11 +59,12 @@ class MixedPrecision(abc.ABC):
 class OutlierTokens(MixedPrecision):
     """A pool of full-precision tokens per KV head: those whose keys have the smallest sum of magnitudes.
 
-    Each time a block leaves, the pool and the block compete; who loses is quantized as the block.
+    Each time a block leaves the residual, the pool is chosen anew among its tokens and those of the block; the others
+    are quantized as the block.
 
     Args:
-        pool: tokens.
-        exempt_layers: first layers, which have no pool.
+        pool: number of tokens.
+        exempt_layers: number of first layers without a pool.
 
     Raises:
         ConfigError: an empty pool, or a negative number of layers.
@@ -73,10 +75,8 @@ class OutlierTokens(MixedPrecision):
     version: ClassVar[int] = 1
 
     def __init__(self, pool: int = 3, exempt_layers: int = 2) -> None:
-        if pool < 1:
-            raise ConfigError(f"pool={pool}: at least 1 token")
-        if exempt_layers < 0:
-            raise ConfigError(f"exempt_layers={exempt_layers}: at least 0")
+        at_least("pool", pool, 1)
+        at_least("exempt_layers", exempt_layers, 0)
         self.pool, self.exempt_layers = pool, exempt_layers
 
     @override
@@ -92,30 +92,30 @@ class OutlierTokens(MixedPrecision):
         return like if index < self.exempt_layers else PoolLayer(like, self, keep_decoded)
 
 
-class Asked(enum.Enum):
-    """What the attention that a token receives is divided by: the probes that see it, or the positions from it on."""
+class Divisor(enum.Enum):
+    """Divisor of the attention that a token receives: the number of probes that see it, or of positions from it on."""
 
     probes = "probes"
     later = "later"
 
 
 class Decoding(enum.Enum):
-    """Which queries of the blocks behind the first are asked: shares of them, or the last one alone."""
+    """Probe queries of the blocks after the first: shares of all queries, or the last one alone."""
 
     shares = "shares"
     last = "last"
 
 
 class Saliency(MixedPrecision):
-    """The tokens that probe queries attend to: the last ones of a block and some at random.
+    """Gives more bits to the tokens that probe queries attend to: a block's last queries, and some drawn at random.
 
     Args:
         recent: share of a block's queries that are its last.
         random: share of them drawn from the others.
         seed: of the draw; the method's own.
         divide_by: `probes` gives the mean weight from the probes that see a token; `later` is the released code's.
-        decoding: `shares` asks as many queries of every block; `last` asks the last one alone of the blocks behind the
-            first, which is the prompt where it is read at once (the released code).
+        decoding: `shares` takes as many probes of every block; `last` takes the last query alone of the blocks after
+            the first, which is the prompt where it is read at once (the released code).
 
     Raises:
         ConfigError: shares that are negative, sum to more than 1 or to nothing; an unknown `divide_by` or `decoding`.
@@ -130,13 +130,13 @@ class Saliency(MixedPrecision):
         recent: float | int = 0.05,
         random: float | int = 0.05,
         seed: int = 0,
-        divide_by: Asked | str = Asked.probes,
+        divide_by: Divisor | str = Divisor.probes,
         decoding: Decoding | str = Decoding.shares,
     ) -> None:
         if min(recent, random) < 0 or not 0 < recent + random <= 1:
             raise ConfigError(f"recent={recent}, random={random}: shares, together above 0 and at most 1")
         self.recent, self.random, self.seed = recent, random, seed
-        self.divide_by = choice(Asked, divide_by, "divide_by")
+        self.divide_by = choice(Divisor, divide_by, "divide_by")
         self.decoding = choice(Decoding, decoding, "decoding")
 
     @override
@@ -147,9 +147,9 @@ class Saliency(MixedPrecision):
         return self.decoding is Decoding.last and start > 0
 
     def probes(self, start: int, length: int) -> Int[Tensor, " probes"]:
-        """Positions within a block of `length` tokens, begun at token `start`, whose queries are asked; ascending.
+        """Positions of the probes within a block of `length` tokens that begins at token `start`, ascending.
 
-        The last one always is.
+        The last position is always a probe.
         """
         if self._last_alone(start):
             return torch.tensor([length - 1])
@@ -160,17 +160,17 @@ class Saliency(MixedPrecision):
         return torch.cat([drawn.sort().values, torch.arange(length - last, length)])
 
     def divisors(self, start: int, length: int) -> Int[Tensor, " tokens"]:
-        """What the weights that a block's tokens receive from its probes, summed, are divided by; at least 1."""
-        if self.divide_by is Asked.later and not self._last_alone(start):
+        """Divisors of the summed weights that a block's tokens receive from its probes; at least 1."""
+        if self.divide_by is Divisor.later and not self._last_alone(start):
             return torch.arange(length, 0, -1)
         probes = self.probes(start, length)
         return (probes[:, None] >= torch.arange(length)).sum(0)
 
 
 class PoolSide(CacheSide):
-    """Its first full-precision tokens are the pool, behind which come those that wait for their block.
+    """Its first full-precision tokens are the pool; those that wait for their block follow.
 
-    `leader`: the side that chooses (the keys'); None: this one.
+    `leader`: the side whose choice this one takes (values: that of the keys); None: this side chooses.
     """
 
     def __init__(self, like: CacheSide, pool: int, keep_decoded: bool, leader: PoolSide | None = None) -> None:
@@ -192,7 +192,7 @@ class PoolSide(CacheSide):
         return Departures(self.packed_tokens, tuple(query for query in when for _ in range(self._group)))
 
     def _order(self, states: States) -> Int[Tensor, "batch heads tokens"]:
-        """The pool first, then the others, in the order in which they came."""
+        """Indices of the pool's tokens, then of the others, each in order of arrival."""
         if self.leader is not None:
             return self.leader.orders.pop(0)
         chosen = states.abs().sum(-1).sort(dim=-1, stable=True).indices[..., : self.pool]
@@ -232,7 +232,7 @@ class PoolLayer(KVCacheLayer):
     @property
     @override
     def shuffled(self) -> bool:
-        """A token has left for the pool, or come back from it."""
+        """Whether tokens may have moved between pool and blocks."""
         return bool(self.key.packed_tokens)
 
     def __init__(self, like: KVCacheLayer, plan: OutlierTokens, keep_decoded: bool) -> None:
@@ -260,8 +260,8 @@ def _refuse_moves(layer: KVCacheLayer, queries: int) -> None:
         raise Unsupported("method.plan: tokens fed one by one, but together beyond the end of a block; feed up to it")
 
 
-class LaterSide(CacheSide):
-    """Holds what comes until `settle`, behind the attention that sees it."""
+class DeferredSide(CacheSide):
+    """Holds new states until `settle`, which is called after the attention that reads them."""
 
     @override
     def append(self, states: States, quantized_prefill: bool = False) -> States:
@@ -274,32 +274,34 @@ class LaterSide(CacheSide):
         return self.append(states), None
 
     def leaving(self) -> list[int]:
-        """Lengths of the blocks that leave now."""
+        """Lengths of the blocks that leave full precision now."""
         held = self.residual_tokens
         if self.begins and self.residual.prefill_block is PrefillBlock.whole and held >= self._group:
             return [held]
         return [self._group] * (held // self._group)
 
     def settle(self, mask: Tensor) -> None:
-        """Encode the blocks that leave, their salient tokens by `mask` `[batch, heads or 1, tokens]`."""
+        """Encode the blocks that leave; `mask` `[batch, heads or 1, tokens]` is true for their salient tokens."""
         assert isinstance(self.codec, PlannedCodec)
         with self.codec.planned(mask):
             self._flush(self.begins)
 
 
-class SaliencyLayer(KVCacheLayer):
+class SaliencyLayer(AttendedLayer):
     """Keys and values of one layer, whose tokens get bits by the attention they receive from probe queries."""
 
     lasting = "attention received cannot be taken back"
+    setting = "method.plan"
 
     def __init__(self, like: KVCacheLayer, plan: Saliency, keep_decoded: bool) -> None:
-        key, value = (LaterSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value))
+        key, value = (
+            DeferredSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value)
+        )
         for side in (key, value):
             if not isinstance(side.codec, PlannedCodec) or not isinstance(side.codec.quantizer, TokenSplit):
                 raise ConfigError("method.plan: Saliency needs a PlannedCodec over a TokenSplit for keys and values")
         super().__init__(key, value, False)
         self.plan = plan
-        self._received: Tensor | None = None
 
     @property
     @override
@@ -308,13 +310,13 @@ class SaliencyLayer(KVCacheLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `KVCacheLayer.update`; what leaves does so in `observe`."""
+        """As `KVCacheLayer.update`; blocks are encoded in `observe`."""
         _refuse_moves(self, key_states.shape[2])
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Start and length of the blocks in which the tokens held leave, now or later."""
-        assert isinstance(self.key, LaterSide)
+        """Start and length of the blocks that the tokens held belong to, also of those that are not complete."""
+        assert isinstance(self.key, DeferredSide)
         held, size, start = self.key.residual_tokens, self.key.residual.size, 0
         for length in self.key.leaving():
             yield start, length
@@ -324,7 +326,7 @@ class SaliencyLayer(KVCacheLayer):
 
     @override
     def observe(self, attended: Attended) -> None:
-        """Add the weights that tokens receive from the probes of their own block; let full blocks go."""
+        """Add the weights that tokens receive from the probes of their own block, then encode full blocks."""
         side, queries = self.key, attended.query.shape[2]
         held, packed = side.residual_tokens, side.packed_tokens
         received = attended.key.new_zeros(*attended.key.shape[:2], held)
@@ -335,14 +337,12 @@ class SaliencyLayer(KVCacheLayer):
             for some in rows.to(received.device).split(64):
                 weights = attended.weights(some)[..., -held:][..., start : start + length]
                 own += weights.mean(2).sum(2).to(received.dtype)
-        if self._received is not None:
-            received[..., : self._received.shape[-1]] += self._received
-        self._received = received
+        self._add(received)
         self._settle()
 
     def _settle(self) -> None:
-        assert isinstance(self.key, LaterSide)
-        assert isinstance(self.value, LaterSide)
+        assert isinstance(self.key, DeferredSide)
+        assert isinstance(self.value, DeferredSide)
         lengths = self.key.leaving()
         if not lengths:
             return
@@ -358,18 +358,3 @@ class SaliencyLayer(KVCacheLayer):
             own = scores if split.per_head else scores.mean(1, keepdim=True)
             side.settle(torch.cat([split.salient(part) for part in own.split(lengths, -1)], -1))
         self._received = self._received[..., gone:]
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        self._received = None
-
-    @override
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self._received is not None:
-            self._received = self._received.index_select(0, indices.to(self._received.device))
-
-    @override
-    def check_crop(self, tokens_to_remove: int) -> None:
-        raise Unsupported(f"method.plan: {self.lasting} (fork() the cache before)")

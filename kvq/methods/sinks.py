@@ -1,4 +1,4 @@
-"""First tokens that stay in full precision: attention sinks, which everything later attends to."""
+"""First tokens that stay in full precision, because attention concentrates on them (attention sinks)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvq.config.residual import ResidualSide
 
 
 class SinkSide(CacheSide):
-    """Keys or values whose first `sinks` tokens stay in full precision; the residual begins behind them.
+    """Keys or values whose first `sinks` tokens stay in full precision, before packed prefix and residual.
 
-    They count among the bytes in full precision, as the residual does.
+    Their bytes count as full-precision bytes, as those of the residual do.
     """
 
     version: ClassVar[int] = 1
@@ -36,7 +36,7 @@ class SinkSide(CacheSide):
 
     @property
     def sink_tokens(self) -> int:
-        """Sinks held."""
+        """Number of sinks held."""
         return 0 if self._first is None else self._first.rows
 
     @property
@@ -100,7 +100,7 @@ class SinkSide(CacheSide):
         return visible if visible.shape[2] == self.tokens else self._behind(visible), decoded
 
     def _keep(self, states: Tensor) -> Tensor | None:
-        """Hold what belongs to the sinks; the states behind them, None if there are none."""
+        """Store the states that are sinks and return those after them; None: there are none."""
         count = min(self._sinks - self.sink_tokens, states.shape[2])
         if not count:
             return states
@@ -127,21 +127,14 @@ class SinkSide(CacheSide):
         super().check_finite()
 
     @override
-    def fork(self) -> SinkSide:
-        other = super().fork()
-        assert isinstance(other, SinkSide)
-        other._first = None if self._first is None else self._first.fork()
-        return other
-
-    @override
     def select(self, index: Tensor) -> None:
         super().select(index)
         if self._first is not None:
-            self._first = Growable(self._first.view.index_select(0, index.to(self._first.view.device)))
+            self._first = self._first.select(index)
 
 
 def side_of(codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool, sinks: int) -> CacheSide:
-    """Keys or values of a layer, with sinks where the method asks for them and quantizes the rest."""
+    """Keys or values of a layer; with sinks where `sinks` is not 0 and the others are quantized."""
     if codec is None or not sinks:
         return CacheSide(codec, residual, label, keep_decoded)
     return SinkSide(codec, residual, label, keep_decoded, sinks)

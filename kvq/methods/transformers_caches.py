@@ -1,8 +1,8 @@
-"""A layer of transformers' own quantized cache in the place of one of kvq's: the methods `quanto` and `hqq`.
+"""Layers of transformers' own quantized cache: the methods `quanto` and `hqq`.
 
-That cache quantizes a whole prefill at once and lets attention read it in full precision. Later tokens wait until
-`residual.size` are there; then everything, what was decoded and what waited, is quantized again. What a token is worth
-thus depends on how many flushes it has been through (decode mode), and no chunk may go past a flush.
+That cache quantizes a whole prefill at once, and attention reads the prefill in full precision. Later tokens wait until
+there are `residual.size` of them; then all tokens, decoded ones and waiting ones, are quantized again (a flush). The
+error of a token thus depends on how many flushes it has been through (decode mode), and no chunk may go past a flush.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def installed(backend: str) -> bool:
 
 
 def check_backend(method: str, backend: BackendConfig, bits: Bits, residual: Residual) -> None:
-    """Refuse what the backend cannot do.
+    """Check bits, residual and installation.
 
     Raises:
         Unsupported: a package that is not installed, bits it does not pack, another residual than transformers has.
@@ -60,10 +60,10 @@ def check_backend(method: str, backend: BackendConfig, bits: Bits, residual: Res
 
 @functools.cache
 def check_works(backend: str, device: torch.device) -> None:
-    """Quantize and dequantize a token: optimum-quanto compiles C++ the first time it does.
+    """Quantize and dequantize one token, because optimum-quanto compiles C++ the first time it does.
 
     Raises:
-        Unsupported: the backend's package is there and cannot do it.
+        Unsupported: the backend's package is installed but fails.
     """
     held, token = _LAYERS[backend](nbits=4, q_group_size=64), torch.zeros(1, 1, 1, 64, device=device)
     try:
@@ -76,7 +76,7 @@ def check_works(backend: str, device: torch.device) -> None:
 
 
 def stored_bytes(held: Any) -> int:
-    """Bytes of the tensors in what a backend made of a tensor, whatever it wraps them in."""
+    """Bytes of all tensors in a backend's quantized tensor: in mappings, sequences and tensor subclasses."""
     if isinstance(held, Mapping):
         return sum(map(stored_bytes, held.values()))
     if isinstance(held, list | tuple):
@@ -90,7 +90,7 @@ def stored_bytes(held: Any) -> int:
 
 
 class TransformersSide:
-    """Keys or values of a `TransformersLayer`, as the cache counts them."""
+    """Keys or values of a `TransformersLayer`, with the properties that a `KVCache` sums up."""
 
     uses_rope = False
     rope: RopeTable | None = None
@@ -132,12 +132,12 @@ class TransformersSide:
 
     @property
     def elements_per_token(self) -> int:
-        """Numbers that one token of the batch stands for: batch x heads x head_dim."""
+        """Elements of one token over the whole batch: batch x heads x head_dim."""
         return self._layer.elements_per_token
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per quantized element: all tokens of a prefill are, so there are some once there are tokens."""
+        """Stored bits per quantized element; 0 before the first tokens."""
         return 8 * self.packed_bytes / (self.packed_tokens * self.elements_per_token) if self.packed_tokens else 0.0
 
     def moves(self, queries: int) -> Departures:
@@ -146,7 +146,7 @@ class TransformersSide:
         return Departures(0, (at,) * (self.tokens + at) if at < queries else ())
 
     def check_finite(self) -> None:
-        """Nothing to do: states are checked as they come."""
+        """No check here: `TransformersLayer.update` checks states."""
 
     @property
     def _waiting(self) -> list[Tensor]:
@@ -157,8 +157,8 @@ class TransformersSide:
 class TransformersLayer(Layer):
     """Keys and values of one attention layer in transformers' quantized layers, one for each sequence of a batch.
 
-    transformers quantizes a batch as one tensor, and hqq's groups then span its sequences; apart, a sequence is what it
-    would be alone.
+    transformers quantizes a batch as one tensor, and hqq's groups then span its sequences. With a layer for each
+    sequence, no sequence depends on the others.
     """
 
     lasting = "its backend quantizes all tokens anew at every flush"
@@ -190,11 +190,11 @@ class TransformersLayer(Layer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append `[batch, heads, tokens, head_dim]` states; what attention reads, oldest token first.
+        """Append `[batch, heads, tokens, head_dim]` states and return those that attention reads, oldest token first.
 
         Raises:
             DataError: states that are NaN or infinite, or another batch than that held.
-            Unsupported: a partial group; tokens that are to come one by one and go past a flush.
+            Unsupported: a partial group; tokens fed one by one past a flush.
         """
         for states, side in ((key_states, "keys"), (value_states, "values")):
             if not bool(torch.isfinite(states).all()):
@@ -214,7 +214,7 @@ class TransformersLayer(Layer):
 
     @override
     def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
-        """None: a chunk that ends where the layer flushes reads the tokens as they are."""
+        """None: chunks end where the layer flushes, so each token is read in one form."""
         return None
 
     def reset(self) -> None:
@@ -237,7 +237,7 @@ class TransformersLayer(Layer):
         if -tokens_to_remove > waiting:
             raise Unsupported(
                 f"{self.label}: cannot remove {-tokens_to_remove} tokens, only {waiting} are still in the residual; "
-                f"what {self.backend.name} has quantized cannot be cropped (fork() the cache before the tokens instead)"
+                f"tokens quantized by {self.backend.name} cannot be cropped (fork() the cache before them)"
             )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from omegaconf import OmegaConf
 
 from kvq.config import compose, conf_dir, outside
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.layout import LayoutConfig
+from kvq.errors import ConfigError
 from kvq.papers.cells import Overrides, cells_of, jobs_of, missing_choices
 
 if TYPE_CHECKING:
@@ -66,6 +67,24 @@ def _settings(own: Path | None, group: str, choice: str) -> dict[str, Any]:
     return {} if found is None else yaml.safe_load(found.read_text(encoding="utf-8"))
 
 
+def product(overrides: Iterable[Override]) -> list[list[str]]:
+    """One job for each combination of the swept values, the last override varying fastest.
+
+    Raises:
+        ConfigError: an interval, which has no list of values.
+    """
+    values: dict[str, list[str]] = {}
+    for override in overrides:
+        name = override.get_key_element()
+        if not override.is_sweep_override():
+            values[name] = [f"{name}={override.get_value_element_as_str()}"]
+        elif override.is_discrete_sweep():
+            values[name] = [f"{name}={value}" for value in override.sweep_string_iterator()]
+        else:
+            raise ConfigError(f"{override.input_line}: an interval; give values, or range(from,to,step)")
+    return [list(job) for job in itertools.product(*values.values())]
+
+
 def grouped(jobs: Iterable[Job]) -> list[Job]:
     """Jobs of one model one after the other, of these those of one text and task; else as they were.
 
@@ -84,7 +103,7 @@ def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> ExperimentSwe
     layout = layout_of(config)
     cells, known = cells_of(layout), choices()
     jobs: list[Overrides] = []
-    for given in (tuple(job) for batch in BasicSweeper.split_arguments(list(overrides), None) for job in batch):
+    for given in map(tuple, product(overrides)):
         model = next((word.partition("=")[2] for word in given if word.startswith("model=")), "")
         jobs += jobs_of(cells, given, layout.small if model and is_embedded(model) else {})
     ready: list[Overrides] = []

@@ -261,7 +261,7 @@ def test_refusals_are_one_line() -> None:
     with pytest.raises(Unsupported, match="head_dim=6: 4 channels are coupled at a time"):
         CoupledQuantizer(4, 9).check(6)
     chain = Codec({"norm": TokenNorm()}, ["norm"], NonUniformQuantizer(2, "per_token"))
-    with pytest.raises(ConfigError, match="stage 'norm': only rotations may stand in front"):
+    with pytest.raises(ConfigError, match="stage 'norm': only rotations may precede"):
         fit_codec(chain, x[0], None, None, 0)
     for make, says in (
         (lambda: NonUniformQuantizer(9, "per_token"), "bits=9: a lookup table has 1 to 8"),

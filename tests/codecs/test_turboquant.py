@@ -189,7 +189,7 @@ def test_gains_cost_error_and_no_bits(gain, mse):
     [
         (lambda: InnerProductQuantizer(1), Unsupported, "bits=1: the inner-product form has 2 to 8 bits"),
         (lambda: InnerProductQuantizer(2, "gausian"), ConfigError, "sketch=gausian.*Did you mean 'gaussian'"),
-        (lambda: ChannelSplit(0, instance(2, 0), instance(2, 0)), ConfigError, "outliers=0: at least 1 channel"),
+        (lambda: ChannelSplit(0, instance(2, 0), instance(2, 0)), ConfigError, "outliers=0: at least 1$"),
         (
             lambda: ChannelSplit(1, Codec({"u": UndoRope()}, ["u"], Passthrough()), instance(2, 0)),
             Unsupported,

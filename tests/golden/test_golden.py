@@ -76,7 +76,7 @@ DAMAGES = [
     ("method kivi", "self.value.append(value_states, self.quantized_prefill),", "value_states,", "2 * value_states,"),
     (
         "method nsnquant",
-        "return self._patterns.lookup(codes[:1]).mul_(_rows(self._signs, codes[1]))",
+        "return self._patterns.lookup(codes[:1]).mul_(looked_up(self._signs, codes[1]))",
         "mul_(",
         "div_(1.1 * ",
     ),

@@ -93,10 +93,10 @@ def test_h2o_adds_up_the_weights_of_later_queries(model):
     for token in tokens.split(1, 1):
         model(token, past_key_values=stepwise)
     for one, other in zip(prefill.layers, stepwise.layers, strict=True):
-        torch.testing.assert_close(one._scores, other._scores, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one._received, other._received, rtol=1e-4, atol=1e-5)
     for token in token_ids(6, seed=5).split(1, 1):
         model(token, past_key_values=stepwise)
-    assert stepwise.layers[0].key.tokens == stepwise.layers[0]._scores.shape[-1] == 24
+    assert stepwise.layers[0].key.tokens == stepwise.layers[0]._received.shape[-1] == 24
     assert stepwise.get_seq_length() == 30
 
 

@@ -209,5 +209,5 @@ def test_a_plain_sweep_is_grouped_and_cut_into_batches() -> None:
 
     given = OverridesParser.create().parse_overrides(["bits=2,3", "model=tiny,tiny_outliers"])
     wanted = [[f"bits={bits}", f"model={model}"] for model in ("tiny", "tiny_outliers") for bits in (2, 3)]
-    assert GroupedSweeper.split_arguments(given, None) == [wanted]
-    assert GroupedSweeper.split_arguments(given, 3) == [wanted[:3], wanted[3:]]
+    assert GroupedSweeper().batches(given) == [wanted]
+    assert GroupedSweeper(3).batches(given) == [wanted[:3], wanted[3:]]
