@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvq.config import Config, Loader, PplConfig, full_precision
 from kvq.config.identity import canonical
+from kvq.config.run import trained_with_bos
 from kvq.data.joined import joined_text, text_fingerprint
 from kvq.errors import KvqError
 from kvq.models.folder import folder_fingerprint
@@ -46,7 +47,7 @@ def known(config: Config) -> Record | None:
     """
     if config.force or not isinstance(config.task, PplConfig) or config.method.calibration.dataset is not None:
         return None
-    if config.dataset.loader not in (Loader.embedded, Loader.text):
+    if config.dataset.loader not in (Loader.embedded, Loader.text) or trained_with_bos(config.model) is None:
         return None
     try:
         weights = folder_fingerprint(config.model)

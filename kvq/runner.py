@@ -49,7 +49,9 @@ class Prepared:
     def settings(self) -> dict[str, Any]:
         """What it measures, as the record keeps it."""
         weights = self.inputs.model_fingerprint  # asked for first: without it nothing else has to be read
-        return canonical(self.config, weights, self.task.fingerprint(self.inputs), text.fingerprint_of(self.inputs))
+        inputs = self.inputs
+        own = inputs.trained_with_bos if hasattr(self.config.task, "bos") else None
+        return canonical(self.config, weights, self.task.fingerprint(inputs), text.fingerprint_of(inputs), own)
 
     @functools.cached_property
     def key(self) -> str:

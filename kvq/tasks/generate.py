@@ -59,7 +59,7 @@ class Reader:
 
     def new_cache(self) -> KVCache:
         """An empty cache with `one_by_one` set."""
-        cache = KVCache(self.loaded.model, self.method, keep_decoded=self.keep_decoded)
+        cache = KVCache(self.loaded.model, self.method, self.keep_decoded, dtype=self.loaded.cache_dtype)
         cache.one_by_one = True
         return cache
 

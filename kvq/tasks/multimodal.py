@@ -77,7 +77,7 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
     task: MultimodalConfig = inputs.config.task
     model, tokenizer = inputs.model, inputs.tokenizer
     tokens, media = prompt_of(processor, item, model.device)
-    loaded = MediaModel(model.model, model.device, media)
+    loaded = MediaModel(model.model, model.device, media, cache_dtype=model.cache_dtype)
     reader, clock = Reader(loaded, method, task.prefill, inputs.config.cache.keep_decoded), Clock(model.device)
     try:
         with clock.phase("prefill"):
@@ -134,6 +134,8 @@ def check(inputs: Inputs, method: Method) -> None:
             "task.benchmark=mmau_pro: its questions are about recordings, and kvq feeds models text and images; "
             "kvq.data.multimodal has its items and its score"
         )
+    if task.bos is not None:
+        raise Unsupported(f"task.bos={str(task.bos).lower()}: the model's processor writes the prompts of this task")
     if task.prefill is not Prefill.whole:
         raise Unsupported("task.prefill=chunked: an image is read in one forward; use task.prefill=whole")
     for setting, given, allowed in (("batch_size", task.batch_size, 1), ("noise_floor", task.noise_floor, False)):

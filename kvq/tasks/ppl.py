@@ -77,10 +77,10 @@ class PplResult:
         return [{name: getattr(score, name) for name in names} for score in self.scores]
 
 
-def ppl_windows(streams: Sequence[Tensor], task: PplConfig) -> list[Window]:
-    """The windows that `task` asks for. Raises: DataError: a text shorter than one window."""
+def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[Window]:
+    """The windows that `task` asks for, each behind `bos`. Raises: DataError: a text shorter than one window."""
     stride = task.stride if task.windows.name == "sliding" else None
-    windows = cut_windows(streams, task.context, stride, task.max_windows)
+    windows = cut_windows(streams, task.context, stride, task.max_windows, bos)
     if task.scoring is not Scoring.continuation:
         return windows
     assert task.prompt is not None
@@ -124,7 +124,8 @@ def run_ppl(
                 _restore(result, indices, journal)
                 continue
             tokens, scored_from = stack(windows, indices, loaded.device), windows[indices[0]].scored_from
-            cache = KVCache(loaded.model, holding_method(method) if continuation else method, keep_decoded=keep_decoded)
+            held = holding_method(method) if continuation else method
+            cache = KVCache(loaded.model, held, keep_decoded, dtype=loaded.cache_dtype)
             # A generator: it computes only what is read.
             full = _full_precision(loaded, method, tokens, scored_from, bounds, continuation)
             offset = 0
@@ -183,7 +184,8 @@ def _full_precision(
     continuation: bool,
 ) -> Iterator[ScoredChunk]:
     full = Method(name="fp16", key=None, value=None, residual=method.residual, bits=None)
-    return _scored(loaded, KVCache(loaded.model, full), full, tokens, scored_from, bounds, continuation)
+    cache = KVCache(loaded.model, full, dtype=loaded.cache_dtype)
+    return _scored(loaded, cache, full, tokens, scored_from, bounds, continuation)
 
 
 def _scored(
@@ -241,7 +243,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     config = inputs.config
     task: PplConfig = config.task
     loaded = inputs.model
-    windows = ppl_windows(inputs.tokens.streams, task)
+    windows = ppl_windows(inputs.tokens.streams, task, inputs.bos)
 
     def full_precision() -> tuple[ReferenceLogProbs, PplResult | None]:
         full = Method(name="fp16", key=None, value=None, residual=method.residual, bits=None)
