@@ -69,6 +69,8 @@ class Prepared:
         for head_dim in self.inputs.head_dims:  # a layer may have one of its own
             method = method_of(self.config, head_dim)
         check_decode_mode(self.config.task, method)
+        if hasattr(self.config.task, "bos"):
+            _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)
         check_sinks(self.config.task, method)
         if method.kept_keys is not None:

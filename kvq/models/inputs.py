@@ -147,8 +147,9 @@ class Inputs:
                 f"dataset={dataset.name}: holds items, not text, which task={self.config.task.name} needs; "
                 "use dataset=pydocs, or dataset=text dataset.path=..."
             )
-        name = repr((dataset, self._model_name, context, self.bos))
-        return self.shared("tokens", name, lambda: load_tokens(dataset, self.tokenizer, context, self.bos))
+        bos = self.bos if hasattr(self.config.task, "bos") else None  # else the text is all that the task asks for
+        name = repr((dataset, self._model_name, context, bos))
+        return self.shared("tokens", name, lambda: load_tokens(dataset, self.tokenizer, context, bos))
 
     @property
     def model(self) -> LoadedModel:

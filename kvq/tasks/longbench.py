@@ -237,9 +237,10 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Answer every item under `method`; a baseline is compared with item by item, by score and by ROUGE-L."""
     task: LongbenchConfig = inputs.config.task
     reader = Reader(inputs.model, method, task.prefill, inputs.config.cache.keep_decoded)
-    label = f"{method.name} {method.bits.label if method.bits else ''}".strip()
     items = make_items(inputs)
-    found = measure_items(items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, label, "score")
+    found = measure_items(
+        items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label, "score"
+    )
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = found.metrics | by_part(scored, "subset", "score")
     # Subsets have equal weight whatever their number of items, as in the benchmark's own average.

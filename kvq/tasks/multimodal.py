@@ -146,13 +146,12 @@ def check(inputs: Inputs, method: Method) -> None:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Answer every item under `method`; a baseline is compared with item by item."""
     processor = load_processor(inputs.config.model)
-    label = f"{method.name} {method.bits.label if method.bits else ''}".strip()
     items = make_items(inputs, processor)
 
     def score(batch: Sequence[MediaItem]) -> list[Scored]:
         return [answer(inputs, method, processor, item) for item in batch]
 
-    found = measure_items(items, score, inputs.config.task, journal, baseline, label)
+    found = measure_items(items, score, inputs.config.task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = found.metrics | by_part(scored, "kind", "accuracy")
     metrics |= {f"{name}_tokens": sum(float(s[f"{name}_tokens"]) for s in scored) for name in MODALITIES[:2]}

@@ -141,8 +141,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     task: NiahConfig = config.task
     reader = Reader(inputs.model, method, task.prefill, config.cache.keep_decoded)
     items = _batched(make_items(inputs), task, inputs)
-    label = f"{method.name} {method.bits.label if method.bits else ''}".strip()
-    found = measure_items(items, lambda batch: ask(reader, inputs, batch), task, journal, baseline, label)
+    found = measure_items(items, lambda batch: ask(reader, inputs, batch), task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
     more: dict[str, float] = {}
     for part in ("length", "depth"):

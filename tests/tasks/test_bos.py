@@ -198,6 +198,10 @@ def test_a_tokenizer_without_such_a_token_is_refused(tmp_path: Path) -> None:
         said = rf"^{setting}: the tokenizer of model=.* has no begin-of-text token; use false$"
         with pytest.raises(ConfigError, match=said):
             _ = inputs.bos
+    with pytest.raises(ConfigError, match=r"^task\.bos=true: the tokenizer"):
+        _ = runner.Prepared(
+            inputs_of(["model=hf", f"model.path={tmp_path}", "task=longbench", "task.bos=true"]).config
+        ).method
     image = inputs_of(["task=multimodal", "task.bos=true"])
     with pytest.raises(Unsupported, match=r"^task.bos=true: the model's processor writes the prompts of this task$"):
         multimodal.check(image, method_of(image.config, 128))
