@@ -13,7 +13,7 @@ from kvq.config.identity import canonical
 from kvq.config.run import trained_with_bos
 from kvq.data.joined import joined_text, text_fingerprint
 from kvq.errors import KvqError
-from kvq.models.folder import folder_fingerprint
+from kvq.models.folder import folder_fingerprint, folder_writes_bos
 from kvq.results import Record, Store, is_stale, run_key
 
 if TYPE_CHECKING:
@@ -47,18 +47,23 @@ def known(config: Config) -> Record | None:
     """
     if config.force or not isinstance(config.task, PplConfig) or config.method.calibration.dataset is not None:
         return None
-    if config.dataset.loader not in (Loader.embedded, Loader.text) or trained_with_bos(config.model) is None:
+    if config.dataset.loader not in (Loader.embedded, Loader.text):
         return None
     try:
         weights = folder_fingerprint(config.model)
         if weights is None:
             return None
+        trained_with = trained_with_bos(config.model)
+        if trained_with is None and (trained_with := folder_writes_bos(config.model.path)) is None:
+            return None
         text = _fingerprint_of(config.dataset)
         store = Store(config.results_dir)
-        record = _standing(store, run_key(canonical(config, weights, text)))
+        record = _standing(store, run_key(canonical(config, weights, text, trained_with=trained_with)))
         if record is None or config.method.is_full_precision:
             return record
-        baseline = _standing(store, run_key(canonical(full_precision(config), weights, text)))
+        baseline = _standing(
+            store, run_key(canonical(full_precision(config), weights, text, trained_with=trained_with))
+        )
         if baseline is None or record.baseline_key != baseline.key:
             return None
         store.samples(baseline.key)

@@ -27,7 +27,7 @@ from tests.cache.states import nearest_bits, states
 from tests.random_models import llama, random_llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+DTYPES = [torch.float16, *(pytest.param(dtype, marks=pytest.mark.long) for dtype in (torch.bfloat16, torch.float32))]
 POLICIES = ["kivi method.sink_tokens=3", "snapkv", "h2o", "streamingllm/kivi", "ott", "zipcache", "cq/kept_comma"]
 
 
@@ -71,8 +71,8 @@ def exact_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
     ("name", "more", "most"),
     [
         ("kivi", "residual.policy=block", 1e-9),
-        ("nsnquant", "residual.policy=block", 1e-9),
-        ("oscar", "residual.policy=block", 1e-9),
+        pytest.param("nsnquant", "residual.policy=block", 1e-9, marks=pytest.mark.long),
+        pytest.param("oscar", "residual.policy=block", 1e-9, marks=pytest.mark.long),
         ("nsn", "residual.policy=sliding", 1e-9),
         ("kivi", "sink_tokens=5", 1e-9),
         # Codecs compute 16-bit states in fp32, where the rotation of 4 tokens may differ in a last bit from that of 1.
@@ -143,7 +143,7 @@ def test_every_policy_keeps_16_bits(given: str) -> None:
     assert 2 * half == sum(side.residual_bytes for layer in wide.layers for side in (layer.key, layer.value))
 
 
-@pytest.mark.parametrize("given", ["kivi", "identity", "nsn residual.policy=sliding"])
+@pytest.mark.parametrize("given", ["kivi", pytest.param("nsn residual.policy=sliding", marks=pytest.mark.long)])
 @torch.no_grad()
 def test_prompt_lookup_takes_tokens_back(given: str) -> None:
     loaded = rounding(llama().double(), torch.float16)
