@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from kvq.config import Config, Loader, PplConfig, full_precision
 from kvq.config.identity import canonical
+from kvq.config.run import trained_with_bos
 from kvq.data.joined import joined_text, text_fingerprint
 from kvq.errors import KvqError
-from kvq.models.folder import folder_fingerprint
+from kvq.models.folder import folder_fingerprint, folder_writes_bos
 from kvq.results import Record, Store, is_stale, run_key
 
 if TYPE_CHECKING:
@@ -49,12 +50,17 @@ def known(config: Config) -> Record | None:
         weights = folder_fingerprint(config.model)
         if weights is None:
             return None
+        trained_with = trained_with_bos(config.model)
+        if trained_with is None and (trained_with := folder_writes_bos(config.model.path)) is None:
+            return None
         text = _fingerprint_of(config.dataset)
         store = Store(config.results_dir)
-        record = _standing(store, run_key(canonical(config, weights, text)))
+        record = _standing(store, run_key(canonical(config, weights, text, trained_with=trained_with)))
         if record is None or config.method.is_full_precision:
             return record
-        baseline = _standing(store, run_key(canonical(full_precision(config), weights, text)))
+        baseline = _standing(
+            store, run_key(canonical(full_precision(config), weights, text, trained_with=trained_with))
+        )
         if baseline is None or record.baseline_key != baseline.key:
             return None
         store.samples(baseline.key)

@@ -49,7 +49,9 @@ class Prepared:
     def settings(self) -> dict[str, Any]:
         """Its canonical settings, which the record keeps."""
         weights = self.inputs.model_fingerprint  # first: where it is missing, nothing else has to be read
-        return canonical(self.config, weights, self.task.fingerprint(self.inputs), text.fingerprint_of(self.inputs))
+        inputs = self.inputs
+        own = inputs.trained_with_bos if hasattr(self.config.task, "bos") else None
+        return canonical(self.config, weights, self.task.fingerprint(inputs), text.fingerprint_of(inputs), own)
 
     @functools.cached_property
     def key(self) -> str:
@@ -67,6 +69,8 @@ class Prepared:
         for head_dim in self.inputs.head_dims:  # a layer may have one of its own
             method = method_of(self.config, head_dim)
         check_decode_mode(self.config.task, method)
+        if hasattr(self.config.task, "bos"):
+            _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)
         check_sinks(self.config.task, method)
         if method.kept_keys is not None:

@@ -74,6 +74,8 @@ class KVCache(WatchfulCache):
         attention: `dense` decodes keys and values for the model's own attention; `packed` computes the attention of a
             decoded token from the codes (the same function up to rounding), switching the model's attention to one that
             can. A prefill is dense.
+        dtype: of what stays in full precision, and of decoded tokens; None: as the model computes. States are cast to
+            it as they enter and to the model's when attention reads them, as if the model computed in this dtype.
 
     Raises:
         ConfigError: an unknown attention, or packed attention with `keep_decoded`.
@@ -90,6 +92,7 @@ class KVCache(WatchfulCache):
         keep_decoded: bool = False,
         quantized_prefill: bool = False,
         attention: str = "dense",
+        dtype: torch.dtype | None = None,
     ) -> None:
         if attention not in ATTENTIONS:
             raise ConfigError(f"attention={attention}: one of {', '.join(ATTENTIONS)}")
@@ -102,6 +105,7 @@ class KVCache(WatchfulCache):
             check_replaceable(model)
             use_packed_attention(model)
         self.method: Any = method
+        self.dtype = dtype
         self._columns: SourceColumns | None = None
         super().__init__(layers=list(layers))
         self._lasting = _lasting(model, watch(model))
@@ -115,6 +119,22 @@ class KVCache(WatchfulCache):
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())
             ]
             self._share_tables()
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Add states `[batch, heads, tokens, head_dim]` to a layer and return what attention reads now.
+
+        Both casts to and from `dtype` are here, so that no layer, codec or policy knows of them.
+        """
+        if self.dtype is None:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        stored = key_states.to(self.dtype), value_states.to(self.dtype)
+        read = super().update(*stored, layer_idx, *args, **kwargs)
+        # Attention on codes computes in the query's dtype by itself.
+        keys, values = (part.to(key_states.dtype) if isinstance(part, Tensor) else part for part in read)
+        return keys, values
 
     @property
     def one_by_one(self) -> bool:

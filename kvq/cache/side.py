@@ -85,7 +85,7 @@ class CacheSide:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of the full-precision tokens, in the model's dtype."""
+        """Bytes of the full-precision tokens."""
         return 0 if self._full is None else self._full.view.numel() * self._full.view.element_size()
 
     @property
@@ -265,7 +265,7 @@ class CacheSide:
 
     def _check_finite(self, states: Tensor) -> None:
         if not bool(torch.isfinite(states).all()):
-            raise DataError(f"{self.label}: NaN or infinite values; check the model's dtype and weights")
+            raise DataError(f"{self.label}: NaN or infinite values; check the model's weights and the dtypes")
 
     def fork(self) -> CacheSide:
         """A copy that shares everything held so far and grows independently."""

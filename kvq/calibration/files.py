@@ -51,7 +51,8 @@ def file_of(inputs: Inputs) -> Path:
     outside = {
         name: version for name, version in versions_of_parts(whole["method"]).items() if isinstance(version, str)
     }
-    decides = {"model": whole["model"], "method": method, "code": _fitting_code(), "outside": outside}
+    model = {name: item for name, item in whole["model"].items() if name != "cache_dtype"}
+    decides = {"model": model, "method": method, "code": _fitting_code(), "outside": outside}
     return path_of(Path(inputs.config.results_dir), name_of(decides))
 
 

@@ -70,15 +70,19 @@ def check_apart(calibration: DatasetConfig, tested: DatasetConfig) -> None:
         raise ConfigError(f"method.calibration.dataset={calibration.name}: it is the text under test; use another")
 
 
-def calibration_text(config: CalibrationConfig, tokenizer: Any) -> CalibrationText:
-    """`samples` disjoint windows of `length` tokens, drawn by `seed`.
+def calibration_text(config: CalibrationConfig, tokenizer: Any, bos: int | None = None) -> CalibrationText:
+    """`samples` disjoint windows of `length` tokens, drawn by `seed`; `bos`: the first token of each.
 
     Raises:
         ConfigError: as `dataset_of`.
         DataError: a text with fewer windows.
     """
-    streams = load_tokens(dataset_of(config), tokenizer, config.length).streams
-    windows = torch.cat([s[: len(s) // config.length * config.length].view(-1, config.length) for s in streams])
+    streams, room = load_tokens(dataset_of(config), tokenizer, config.length, bos).streams, config.length
+    if bos is not None:
+        room -= 1
+    windows = torch.cat([s[: len(s) // room * room].view(-1, room) for s in streams])
+    if bos is not None:
+        windows = torch.nn.functional.pad(windows, (1, 0), value=bos)
     if len(windows) < config.samples:
         raise DataError(
             f"method.calibration.samples={config.samples}: the text of {config.dataset} has {len(windows)} windows of "
@@ -100,8 +104,8 @@ def text_of(inputs: Inputs) -> CalibrationText | None:
     if settings.dataset is None or not inputs.reads_weights:
         return None
     check_apart(dataset_of(settings), inputs.config.dataset)
-    name = repr((settings, inputs.config.model, inputs.model_fingerprint))
-    return inputs.shared("calibration text", name, lambda: calibration_text(settings, inputs.tokenizer))
+    name = repr((settings, inputs.config.model, inputs.model_fingerprint, inputs.bos))
+    return inputs.shared("calibration text", name, lambda: calibration_text(settings, inputs.tokenizer, inputs.bos))
 
 
 def fingerprint_of(inputs: Inputs) -> str | None:

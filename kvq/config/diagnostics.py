@@ -33,10 +33,11 @@ class DiagnosticConfig(TaskConfig):
 
 @dataclass
 class CaptureConfig(DiagnosticConfig):
-    """Diagnostics of a forward: `windows` disjoint windows of `context` tokens."""
+    """Diagnostics of a forward: `windows` disjoint windows of `context` tokens; `bos`: as `task=ppl` has it."""
 
     context: int = 2048
     windows: int = 4
+    bos: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from kvq.config.backend import MODE
 from kvq.config.composing import full_precision
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import Attention, Config
+from kvq.config.run import Attention, Config, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
 
 def canonical(
-    config: Config, model_fingerprint: str, dataset_fingerprint: str, calibration_fingerprint: str | None = None
+    config: Config,
+    model_fingerprint: str,
+    dataset_fingerprint: str,
+    calibration_fingerprint: str | None = None,
+    trained_with: bool | None = None,
 ) -> dict[str, Any]:
     """The settings that decide a run's numbers, as plain JSON values; the run's key is a hash of them.
 
@@ -23,8 +28,8 @@ def canonical(
     `plan` and `force`, null stages, settings without effect (a stride between disjoint windows) and the residual of a
     side that is not quantized. So an alias is the same run, and full precision is one run whatever `bits` and
     `residual` say. Fingerprints replace weights and text, and `calibration_fingerprint` the calibration text (None: not
-    calibrated). For a task that measures time, `dataset_fingerprint` is the name of the machine, which is also stored
-    under `machine`.
+    calibrated). `trained_with`: whether the model was trained with a begin-of-text token, where only its tokenizer says
+    so. For a task that measures time, `dataset_fingerprint` is the name of the machine, also stored under `machine`.
 
     Raises:
         ConfigError: a codec without stages or order.
@@ -32,13 +37,6 @@ def canonical(
     residual = config.effective_residual
     codecs = {side: _bare_codec(getattr(config.method, side)) for side in ("key", "value")}
     backend = config.method.backend
-    task = {name: value for name, value in vars(config.task).items() if name not in ("batch_size", "include_path")}
-    if task.get("windows") is Windows.disjoint:
-        task["stride"] = None
-    if task.get("prompt", "") is None:
-        del task["prompt"]  # belongs to one scoring
-    if "regimes" in task and (not task["regimes"] or config.method.is_full_precision):
-        del task["regimes"]  # none are timed, as before they could be
     return _plain(
         {
             "model": {
@@ -46,6 +44,7 @@ def canonical(
                 "outliers": config.model.outliers or None,
                 "fingerprint": model_fingerprint,
                 **({"trust_remote_code": True} if config.model.trust_remote_code else {}),
+                **({} if config.cache_dtype is None else {"cache_dtype": config.cache_dtype}),
             },
             "dataset": {
                 "loader": config.dataset.loader,
@@ -64,12 +63,28 @@ def canonical(
             "residual": {
                 side: _bare_side(getattr(residual, side)) if codecs[side] or backend else None for side in codecs
             },
-            "task": task,
+            "task": _task(config, trained_with),
             "seed": config.seed,
             **_attention(config),
             **({"machine": dataset_fingerprint} if is_timed(config.task) else {}),
         }
     )
+
+
+def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
+    """The task's settings that decide its numbers; `bos` where model or task has one, so that older keys stay valid."""
+    task = {name: value for name, value in vars(config.task).items() if name not in ("batch_size", "include_path")}
+    if task.get("windows") is Windows.disjoint:
+        task["stride"] = None
+    if task.get("prompt", "") is None:
+        del task["prompt"]  # belongs to one scoring
+    if "bos" in task:
+        own, asked = trained_with_bos(config.model, trained_with), task.pop("bos")
+        if own or asked:
+            task["bos"] = own if asked is None else asked
+    if "regimes" in task and (not task["regimes"] or config.method.is_full_precision):
+        del task["regimes"]  # none are timed, as before they could be
+    return task
 
 
 def by_names(config: Config) -> dict[str, Any]:
@@ -169,6 +184,6 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}  # class variables are none
     return value

@@ -14,6 +14,7 @@ from omegaconf import MISSING
 from kvq.config.backend import backend_of
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.calibration import CalibrationConfig
+from kvq.config.diagnostics import DiagnosticConfig
 from kvq.config.layout import LayoutConfig
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.config.tasks import TIMED, Scoring, is_timed
@@ -84,6 +85,11 @@ class OutliersConfig:
         check_seed("model.outliers.seed", self.seed)
 
 
+def _check_stored(setting: str, dtype: Dtype | None) -> None:
+    if dtype is Dtype.float64:
+        raise ConfigError(f"{setting}={dtype}: null, float16, bfloat16 or float32")
+
+
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Ways in which transformers spreads a model over devices."""
 
@@ -93,7 +99,8 @@ class ModelConfig:
     """A model: `path` is a hub id, a local folder, or `embedded:tiny`. `context` in tokens, None = the model's own.
 
     `device_map` spreads the layers over all devices, as transformers does; None = one device. `trust_remote_code`: code
-    that comes with the model is run.
+    that comes with the model is run. `bos`: it was trained on texts that begin with a begin-of-text token; None: if its
+    tokenizer writes one. `cache_dtype`: what `cache.dtype=null` stands for; None: `dtype`.
     """
 
     name: str = MISSING
@@ -103,6 +110,8 @@ class ModelConfig:
     context: int | None = None
     device_map: str | None = None
     trust_remote_code: bool = False
+    bos: bool | None = None
+    cache_dtype: Dtype | None = None
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
 
     def __post_init__(self) -> None:
@@ -110,9 +119,21 @@ class ModelConfig:
         not_empty("model.name", self.name)
         not_empty("model.revision", self.revision)
         at_least("model.context", self.context, 2)
+        _check_stored("model.cache_dtype", self.cache_dtype)
         if self.device_map is not None and self.device_map not in DEVICE_MAPS:
             hint = did_you_mean(self.device_map, DEVICE_MAPS)
             raise ConfigError(f"model.device_map={self.device_map}: null or one of {', '.join(DEVICE_MAPS)}.{hint}")
+
+
+def trained_with_bos(model: ModelConfig, tokenizer_writes: bool | None = None) -> bool | None:
+    """Whether a model was trained on texts that begin with a begin-of-text token; None: only its tokenizer can say.
+
+    Args:
+        tokenizer_writes: what the tokenizer says, where it was asked. Those of embedded models write none.
+    """
+    if model.bos is not None:
+        return model.bos
+    return False if model.path.startswith("embedded:") else tokenizer_writes
 
 
 @dataclass
@@ -230,12 +251,15 @@ class CacheConfig:
     """`keep_decoded`: also keep the decoded copy, for speed; results are the same, and no memory is saved.
 
     `attention`: what a task that measures speed decodes with; scores always come from dense attention.
+    `dtype`: of what the cache keeps in full precision, baseline and residual alike; None = the model's default.
     """
 
     keep_decoded: bool = False
     attention: Attention = Attention.dense
+    dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
+        _check_stored("cache.dtype", self.dtype)
         if self.keep_decoded and self.attention is Attention.packed:
             raise ConfigError("cache.attention=packed: reads codes; cache.keep_decoded=true is for dense attention")
 
@@ -274,12 +298,20 @@ class Config:
             raise ConfigError(
                 f"cache.attention=packed: task={name} scores with dense attention; packed is for {' and '.join(TIMED)}"
             )
+        if self.cache.dtype is not None and isinstance(self.task, DiagnosticConfig):
+            raise ConfigError(f"cache.dtype={self.cache.dtype}: task={self.task.name} fills no cache; leave it null")
         check_folder("results_dir", self.results_dir)
 
     @property
     def parsed_bits(self) -> Bits | None:
         """Bits of keys and values; None for a fixed-rate method, which ignores `bits`."""
         return None if self.method.bits_range is None else parse_bits(self.bits)
+
+    @property
+    def cache_dtype(self) -> Dtype | None:
+        """Dtype of what a cache keeps in full precision; None: the model's own."""
+        asked = self.cache.dtype or self.model.cache_dtype
+        return None if asked is self.model.dtype or isinstance(self.task, DiagnosticConfig) else asked
 
     @property
     def effective_residual(self) -> Residual:

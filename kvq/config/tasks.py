@@ -73,7 +73,11 @@ class BootstrapConfig:
 
 @dataclass
 class PplConfig(TaskConfig):
-    """Perplexity: windows of `context` tokens, every `stride` when sliding; `prompt`: tokens before a continuation."""
+    """Perplexity: windows of `context` tokens, every `stride` when sliding; `prompt`: tokens before a continuation.
+
+    `bos`: whether each window begins with the begin-of-text token, which counts among its tokens and is not scored;
+    None: if the model was trained with it.
+    """
 
     name: str = "ppl"
     version: ClassVar[int] = 1
@@ -82,6 +86,7 @@ class PplConfig(TaskConfig):
     stride: int = 512
     scoring: Scoring = Scoring.generation
     prompt: int | None = None
+    bos: bool | None = None
     max_windows: int | None = None
     batch_size: int = 4
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
@@ -111,6 +116,7 @@ class ItemsConfig(TaskConfig):
 
     Attributes:
         prefill: how a prompt is read.
+        bos: whether each prompt begins with the begin-of-text token; None: if the model was trained with it.
         batch_size: prompts of equal length that go through the model together.
         noise_floor: the full-precision run is repeated in another batch order, and its flips are recorded.
         margin: largest fall of the score that still counts as "not worse".
@@ -120,6 +126,7 @@ class ItemsConfig(TaskConfig):
     name: str = "items"
     version: ClassVar[int] = 1
     prefill: Prefill = Prefill.whole
+    bos: bool | None = None
     batch_size: int = 1
     noise_floor: bool = True
     margin: float = 0.05

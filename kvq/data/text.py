@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,8 @@ class TokenData:
         return sum(len(stream) for stream in self.streams)
 
 
-def load_tokens(config: DatasetConfig, tokenizer: Any, context: int) -> TokenData:
-    """Return the dataset of `config` as int64 streams of at least `context` tokens each.
+def load_tokens(config: DatasetConfig, tokenizer: Any, context: int, bos: int | None = None) -> TokenData:
+    """Return the dataset of `config` as int64 streams, each long enough for a window of `context` tokens.
 
     - `loader=embedded`: the documents of the embedded corpus `config.name` in the order of their hashes, joined by
       `separator`, tokenized once.
@@ -51,17 +51,18 @@ def load_tokens(config: DatasetConfig, tokenizer: Any, context: int) -> TokenDat
       `context` tokens at a random place (C4 in GPTQ's protocol, without replacement); drawn by `seed` alone.
 
     `tokenizer` is a transformers tokenizer; it adds the special tokens that it always adds, once to a stream.
-    `max_tokens` cuts the stream, or the number of documents, to so many tokens.
+    `bos`: the token that every window begins with, for which a window keeps room; a stream then has none. `max_tokens`
+    cuts the stream, or the number of documents, to so many tokens.
 
     Raises:
         DataError: nothing to read, no text in it, or less text than `context` tokens.
     """
-    loader = str(config.loader)
-    if config.max_tokens is not None and config.max_tokens < context:
+    loader, room = str(config.loader), context - (bos is not None)
+    if config.max_tokens is not None and config.max_tokens < room:
         raise DataError(f"dataset.max_tokens={config.max_tokens} is less than one window, task.context={context}")
     if loader == "documents":
-        return _documents(config, tokenizer, context, read_rows(config))
-    return _one_stream(config, tokenizer, context)
+        return _documents(config, tokenizer, room, bos, read_rows(config))
+    return _one_stream(config, tokenizer, room, bos)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -70,12 +71,35 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _one_stream(config: DatasetConfig, tokenizer: Any, context: int) -> TokenData:
+def writes_bos(tokenizer: Any, chat: bool = False) -> bool:
+    """Whether `tokenizer` begins a text (`chat`: a conversation by its template) with its begin-of-text token."""
+    text = "a"
+    if chat:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    return tokenizer.bos_token_id is not None and encode(tokenizer, text)[:1] == [tokenizer.bos_token_id]
+
+
+def begun(tokenizer: Any, ids: Sequence[int], bos: int | None) -> list[int]:
+    """`ids` with `bos` once in front (None: with none), whatever the tokenizer or a chat template wrote there."""
+    start = 0
+    while start < len(ids) and ids[start] == tokenizer.bos_token_id:
+        start += 1
+    return [*([] if bos is None else [bos]), *ids[start:]]
+
+
+def _stream(tokenizer: Any, text: str, bos: int | None) -> list[int]:
+    """Tokens of a whole text; where windows begin with a token of their own, without that of the text."""
+    ids = encode(tokenizer, text)
+    return ids if bos is None else begun(tokenizer, ids, None)
+
+
+def _one_stream(config: DatasetConfig, tokenizer: Any, room: int, bos: int | None) -> TokenData:
     text = joined_text(config)
     if not text.strip():
         raise DataError(f"dataset={config.name}: the text is empty")
-    ids = encode(tokenizer, text)
-    if len(ids) < context:
+    ids = _stream(tokenizer, text, bos)
+    if len(ids) < room:
+        context = room + (bos is not None)
         raise DataError(f"dataset={config.name}: the text has {len(ids)} tokens, fewer than task.context={context}")
     text_bytes = len(text.encode())
     if config.max_tokens is not None and len(ids) > config.max_tokens:
@@ -84,40 +108,43 @@ def _one_stream(config: DatasetConfig, tokenizer: Any, context: int) -> TokenDat
     return TokenData(config.name, [torch.tensor(ids)], text_fingerprint([text]), text_bytes)
 
 
-def _documents(config: DatasetConfig, tokenizer: Any, context: int, rows: tuple[str, ...]) -> TokenData:
+def _documents(config: DatasetConfig, tokenizer: Any, room: int, bos: int | None, rows: tuple[str, ...]) -> TokenData:
     if not any(row.strip() for row in rows):
         raise DataError(f"dataset={config.name}: the text is empty")
     wanted = len(rows) if config.documents is None else config.documents
     streams: list[Int[Tensor, " tokens"]] = []
-    for stream in _crops(rows, tokenizer, context, config.seed):
+    for stream in _crops(rows, tokenizer, room, bos, config.seed):
         streams.append(stream)
         if len(streams) == wanted:
             break
     if not streams or (config.documents is not None and len(streams) < wanted):
+        context = room + (bos is not None)
         raise DataError(
             f"dataset={config.name}: {len(streams)} of {len(rows)} documents have task.context={context} tokens or "
             f"more, dataset.documents={config.documents} are asked for"
         )
     if config.max_tokens is not None:
-        streams = streams[: config.max_tokens // context]
+        streams = streams[: config.max_tokens // room]
     text_bytes = sum(_decoded_bytes(tokenizer, stream.tolist()) for stream in streams)
     # Of the crops: what else the file holds decides where they lie.
     crops = [" ".join(map(str, stream.tolist())) for stream in streams]
     return TokenData(config.name, streams, text_fingerprint(crops), text_bytes)
 
 
-def _crops(rows: tuple[str, ...], tokenizer: Any, context: int, seed: int) -> Iterator[Int[Tensor, " tokens"]]:
-    """Yield `context` tokens from a random place of each long enough row, rows in random order."""
+def _crops(
+    rows: tuple[str, ...], tokenizer: Any, room: int, bos: int | None, seed: int
+) -> Iterator[Int[Tensor, " tokens"]]:
+    """Yield `room` tokens from a random place of each long enough row, rows in random order."""
     rng = np.random.default_rng([_DOCUMENTS_STREAM, seed])
     for index in rng.permutation(len(rows)).tolist():
         text = rows[index]
         # A token stands for at least one byte, but for the few that the tokenizer adds.
-        if len(text.encode()) + 8 < context:
+        if len(text.encode()) + 8 < room:
             continue
-        ids = encode(tokenizer, text)
-        if len(ids) >= context:
-            start = int(rng.integers(len(ids) - context + 1))
-            yield torch.tensor(ids[start : start + context])
+        ids = _stream(tokenizer, text, bos)
+        if len(ids) >= room:
+            start = int(rng.integers(len(ids) - room + 1))
+            yield torch.tensor(ids[start : start + room])
 
 
 def _decoded_bytes(tokenizer: Any, ids: list[int]) -> int:

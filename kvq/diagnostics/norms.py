@@ -39,10 +39,14 @@ def imbalance(norms: Float[Tensor, "batch heads tokens"]) -> Imbalance:
     return Imbalance(spread.mean(0), (norms.amax(-1) / low).mean(0), (norms.quantile(0.5, -1) / low).mean(0))
 
 
+def over_median(norms: Float[Tensor, "batch heads tokens"]) -> Float[Tensor, "batch heads tokens"]:
+    """Each token's norm over its head's median over tokens."""
+    return norms / norms.quantile(0.5, -1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+
+
 def relative_norms(norms: Float[Tensor, "batch heads tokens"]) -> Float[Tensor, "batch tokens"]:
     """Each token's norm over its head's median over tokens; the median over heads."""
-    median = norms.quantile(0.5, -1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
-    return (norms / median).quantile(0.5, 1)
+    return over_median(norms).quantile(0.5, 1)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,11 @@ class Method:
         return own or getattr(self, side)
 
     @property
+    def label(self) -> str:
+        """Name and bits."""
+        return f"{self.name} {self.bits.label if self.bits else ''}".strip()
+
+    @property
     def is_calibrated(self) -> bool:
         """Some part of a codec has tables that a calibration fits."""
         return any(codec is not None and calibrated_parts(codec) for codec in (self.key, self.value))

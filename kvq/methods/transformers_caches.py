@@ -127,7 +127,7 @@ class TransformersSide:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of the tokens that wait, in the model's dtype."""
+        """Bytes of the tokens that wait."""
         return sum(part.numel() * part.element_size() for part in self._waiting)
 
     @property
@@ -198,7 +198,9 @@ class TransformersLayer(Layer):
         """
         for states, side in ((key_states, "keys"), (value_states, "values")):
             if not bool(torch.isfinite(states).all()):
-                raise DataError(f"{self.label} {side}: NaN or infinite values; check the model's dtype and weights")
+                raise DataError(
+                    f"{self.label} {side}: NaN or infinite values; check the model's weights and the dtypes"
+                )
         if self.one_by_one and self.key.moves(key_states.shape[2]).queries:
             raise Unsupported(
                 f"{self.label}: {key_states.shape[2]} tokens at once go past a flush of {self.backend.name}, which "

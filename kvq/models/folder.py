@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from kvq.config import ModelConfig
 
 EMBEDDED = "embedded:"
+# Classes of transformers that take a tokenizer as its file has it.
+_AS_WRITTEN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # Weights, configuration and tokenizer, in every format that transformers loads.
 _MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt"}
 
@@ -32,6 +35,30 @@ def model_folder(path: str) -> str:
         hint = did_you_mean(name, names)
         raise ConfigError(f"model.path={path}: no such embedded model; there are: {', '.join(names) or 'none'}.{hint}")
     return str(folder)
+
+
+def folder_writes_bos(path: str) -> bool | None:
+    """Whether the tokenizer in a local folder begins a text with its begin-of-text token, without transformers.
+
+    None: only transformers can say, whose older tokenizer classes change what the file of a tokenizer says.
+    """
+    folder = Path(model_folder(path))
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if settings["tokenizer_class"] not in _AS_WRITTEN or "add_bos_token" in settings:
+            return None
+        token = settings.get("bos_token")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token is not None and _first_token(folder / "tokenizer.json") == token
+
+
+@lru_cache(maxsize=64)
+def _first_token(file: Path) -> str | None:
+    from tokenizers import Tokenizer
+
+    return next(iter(Tokenizer.from_file(str(file)).encode("a").tokens), None)
 
 
 def folder_fingerprint(config: ModelConfig) -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
 from kvq.config import Config, Loader
-from kvq.data.text import TokenData, load_tokens
+from kvq.config.run import trained_with_bos
+from kvq.data.text import TokenData, load_tokens, writes_bos
 from kvq.errors import ConfigError
 from kvq.models import LoadedModel, load_model, load_tokenizer, model_fingerprint, shape_of
 from kvq.models.shapes import cache_shape
@@ -17,6 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+
+def with_cache_dtype(loaded: LoadedModel, config: Config) -> LoadedModel:
+    """The model, whose caches keep states in the dtype that the run asks for."""
+    stored = config.cache_dtype
+    return replace(loaded, cache_dtype=None if stored is None else getattr(torch, stored.value))
 
 
 class Inputs:
@@ -80,7 +88,7 @@ class Inputs:
     def names(self) -> tuple[str, str]:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
         return (
-            self._placed_model,
+            repr((self._placed_model, self.config.cache_dtype)),
             repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),
         )
 
@@ -98,12 +106,37 @@ class Inputs:
         return self.shared("tokenizer", self._model_name, lambda: load_tokenizer(self.config.model))
 
     @property
+    def trained_with_bos(self) -> bool:
+        """Whether the model was trained on texts with a begin-of-text token: as configured, or as it tokenizes."""
+        known = trained_with_bos(self.config.model)
+        chat = getattr(self.config.task, "chat_template", False)
+        return writes_bos(self.tokenizer, chat) if known is None else known
+
+    @property
+    def bos(self) -> int | None:
+        """The token that every window or prompt begins with, by `task.bos`; None: none does.
+
+        Raises:
+            ConfigError: a tokenizer without such a token.
+        """
+        asked = getattr(self.config.task, "bos", None)
+        if not (self.trained_with_bos if asked is None else asked):
+            return None
+        found: int | None = self.tokenizer.bos_token_id
+        if found is None:
+            setting, name = "model" if asked is None else "task", self.config.model.name
+            raise ConfigError(
+                f"{setting}.bos=true: the tokenizer of model={name} has no begin-of-text token; use false"
+            )
+        return found
+
+    @property
     def tokens(self) -> TokenData:
         """The dataset as token streams, each at least one window of `task.context` long."""
         return self.streams(self.config.task.context)
 
     def streams(self, context: int) -> TokenData:
-        """The dataset as token streams of at least `context` tokens.
+        """The dataset as token streams, each long enough for a window of `context` tokens.
 
         Raises:
             ConfigError: a dataset of items.
@@ -114,10 +147,12 @@ class Inputs:
                 f"dataset={dataset.name}: holds items, not text, which task={self.config.task.name} needs; "
                 "use dataset=pydocs, or dataset=text dataset.path=..."
             )
-        name = repr((dataset, self._model_name, context))
-        return self.shared("tokens", name, lambda: load_tokens(dataset, self.tokenizer, context))
+        bos = self.bos if hasattr(self.config.task, "bos") else None  # else the text is all that the task asks for
+        name = repr((dataset, self._model_name, context, bos))
+        return self.shared("tokens", name, lambda: load_tokens(dataset, self.tokenizer, context, bos))
 
     @property
     def model(self) -> LoadedModel:
         """The model, in evaluation mode on its device."""
-        return self.shared("model", self._placed_model, lambda: load_model(self.config.model, self.config.device))
+        loaded = self.shared("model", self._placed_model, lambda: load_model(self.config.model, self.config.device))
+        return with_cache_dtype(loaded, self.config)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,11 @@ _SHOWN_WEIGHTS = 4
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode and where it runs."""
+    """A model in evaluation mode, where it runs, and the dtype in which caches keep its states (None: its own)."""
 
     model: Any  # a transformers PreTrainedModel, whose attributes torch.nn.Module does not type
     device: torch.device
+    cache_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     @property
     def text_config(self) -> Any:

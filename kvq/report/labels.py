@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.report.departures import SIDES, departures, joined, said
 from kvq.report.presets import presets
 from kvq.report.settings import flatten
@@ -24,7 +25,13 @@ _PROTOCOL = {
 }
 RATES = ("cq/4c9b", "cq/8c10b")
 """Presets with a slash that are a paper's method at one of its rates, which `bits` cannot choose."""
-_NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap")
+_NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap", "bos")
+_CACHES = {
+    "float16": "16-bit cache",
+    "bfloat16": "bfloat16 cache",
+    "float32": "32-bit cache",
+    "float64": "64-bit cache",
+}
 
 
 def label(record: Record) -> str:
@@ -109,7 +116,25 @@ def protocol_departures(run: Record) -> list[str]:
         ours, theirs = (_leaves(settings, wanted) for settings in (part, preset))
         out += [said(name, value) for name, value in sorted(ours.items()) if _plain(theirs.get(name)) != _plain(value)]
     seed = run.config.get("seed")
-    return [*out, f"seed {seed}"] if seed else out
+    return [*out, *_by_model(run), *([f"seed {seed}"] if seed else [])]
+
+
+def cache_dtype(run: Record) -> str:
+    """Dtype of what the caches of a run kept in full precision."""
+    model = run.config.get("model")
+    stored = model.get("cache_dtype") if isinstance(model, Mapping) else None
+    return stored if isinstance(stored, str) else run.provenance.dtype
+
+
+def _by_model(run: Record) -> list[str]:
+    """What a run does otherwise than the preset of its model would have it: its first token, its cache's dtype."""
+    task, preset = run.config.get("task"), presets().settings("model", run.model) or {}
+    bos, own = task.get("bos") if isinstance(task, Mapping) else None, bool(preset.get("bos"))
+    words = [] if bos in (None, own) else ["begins with BOS" if bos else "begins without BOS"]
+    stored = cache_dtype(run)
+    if run.task not in DIAGNOSTICS and stored != (preset.get("cache_dtype") or run.provenance.dtype):
+        words.append(_CACHES.get(stored, f"cache in {stored}"))
+    return words
 
 
 def _plain(value: str | None) -> str | None:

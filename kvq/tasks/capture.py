@@ -70,7 +70,7 @@ def capture(
         if index >= len(styles) or index in seen:  # it reads the keys and values of an earlier layer
             return
         if not bool(torch.isfinite(key).all() and torch.isfinite(value).all()):
-            raise DataError(f"layer {index}: NaN or infinite keys or values; check the model's dtype and weights")
+            raise DataError(f"layer {index}: NaN or infinite keys or values; check the model's weights and the dtypes")
         seen.add(index)
         style, table = styles[index][0], tables.get(index)
         rope = None if style is None or table is None else style.rope(table[0][:1], table[1][:1])
@@ -114,7 +114,7 @@ def windows_of(inputs: Inputs) -> list[Int[Tensor, " tokens"]]:
         DataError: a text shorter than one window.
     """
     task: CaptureConfig = inputs.config.task
-    cut = cut_windows(inputs.tokens.streams, task.context, None, task.windows)
+    cut = cut_windows(inputs.tokens.streams, task.context, None, task.windows, inputs.bos)
     return [window.tokens for window in cut]
 
 

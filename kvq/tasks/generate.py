@@ -23,7 +23,7 @@ from kvq.errors import Unsupported
 from kvq.methods.eviction import When
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
-from kvq.tasks.scoring import FULL_PRECISION_CHUNK
+from kvq.tasks.scoring import FULL_PRECISION_CHUNK, log_probabilities
 from kvq.tasks.stepwise import steps
 
 Logits = Float[Tensor, "batch vocab"]
@@ -59,7 +59,7 @@ class Reader:
 
     def new_cache(self) -> KVCache:
         """An empty cache with `one_by_one` set."""
-        cache = KVCache(self.loaded.model, self.method, keep_decoded=self.keep_decoded)
+        cache = KVCache(self.loaded.model, self.method, self.keep_decoded, dtype=self.loaded.cache_dtype)
         cache.one_by_one = True
         return cache
 
@@ -142,8 +142,7 @@ class Reader:
         if continuation.shape[1] > 1:
             rows.append(self.read(cache, continuation[:, :-1]))
         all_logits = torch.cat(rows, 1)
-        wide = all_logits if all_logits.dtype == torch.float64 else all_logits.float()
-        found = torch.log_softmax(wide, -1).gather(-1, continuation[..., None])[..., 0]
+        found = log_probabilities(all_logits).gather(-1, continuation[..., None])[..., 0]
         return found, all_logits.argmax(-1)
 
     @torch.no_grad()

@@ -159,7 +159,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
     def model(seed: int, copies: int = 1) -> CacheLM:
         longest = inputs.longest_context
-        return CacheLM(reader, inputs.tokenizer, task.batch_size, longest, journal, seed, copies)
+        return CacheLM(reader, inputs.tokenizer, task.batch_size, longest, journal, seed, copies, inputs.bos)
 
     drawn: list[list[Sample]] = []
     odd: dict[str, str] = {}
@@ -318,7 +318,8 @@ class KvqLM(CacheLM):
             method = method_of(config, head_dim)
         check_prefill(method, Prefill(prefill))
         reader = Reader(inputs.model, method, Prefill(prefill), config.cache.keep_decoded)
-        super().__init__(reader, inputs.tokenizer, int(batch_size or 1), inputs.longest_context, seed=config.seed)
+        rows, longest = int(batch_size or 1), inputs.longest_context
+        super().__init__(reader, inputs.tokenizer, rows, longest, seed=config.seed, bos=inputs.bos)
 
 
 def register() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
+from kvq.data.text import begun
 from kvq.errors import ConfigError, DataError
 from kvq.results.journal import Journal
 from kvq.tasks.generate import Reader, Sampler, end_tokens, greedy, stop_at
@@ -40,6 +41,7 @@ class CacheLM(HFLM):
         max_length: longest context in tokens, None = the model's own.
         journal: stores every answer at once; answers in it are not computed again.
         seed: of sampled answers, each with a stream of its own.
+        bos: the token that every context begins with, also one that is cut on the left; None: none.
         copies: rows that each context is read as; 2 is another batch order for a batch of one.
     """
 
@@ -52,15 +54,27 @@ class CacheLM(HFLM):
         journal: Journal | None = None,
         seed: int = 0,
         copies: int = 1,
+        bos: int | None = None,
     ) -> None:
-        device = str(reader.loaded.device)
-        super().__init__(reader.loaded.model, tokenizer=tokenizer, max_length=max_length, device=device)
+        given = {"max_length": max_length, "device": str(reader.loaded.device), "add_bos_token": False}
+        super().__init__(reader.loaded.model, tokenizer=tokenizer, **given)
+        self.bos = bos
         self.reader, self.rows, self.copies = reader, batch_size, copies
         self.journal = Journal() if journal is None else journal
         self.seed, self.prefix = seed, ""
         self.odd: dict[str, str] = {}
         self._asked: dict[tuple[Any, ...], str] = {}
         self._until_end = end_tokens(reader.loaded, tokenizer)
+
+    def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> list[int]:
+        """Tokens of a text without the begin-of-text token, which a tokenizer or chat template may have written."""
+        return begun(self.tokenizer, super().tok_encode(string, *args, **kwargs), None)
+
+    def _beginning(self, tokens: Sequence[int], most: int) -> Tokens:
+        """The last of a context's tokens, at most `most`, behind `bos`."""
+        whole = tuple(tokens) if self.bos is None else tuple(begun(self.tokenizer, tokens, self.bos))
+        first = whole[:1] if self.bos is not None else ()
+        return whole if len(whole) <= most else (*first, *whole[len(whole) - most + len(first) :])
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding gives it."""
@@ -106,13 +120,13 @@ class CacheLM(HFLM):
         if not context:
             self.odd[self._of(name)] = "empty context: scored behind the model's first token"
             context = [self.prefix_token_id]
-        tokens, count = (*context, *continuation), len(continuation)
+        count = len(continuation)
         if count > self.max_length:
             raise ConfigError(f"model.context={self.max_length}: an answer to score has {count} tokens")
-        if len(tokens) > self.max_length + 1:
-            self._note_cut(name, len(tokens) - 1)
-            tokens = tokens[-(self.max_length + 1) :]
-        return tokens[:-count], tokens[-count:]
+        whole = self._beginning(context, len(context) + 1)
+        if len(whole) + count > self.max_length + 1:
+            self._note_cut(name, len(whole) + count - 1)
+        return self._beginning(context, self.max_length + 1 - count), tuple(continuation)
 
     def _note_cut(self, request: Any, tokens: int) -> None:
         self.odd[self._of(request)] = f"{tokens} tokens, the model takes {self.max_length}: cut on the left"
@@ -198,9 +212,10 @@ class CacheLM(HFLM):
         if not tokens:
             self.odd[_name(request)] = "empty context: answered behind the model's first token"
             tokens = [self.prefix_token_id]
-        if len(tokens) > most:
-            self.odd[_name(request)] = f"{len(tokens)} tokens, the model takes {most} and an answer: cut on the left"
-        return tuple(tokens[-most:]), settings
+        whole = self._beginning(tokens, len(tokens) + 1)
+        if len(whole) > most:
+            self.odd[_name(request)] = f"{len(whole)} tokens, the model takes {most} and an answer: cut on the left"
+        return self._beginning(tokens, most), settings
 
     def _answer(
         self, context: Tokens, cache: KVCache, logits: Logits, settings: dict[str, Any]

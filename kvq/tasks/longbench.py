@@ -21,6 +21,7 @@ import numpy as np
 from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
 from kvq.data import hub
+from kvq.data.text import begun, encode
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -145,7 +146,7 @@ def prompt_tokens(inputs: Inputs, document: Document, room: int) -> tuple[list[i
     text = document.subset.ask(document.row)
     templated = task.chat_template and document.subset.base not in NO_TEMPLATE
     if not templated:
-        tokens = tokenizer(text, verbose=False)["input_ids"]
+        tokens = begun(tokenizer, encode(tokenizer, text), inputs.bos)
         return _halves(tokens, room), max(0, len(tokens) - room)
     plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     kept = len(plain)
@@ -153,7 +154,7 @@ def prompt_tokens(inputs: Inputs, document: Document, room: int) -> tuple[list[i
         cut = tokenizer.decode(_halves(plain, kept)) if kept < len(plain) else text
         chat = [{"role": "user", "content": cut}]
         words = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = begun(tokenizer, tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"], inputs.bos)
         if len(tokens) <= room or kept == 0:
             return tokens, len(plain) - kept
         kept = max(0, kept - (len(tokens) - room))
@@ -237,9 +238,10 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Answer every item under `method`; a baseline is compared with item by item, by score and by ROUGE-L."""
     task: LongbenchConfig = inputs.config.task
     reader = Reader(inputs.model, method, task.prefill, inputs.config.cache.keep_decoded)
-    label = f"{method.name} {method.bits.label if method.bits else ''}".strip()
     items = make_items(inputs)
-    found = measure_items(items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, label, "score")
+    found = measure_items(
+        items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label, "score"
+    )
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = found.metrics | by_part(scored, "subset", "score")
     # Subsets have equal weight whatever their number of items, as in the benchmark's own average.

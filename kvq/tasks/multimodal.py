@@ -78,7 +78,7 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
     task: MultimodalConfig = inputs.config.task
     model, tokenizer = inputs.model, inputs.tokenizer
     tokens, media = prompt_of(processor, item, model.device)
-    loaded = MediaModel(model.model, model.device, media)
+    loaded = MediaModel(model.model, model.device, media, cache_dtype=model.cache_dtype)
     reader, clock = Reader(loaded, method, task.prefill, inputs.config.cache.keep_decoded), Clock(model.device)
     try:
         with clock.phase("prefill"):
@@ -135,6 +135,8 @@ def check(inputs: Inputs, method: Method) -> None:
             "task.benchmark=mmau_pro: its questions are about recordings, and kvq feeds models text and images; "
             "kvq.data.multimodal has its items and its score"
         )
+    if task.bos is not None:
+        raise Unsupported(f"task.bos={str(task.bos).lower()}: the model's processor writes the prompts of this task")
     if task.prefill is not Prefill.whole:
         raise Unsupported("task.prefill=chunked: an image is read in one forward; use task.prefill=whole")
     for setting, given, allowed in (("batch_size", task.batch_size, 1), ("noise_floor", task.noise_floor, False)):
@@ -145,13 +147,12 @@ def check(inputs: Inputs, method: Method) -> None:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Answer every item under `method`; a baseline is compared with item by item."""
     processor = load_processor(inputs.config.model)
-    label = f"{method.name} {method.bits.label if method.bits else ''}".strip()
     items = make_items(inputs, processor)
 
     def score(batch: Sequence[MediaItem]) -> list[Scored]:
         return [answer(inputs, method, processor, item) for item in batch]
 
-    found = measure_items(items, score, inputs.config.task, journal, baseline, label)
+    found = measure_items(items, score, inputs.config.task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
     metrics = found.metrics | by_part(scored, "kind", "accuracy")
     metrics |= {f"{name}_tokens": sum(float(s[f"{name}_tokens"]) for s in scored) for name in MODALITIES[:2]}

@@ -16,7 +16,7 @@ import numpy as np
 from kvq.config import Loader
 from kvq.config.tasks import NiahConfig, NiahMode
 from kvq.data.needles import Needle, draw_needles, retrieval_prompt
-from kvq.data.text import TokenData, encode
+from kvq.data.text import TokenData, begun
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -79,11 +79,12 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
     """
     task: NiahConfig = inputs.config.task
     tokenizer, longest = inputs.tokenizer, max(task.lengths)
-    streams = [stream.tolist() for stream in haystack(inputs).streams if len(stream) >= longest]
+    start = [] if inputs.bos is None else [inputs.bos]
+    whole = [begun(tokenizer, stream.tolist(), None) for stream in haystack(inputs).streams]
+    streams = [stream for stream in whole if len(stream) >= longest - len(start)]
     if not streams:
         found = max((len(stream) for stream in haystack(inputs).streams), default=0)
         raise DataError(f"task.lengths={task.lengths}: the longest haystack in the dataset has {found} tokens")
-    start = encode(tokenizer, "")
 
     def plain(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -95,11 +96,11 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
             for repeat in range(task.repeats):
                 rng = np.random.default_rng([_ITEMS_STREAM, task.seed, length, place, repeat])
                 stream = streams[int(rng.integers(len(streams)))]
-                offset = int(rng.integers(len(stream) - length + 1))
+                room = length - len(start)
+                offset = int(rng.integers(len(stream) - room + 1))
                 needles = _needles(task, rng)
                 depths = [depth, *rng.uniform(size=len(needles) - 1).tolist()]
-                room = length - len(start)
-                prompt = retrieval_prompt(stream[offset : offset + length], needles, depths, room, plain)
+                prompt = retrieval_prompt(stream[offset : offset + room], needles, depths, room, plain)
                 name = f"length={length} depth={depth:g} repeat={repeat}"
                 items.append(NiahItem(name, length, depth, tuple(needles), (*start, *prompt)))
     return items
@@ -141,8 +142,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     task: NiahConfig = config.task
     reader = Reader(inputs.model, method, task.prefill, config.cache.keep_decoded)
     items = _batched(make_items(inputs), task, inputs)
-    label = f"{method.name} {method.bits.label if method.bits else ''}".strip()
-    found = measure_items(items, lambda batch: ask(reader, inputs, batch), task, journal, baseline, label)
+    found = measure_items(items, lambda batch: ask(reader, inputs, batch), task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
     more: dict[str, float] = {}
     for part in ("length", "depth"):

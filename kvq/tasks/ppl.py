@@ -28,7 +28,7 @@ from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.continuation import holding_method, score_continuation
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.reference import ReferenceLogProbs
-from kvq.tasks.scoring import ScoredChunk, parallel_method, score
+from kvq.tasks.scoring import ScoredChunk, log_probabilities, parallel_method, score
 from kvq.tasks.stepwise import check_at_once, scoring_bounds
 from kvq.tasks.storage import storage_metrics
 from kvq.tasks.windows import Window, batches, cut_windows, stack
@@ -77,10 +77,10 @@ class PplResult:
         return [{name: getattr(score, name) for name in names} for score in self.scores]
 
 
-def ppl_windows(streams: Sequence[Tensor], task: PplConfig) -> list[Window]:
-    """The windows that `task` asks for. Raises: DataError: a text shorter than one window."""
+def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[Window]:
+    """The windows that `task` asks for, each behind `bos`. Raises: DataError: a text shorter than one window."""
     stride = task.stride if task.windows.name == "sliding" else None
-    windows = cut_windows(streams, task.context, stride, task.max_windows)
+    windows = cut_windows(streams, task.context, stride, task.max_windows, bos)
     if task.scoring is not Scoring.continuation:
         return windows
     assert task.prompt is not None
@@ -115,28 +115,28 @@ def run_ppl(
     # No scored target reads the state of the last token; only a window quantized at once includes it in statistics.
     bounds = [(0, task.context)] if at_once else scoring_bounds(method, task.context - 1, chunk)
     result = PplResult([WindowScore(i) for i in range(len(windows))], {})
-    label = f"{method.name} {method.bits.label if method.bits else ''}".strip()
     journal = Journal() if journal is None or fill else journal
-    with tqdm(total=len(windows), desc=label, unit="window", leave=False, disable=None) as bar:
+    with tqdm(total=len(windows), desc=method.label, unit="window", leave=False, disable=None) as bar:
         for indices in batches(windows, task.batch_size):
             bar.update(len(indices))
             if all(f"window {index}" in journal.rows for index in indices):
                 _restore(result, indices, journal)
                 continue
             tokens, scored_from = stack(windows, indices, loaded.device), windows[indices[0]].scored_from
-            cache = KVCache(loaded.model, holding_method(method) if continuation else method, keep_decoded=keep_decoded)
+            held = holding_method(method) if continuation else method
+            cache = KVCache(loaded.model, held, keep_decoded, dtype=loaded.cache_dtype)
             # A generator: it computes only what is read.
             full = _full_precision(loaded, method, tokens, scored_from, bounds, continuation)
             offset = 0
             for scored in _scored(loaded, cache, method, tokens, scored_from, bounds, continuation):
-                log_probs = torch.log_softmax(_wide(scored.logits), -1)
+                log_probs = log_probabilities(scored.logits)
                 count, expected = log_probs.shape[1], None
                 if reference is not None and fill:
                     reference.write(indices, offset, log_probs)
                 elif reference is not None and reference.kept:
                     expected = reference.read(indices, offset, count).to(log_probs.device)
                 elif reference is not None:
-                    expected = torch.log_softmax(_wide(next(full).logits), -1)
+                    expected = log_probabilities(next(full).logits)
                 _add(result, indices, scored, log_probs, expected)
                 offset += count
             _check(result, indices, cache)
@@ -170,8 +170,8 @@ def _check(result: PplResult, indices: Sequence[int], cache: KVCache) -> None:
         raise DataError(f"window {indices[0]}: the log-probabilities are not finite, though keys and values are")
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+def _without_codecs(method: Method) -> Method:
+    return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None)
 
 
 def _full_precision(
@@ -182,8 +182,9 @@ def _full_precision(
     bounds: list[tuple[int, int]],
     continuation: bool,
 ) -> Iterator[ScoredChunk]:
-    full = Method(name="fp16", key=None, value=None, residual=method.residual, bits=None)
-    return _scored(loaded, KVCache(loaded.model, full), full, tokens, scored_from, bounds, continuation)
+    full = _without_codecs(method)
+    cache = KVCache(loaded.model, full, dtype=loaded.cache_dtype)
+    return _scored(loaded, cache, full, tokens, scored_from, bounds, continuation)
 
 
 def _scored(
@@ -241,10 +242,10 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     config = inputs.config
     task: PplConfig = config.task
     loaded = inputs.model
-    windows = ppl_windows(inputs.tokens.streams, task)
+    windows = ppl_windows(inputs.tokens.streams, task, inputs.bos)
 
     def full_precision() -> tuple[ReferenceLogProbs, PplResult | None]:
-        full = Method(name="fp16", key=None, value=None, residual=method.residual, bits=None)
+        full = _without_codecs(method)
         dtype = torch.float64 if config.model.dtype.value == "float64" else torch.float32
         reference = ReferenceLogProbs(windows, loaded.text_config.vocab_size, dtype)
         if not reference.kept:  # full precision is computed again beside each method instead

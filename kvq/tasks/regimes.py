@@ -79,11 +79,13 @@ def check_regimes(method: Method, regimes: list[Regime]) -> None:
         method.check_packed()
 
 
-def cache_maker(regime: Regime, model: nn.Module, method: Method) -> Callable[[], Any]:
+def cache_maker(
+    regime: Regime, model: nn.Module, method: Method, dtype: torch.dtype | None = None
+) -> Callable[[], Any]:
     """A function that makes an empty cache of `regime`."""
     wrap = CODECS.get(regime)
     if wrap is not None:
         key, value = (None if codec is None else wrap(codec) for codec in (method.key, method.value))
         method = dataclasses.replace(method, key=key, value=value)
     kept, attention = regime is Regime.kept, "packed" if regime is Regime.packed else "dense"
-    return lambda: KVCache(model, method, keep_decoded=kept, attention=attention)
+    return lambda: KVCache(model, method, keep_decoded=kept, attention=attention, dtype=dtype)

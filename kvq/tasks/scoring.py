@@ -31,6 +31,11 @@ class ScoredChunk:
     targets: Int[Tensor, "batch targets"]
 
 
+def log_probabilities(logits: Float[Tensor, "*lead vocab"]) -> Float[Tensor, "*lead vocab"]:
+    """Logarithms of the probabilities that logits stand for, in fp32; in fp64 for fp64 logits."""
+    return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+
+
 def generation_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
     """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 

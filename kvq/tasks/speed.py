@@ -27,7 +27,7 @@ from kvq.methods.build import method_of
 from kvq.methods.method import Method
 from kvq.models import LoadedModel, load_model
 from kvq.models.head_dims import head_dims_of
-from kvq.models.inputs import Inputs
+from kvq.models.inputs import Inputs, with_cache_dtype
 from kvq.models.load import pick_device
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
 from kvq.tasks.regimes import cache_maker
@@ -77,7 +77,7 @@ def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = froz
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    loaded = load_model(config.model, config.device)
+    loaded = with_cache_dtype(load_model(config.model, config.device), config)
     task: SpeedConfig = config.task
     generator = torch.Generator().manual_seed(config.seed)
     prompt = torch.randint(0, loaded.text_config.vocab_size, (batch, tokens), generator=generator).to(loaded.device)
@@ -100,10 +100,11 @@ def _makers(config: Config, loaded: LoadedModel, room: int) -> Iterator[tuple[st
     method = method_of(config, head_dims_of(loaded.text_config)[0])
     # Full precision has no codes to attend to.
     attention = "dense" if method.is_full_precision else config.cache.attention.value
-    yield SUBJECT, lambda: KVCache(loaded.model, method, config.cache.keep_decoded, attention=attention)
+    kept, dtype = config.cache.keep_decoded, loaded.cache_dtype
+    yield SUBJECT, lambda: KVCache(loaded.model, method, kept, attention=attention, dtype=dtype)
     # Full precision has no past to decode.
     for regime in [] if method.is_full_precision else getattr(config.task, "regimes", []):
-        yield regime.value, cache_maker(regime, loaded.model, method)
+        yield regime.value, cache_maker(regime, loaded.model, method, dtype)
     references: list[References] = config.task.references
     if References.preallocated in references:
         yield References.preallocated.value, lambda: PreallocatedCache(loaded.model, room)

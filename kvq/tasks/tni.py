@@ -20,6 +20,7 @@ from kvq.diagnostics.norms import (
     group_ranges,
     group_spread,
     imbalance,
+    over_median,
     quantizer_group,
     relative_norms,
     shares_tokens,
@@ -52,16 +53,29 @@ class Norms:
         self._rows: dict[tuple[int, str], list[dict[str, Tensor]]] = defaultdict(list)
         self.relative: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
         self._received: dict[int, list[Tensor]] = defaultdict(list)
+        self._low: dict[tuple[int, str], Tensor] = {}
 
     def add(self, layer: Layer) -> None:
         """Take one layer of one window."""
+        received = attention_received(layer.attention, layer.query, layer.key).cpu()
         for side in SIDES:
-            norms = token_norms(getattr(layer, side))
-            spread = imbalance(norms)
-            self._rows[layer.index, side].append({**vars(spread), "norms": norms[0][:, self.positions].cpu()})
-            self.relative[layer.index, side].append(relative_norms(norms)[0].cpu())
-        received = attention_received(layer.attention, layer.query, layer.key).mean(0)
-        self._received[layer.index].append(received.cpu())
+            norms, place = token_norms(getattr(layer, side)), (layer.index, side)
+            ratios, spread = over_median(norms)[0], imbalance(norms)
+            heads = received.unflatten(0, (norms.shape[1], -1)).mean(1)  # the query heads of a KV head as one
+            self._rows[place].append(
+                {
+                    **vars(spread),
+                    "median": norms[0].quantile(0.5, -1).cpu(),
+                    "first": norms[0, :, 0].cpu(),
+                    "first_over_median": ratios[:, 0].cpu(),
+                    "first_attention": heads[:, 0],
+                    "norms": norms[0][:, self.positions].cpu(),
+                }
+            )
+            low = (ratios < self.task.sink_below).short().cpu()
+            self._low[place] = self._low[place] + low if place in self._low else low
+            self.relative[place].append(relative_norms(norms)[0].cpu())
+        self._received[layer.index].append(received.mean(0))
 
     def sinks(self, layer: int, side: str) -> list[dict[str, Any]]:
         """Low-norm positions over windows, with the attention they receive."""
@@ -70,13 +84,19 @@ class Norms:
         return [{**vars(sink), "attention": float(received[sink.position])} for sink in found]
 
     def samples(self) -> list[dict[str, Any]]:
-        """`kind` layer (per head), positions (norms per head at some positions, mean over windows) and sink."""
+        """`kind` layer (per head), positions (norms per head at some positions, mean over windows) and sink.
+
+        Rows of kind layer have the head's median norm, the norm of position 0 as it is and over the median, the mean
+        attention that position 0 receives from later queries, and `low`: the positions below `sink_below` medians in at
+        least half of the windows.
+        """
         out: list[dict[str, Any]] = []
         for (layer, side), windows in self._rows.items():
             mean = {name: torch.stack([window[name] for window in windows]).double().mean(0) for name in windows[0]}
             for head in range(len(mean["variation"])):
                 statistics = {name: float(mean[name][head]) for name in mean if name != "norms"}
-                out.append({"kind": "layer", "side": side, "layer": layer, "head": head, **statistics})
+                low = torch.nonzero(2 * self._low[layer, side][head] >= len(windows)).flatten().tolist()
+                out.append({"kind": "layer", "side": side, "layer": layer, "head": head, **statistics, "low": low})
             relative = torch.stack(self.relative[layer, side]).double().quantile(0.5, 0)
             out.append(
                 {

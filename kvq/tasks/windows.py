@@ -29,7 +29,11 @@ class Window:
 
 
 def cut_windows(
-    streams: Sequence[Int[Tensor, " _tokens"]], context: int, stride: int | None = None, limit: int | None = None
+    streams: Sequence[Int[Tensor, " _tokens"]],
+    context: int,
+    stride: int | None = None,
+    limit: int | None = None,
+    bos: int | None = None,
 ) -> list[Window]:
     """Windows over each stream, remainders dropped.
 
@@ -39,15 +43,20 @@ def cut_windows(
         stride: None = disjoint windows, each scoring all its tokens but the first. Else windows start every `stride`
             tokens; a stream's first scores all, later ones only their last `stride` (EVALS: sliding).
         limit: at most this many windows.
+        bos: the first token of every window. It is one of the `context` tokens, so that caches, blocks and the model's
+            longest context stay as they are; the `context - 1` tokens of text behind it are all targets.
 
     Raises:
         DataError: no stream is as long as one window.
     """
     windows = []
+    first = torch.tensor([] if bos is None else [bos], dtype=torch.long)
+    room = context - first.numel()
     for stream in streams:
-        for start in range(0, stream.numel() - context + 1, stride or context):
+        for start in range(0, stream.numel() - room + 1, min(stride or room, room)):
             scored_from = 1 if stride is None or start == 0 else max(1, context - stride)
-            windows.append(Window(stream[start : start + context], scored_from))
+            tokens = stream[start : start + room]
+            windows.append(Window(tokens if bos is None else torch.cat([first.to(tokens), tokens]), scored_from))
     if not windows:
         longest = max((int(stream.numel()) for stream in streams), default=0)
         raise DataError(

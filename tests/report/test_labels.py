@@ -9,7 +9,7 @@ import pytest
 
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
-from kvq.report import build_tables
+from kvq.report import build_tables, labels
 from kvq.report.comparisons import effective_bits
 from kvq.report.html.payload import payload
 from kvq.report.labels import is_variant, label, model_name, named, protocol, protocol_departures
@@ -57,6 +57,44 @@ def run(*overrides: str, **changes: Any) -> Record:
 )
 def test_what_departs_from_a_preset_is_said(overrides: str, text: str) -> None:
     assert label(run(*overrides.split())) == text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("", []),
+        ("cache.dtype=float16", ["16-bit cache"]),
+        ("cache.dtype=bfloat16", ["bfloat16 cache"]),
+        ("cache.dtype=float32", []),
+        ("model.dtype=float16 cache.dtype=float16", ["dtype float16"]),
+        ("task=error", []),
+        ("task.bos=true", ["begins with BOS"]),
+        ("task.bos=false", []),
+        ("model=llama_2_7b dataset=wikitext2", []),
+        ("model=llama_2_7b dataset=wikitext2 task.bos=false", ["begins without BOS"]),
+        ("task=latency model=llama_2_7b dataset=wikitext2", []),
+        ("task=niah task.bos=true", ["begins with BOS"]),
+    ],
+)
+def test_first_token_and_cache_are_said_where_they_are_not_the_models_own(overrides: str, words: list[str]) -> None:
+    config = resolve(compose(overrides.split()))
+    record = run(*overrides.split(), provenance=made.provenance(dtype=config.model.dtype.value))
+    assert protocol_departures(record) == words
+    assert all(word in protocol(record) for word in words)
+
+
+def test_an_older_run_says_that_its_cache_was_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a model's caches are 16 bits by default."""
+    plain, half = (run(*more, provenance=made.provenance(dtype="float32")) for more in ((), ("cache.dtype=float16",)))
+    settings = {"cache_dtype": "float16", "dtype": "float32", "bos": None, "outliers": None}
+    original = labels.presets().settings
+
+    def preset(group: str, name: str) -> Any:
+        return settings if group == "model" else original(group, name)
+
+    monkeypatch.setattr(labels.presets(), "settings", preset)
+    assert protocol_departures(plain) == ["32-bit cache"]
+    assert protocol_departures(half) == []
 
 
 def test_committed_runs_are_their_presets() -> None:

@@ -19,7 +19,7 @@ class DiagnosedInputs(Inputs):
     """Inputs of a random llama of 2 layers, 2 KV heads and head_dim 32, or of another model, on random tokens."""
 
     def __init__(self, task: Any, loaded: LoadedModel | None = None, path: str = "random") -> None:
-        self.config: Any = SimpleNamespace(task=task, model=ModelConfig(name="random", path=path))
+        self.config: Any = SimpleNamespace(task=task, model=ModelConfig(name="random", path=path, bos=False))
         self._loaded = loaded
 
     @property

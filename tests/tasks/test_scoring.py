@@ -39,14 +39,14 @@ def chunked(
     loaded: LoadedModel, method: Method, tokens: Tensor, bounds: list[tuple[int, int]], start: int = 1
 ) -> Tensor:
     """Log-probabilities of the targets from `start` on."""
-    chunks = score(loaded, KVCache(loaded.model, method), tokens, start, bounds)
+    chunks = score(loaded, KVCache(loaded.model, method, dtype=loaded.cache_dtype), tokens, start, bounds)
     return torch.cat([torch.log_softmax(chunk.logits, -1) for chunk in chunks], 1)
 
 
 @torch.no_grad()
 def token_by_token(loaded: LoadedModel, method: Method, tokens: Tensor) -> Tensor:
     """The definition: decode one token at a time through the cache."""
-    cache, rows = KVCache(loaded.model, method), []
+    cache, rows = KVCache(loaded.model, method, dtype=loaded.cache_dtype), []
     for position in range(tokens.shape[1] - 1):
         output = loaded.model(input_ids=tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
         rows.append(torch.log_softmax(output.logits, -1))

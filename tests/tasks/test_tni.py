@@ -53,6 +53,26 @@ def test_an_implanted_sink_is_found(tmp_path: Path) -> None:
     assert without["positions"] == [0]
 
 
+def test_a_sink_is_told_by_head(tmp_path: Path) -> None:
+    """Norms of position 0, the attention it receives and the low positions, per head, against the definitions."""
+    inputs = SinkInputs(TniConfig(context=128, windows=3), with_sink())
+    rows = [row for row in measured(tmp_path, "fp16", inputs).samples if row["kind"] == "layer"]
+    keys, queries = ([row for row in rows if row["side"] == side] for side in ("key", "query"))
+    assert [row["head"] for row in keys] == [0, 1]
+    assert all(row["low"] == [0] and row["first_over_median"] < 0.1 for row in keys)
+    assert all(row["first"] == pytest.approx(row["first_over_median"] * row["median"], rel=0.2) for row in keys)
+    assert len(queries) == 4
+    seen: list[torch.Tensor] = []
+    for window in inputs.ids[:384].view(3, 128):
+        model = inputs.model.model
+        model.set_attn_implementation("eager")
+        (weights,) = model(input_ids=window[None], output_attentions=True).attentions
+        seen.append(weights[0, :, 1:, 0].mean(-1))
+    expected = torch.stack(seen).mean(0)
+    assert [row["first_attention"] for row in queries] == pytest.approx(expected.tolist(), rel=1e-4)
+    assert [row["first_attention"] for row in keys] == pytest.approx(expected.view(2, 2).mean(1).tolist(), rel=1e-4)
+
+
 def test_norms_are_those_of_captured_states(tmp_path: Path) -> None:
     inputs = DiagnosedInputs(TniConfig(context=128, windows=1))
     found = measured(tmp_path, "fp16", inputs)

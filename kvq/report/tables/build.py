@@ -15,7 +15,7 @@ from kvq.report.comparisons import Comparisons, by_bits, effective_bits, frontie
 from kvq.report.departures import joined, said
 from kvq.report.isolated import made_of
 from kvq.report.judged import read_records
-from kvq.report.labels import is_variant, label, model_name, protocol_departures
+from kvq.report.labels import cache_dtype, is_variant, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
 from kvq.report.settings import PROTOCOL, flatten, settings_of
 from kvq.report.tables.cells import columns_of
@@ -154,7 +154,7 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
             Row(
                 record=record,
                 name=names[record.key],
-                bits=record.bits or (record.provenance.dtype if baseline else "fixed"),
+                bits=record.bits or (cache_dtype(record) if baseline else "fixed"),
                 baseline=baseline,
                 within_noise=record.key in noisy,
                 best=record.key in best,

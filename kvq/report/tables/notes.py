@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from kvq.report.comparisons import Comparisons, widths
+from kvq.report.labels import cache_dtype
 from kvq.report.settings import settings_of
 from kvq.report.tables.cells import UNQUANTIZED
 from kvq.report.tables.layout import Row
@@ -106,12 +107,13 @@ def _perplexity(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
 
 
 def _dtypes(rows: Sequence[Row]) -> Iterator[str]:
-    for dtype in sorted({row.record.provenance.dtype for row in rows if "effective_bits" in row.record.metrics}):
-        size = f": {_DTYPE_BITS[dtype]} bits per element" if dtype in _DTYPE_BITS else ""
-        yield (
-            f"Full-precision rows and residual tokens are stored in the run's compute dtype ({dtype}{size}); "
-            "effective bits count them so."
+    records = [row.record for row in rows if "effective_bits" in row.record.metrics]
+    for dtype, stored in sorted({(record.provenance.dtype, cache_dtype(record)) for record in records}):
+        size = f": {_DTYPE_BITS[stored]} bits per element" if stored in _DTYPE_BITS else ""
+        what = (
+            f"the run's compute dtype ({stored}{size})" if stored == dtype else f"{stored}{size}, computed in {dtype}"
         )
+        yield f"Full-precision rows and residual tokens are stored in {what}; effective bits count them so."
 
 
 def _residuals(rows: Sequence[Row]) -> Iterator[str]:

@@ -1,0 +1,242 @@
+"""`cache.dtype`: what is kept in full precision, and all that is quantized, is rounded as it enters the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from kvq import runner
+from kvq.cache import KVCache
+from kvq.codecs import Growable
+from kvq.config import Dtype, compose, resolve
+from kvq.config.identity import by_names, canonical
+from kvq.errors import ConfigError
+from kvq.methods.build import build_method
+from kvq.methods.kept_keys import KeptKeys
+from kvq.methods.method import Method
+from kvq.models import LoadedModel
+from kvq.tasks.scoring import generation_bounds, parallel_method
+from tests.cache.states import nearest_bits, states
+from tests.random_models import llama, random_llama, token_ids
+from tests.tasks.test_scoring import chunked, token_by_token
+
+DTYPES = [torch.float16, *(pytest.param(dtype, marks=pytest.mark.long) for dtype in (torch.bfloat16, torch.float32))]
+POLICIES = ["kivi method.sink_tokens=3", "snapkv", "h2o", "streamingllm/kivi", "ott", "zipcache", "cq/kept_comma"]
+
+
+def method(given: str, size: int = 8, dim: int = 128) -> Method:
+    """A method by its name and overrides; an uncalibrated one with kept keys in the place of the calibrated one."""
+    name, *more = given.split()
+    if name == "cq/kept_comma":
+        found = build_method("kivi", bits=2, head_dim=dim, overrides=[f"residual.size={size}"])
+        return dataclasses.replace(found, kept_keys=KeptKeys((), (0,), (3, 17, 40)))
+    overrides = [f"residual.size={size}", *(override.removeprefix("method.") for override in more)]
+    return build_method(name, bits=nearest_bits(name), head_dim=dim, overrides=overrides)
+
+
+def rounding(model: LlamaForCausalLM, dtype: torch.dtype) -> LoadedModel:
+    return LoadedModel(model, torch.device("cpu"), cache_dtype=dtype)
+
+
+@pytest.mark.parametrize("residual", ["block", "sliding", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_identity_is_the_baseline_bit_for_bit(dtype: torch.dtype, residual: str) -> None:
+    loaded, tokens = rounding(llama(head_dim=32), dtype), token_ids(75)
+    given = ["residual.size=16", f"residual={residual}"]
+    identity, full = (build_method(name, head_dim=32, overrides=given) for name in ("identity", "fp16"))
+    # A chunk in which tokens slide holds them twice, and its sums round in another order.
+    step = {"block": 16, "sliding": 1, "none": 74}[residual]
+    bounds = [(start, min(start + step, 74)) for start in range(0, 74, step)]
+    assert torch.equal(chunked(loaded, identity, tokens, bounds), chunked(loaded, full, tokens, bounds))
+    for one in (identity, full):
+        cache = KVCache(loaded.model, one, dtype=dtype)
+        loaded.hidden_states(tokens, cache)
+        assert cache.bits_per_element == cache.effective_bits == 8 * dtype.itemsize
+        assert cache.nbytes == 75 * 2 * 2 * 2 * 32 * dtype.itemsize
+
+
+def exact_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
+    """transformers' own takes fp32 whatever the dtype, whose rounding chunks of different lengths may tip over."""
+    return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "most"),
+    [
+        ("kivi", "residual.policy=block", 1e-9),
+        pytest.param("nsnquant", "residual.policy=block", 1e-9, marks=pytest.mark.long),
+        pytest.param("oscar", "residual.policy=block", 1e-9, marks=pytest.mark.long),
+        ("nsn", "residual.policy=sliding", 1e-9),
+        ("kivi", "sink_tokens=5", 1e-9),
+        # Codecs compute 16-bit states in fp32, where the rotation of 4 tokens may differ in a last bit from that of 1.
+        ("oscar", "residual.policy=sliding", 1e-5),
+    ],
+)
+def test_chunks_are_token_by_token_at_16_bits(
+    name: str, more: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp64: what chunks differ by is lost in the rounding, so codes are equal."""
+    monkeypatch.setattr(LlamaRMSNorm, "forward", exact_norm)
+    loaded = rounding(llama(head_dim=32, seed=2).double(), torch.float16)
+    chosen = build_method(name, bits=2, head_dim=32, overrides=["residual.size=12", more])
+    tokens = token_ids(60)
+    expected = token_by_token(loaded, chosen, tokens)
+    for chunk in (None, 5):
+        found = chunked(loaded, chosen, tokens, generation_bounds(chosen, 59, chunk))
+        assert (found - expected).abs().max() < most, chunk
+    exact = dataclasses.replace(loaded, cache_dtype=None)
+    assert (token_by_token(exact, chosen, tokens) - expected).abs().max() > 1e-6
+
+
+@torch.no_grad()
+def test_states_are_rounded_before_they_are_quantized() -> None:
+    """Against decode(encode(rounded)) by hand, bit for bit, all tokens at once."""
+    model, tokens = llama(), token_ids(40)
+    chosen = parallel_method(method("oscar"))
+    plain = DynamicCache(config=model.config)
+    expected = model(tokens[:, :32], past_key_values=plain)
+    held = [(layer.keys, layer.values) for layer in plain.layers]
+
+    def stored(x: Tensor, codec: object) -> Tensor:
+        return codec.decode(codec.encode(x.half(), 8)).float()  # type: ignore[attr-defined]
+
+    cache = KVCache(model, chosen, dtype=torch.float16)
+    first = cache.update(*held[0], 0)
+    assert torch.equal(first[0], stored(held[0][0], chosen.key))
+    assert torch.equal(first[1], stored(held[0][1], chosen.value))
+    assert first[0].dtype is torch.float32
+    assert not torch.equal(first[0], chosen.key.decode(chosen.key.encode(held[0][0], 8)))
+    assert expected.logits.shape[1] == 32
+
+
+@pytest.mark.parametrize("given", POLICIES)
+@torch.no_grad()
+def test_every_policy_keeps_16_bits(given: str) -> None:
+    """No tensor that grows by a token per token is wider, a fork goes on alike, and bytes halve where nothing packs."""
+    model, chosen = llama(layers=3), method(given)
+    tokens = token_ids(40)
+    cache, wide = KVCache(model, chosen, dtype=torch.float16), KVCache(model, chosen)
+    for one in (cache, wide):
+        out = model(tokens[:, :29], past_key_values=one).logits
+        assert torch.isfinite(out).all()
+    fork = cache.fork()
+    for start in range(29, 40):
+        piece = tokens[:, start : start + 1]
+        assert torch.equal(*(model(piece, past_key_values=one).logits for one in (cache, fork)))
+    for layer in cache.layers:
+        for side in (layer.key, layer.value):
+            held = [part for part in vars(side).values() if isinstance(part, Growable)]
+            assert {part.view.dtype for part in held} <= {torch.float16}
+            assert held or side.packed_tokens
+    for side in (side for layer in wide.layers for side in (layer.key, layer.value)):
+        assert side.residual_bytes == side.elements_per_token * 4 * (side.tokens - side.packed_tokens)
+    half = sum(side.residual_bytes for layer in cache.layers for side in (layer.key, layer.value))
+    for start in range(29, 40):
+        model(tokens[:, start : start + 1], past_key_values=wide)
+    assert 2 * half == sum(side.residual_bytes for layer in wide.layers for side in (layer.key, layer.value))
+
+
+@pytest.mark.parametrize("given", ["kivi", pytest.param("nsn residual.policy=sliding", marks=pytest.mark.long)])
+@torch.no_grad()
+def test_prompt_lookup_takes_tokens_back(given: str) -> None:
+    loaded = rounding(llama().double(), torch.float16)
+    name, *more = given.split()
+    chosen = build_method(name, bits=nearest_bits(name), head_dim=128, overrides=["residual.size=6", *more])
+    tokens = torch.cat([token_ids(20), token_ids(20)[:, 3:12]], 1)
+    caches = [KVCache(loaded.model, chosen, dtype=torch.float16) for _ in range(2)]
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    greedy = loaded.model.generate(tokens, past_key_values=caches[0], **asked)
+    lookup = loaded.model.generate(tokens, past_key_values=caches[1], prompt_lookup_num_tokens=5, **asked)
+    assert torch.equal(greedy, lookup)
+    assert caches[0].nbytes == caches[1].nbytes
+
+
+@pytest.mark.parametrize("name", ["kivi", "nsn", "nsnquant"])
+@torch.no_grad()
+def test_attention_on_codes_reads_16_bits(name: str) -> None:
+    """The residual is rounded too; decoded values are not, so the two agree up to that rounding."""
+    loaded, tokens = random_llama(), token_ids(40)
+    chosen = build_method(name, bits=2, head_dim=32, overrides=["residual.size=16"])
+    rows = []
+    for attention in ("packed", "dense"):
+        cache = KVCache(loaded.model, chosen, attention=attention, dtype=torch.float16)
+        loaded.hidden_states(tokens[:, :-1], cache)
+        rows.append(loaded.logits(loaded.hidden_states(tokens[:, -1:], cache)))
+        assert {side._full.view.dtype for layer in cache.layers for side in (layer.key, layer.value)} == {torch.float16}
+    torch.testing.assert_close(*rows, atol=2e-2, rtol=2e-2)
+
+
+def bits_of(folder: Path, *overrides: str) -> dict[str, float]:
+    given = ["cache.dtype=float16", "task.context=320", "task.stride=320", "task.max_windows=1", *overrides]
+    record = runner.run(resolve(compose([*given, f"results_dir={folder}"])))
+    assert record.status == "done"
+    return record.metrics
+
+
+@pytest.mark.slow
+def test_bits_on_the_embedded_model_are_the_closed_form(tmp_path: Path) -> None:
+    """319 tokens: KIVI packs 256 keys in blocks of 128, and all but the last 128 values, which slide."""
+    for name in ("fp16", "identity"):
+        found = bits_of(tmp_path, f"method={name}")
+        assert found["bits_per_element"] == found["effective_bits"] == 16
+        assert found["total_bytes"] == 319 * 2 * 4 * 2 * 128 * 2
+    assert found["delta_nll"] == found["kl_mean"] == 0
+    assert found["top1_agreement"] == 1
+    kivi = bits_of(tmp_path, "method=kivi", "bits=2")
+    groups = Fraction(2 * 16, 32)  # a scale and a zero for every 32 numbers
+    codes = 8 * (5 * 8 + 8)  # per channel of 191 values: 5 units of 32 tokens, and 31 tokens in 8 bytes
+    keys, values = 256 * (2 + groups), codes + 191 * groups
+    assert kivi["key_bits"] == pytest.approx(float(keys / 256), rel=1e-9)
+    assert kivi["value_bits"] == pytest.approx(float(values / 191), rel=1e-9)
+    assert kivi["effective_bits"] == pytest.approx(float((keys + values + (63 + 128) * 16) / (2 * 319)), rel=1e-9)
+    assert kivi["delta_nll"] > 0
+
+
+def composed(*overrides: str) -> dict[str, object]:
+    return canonical(resolve(compose(list(overrides))), "weights", "text")
+
+
+def test_the_key_has_it_where_it_is_set_and_another() -> None:
+    plain = composed()
+    assert "cache_dtype" not in plain["model"]
+    assert composed("cache.dtype=float32") == composed("model.cache_dtype=float32") == plain
+    half = composed("cache.dtype=float16")
+    assert half == {**plain, "model": {**plain["model"], "cache_dtype": "float16"}}
+    assert composed("model.cache_dtype=float16") == half
+    assert composed("model.cache_dtype=float16", "cache.dtype=float32") == plain
+    assert composed("model.dtype=float16", "cache.dtype=float16") == composed("model.dtype=float16")
+    # Diagnostics encode states without a cache.
+    assert composed("task=error", "model.cache_dtype=float16") == composed("task=error")
+    assert by_names(resolve(compose(["cache.dtype=float16"])))["model"]["cache_dtype"] == Dtype.float16
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("cache.dtype=float64", r"cache\.dtype=float64: null, float16, bfloat16 or float32"),
+        ("model.cache_dtype=float64", r"model\.cache_dtype=float64: null, float16, bfloat16 or float32"),
+        ("task=error cache.dtype=float16", r"cache\.dtype=float16: task=error fills no cache; leave it null"),
+        ("task=memory cache.dtype=float16", r"cache\.dtype=float16: task=memory fills no cache; leave it null"),
+    ],
+)
+def test_refusals_are_one_line(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        resolve(compose(given.split()))
+    assert "\n" not in str(caught.value)
+
+
+def test_states_of_one_layer_outside_the_range_are_named() -> None:
+    loaded = random_llama()
+    chosen = build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=4"])
+    cache = KVCache(loaded.model, chosen, dtype=torch.float16)
+    with pytest.raises(
+        Exception, match="layer 0 keys: NaN or infinite values; check the model's weights and the dtypes"
+    ):
+        cache.update(states(8) * 1e5, states(8), 0)

@@ -1,0 +1,55 @@
+"""The settings of committed records, composed anew, give the keys that the records have: none is lost by a change."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from kvq.config import compose, resolve
+from kvq.config.identity import canonical
+from kvq.report.settings import flatten
+from kvq.results import Record, Store, run_key
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@functools.cache
+def records() -> list[Record]:
+    found = Store(RESULTS).scan()[0]
+    assert len(found) > 600
+    return found
+
+
+def one_per_protocol() -> list[Record]:
+    """The first record of each task, model and text, and of each method."""
+    protocols = {json.dumps([r.config["task"], r.config["model"], r.config["dataset"]]): r for r in records()}
+    return [*protocols.values(), *{record.method: record for record in records()}.values()]
+
+
+def key_of(record: Record) -> str:
+    """The key of a run with the record's names, task settings and fingerprints; residuals are the presets'."""
+    given = [f"{group}={getattr(record, group)}" for group in ("model", "task", "dataset", "method")]
+    given += [f"bits={record.bits}"] if record.bits else []
+    task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] != "task.name" and leaf[1] != "null"]
+    given += ["=".join(leaf) for leaf in task]
+    config = resolve(compose(given))
+    calibration = record.config["method"].get("calibration") or {}
+    fingerprints = [record.config[group]["fingerprint"] for group in ("model", "dataset")]
+    return run_key(canonical(config, *fingerprints, calibration.get("fingerprint")))
+
+
+def check(some: list[Record]) -> None:
+    lost = [f"{r.task} {r.model} {r.method} {r.bits}: {r.key[:12]}" for r in some if key_of(r) != r.key]
+    assert not lost, f"{len(lost)} of {len(some)}: {lost[:5]}"
+
+
+def test_one_record_of_each_protocol_and_method_is_found_by_its_key() -> None:
+    check(one_per_protocol())
+
+
+@pytest.mark.long
+def test_every_committed_record_is_found_by_its_key() -> None:
+    check(records())
