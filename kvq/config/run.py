@@ -61,7 +61,11 @@ class Loader(enum.StrEnum):
 
 @dataclass
 class OutliersConfig:
-    """Function-preserving channel outliers: scales are powers of two, counts (0: none) per layer and KV head."""
+    """Function-preserving channel outliers: scales are powers of two, counts (0: none) per layer and KV head.
+
+    `sink`: whether the begin-of-text token has them too, in channels drawn from `seed`. If not, they are the channels
+    in which its key and its value at position 0 are least, and `seed` has no effect.
+    """
 
     version: ClassVar[int] = 1
 
@@ -70,6 +74,7 @@ class OutliersConfig:
     key_pairs: int = 0
     value_channels: int = 0
     seed: int = 0
+    sink: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.key_pairs or self.value_channels)
@@ -93,7 +98,8 @@ class ModelConfig:
     """A model: `path` is a hub id, a local folder, or `embedded:tiny`. `context` in tokens, None = the model's own.
 
     `device_map` spreads the layers over all devices, as transformers does; None = one device. `trust_remote_code`: code
-    that comes with the model is run.
+    that comes with the model is run. `bos`: whether it was trained with a begin-of-text token in front of every text
+    (None: as its tokenizer does).
     """
 
     name: str = MISSING
@@ -103,6 +109,7 @@ class ModelConfig:
     context: int | None = None
     device_map: str | None = None
     trust_remote_code: bool = False
+    bos: bool | None = None
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
 
     def __post_init__(self) -> None:
