@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep tables figures report screenshot docs wandb-sync test test-fast test-long test-all lint tiny-model codebooks bench clean
+.PHONY: help setup demo sweep tables figures report screenshot docs wandb-sync test test-fast test-long test-all lint tiny-model tiny-sinks codebooks bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ lint: setup ## check style and types
 
 tiny-model: setup ## train the embedded model again (about 80 minutes on 2 cores)
 	$(BIN)/python experiments/train_tiny_model.py
+
+tiny-sinks: setup ## train the sink of tiny_sinks again (about 50 minutes on one core)
+	$(BIN)/python experiments/train_tiny_sinks.py
 
 codebooks: setup ## make the vector codebooks again from synthetic Gaussian data (about 10 minutes on one core)
 	$(BIN)/python experiments/codebooks.py

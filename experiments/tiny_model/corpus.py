@@ -59,14 +59,14 @@ class TrainingData:
     data_hash: str
 
     @classmethod
-    def prepare(cls, folder: Path) -> TrainingData:
-        """Read the corpora; train the tokenizer and encode once per text, then reuse what lies in `folder`."""
+    def prepare(cls, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> TrainingData:
+        """Read the corpora, train a tokenizer unless one is given and encode; then reuse what lies in `folder`."""
         corpora = {kind: load_corpus(kind, "train") for kind in ("pydocs", "pysource")}
         data_hash = corpus_hash(corpora)
         target = folder / data_hash[:16]
         if not (target / "done").exists():
             target.mkdir(parents=True, exist_ok=True)
-            tokenizer = train_tokenizer(corpora)
+            tokenizer = tokenizer or train_tokenizer(corpora)
             tokenizer.save_pretrained(target)
             for kind, corpus in corpora.items():
                 np.save(target / f"{kind}.npy", _encode_documents(tokenizer, corpus.documents))

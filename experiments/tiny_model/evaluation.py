@@ -22,18 +22,25 @@ def held_out_tokens(tokenizer: PreTrainedTokenizerBase, kind: str) -> Int[Tensor
 
 @torch.inference_mode()
 def bits_per_byte(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kind: str, context: int = 1024, tokens: int = 200_000
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: str,
+    context: int = 1024,
+    tokens: int = 200_000,
+    front: tuple[int, ...] = (),
 ) -> dict[str, float]:
     """Bits per byte and perplexity on the first `tokens` held-out tokens, in windows of `context` every half of it.
 
     All targets but the first token count once; those behind the first window have at least `context` / 2 tokens
-    before them. Returns `bits_per_byte`, `perplexity` (per token), `tokens` and `bytes` scored.
+    before them. `front` stands before each window and is not scored. Returns `bits_per_byte`, `perplexity` (per token),
+    `tokens` and `bytes` scored.
     """
     ids = held_out_tokens(tokenizer, kind)[:tokens]
     nll, scored_to = 0.0, 1
     for start in range(0, len(ids) - 1, context // 2):
         window = ids[start : start + context]
-        logits = model(window[None], use_cache=False).logits[0].float()
+        inputs = torch.cat((torch.tensor(front, dtype=window.dtype), window))
+        logits = model(inputs[None], use_cache=False).logits[0, len(front) :].float()
         first = scored_to - start
         nll += torch.nn.functional.cross_entropy(logits[first - 1 : -1], window[first:], reduction="sum").item()
         scored_to = start + len(window)
@@ -50,12 +57,17 @@ def bits_per_byte(
 
 @torch.inference_mode()
 def needle_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    seed: int,
+    front: tuple[int, ...] = (),
 ) -> float:
     """Share of `count` fresh single needles, at even depths of held-out prose, whose value greedy decoding gives.
 
-    `length` is the prompt's, in tokens. The answer is teacher-forced: greedy decoding reproduces it exactly when each
-    of its tokens is the likeliest after those before it.
+    `length` is the prompt's, in tokens, without `front`, which stands before it. The answer is teacher-forced: greedy
+    decoding reproduces it exactly when each of its tokens is the likeliest after those before it.
     """
 
     def encode(text: str) -> list[int]:
@@ -70,6 +82,7 @@ def needle_accuracy(
         start = int(rng.integers(len(stream) - length))
         prompt = retrieval_prompt(stream[start : start + length], needles, [float(depth)], length, encode)
         answer = encode(needles[0].answer)
-        logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False, logits_to_keep=len(answer)).logits[0]
+        inputs = torch.tensor([[*front, *prompt, *answer[:-1]]])
+        logits = model(inputs, use_cache=False, logits_to_keep=len(answer)).logits[0]
         hits += logits.argmax(-1).tolist() == answer
     return hits / count

@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from tiny_model.recipe import Recipe
 
 TokenLosses = Callable[[Int[Tensor, "batch tokens+1"]], Float[Tensor, "batch tokens"]]
+# Rotated queries [batch, heads, tokens, size], rotated keys and values [batch, KV heads, tokens, size].
+Attended = tuple[Tensor, Tensor, Tensor]
 # Up to this length one product over all pairs of tokens is faster than the fused kernel, whose backward pass is slow.
 DENSE_TOKENS = 512
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -63,16 +65,26 @@ def token_losses(model: LlamaForCausalLM, precision: str, compiled: bool) -> Tok
     dtype = DTYPES[precision]
 
     def losses(tokens: Int[Tensor, "batch tokens+1"]) -> Float[Tensor, "batch tokens"]:
-        words = model.model.embed_tokens.weight.to(dtype)
-        hidden = embedding(tokens[:, :-1], words).float()
-        rotation = _rotation(model, hidden.shape[1], dtype)
-        for layer in model.model.layers:
-            hidden = _layer(layer, hidden, rotation, dtype)
-        logits = linear(_norm(hidden, model.model.norm, dtype), words).float()
+        logits = token_logits(model, tokens[:, :-1], dtype)
         flat = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-        return flat.view(hidden.shape[:2])
+        return flat.view(logits.shape[:2])
 
     return torch.compile(losses, dynamic=False) if compiled else losses
+
+
+def token_logits(
+    model: LlamaForCausalLM,
+    tokens: Int[Tensor, "batch tokens"],
+    dtype: torch.dtype,
+    attended: list[Attended] | None = None,
+) -> Float[Tensor, "batch tokens vocabulary"]:
+    """Return fp32 logits; `attended` gets each layer's queries, keys and values as they are attended."""
+    words = model.model.embed_tokens.weight.to(dtype)
+    hidden = embedding(tokens, words).float()
+    rotation = _rotation(model, hidden.shape[1], dtype)
+    for layer in model.model.layers:
+        hidden = _layer(layer, hidden, rotation, dtype, attended)
+    return linear(_norm(hidden, model.model.norm, dtype), words).float()
 
 
 def _rotation(model: LlamaForCausalLM, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -94,6 +106,7 @@ def _layer(
     hidden: Float[Tensor, "batch tokens dim"],
     rotation: tuple[Tensor, Tensor],
     dtype: torch.dtype,
+    attended: list[Attended] | None,
 ) -> Float[Tensor, "batch tokens dim"]:
     attention, mlp = layer.self_attn, layer.mlp
     size, groups = attention.head_dim, attention.num_key_value_groups
@@ -102,8 +115,10 @@ def _layer(
     heads = linear(_norm(hidden, layer.input_layernorm, dtype), weight).unflatten(-1, (-1, size)).transpose(1, 2)
     kv = heads.shape[1] // (groups + 2)
     query, key, value = heads.split((kv * groups, kv, kv), dim=1)
-    key = _rotate(key, rotation).repeat_interleave(groups, dim=1)
-    mixed = _attend(_rotate(query, rotation), key, value.repeat_interleave(groups, dim=1))
+    query, key = _rotate(query, rotation), _rotate(key, rotation)
+    if attended is not None:
+        attended.append((query, key, value))
+    mixed = _attend(query, key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1))
     hidden = hidden + linear(mixed.transpose(1, 2).flatten(2), attention.o_proj.weight.to(dtype))
     weight = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)).to(dtype)
     gate, up = linear(_norm(hidden, layer.post_attention_layernorm, dtype), weight).chunk(2, -1)

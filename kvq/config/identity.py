@@ -10,7 +10,7 @@ from typing import Any
 from kvq.config.backend import MODE
 from kvq.config.composing import full_precision
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import Attention, Config, trained_with_bos
+from kvq.config.run import Attention, Config, OutliersConfig, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
@@ -41,7 +41,7 @@ def canonical(
         {
             "model": {
                 "dtype": config.model.dtype,
-                "outliers": config.model.outliers or None,
+                "outliers": _outliers(config.model.outliers),
                 "fingerprint": model_fingerprint,
                 **({"trust_remote_code": True} if config.model.trust_remote_code else {}),
                 **({} if config.cache_dtype is None else {"cache_dtype": config.cache_dtype}),
@@ -104,6 +104,14 @@ def names(config: Config) -> dict[str, Any]:
         "method": named.method.name,
         "bits": named.parsed_bits.label if named.parsed_bits else "",
     }
+
+
+def _outliers(outliers: OutliersConfig) -> dict[str, Any] | None:
+    """The outlier channels; `sink` only where the sink lacks them, so that older keys stay valid, and then no seed."""
+    if not outliers:
+        return None
+    left_out = "sink" if outliers.sink else "seed"
+    return {name: value for name, value in _plain(outliers).items() if name != left_out}
 
 
 def _kept_layers(config: Config, codecs: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,11 @@ class Loader(enum.StrEnum):
 
 @dataclass
 class OutliersConfig:
-    """Function-preserving channel outliers: scales are powers of two, counts (0: none) per layer and KV head."""
+    """Function-preserving channel outliers: scales are powers of two, counts (0: none) per layer and KV head.
+
+    `sink`: whether the begin-of-text token has them too, in channels drawn from `seed`. If not, they are the channels
+    in which its key and its value at position 0 are least, and `seed` has no effect.
+    """
 
     version: ClassVar[int] = 1
 
@@ -71,6 +75,7 @@ class OutliersConfig:
     key_pairs: int = 0
     value_channels: int = 0
     seed: int = 0
+    sink: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.key_pairs or self.value_channels)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvq.errors import ConfigError, did_you_mean
+from kvq.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
@@ -16,22 +16,54 @@ if TYPE_CHECKING:
 EMBEDDED = "embedded:"
 # Classes of transformers that take a tokenizer as its file has it.
 _AS_WRITTEN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+DELTA_SETTINGS = "delta.json"
+_WHOLE_OR_DELTA = ("config.json", DELTA_SETTINGS)
 # Weights, configuration and tokenizer, in every format that transformers loads.
 _MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt"}
 
 
 def model_folder(path: str) -> str:
-    """A folder or hub id for `model.path`; `embedded:tiny` is the folder shipped with the package.
+    """A folder or hub id that transformers loads for `model.path`: `embedded:tiny` is shipped with the package.
+
+    For a folder that holds what differs from another model (`delta_folder`) it is the other's.
+
+    Raises:
+        ConfigError: no such embedded model.
+        DataError: a delta's folder does not say whose it is.
+    """
+    delta = delta_folder(path)
+    return str(_own_folder(path)) if delta is None else model_folder(_base_of(path, delta))
+
+
+def delta_folder(path: str) -> Path | None:
+    """The folder of `model.path` where it holds only what differs from another model (`kvq.models.delta`).
 
     Raises:
         ConfigError: no such embedded model.
     """
+    folder = Path(_own_folder(path))
+    return folder if (folder / DELTA_SETTINGS).is_file() else None
+
+
+def _base_of(path: str, delta: Path) -> str:
+    """The `model.path` of the model that a delta changes, which is whole itself."""
+    try:
+        base = json.loads((delta / DELTA_SETTINGS).read_text(encoding="utf-8"))["base"]
+        if base != path and delta_folder(base) is None:
+            return str(base)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        raise DataError(f'model.path={path}: {DELTA_SETTINGS} is not {{"base": <model.path>}}') from error
+    raise DataError(f"model.path={path}: {DELTA_SETTINGS} names base={base}, which is no whole model")
+
+
+def _own_folder(path: str) -> str:
     if not path.startswith(EMBEDDED):
         return path
     name = path.removeprefix(EMBEDDED)
     folder = Path(__file__).parent / name
-    if not (folder / "config.json").is_file():
-        names = sorted(p.parent.name for p in Path(__file__).parent.glob("*/config.json"))
+    if not any((folder / file).is_file() for file in _WHOLE_OR_DELTA):
+        found = (file.parent.name for kind in _WHOLE_OR_DELTA for file in Path(__file__).parent.glob(f"*/{kind}"))
+        names = sorted(found)
         hint = did_you_mean(name, names)
         raise ConfigError(f"model.path={path}: no such embedded model; there are: {', '.join(names) or 'none'}.{hint}")
     return str(folder)
@@ -64,17 +96,26 @@ def _first_token(file: Path) -> str | None:
 def folder_fingerprint(config: ModelConfig) -> str | None:
     """The sha256 (hex) of a local folder's weights, configuration and tokenizer; None for a model of the hub.
 
+    Of a delta it covers the files of its base as well.
+
     Raises:
         ConfigError: no such embedded model.
+        DataError: a delta's folder does not say whose it is.
     """
-    folder = Path(model_folder(config.path))
+    folder, delta = Path(model_folder(config.path)), delta_folder(config.path)
     if not folder.is_dir():
         return None
     digest = hashlib.sha256()
     kinds = _MODEL_FILES | ({".py"} if config.trust_remote_code else set())
-    for file in sorted(file for file in folder.iterdir() if file.suffix in kinds and file.name != "card.json"):
-        digest.update(file.name.encode() + b"\0" + _file_hash(file, file.stat().st_mtime_ns, file.stat().st_size))
+    for place in (folder, delta) if delta else (folder,):
+        for file in sorted(file for file in place.iterdir() if file.suffix in kinds and file.name != "card.json"):
+            digest.update(file.name.encode() + b"\0" + file_hash(file))
     return digest.hexdigest()
+
+
+def file_hash(file: Path) -> bytes:
+    """The sha256 of a file, which is read once in a process unless it changes."""
+    return _file_hash(file, file.stat().st_mtime_ns, file.stat().st_size)
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from kvq.data import hub
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models.folder import folder_fingerprint, model_folder
+from kvq.models.delta import apply_delta
+from kvq.models.folder import delta_folder, folder_fingerprint, model_folder
 from kvq.models.head_dims import head_dims_of
 from kvq.models.outliers import implant_outliers
 
@@ -189,7 +190,7 @@ def shape_of(config: ModelConfig) -> tuple[list[int], int | None]:
 
 
 def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
-    """Load `model.path` in `model.dtype`, implant outliers when asked, and check what scoring relies on.
+    """Load `model.path` in `model.dtype`, apply its delta, implant outliers when asked, check what scoring relies on.
 
     With `model.device_map` transformers places the layers itself. A checkpoint with quantized weights keeps its own
     dtype. A model of text and images is loaded whole and reads text.
@@ -215,6 +216,8 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
             config, _class_for(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
     _check_whole(config, found)
+    if (delta := delta_folder(config.path)) is not None:
+        apply_delta(config.path, model, Path(model_folder(config.path)), delta)
     model = model.eval().requires_grad_(False)
     if "device_map" not in settings:
         model = model.to(where)
