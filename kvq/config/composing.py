@@ -38,7 +38,7 @@ def _kvbits(side: str, *, _root_: DictConfig) -> int:
 
 
 def _bits_of(root: DictConfig) -> Bits:
-    given = root.bits
+    given = root.bits if "bits" in list(root) else None  # `~bits` takes it away
     return parse_bits(OmegaConf.to_container(given) if OmegaConf.is_config(given) else given)
 
 
@@ -75,8 +75,8 @@ def resolve(cfg: DictConfig) -> Config:
         ConfigError: a value out of range, of the wrong type, or missing.
     """
     _check_keys(cfg)
-    _bits_of(cfg)
     try:
+        _bits_of(cfg)
         config = OmegaConf.to_object(cfg)  # interpolations are resolved on the way
     except OmegaConfBaseException as error:
         raise _one_line(error) from error

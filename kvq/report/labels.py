@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.report.departures import SIDES, departures, joined, said
+from kvq.report.isolated import line
 from kvq.report.presets import presets
 from kvq.report.settings import flatten
-from kvq.results import Record
+from kvq.results import Broken, Record, Store
 
 _OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
 # What a protocol's parts say in a run's key, without what names weights and text by a hash.
@@ -25,6 +26,23 @@ _PROTOCOL = {
 RATES = ("cq/4c9b", "cq/8c10b")
 """Presets with a slash that are a paper's method at one of its rates, which `bits` cannot choose."""
 _NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap")
+
+
+def labelled(store: Store) -> tuple[list[Record], list[Broken]]:
+    """`store.scan()`, with the records whose settings no label can be made of among the broken.
+
+    Raises:
+        RecordError: the folder cannot be listed.
+    """
+    records, broken = store.scan()
+    kept, odd = [], list(broken)
+    for record in records:
+        try:
+            _ = label(record), protocol(record)
+            kept.append(record)
+        except Exception as error:  # of settings that the schema takes and no run has
+            odd.append(Broken(store.record_path(record.key), f"label: {line(error)}"))
+    return kept, odd
 
 
 def label(record: Record) -> str:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from kvq.config.logger import WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError
+from kvq.report.labels import labelled
 from kvq.report.wandb.run import Tracker
 from kvq.report.wandb.workspace import save_workspace
 from kvq.results import Store
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mode=WandbMode.offline if given.offline else WandbMode.online,
         )
         store = Store(given.results)
-        records, broken = store.scan()
+        records, broken = labelled(store)
         if not records:
             raise RecordError(
                 f"no records under '{store.runs}': run a sweep first, such as python run.py -m method=nsn,kivi"
