@@ -41,7 +41,7 @@ SPARED += ("layout",)
 # One of so many is measured, where that takes a moment, and one of so many goes through a process of its own.
 REAL, PROCESS = 5, 50
 
-pytestmark = [pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(autouse=True)

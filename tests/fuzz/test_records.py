@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ PIECES = pieces(full=1000, quick=30, most=125)
 IS_QUICK = len(PIECES) == 1
 Sound = list[tuple[dict, bytes]]
 
-pytestmark = [pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,13 @@ def _check_figures(given: list[str], drawn: Drawn, capsys: pytest.CaptureFixture
     code = figures.main([*given, "--out", str(drawn.figures)])
     said = capsys.readouterr()
     assert "Traceback" not in said.err + said.out
-    assert code == ("skipped" in said.err)
-    here = {Path(line).name for line in said.out.splitlines() if line.startswith(str(drawn.folder))}
-    assert not drawn.names - here, said.err
+    assert code == ("skipped: " in said.err)
+    here = [Path(line).name for line in said.out.splitlines() if line.startswith(str(drawn.folder))]
+    lost = Counter(map(_protocol, drawn.names)) - Counter(map(_protocol, here))
+    assert not lost, said.err
+
+
+def _protocol(name: str) -> tuple[str, str]:
+    """The kind of a figure and the hash of its protocol: an odd record may have another name for its model."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem.partition('-')[0]}.{ending}", stem.rpartition("-")[2]

@@ -125,11 +125,11 @@ def write_drawings(
             paths[place], reasons = written
             for reason in reasons:
                 noted(skipped)(None, reason)
-    paths = [written for written in paths if written]
-    for written in paths:
-        marks[written[0].stem]["files"] = {path.name: _digest(path) for path in written}
+    paths = [files for files in paths if files]
+    for files in paths:
+        marks[files[0].stem]["files"] = {path.name: _digest(path) for path in files}
     _keep(folder, {**known, **{stem: mark for stem, mark in marks.items() if "files" in mark}})
-    return [path for written in paths for path in written]
+    return [path for files in paths for path in files]
 
 
 def _written(drawing: Drawing, folder: Path) -> Written:

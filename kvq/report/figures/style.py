@@ -204,7 +204,9 @@ _LEAST_SHARE = 0.35
 def _lay_out(made: Figure) -> None:
     """Place everything; names that leave axes no room are cut in the middle (the numbers beside a figure hold all)."""
     engine = made.get_layout_engine()
-    for most in _NAME_LENGTHS if engine else ():
+    for most in _NAME_LENGTHS:
+        if engine is None:
+            return
         if most is not None:
             _rename(made, functools.partial(_cut, most=most))
         with warnings.catch_warnings():
