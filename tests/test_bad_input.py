@@ -132,6 +132,8 @@ VALUES = [
     (["method.key.order=null"], "a codec has stages .* and an order"),
     (["method.key.order=[norm]"], "norm"),
     (["method.bits_range=[8,2]"], "bits"),
+    (["residual.value=${seed}"], "residual.value=0: a group of settings, not a value"),
+    (["residual.value=${seed}", "+residual.value.size=3"], r"value\.size: residual\.value=.* has no settings"),
     (["method=quanto", "method.backend.name=quantoo"], "name=quantoo: one of quanto, hqq. Did you mean 'quanto'"),
     (["method=quanto", "method.backend.group_size=1"], "method.backend.group_size=1: at least 2"),
     (["method=quanto", "method.backend.group_size=many"], "method.backend.group_size=many: .*integer"),

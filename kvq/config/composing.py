@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -74,8 +75,8 @@ def resolve(cfg: DictConfig) -> Config:
     Raises:
         ConfigError: a value out of range, of the wrong type, or missing.
     """
-    _check_keys(cfg)
     try:
+        _check_keys(cfg)
         _bits_of(cfg)
         config = OmegaConf.to_object(cfg)  # interpolations are resolved on the way
     except OmegaConfBaseException as error:
@@ -85,6 +86,14 @@ def resolve(cfg: DictConfig) -> Config:
     if not isinstance(config.task, TaskConfig):
         raise _untyped(config.task)
     return config
+
+
+@functools.cache
+def _groups_of(kind: type) -> dict[str, tuple[type, ...]]:
+    """Fields of a schema that hold another: the classes that each may have."""
+    hints = get_type_hints(kind) if is_dataclass(kind) else {}
+    found = {name: get_args(hint) or (hint,) for name, hint in hints.items() if get_origin(hint) not in (list, dict)}
+    return {name: kinds for name, kinds in found.items() if any(map(is_dataclass, kinds))}
 
 
 def _untyped(task: object) -> ConfigError:
@@ -101,9 +110,9 @@ def _untyped(task: object) -> ConfigError:
 
 
 def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
-    """Refuse mandatory keys without a value, and keys added with `+` that the schema does not have.
+    """Refuse mandatory keys without a value, keys added with `+` that the schema lacks, and values for groups.
 
-    Hydra lets the latter pass, and they would be silently ignored.
+    Hydra lets the second pass, and they would be silently ignored; OmegaConf lets interpolations of any kind pass.
     """
     kind = OmegaConf.get_type(cfg)
     known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
@@ -113,6 +122,9 @@ def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
             raise ConfigError(f"{setting}: unknown setting.{did_you_mean(name, known)}")
         if OmegaConf.is_missing(cfg, name):
             raise ConfigError(f"{setting} has no value: give {setting}=...")
+        kinds = _groups_of(kind).get(name)
+        if kinds and OmegaConf.is_interpolation(cfg, name) and OmegaConf.get_type(cfg[name]) not in kinds:
+            raise ConfigError(f"{setting}={cfg[name]}: a group of settings, not a value")
         if not OmegaConf.is_interpolation(cfg, name) and isinstance(cfg[name], DictConfig):
             _check_keys(cfg[name], f"{setting}.")
 
