@@ -116,13 +116,14 @@ def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
     """
     kind = OmegaConf.get_type(cfg)
     known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
+    groups = _groups_of(kind) if kind is not None else {}
     for name in map(str, cfg):
         setting = f"{prefix}{name}"
         if known is not None and name not in known:
             raise ConfigError(f"{setting}: unknown setting.{did_you_mean(name, known)}")
         if OmegaConf.is_missing(cfg, name):
             raise ConfigError(f"{setting} has no value: give {setting}=...")
-        kinds = _groups_of(kind).get(name)
+        kinds = groups.get(name)
         if kinds and OmegaConf.is_interpolation(cfg, name) and OmegaConf.get_type(cfg[name]) not in kinds:
             raise ConfigError(f"{setting}={cfg[name]}: a group of settings, not a value")
         if not OmegaConf.is_interpolation(cfg, name) and isinstance(cfg[name], DictConfig):
