@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -114,9 +114,9 @@ def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
 
     Hydra lets the second pass, and they would be silently ignored; OmegaConf lets interpolations of any kind pass.
     """
-    kind = OmegaConf.get_type(cfg)
+    kind: Any = OmegaConf.get_type(cfg)
+    groups = _groups_of(kind)
     known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
-    groups = _groups_of(kind) if kind is not None else {}
     for name in map(str, cfg):
         setting = f"{prefix}{name}"
         if known is not None and name not in known:
