@@ -125,8 +125,9 @@ def _below_null(overrides: Sequence[str], config_dir: str | Path | None) -> str 
             continue
         if not known:
             return f"{key}: {parent} is null here and has no settings; choose a configuration that has them"
+    groups = choices(config_dir)
     for key, parent in parents.items():
-        if parent in given:
+        if parent in given and parent not in groups:
             return f"{key}: {given[parent].lstrip('+~')} has no settings"
     return None
 
