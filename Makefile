@@ -55,7 +55,7 @@ test: setup ## set up and run the quick half of the tests: twelve minutes on two
 test-long: setup ## run what the quick half leaves out: long properties, 100 kills, all notebooks, compilers, training
 	$(BIN)/python -m pytest $(TEST_ARGS) -m "long and not fuzz"
 
-test-all: setup ## run every test with all examples, random settings, records and files too, and types checked at each call (KVQ_FUZZ=1000)
+test-all: setup ## run every test with all examples, 1,000 random command lines, 1,000 records and 200 files too, and types checked at each call
 	KVQ_ALL=1 KVQ_TYPES=1 $(BIN)/python -m pytest $(TEST_ARGS) -m ""
 
 test-fast: setup ## run the tests that take seconds

@@ -26,7 +26,7 @@ class Codec:
         quantizer: turns the last stage's output into codes.
 
     Raises:
-        ConfigError: `order` names an unknown stage, one twice, or leaves one out.
+        ConfigError: `order` names an unknown stage, one twice, or leaves one out; a part of another kind.
     """
 
     version: ClassVar[int] = 1
@@ -40,6 +40,12 @@ class Codec:
         left_out = [name for name, stage in stages.items() if stage is not None and name not in order]
         if left_out:
             raise ConfigError(f"order={list(order)}: leaves out stage '{left_out[0]}'; set it to null to drop it")
+        for what, part, kind in (
+            *((f"stages.{name}", stage, Stage) for name, stage in stages.items() if stage is not None),
+            ("quantizer", quantizer, Quantizer),
+        ):
+            if not isinstance(part, kind):
+                raise ConfigError(f"{what}={part}: a mapping whose _target_ is a kvq.codecs.{kind.__name__}")
         self.stages = [(name, stage) for name in order if (stage := stages[name]) is not None]
         self.quantizer = quantizer
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -39,7 +39,7 @@ def _kvbits(side: str, *, _root_: DictConfig) -> int:
 
 
 def _bits_of(root: DictConfig) -> Bits:
-    given = root.bits
+    given = root.bits if "bits" in list(root) else None  # `~bits` takes it away
     return parse_bits(OmegaConf.to_container(given) if OmegaConf.is_config(given) else given)
 
 
@@ -112,9 +112,9 @@ def resolve(cfg: DictConfig) -> Config:
     Raises:
         ConfigError: a value out of range, of the wrong type, or missing.
     """
-    _check_keys(cfg)
-    _bits_of(cfg)
     try:
+        _check_keys(cfg)
+        _bits_of(cfg)
         config = OmegaConf.to_object(cfg)  # interpolations are resolved on the way
     except OmegaConfBaseException as error:
         raise _one_line(error) from error
@@ -122,6 +122,14 @@ def resolve(cfg: DictConfig) -> Config:
         raise ConfigError(f"configuration of type {type(config).__name__}: its defaults must begin with config_schema")
     _typed("task", config.task)
     return config
+
+
+@functools.cache
+def _groups_of(kind: type) -> dict[str, tuple[type, ...]]:
+    """Fields of a schema that hold another: the classes that each may have."""
+    hints = get_type_hints(kind) if is_dataclass(kind) else {}
+    found = {name: get_args(hint) or (hint,) for name, hint in hints.items() if get_origin(hint) not in (list, dict)}
+    return {name: kinds for name, kinds in found.items() if any(map(is_dataclass, kinds))}
 
 
 def _untyped(task: object) -> ConfigError:
@@ -138,11 +146,12 @@ def _untyped(task: object) -> ConfigError:
 
 
 def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
-    """Refuse mandatory keys without a value, and keys added with `+` that the schema does not have.
+    """Refuse mandatory keys without a value, keys added with `+` that the schema lacks, and values for groups.
 
-    Hydra lets the latter pass, and they would be silently ignored.
+    Hydra lets the second pass, and they would be silently ignored; OmegaConf lets interpolations of any kind pass.
     """
-    kind = OmegaConf.get_type(cfg)
+    kind: Any = OmegaConf.get_type(cfg)
+    groups = _groups_of(kind)
     known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
     for name in map(str, cfg):
         setting = f"{prefix}{name}"
@@ -150,6 +159,9 @@ def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
             raise ConfigError(f"{setting}: unknown setting.{did_you_mean(name, known)}")
         if OmegaConf.is_missing(cfg, name):
             raise ConfigError(f"{setting} has no value: give {setting}=...")
+        kinds = groups.get(name)
+        if kinds and OmegaConf.is_interpolation(cfg, name) and OmegaConf.get_type(cfg[name]) not in kinds:
+            raise ConfigError(f"{setting}={cfg[name]}: a group of settings, not a value")
         if not OmegaConf.is_interpolation(cfg, name) and isinstance(cfg[name], DictConfig):
             _check_keys(cfg[name], f"{setting}.")
 

@@ -114,12 +114,21 @@ def _number_for_choice(overrides: Sequence[str], config_dir: str | Path | None) 
 
 
 def _below_null(overrides: Sequence[str], config_dir: str | Path | None) -> str | None:
-    for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
-        parent = key.rpartition(".")[0]
-        rest = [other for other in overrides if not other.lstrip("+~").startswith(f"{parent}.")]
-        if parent and OmegaConf.select(compose(rest, config_dir), parent) is None:
+    """One line for a setting below null, or below what the command line makes a number of."""
+    given = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
+    parents = {key: parent for key in given if (parent := key.rpartition(".")[0])}
+    for key, parent in parents.items():
+        rest = [override for name, override in given.items() if not name.startswith(f"{parent}.")]
+        try:
+            known = OmegaConf.select(compose(rest, config_dir), parent) is not None
+        except COMPOSE_ERRORS:  # of another override
+            continue
+        if not known:
             return f"{key}: {parent} is null here and has no settings; choose a configuration that has them"
+    groups = choices(config_dir)
+    for key, parent in parents.items():
+        if parent in given and parent not in groups:
+            return f"{key}: {given[parent].lstrip('+~')} has no settings"
     return None
 
 

@@ -105,10 +105,15 @@ def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
     except Exception as error:
         if not local and not hub.answers() and not hub.holds(folder, config.revision):
             raise DataError(f"model.path={config.path}: {hub.UNREACHABLE}") from error
-        said = " ".join(str(error).split()) or type(error).__name__
+        said = _said(error)
         if "trust_remote_code" in said and not config.trust_remote_code:
             said = "it brings code of its own; model.trust_remote_code=true runs it"
-        raise DataError(f"model.path={config.path}: cannot be loaded: {said[:300]}") from error
+        raise DataError(f"model.path={config.path}: cannot be loaded: {said}") from error
+
+
+def _said(error: Exception) -> str:
+    """What another library's error says, in one line of bounded length."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 @contextmanager
@@ -145,11 +150,15 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
     Raises:
         ConfigError: an unknown embedded model.
-        DataError: it cannot be loaded, or has more tokens than the model (added ones may lie outside, unused).
+        DataError: it cannot be loaded or used, or has more tokens than the model (added ones may lie outside, unused).
     """
     from transformers import AutoTokenizer
 
     tokenizer = _from_hub(config, AutoTokenizer)
+    try:  # some settings of its files are read only now
+        tokenizer.decode(tokenizer("a text", verbose=False)["input_ids"])
+    except Exception as error:
+        raise DataError(f"model.path={config.path}: its tokenizer cannot encode text: {_said(error)}") from error
     size, rows = tokenizer.vocab_size, text_config_of(config).vocab_size
     if size > rows:
         raise DataError(f"model.path={config.path}: its tokenizer has {size} tokens, the model {rows}")
@@ -222,7 +231,10 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     if "device_map" not in settings:
         model = model.to(where)
     loaded = LoadedModel(model, model.get_input_embeddings().weight.device)
-    expected = _check_logits(loaded)
+    try:  # a configuration that loads may still describe no model that runs
+        expected = _check_logits(loaded)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+        raise DataError(f"model.path={config.path}: loads, but fails on a text: {_said(error)}") from error
     if config.outliers:
         implant_outliers(model, config.outliers)
         if not torch.allclose(_check_logits(loaded), expected, rtol=1e-2, atol=1e-2, equal_nan=True):

@@ -19,7 +19,7 @@ import pandas as pd
 from rich.console import Console
 
 from kvq.errors import KvqError, RecordError
-from kvq.report.labels import label, model_name, named, protocol_departures
+from kvq.report.labels import label, labelled, model_name, named, protocol_departures
 from kvq.report.settings import flatten
 from kvq.report.tables.cells import DASH, fixed
 from kvq.report.tables.experiment_files import Grid
@@ -53,7 +53,7 @@ def compare(first: Store, second: Store) -> list[Change]:
     Raises:
         RecordError: a folder cannot be listed.
     """
-    ours, theirs = ({record.key: record for record in store.scan()[0]} for store in (first, second))
+    ours, theirs = ({record.key: record for record in labelled(store)[0]} for store in (first, second))
     pairs = [(ours[key], theirs[key]) for key in sorted(ours.keys() & theirs.keys())]
     left = [record for key, record in ours.items() if key not in theirs]
     right = [record for key, record in theirs.items() if key not in ours]
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stores = Store(given.first), Store(given.second)
     try:
         for store in stores:
-            records, broken = store.scan()
+            records, broken = labelled(store)
             if not records:
                 raise RecordError(f"no records under '{store.runs}'")
             for file in broken:

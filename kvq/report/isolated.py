@@ -30,9 +30,9 @@ def made_of(
             return make(left)
         except Exception as error:
             alone = enumerate(_why_not(make, part) for part in left)
-            found = {place: why for place, why in alone if why is not None} or {0: error}
-        for place, why in found.items():
-            skip(left[place], f"{name(left[place])}: {what}: {_line(why)}")
+            found = {place: caught for place, caught in alone if caught is not None} or {0: error}
+        for place, caught in found.items():
+            skip(left[place], f"{name(left[place])}: {what}: {line(caught)}")
         left = [part for place, part in enumerate(left) if place not in found]
     return None
 
@@ -45,9 +45,14 @@ def _why_not(make: Callable[[list[Part]], object], part: Part) -> Exception | No
     return None
 
 
-def _line(error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return said if isinstance(error, KvqError) else f"cannot be made of it, {type(error).__name__}: {said[:120]}"
+def line(error: Exception) -> str:
+    """Why something cannot be made, in one line."""
+    return " ".join(str(error).split()) if isinstance(error, KvqError) else f"cannot be made of it, {why(error)}"
+
+
+def why(error: Exception) -> str:
+    """The kind of an error and what it says, in one line of bounded length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 def noted(skipped: list[str] | None) -> Callable[[object, str], None]:

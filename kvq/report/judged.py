@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import RecordError
+from kvq.report.labels import labelled
 from kvq.results import Broken, Record, Store
 from kvq.results.item_tests import judge_items
 from kvq.results.metrics import is_lower_better
@@ -16,7 +17,7 @@ _TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 
 
 def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
-    """`store.scan()`, with p-values and verdicts of items computed anew, so that one test judges all records.
+    """`labelled(store)`, with p-values and verdicts of items computed anew, so that one test judges all records.
 
     Verdicts on items follow from the samples of a run and of its full precision, and from the margin in its settings;
     where samples cannot be paired there is no verdict. With `keys`, the verdicts of other records stay as measured.
@@ -24,7 +25,7 @@ def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[lis
     Raises:
         RecordError: the folder cannot be listed.
     """
-    records, broken = store.scan()
+    records, broken = labelled(store)
     known = {record.key: record for record in records}
     return [_judged(one, known, store) if keys is None or one.key in keys else one for one in records], broken
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.report.departures import SIDES, departures, joined, said
+from kvq.report.isolated import line
 from kvq.report.presets import presets
 from kvq.report.settings import flatten
-from kvq.results import Record
+from kvq.results import Broken, Record, Store
 
 _OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
 # Settings of model and data set that are compared with their presets: those of a run's key, without fingerprints.
@@ -32,6 +33,23 @@ _CACHES = {
     "float32": "32-bit cache",
     "float64": "64-bit cache",
 }
+
+
+def labelled(store: Store) -> tuple[list[Record], list[Broken]]:
+    """`store.scan()`, with the records whose settings no label can be made of among the broken.
+
+    Raises:
+        RecordError: the folder cannot be listed.
+    """
+    records, broken = store.scan()
+    kept, odd = [], list(broken)
+    for record in records:
+        try:
+            _ = label(record), protocol(record)
+            kept.append(record)
+        except Exception as error:  # of settings that the schema takes and no run has
+            odd.append(Broken(store.record_path(record.key), f"label: {line(error)}"))
+    return kept, odd
 
 
 def label(record: Record) -> str:

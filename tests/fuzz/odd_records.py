@@ -102,7 +102,12 @@ def mutated(
     if not isinstance(record["config"], dict):
         return None
     try:
-        record["config"]["seed"] = rng.randint(0, 2**31) if rng.random() < 0.5 else record["config"].get("seed")
+        # A key of its own: by the seed, and so in a table of its own, or by the method, beside sound records.
+        method, number = record["config"].get("method"), rng.randint(0, 2**31)
+        if rng.random() < 0.5 and isinstance(method, dict):
+            method["odd"] = number
+        else:
+            record["config"]["seed"] = number
         record["key"] = run_key(record["config"])
         record["samples_sha256"] = hashlib.sha256(samples).hexdigest() if samples else None
         parse_record(json.dumps(record).encode())

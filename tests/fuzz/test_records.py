@@ -1,62 +1,136 @@
-"""Odd records through every report: no traceback, and the sound ones are all there."""
+"""Odd records through every report: each is shown or named, and the sound ones and their figures are all there."""
 
 from __future__ import annotations
 
-import os
+import functools
 import random
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from kvq.papers import __main__ as papers
+from kvq.papers.expected import experiment_of, names
 from kvq.report.__main__ import main as tables
 from kvq.report.diff import main as diff
 from kvq.report.figures import every as figures
+from kvq.report.figures import style
 from kvq.report.html.__main__ import main as page
 from kvq.report.judged import read_records
-from kvq.report.tables.experiments import by_signature
-from kvq.report.wandb.entry import entry_of
+from kvq.report.tables.experiments import Experiment
+from kvq.report.wandb.entry import entry_of, sample_table
 from kvq.results import Store
+from tests.fuzz.amounts import pieces
 from tests.fuzz.odd_records import examples, mutated, put
 
 RESULTS = Path(__file__).parents[2] / "results"
-COUNT = int(os.environ.get("KVQ_FUZZ", "1000"))
-STORES = 8
+PIECES = pieces(full=1000, quick=30, most=125)
+IS_QUICK = len(PIECES) == 1
+Sound = list[tuple[dict, bytes]]
 
-pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(scope="module")
-def sound() -> list[tuple[dict, bytes]]:
-    found = examples(RESULTS, tasks=2)
+def sound() -> Sound:
+    found = examples(RESULTS, tasks=1 if IS_QUICK else 2)
     if not found:
         pytest.skip("needs the committed records")
     return found
 
 
-@pytest.mark.parametrize("seed", range(STORES))
+class Drawn(NamedTuple):
+    """The sound records in a folder, and their figures; what is drawn there already is not drawn again."""
+
+    folder: Path
+    names: frozenset[str]
+
+    @property
+    def figures(self) -> Path:
+        return self.folder / "figures"
+
+
+@pytest.fixture(scope="module")
+def drawn(sound: Sound, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    folder = tmp_path_factory.mktemp("drawn")
+    for record, samples in sound:
+        put(folder / "sound", record, samples)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        draw_cheaply(monkeypatch)
+        assert figures.main(["--results", str(folder / "sound"), "--out", str(folder / "figures")]) == 0
+    return Drawn(folder, frozenset(path.name for path in (folder / "figures").glob("*.pdf")))
+
+
+def draw_cheaply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of few dots, in the quick tests none: a figure is made, and its numbers are written, all the same."""
+    monkeypatch.setattr(style, "_DPI", 40)
+    if IS_QUICK:
+        monkeypatch.setattr(style, "_rendered", lambda made: {"pdf": b"", "png": b""})
+
+
+@functools.cache
+def _experiments(present: frozenset[tuple[str, str]]) -> list[Experiment]:
+    return [found for name in names() if (found := experiment_of(name, set(present))) is not None]
+
+
+@pytest.fixture(autouse=True)
+def _cheaper(monkeypatch: pytest.MonkeyPatch, sound: Sound) -> None:
+    """The papers' tables are composed once, for the sound records: that and images take the most time."""
+    draw_cheaply(monkeypatch)
+    present = frozenset((record["model"], record["method"]) for record, _ in sound)
+    monkeypatch.setattr(papers, "_experiments", lambda _: _experiments(present))
+
+
+@pytest.mark.parametrize(("seed", "count"), PIECES)
 def test_no_record_stops_a_report(
-    sound: list[tuple[dict, bytes]], tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+    sound: Sound, drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int, count: int
 ) -> None:
     rng, others = random.Random(seed), [samples for _, samples in sound]
     for record, samples in sound:
-        put(tmp_path / "sound", record, samples)
-        put(tmp_path / "odd", record, samples)
-    known = {record["key"] for record, _ in sound}
-    made = 0
-    while made < COUNT // STORES:
+        put(tmp_path, record, samples)
+    known, odd = {record["key"] for record, _ in sound}, set()
+    while len(odd) < count:
         found = mutated(*rng.choice(sound), others, rng)
-        if found is not None and found[0]["key"] not in known:
-            put(tmp_path / "odd", *found)
-            made += 1
-    given = ["--results", str(tmp_path / "odd")]
+        if found is not None and found[0]["key"] not in known | odd:
+            put(tmp_path, *found)
+            odd.add(found[0]["key"])
+    given = ["--results", str(tmp_path)]
+    capsys.readouterr()
     assert tables([*given, "--print"]) == 0
-    assert figures.main(given) in (0, 1)
-    assert page(given) == 0
-    assert diff([str(tmp_path / "sound"), str(tmp_path / "odd")]) == 0
-    records, _ = read_records(Store(tmp_path / "odd"))
-    assert by_signature(records)
-    assert all(entry_of(record) for record in records)
     said = capsys.readouterr()
     assert "Traceback" not in said.err + said.out
-    written = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "odd" / "tables").glob("*.csv"))
-    assert all(key in written for key in known)
+    written = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "tables").glob("*.csv"))
+    assert not [key for key in known if key not in written]
+    assert not [key for key in odd if key not in written and key not in said.err]
+    _check_figures(given, drawn, capsys)
+    assert page(given) == 0
+    shown = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not [key for key in known if key not in shown]
+    assert not [key for key in odd if key not in shown and key not in said.err]
+    assert diff([str(drawn.folder / "sound"), str(tmp_path)]) == 0
+    if not IS_QUICK:
+        assert papers.main(given) == 0
+    store = Store(tmp_path)
+    for record in read_records(store)[0]:
+        assert entry_of(record).id == record.key[:32]
+        sample_table(store.samples_of(record), 50)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out
+
+
+def _check_figures(given: list[str], drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every figure of the sound records is drawn with the odd ones among them; what is not is said."""
+    code = figures.main([*given, "--out", str(drawn.figures)])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out
+    assert code == ("skipped: " in said.err)
+    here = [Path(line).name for line in said.out.splitlines() if line.startswith(str(drawn.folder))]
+    lost = Counter(map(_protocol, drawn.names)) - Counter(map(_protocol, here))
+    assert not lost, said.err
+
+
+def _protocol(name: str) -> tuple[str, str]:
+    """The kind of a figure and the hash of its protocol: an odd record may have another name for its model."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem.partition('-')[0]}.{ending}", stem.rpartition("-")[2]

@@ -6,12 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from kvq.config import compose
 from kvq.errors import RecordError
 from kvq.report import build_tables
+from kvq.report.__main__ import main as tables
+from kvq.report.diff import main as diff
+from kvq.report.figures.diagnostics import file_name
 from kvq.report.figures.every import main as figures
+from kvq.report.html.__main__ import main as page
 from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
+from kvq.report.labels import labelled
 from kvq.results import Store
 from kvq.results.record import parse_record
 from tests.report.sweeps import sweep
@@ -53,14 +60,47 @@ def test_odd_records_are_skipped_by_tables_and_figures(tmp_path: Path, capsys: p
         settings = made.config("x", "2") | config
         name = "error" if config.get("task") else "ppl"
         store.put(made.record("x", "2", settings=settings, task=name, baseline_key="0" * 64), [{"odd": 1}])
-    tables = build_tables(store)
-    assert before <= {row.record.key for table in tables.tables for row in table.rows}
-    assert tables.broken
-    assert all("\n" not in broken.reason for broken in tables.broken)
+    built = build_tables(store)
+    assert before <= {row.record.key for table in built.tables for row in table.rows}
+    assert built.broken
+    assert all("\n" not in broken.reason for broken in built.broken)
     assert figures(["--results", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "skipped: run " in said
+
+
+def test_settings_without_a_label_are_named_by_every_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path)
+    sweep(store)
+    preset = OmegaConf.to_container(compose(["method=nsn", "bits=2"]).method, resolve=True)
+    preset["key"]["order"] = 5
+    settings = made.config("nsn", "2") | {"method": preset}
+    odd = store.put(made.record("nsn", "2", settings=settings, task="error", baseline_key="0" * 64), [{"odd": 1}]).key
+    records, broken = labelled(store)
+    assert odd not in {record.key for record in records}
+    assert [(one.path, one.reason.partition(", ")[0]) for one in broken] == [
+        (store.record_path(odd), "label: cannot be made of it")
+    ]
+    assert all(report(["--results", str(tmp_path)]) == 0 for report in (tables, figures, page))
+    assert diff([str(tmp_path), str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert said.count(odd) >= 4
+
+
+def test_long_names_fit_into_the_names_of_files(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    sweep(store)
+    for seed in (1, 2):
+        settings = made.config("x", "2") | {"seed": seed}
+        store.put(made.record("x", "2", settings=settings, model="m" * 300, dataset="d" * 300))
+    assert tables(["--results", str(tmp_path)]) == 0
+    names = [path.name for path in (tmp_path / "tables").glob("*mmm*.csv")]
+    assert len(names) == 2
+    assert max(map(len, names)) < 200
+    assert file_name("a" * 300 + "-1234") != file_name("a" * 300 + "-5678")
+    assert len(file_name("a" * 300)) == 200
 
 
 @pytest.mark.parametrize("date", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"])

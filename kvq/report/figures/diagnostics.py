@@ -54,7 +54,9 @@ def _made(make: Maker, store: Store) -> Callable[[list[Record]], list[Drawing]]:
 
 def file_name(stem: str) -> str:
     """A figure's name as a file's: no separator of folders, no leading dot, whatever a record holds."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", stem).lstrip(".")[:200]
+    name = re.sub(r"[^A-Za-z0-9.-]+", "_", stem).lstrip(".")
+    # The end of a stem tells protocols apart.
+    return name if len(name) <= 200 else f"{name[:120]}_{name[-79:]}"
 
 
 def _shifts(records: Sequence[Record], store: Store, skipped: list[str] | None) -> Iterator[Drawing]:

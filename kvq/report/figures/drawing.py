@@ -9,7 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ import pandas as pd
 
 from kvq.errors import KvqError
 from kvq.report.command import collect_seldom, write_files
-from kvq.report.figures.style import save
-from kvq.report.isolated import noted
+from kvq.report.figures.style import png_of, save
+from kvq.report.isolated import made_of, noted, why
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,6 +29,10 @@ MARKS = ".drawn.json"
 # A worker process needs a second or two to start; fewer figures than this are drawn before it has.
 _FEWEST_FOR_WORKERS = 12
 _MOST_WORKERS = 8
+# Columns of a figure's numbers that tell its lines or bars apart.
+_NAMES = ("method", "variant")
+Written = tuple[list[Path], list[str]]
+"""Files, and in one line each what could not be drawn."""
 
 
 def cores() -> int:
@@ -116,25 +120,44 @@ def write_drawings(
             if not found:
                 pool.add(place, drawing, folder)
         for place, written in pool.results():
-            if isinstance(written, str):
-                noted(skipped)(None, written)
-            else:
-                paths[place] = written
-    paths = [written for written in paths if written]
-    for written in paths:
-        marks[written[0].stem]["files"] = {path.name: _digest(path) for path in written}
+            paths[place], reasons = written
+            for reason in reasons:
+                noted(skipped)(None, reason)
+    paths = [files for files in paths if files]
+    for files in paths:
+        marks[files[0].stem]["files"] = {path.name: _digest(path) for path in files}
     _keep(folder, {**known, **{stem: mark for stem, mark in marks.items() if "files" in mark}})
-    return [path for written in paths for path in written]
+    return [path for files in paths for path in files]
 
 
-def _written(drawing: Drawing, folder: Path) -> list[Path] | str:
-    """The files of a drawing, or in one line why its numbers make no figure."""
+def _written(drawing: Drawing, folder: Path) -> Written:
+    """The files of a drawing, and in one line each what its numbers do not allow: a part of them, or all."""
     try:
-        return _saved(drawing, folder)
+        return _saved(drawing, folder), []
     except (OSError, KvqError):
         raise  # of the folder
     except Exception as error:
-        return f"figure {drawing.stem}: cannot be drawn, {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        reasons: list[str] = []
+        sound = _sound(drawing, reasons)
+        if sound is not None:
+            return _saved(sound, folder), reasons
+        return [], [f"figure {drawing.stem}: cannot be drawn, {why(error)}"]
+
+
+def _sound(drawing: Drawing, reasons: list[str]) -> Drawing | None:
+    """The drawing without the methods that break it, which are named in `reasons`; None where nothing is left."""
+    column = next((name for name in _NAMES if name in drawing.table), None)
+    if column is None or drawing.table[column].nunique() < 2:
+        return None
+
+    def drawn(names: list[str]) -> Drawing:
+        part = replace(drawing, table=drawing.table[drawing.table[column].isin(names)])
+        if (made := part.figure()) is not None:
+            png_of(made)
+        return part
+
+    names = list(dict.fromkeys(drawing.table[column]))
+    return made_of(names, drawn, lambda name: f"figure {drawing.stem}: {name}", "drawing", noted(reasons))
 
 
 def _saved(drawing: Drawing, folder: Path) -> list[Path]:
@@ -149,7 +172,7 @@ class _Workers:
         self._workers = min(workers, _MOST_WORKERS)
         self._waiting: list[tuple[int, Drawing, Path]] = []
         self._pool: ProcessPoolExecutor | None = None
-        self._given: list[tuple[int, Future[list[Path] | str]]] = []
+        self._given: list[tuple[int, Future[Written]]] = []
 
     def __enter__(self) -> _Workers:
         return self
@@ -168,7 +191,7 @@ class _Workers:
             self._given += [(place, self._pool.submit(_written, made, into)) for place, made, into in self._waiting]
             self._waiting.clear()
 
-    def results(self) -> Iterator[tuple[int, list[Path] | str]]:
+    def results(self) -> Iterator[tuple[int, Written]]:
         for place, drawing, folder in self._waiting:
             yield place, _written(drawing, folder)
         for place, future in self._given:

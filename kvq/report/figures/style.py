@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -148,6 +150,81 @@ def powers_of_ten(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def _without_control_characters(made: Figure) -> None:
+    """Put a replacement character where a text of records has a control character, for which no font has a glyph."""
+    from matplotlib.text import Text
+
+    _rename(made, _printable)
+    texts = [*made.texts]
+    for axes in made.axes:
+        # Not the ticks: asking for them makes them, hundreds in a figure that may show none.
+        texts += [child for child in axes.get_children() if isinstance(child, Text)]
+        texts += [axes.xaxis.label, axes.yaxis.label]
+    for text in texts:
+        text.set_text(_printable(text.get_text()))
+
+
+def _printable(text: str) -> str:
+    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
+def _names_in_legends(made: Figure) -> list[Any]:
+    legends = [*made.legends, *(axes.legend_ for axes in made.axes if axes.legend_)]
+    return [text for legend in legends for text in legend.get_texts()]
+
+
+def _is_named(axis: Any) -> bool:
+    """Whether ticks have labels of their own: what `set_xticks` makes of labels."""
+    from matplotlib.ticker import FuncFormatter
+
+    return isinstance(axis.get_major_formatter(), FuncFormatter)
+
+
+def _rename(made: Figure, change: Callable[[str], str]) -> None:
+    """Change the names in legends and at ticks; what stays the same is not touched."""
+    for text in _names_in_legends(made):
+        text.set_text(change(text.get_text()))
+    for axis in (axis for axes in made.axes for axis in (axes.xaxis, axes.yaxis) if _is_named(axis)):
+        names = [text.get_text() for text in axis.get_majorticklabels()]
+        if (changed := [change(name) for name in names]) != names:
+            axis.set_ticklabels(changed)
+
+
+# Characters of a name, tried in turn while names leave the axes no room; None: all of them.
+_NAME_LENGTHS = (None, 60, 36, 20)
+_LEAST_SHARE = 0.35
+
+
+def _lay_out(made: Figure) -> None:
+    """Place everything; names that leave axes no room are cut in the middle (the numbers beside a figure hold all)."""
+    engine = made.get_layout_engine()
+    for most in _NAME_LENGTHS:
+        if engine is None:
+            return
+        if most is not None:
+            _rename(made, functools.partial(_cut, most=most))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=r"constrained_layout not applied")
+            try:
+                engine.execute(made)
+            except UserWarning:
+                continue
+        if _share_of_axes(made) >= _LEAST_SHARE:
+            break
+    made.set_layout_engine("none")
+
+
+def _share_of_axes(made: Figure) -> float:
+    """How much of a figure's width its axes have, all panels of a line together."""
+    places = [(axes.get_subplotspec(), axes.get_position().width) for axes in made.axes]
+    return max((width * place.get_gridspec().ncols for place, width in places if place is not None), default=1.0)
+
+
+def _cut(name: str, most: int) -> str:
+    """A name of more than `most` characters by its beginning and end."""
+    return name if len(name) <= most else f"{name[: 2 * most // 3]}…{name[-(most // 3) :]}"
+
+
 def png_of(made: Figure) -> bytes:
     """A figure as the bytes of a PNG file."""
     return _rendered(made, ("png",))["png"]
@@ -160,13 +237,12 @@ def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, 
     from PIL import Image
 
     files = {kind: io.BytesIO() for kind in kinds}
+    _without_control_characters(made)
     with style():
         made.dpi = _DPI
         canvas = FigureCanvasAgg(made)
         # Laid out once for both files, and by the renderer that draws next: it has measured the texts already.
-        if engine := made.get_layout_engine():
-            engine.execute(made)
-        made.set_layout_engine("none")
+        _lay_out(made)
         canvas.draw()
         opaque = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
         Image.fromarray(opaque).save(files["png"], format="png", dpi=(_DPI, _DPI), compress_level=_COMPRESS)

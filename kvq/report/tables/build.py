@@ -26,6 +26,8 @@ from kvq.results.statistics import ALPHA, holm, within_noise
 
 # Characters of a fingerprint that are shown, and the name under which it is shown.
 _HASH = 40
+# Characters of the names in a file's name, which 255 bytes limit with what figures put before them.
+_SLUG = 150
 _WEIGHTS = {"model.fingerprint": "weights", "dataset.fingerprint": "text"}
 
 
@@ -124,7 +126,7 @@ def _table(
     slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, model, first.dataset))
     words = ", ".join(protocol_departures(first))
     return Table(
-        slug=f"{slug}-{protocol[:8]}",
+        slug=f"{slug[:_SLUG]}-{protocol[:8]}",
         title=_titled(f"{first.task}: {model} on {first.dataset}", words),
         protocol=_describe(first, records),
         rows=rows,

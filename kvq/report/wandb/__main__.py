@@ -12,6 +12,7 @@ from tqdm import tqdm
 from kvq.config.logger import WandbLogger, WandbMode
 from kvq.errors import KvqError
 from kvq.report.command import no_records, say_skipped
+from kvq.report.labels import labelled
 from kvq.report.wandb.run import Tracker
 from kvq.report.wandb.workspace import save_workspace
 from kvq.results import Store
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mode=WandbMode.offline if given.offline else WandbMode.online,
         )
         store = Store(given.results)
-        records, broken = store.scan()
+        records, broken = labelled(store)
         if not records:
             raise no_records(store)
         say_skipped(broken)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from kvq.report.figures import style
 from kvq.report.figures.drawing import MARKS, Drawing, write_drawings
-from kvq.report.figures.error import plane_figure
+from kvq.report.figures.error import places_figure, plane_figure
 from kvq.report.figures.index import Noted
 from kvq.report.figures.loss import pareto_figure
 from kvq.report.figures.memory import memory_figure
@@ -186,3 +186,51 @@ def test_planes_have_a_panel_for_each_method_and_labels_below_the_lowest() -> No
     labels = [[text.get_text() for text in axis.get_xticklabels()] for axis in panels]
     assert labels == [["", ""], *[["1", "10"]] * 3]
     assert bar.get_ylabel() == "relative squared error per token"
+
+
+@pytest.mark.parametrize("length", [30, 110, 300])
+def test_long_names_leave_room_for_the_axes(length: int) -> None:
+    """`filterwarnings = error`: matplotlib warns where it gives up."""
+    name = "a variant " * 30
+    table = pd.DataFrame(
+        {"method": [name[:length], "kivi 2"], "side": "key", "rope": "after", "by": "layer", "place": 0.0}
+        | {"rel_mse": [0.1, 0.2]}
+    )
+    made = places_figure(pd.concat([table, table.assign(side="value"), table.assign(by="position")]), "title")
+    style.png_of(made)
+    assert min(axes.get_position().width for axes in made.axes) > 0.15
+    shown = [text.get_text() for text in made.legends[0].get_texts()]
+    assert shown[1] == "kivi 2"
+    assert (shown[0] == name[:length]) == (length == 30)
+    assert shown[0].startswith(name[:13])
+
+
+def test_a_method_that_breaks_a_figure_is_left_out_and_named(tmp_path: Path) -> None:
+    def bars(table: pd.DataFrame) -> Figure:
+        made = style.figure(1, 2.0)
+        made.subplots().barh(table["method"], [float(value) for value in table["value"]])
+        return made
+
+    table = pd.DataFrame({"method": ["a", "b", "c"], "value": [1, {"a": 1}, 3]})
+    reasons: list[str] = []
+    paths = write_drawings([Drawing("some", table, bars)], tmp_path, skipped=reasons)
+    assert [path.name for path in paths] == ["some.csv", "some.pdf", "some.png"]
+    assert list(pd.read_csv(paths[0])["method"]) == ["a", "c"]
+    assert [reason.partition(", ")[0] for reason in reasons] == ["figure some: b: drawing: cannot be made of it"]
+    assert write_drawings([Drawing("none", table[1:2], bars)], tmp_path, skipped=reasons) == []
+    assert reasons[1].startswith("figure none: cannot be drawn, TypeError: ")
+
+
+def test_control_characters_are_shown_as_such() -> None:
+    """`filterwarnings = error`: matplotlib warns of a glyph that its font lacks."""
+    with style.style():
+        made = style.figure(1, 2.0)
+        axis = made.subplots()
+        axis.barh([0, 1], [1, 2], label="a\0b")
+        axis.set_yticks([0, 1], ["\x07", "sound"])
+        made.legend()
+        made.suptitle("\u202ename\nsecond line")
+    style.png_of(made)
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["�", "sound"]
+    assert made.legends[0].get_texts()[0].get_text() == "a�b"
+    assert made._suptitle.get_text() == "�name\nsecond line"
