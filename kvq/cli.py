@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, resolve
-from kvq.config.explain import COMPOSE_ERRORS, choices, explain
+from kvq.config.explain import COMPOSE_ERRORS, choices, explain, value_for_choice
 from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.papers.sweep import EXPERIMENT_SWEEPER, product, sweep_of
 
@@ -120,6 +120,8 @@ def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
     except RecursionError as error:
         return _complain("the configuration's defaults name each other in a circle", error, BAD_INPUT)
     except Exception as error:
+        if isinstance(error, TypeError) and (said := value_for_choice(overrides)):  # Hydra takes items for names
+            return _complain(said, error, BAD_INPUT)
         if isinstance(error, OSError) and not _session.elsewhere:  # Hydra's own folders; a run's errors are caught
             where = f" '{error.filename}'" if error.filename else ""
             return _complain(f"hydra: cannot use its folder{where}: {error.strerror or error}", error, BAD_INPUT)

@@ -20,6 +20,8 @@ NAMES = [
     (["method=nns"], "method=nns: unknown method; .*Did you mean 'nsn'"),
     (["method=oscar/tokn_scope"], "Did you mean 'oscar/token_scope'"),
     (["method=3"], "method=3: unknown method"),
+    (["task=[1,2]"], r"task=\[1,2\]: unknown task"),
+    (["model=[null]"], r"model=\[null\]: unknown model"),
     (["task=pll"], "task=pll: unknown task; .*Did you mean 'ppl'"),
     (["dataset=pydoc"], "dataset=pydoc: unknown dataset; .*Did you mean 'pydocs'"),
     (["model=tinny"], "model=tinny: unknown model; .*Did you mean 'tiny'"),

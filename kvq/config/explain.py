@@ -67,7 +67,7 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
         return f"{match[1]}: several values need -m (a sweep)"
     if match := re.match(r"Config group override must be a string or a list. Got", text):
         nameless = next((f"{given}: cannot be read as setting=value" for given in overrides if given[:1] == "="), None)
-        return nameless or _number_for_choice(overrides, config_dir) or _flat(error)
+        return nameless or value_for_choice(overrides, config_dir) or _flat(error)
     return _reason(error.__cause__) if isinstance(error.__cause__, OmegaConfBaseException) else _flat(error)
 
 
@@ -104,11 +104,12 @@ def _unknown_launcher(name: str, installed: Sequence[str]) -> str:
     return f"hydra/launcher={name}: unknown launcher; one of {', '.join(known)}.{did_you_mean(name, known)}"
 
 
-def _number_for_choice(overrides: Sequence[str], config_dir: str | Path | None) -> str | None:
+def value_for_choice(overrides: Sequence[str], config_dir: str | Path | None = None) -> str | None:
+    """One line for a group that is given a number, a list or a mapping instead of a choice; None where none is."""
     groups = choices(config_dir)
     for override in overrides:
         group, _, name = override.lstrip("+").partition("=")
-        if group in groups and re.fullmatch(r"[-+\d.eE]+|true|false|null|\{.*\}", name, re.IGNORECASE):
+        if group in groups and re.fullmatch(r"[-+\d.eE]+|true|false|null|\{.*\}|\[.*\]", name, re.IGNORECASE):
             return unknown_choice(group, name, config_dir)
     return None
 

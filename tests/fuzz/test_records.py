@@ -130,7 +130,6 @@ def _check_figures(given: list[str], drawn: Drawn, capsys: pytest.CaptureFixture
     assert not lost, said.err
 
 
-def _protocol(name: str) -> tuple[str, str]:
-    """The kind of a figure and the hash of its protocol: an odd record may have another name for its model."""
-    stem, _, ending = name.rpartition(".")
-    return f"{stem.partition('-')[0]}.{ending}", stem.rpartition("-")[2]
+def _protocol(name: str) -> str:
+    """The hash of a figure's protocol, and the kind of file: an odd record may give its task or model another name."""
+    return name.rpartition("-")[2]
