@@ -145,19 +145,36 @@ def _written(drawing: Drawing, folder: Path) -> Written:
 
 
 def _sound(drawing: Drawing, reasons: list[str]) -> Drawing | None:
-    """The drawing without the methods that break it, which are named in `reasons`; None where nothing is left."""
+    """The drawing without the lines or the methods that break it, which `reasons` names; None where nothing is left."""
     column = next((name for name in _NAMES if name in drawing.table), None)
-    if column is None or drawing.table[column].nunique() < 2:
+    if column is None:
         return None
+    odd = _of_another_kind(drawing.table)
+    rest = drawing.table[~odd]
 
     def drawn(names: list[str]) -> Drawing:
-        part = replace(drawing, table=drawing.table[drawing.table[column].isin(names)])
+        part = replace(drawing, table=rest[rest[column].isin(names)].infer_objects())
         if (made := part.figure()) is not None:
             png_of(made)
         return part
 
-    names = list(dict.fromkeys(drawing.table[column]))
-    return made_of(names, drawn, lambda name: f"figure {drawing.stem}: {name}", "drawing", noted(reasons))
+    found: list[str] = []
+    names = list(dict.fromkeys(rest[column]))
+    sound = made_of(names, drawn, lambda name: f"figure {drawing.stem}: {name}", "drawing", noted(found))
+    if odd.any():
+        whose = ", ".join(dict.fromkeys(drawing.table[column][odd]))
+        found.append(f"figure {drawing.stem}: {whose}: {odd.sum()} lines hold no number where the others do")
+    reasons += found if sound is not None else []
+    return sound
+
+
+def _of_another_kind(table: pd.DataFrame) -> pd.Series:
+    """Which lines hold a text, a list or a mapping in a column where most hold a number, or the other way round."""
+    odd = pd.Series(False, index=table.index)
+    for name in (name for name, kind in table.dtypes.items() if kind.kind == "O"):
+        kinds = table[name].map(lambda value: "number" if isinstance(value, int | float) else type(value).__name__)
+        odd |= kinds != kinds.mode()[0]
+    return odd
 
 
 def _saved(drawing: Drawing, folder: Path) -> list[Path]:

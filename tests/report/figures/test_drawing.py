@@ -211,14 +211,25 @@ def test_a_method_that_breaks_a_figure_is_left_out_and_named(tmp_path: Path) -> 
         made.subplots().barh(table["method"], [float(value) for value in table["value"]])
         return made
 
-    table = pd.DataFrame({"method": ["a", "b", "c"], "value": [1, {"a": 1}, 3]})
+    def bars_of_known(table: pd.DataFrame) -> Figure:
+        if table["value"].isna().any():
+            raise ValueError("unknown")
+        return bars(table)
+
+    table = pd.DataFrame({"method": ["a", "a", "b", "c"], "value": [1, {"a": 1}, 2, 3]})
     reasons: list[str] = []
     paths = write_drawings([Drawing("some", table, bars)], tmp_path, skipped=reasons)
     assert [path.name for path in paths] == ["some.csv", "some.pdf", "some.png"]
-    assert list(pd.read_csv(paths[0])["method"]) == ["a", "c"]
-    assert [reason.partition(", ")[0] for reason in reasons] == ["figure some: b: drawing: cannot be made of it"]
+    assert list(pd.read_csv(paths[0])["method"]) == ["a", "b", "c"]
+    assert reasons == ["figure some: a: 1 lines hold no number where the others do"]
+    reasons.clear()
+    lost = table.assign(value=[1, 2, None, 3])
+    assert len(write_drawings([Drawing("lost", lost, bars_of_known)], tmp_path, skipped=reasons)) == 3
+    assert [reason.partition(", ")[0] for reason in reasons] == ["figure lost: b: drawing: cannot be made of it"]
+    reasons.clear()
     assert write_drawings([Drawing("none", table[1:2], bars)], tmp_path, skipped=reasons) == []
-    assert reasons[1].startswith("figure none: cannot be drawn, TypeError: ")
+    assert len(reasons) == 1
+    assert reasons[0].startswith("figure none: cannot be drawn, TypeError: ")
 
 
 def test_control_characters_are_shown_as_such() -> None:
