@@ -53,15 +53,17 @@ def section(title: str) -> str:
 
 
 def ran(title: str) -> list[Record]:
-    """Records of the commands of a section, in the order of their start."""
+    """Records of the commands of a section, in the order in which they were written."""
     found = COMMAND.findall(section(title))
     assert found
     for program, words in found:
         if program == "run.py":
             assert cli.main(shlex.split(words)) == 0, words
-    records, broken = Store("results").scan()
+    store = Store("results")
+    records, broken = store.scan()
     assert not broken
-    return sorted((record for record in records if record.baseline_key), key=lambda record: record.provenance.started)
+    written = {record.key: (store.runs / f"{record.key}.json").stat().st_mtime_ns for record in records}
+    return sorted((record for record in records if record.baseline_key), key=lambda record: written[record.key])
 
 
 def test_a_method(mine: Path) -> None:

@@ -17,7 +17,6 @@ from kvq.codecs import (
     ChannelSplit,
     LloydMaxQuantizer,
     UniformQuantizer,
-    packing,
     plane_widths,
     rope_table,
 )
@@ -57,7 +56,7 @@ CODED = [name for name in METHODS if config(name).key is not None]
 QUANTIZING = [name for name in CODED if bits_range(name) is not None]
 GROUPS = ["own", 5, 16, "null"]
 MODULES = [importlib.import_module(f"kvq.codecs.{module.name}") for module in pkgutil.iter_modules(kvq.codecs.__path__)]
-PACKING = [module for module in MODULES if getattr(module, "pack", None) is pack and module is not packing]
+PACKING = [module for module in MODULES if getattr(module, "pack", None) is pack]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -92,7 +92,9 @@ def first_line(path: Path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_it_says_what_it_is(path: Path) -> None:
     given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    assert list(given) == ["name", "path", "revision", "dtype", "context"]
+    assert list(given) == ["name", "path", "revision", "dtype", "context", "bos"]
+    # These families write no begin-of-text token.
+    assert given["bos"] is not path.stem.startswith(("distilgpt2", "gpt", "pythia", "qwen"))
     assert given["name"] == path.stem
     assert re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", path.stem)
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", given["path"])

@@ -86,7 +86,7 @@ def test_tiny_has_no_such_token(prose: Tensor) -> None:
 
 def test_settings_say_what_it_was_trained_with() -> None:
     names = ("tiny", "tiny_outliers", "tiny_sinks", "tiny_hard", "llama_2_7b")
-    assert [config(name).bos for name in names] == [False, False, True, True, None]
+    assert [config(name).bos for name in names] == [False, False, True, True, True]
     assert load_tokenizer(config("tiny_hard")).bos_token_id == 0
 
 
@@ -95,10 +95,9 @@ def test_the_key_says_what_is_new_only_where_it_is() -> None:
         return canonical(resolve(compose([f"model={name}", *overrides])), "", "")["model"]
 
     assert set(model("tiny")) == set(model("hf", "model.path=a")) == {"dtype", "outliers", "fingerprint"}
-    older = {"version": 1, "key_scale": 8.0, "value_scale": 4.0, "key_pairs": 2, "value_channels": 2, "seed": 0}
+    older = {"key_scale": 8.0, "value_scale": 4.0, "key_pairs": 2, "value_channels": 2, "seed": 0}
     assert model("tiny_outliers")["outliers"] == older
     hard = model("tiny_hard")
-    assert hard["bos"] is True
     assert hard["outliers"] == {**{name: older[name] for name in older if name != "seed"}, "sink": False}
     assert hard == model("tiny_hard", "model.outliers.seed=3")  # no channel is drawn
     assert model("tiny_hard", "model.outliers.sink=true")["outliers"] == older
