@@ -106,7 +106,7 @@ def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
         if not local and not hub.answers() and not hub.holds(folder, config.revision):
             raise DataError(f"model.path={config.path}: {hub.UNREACHABLE}") from error
         said = _said(error)
-        if "trust_remote_code" in said and not config.trust_remote_code:
+        if "trust_remote_code" in str(error) and not config.trust_remote_code:
             said = "it brings code of its own; model.trust_remote_code=true runs it"
         raise DataError(f"model.path={config.path}: cannot be loaded: {said}") from error
 

@@ -11,14 +11,13 @@ from typing import NamedTuple
 import pytest
 
 from kvq.papers import __main__ as papers
-from kvq.papers.expected import experiment_of, names
+from kvq.papers.expected import experiment_of
 from kvq.report.__main__ import main as tables
 from kvq.report.diff import main as diff
 from kvq.report.figures import every as figures
 from kvq.report.figures import style
 from kvq.report.html.__main__ import main as page
 from kvq.report.judged import read_records
-from kvq.report.tables.experiments import Experiment
 from kvq.report.wandb.entry import entry_of, sample_table
 from kvq.results import Store
 from tests.fuzz.amounts import pieces
@@ -69,9 +68,7 @@ def draw_cheaply(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(style, "_rendered", lambda made, kinds=("pdf", "png"): dict.fromkeys(kinds, b""))
 
 
-@functools.cache
-def _experiments(present: frozenset[tuple[str, str]]) -> list[Experiment]:
-    return [found for name in names() if (found := experiment_of(name, set(present))) is not None]
+_composed = functools.cache(experiment_of)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +76,7 @@ def _cheaper(monkeypatch: pytest.MonkeyPatch, sound: Sound) -> None:
     """The papers' tables are composed once, for the sound records: that and images take the most time."""
     draw_cheaply(monkeypatch)
     present = frozenset((record["model"], record["method"]) for record, _ in sound)
-    monkeypatch.setattr(papers, "_experiments", lambda _: _experiments(present))
+    monkeypatch.setattr(papers, "experiment_of", lambda name, _: _composed(name, present))
 
 
 @pytest.mark.parametrize(("seed", "count"), PIECES)
