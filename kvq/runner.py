@@ -48,10 +48,9 @@ class Prepared:
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """Its canonical settings, which the record keeps."""
-        weights = self.inputs.model_fingerprint  # first: where it is missing, nothing else has to be read
-        inputs = self.inputs
-        own = inputs.trained_with_bos if hasattr(self.config.task, "bos") else None
-        return canonical(self.config, weights, self.task.fingerprint(inputs), text.fingerprint_of(inputs), own)
+        inputs, weights = self.inputs, self.inputs.model_fingerprint  # first: without it nothing else has to be read
+        texts = self.task.fingerprint(inputs), text.fingerprint_of(inputs)
+        return canonical(self.config, weights, *texts, inputs.trained_with_bos)
 
     @functools.cached_property
     def key(self) -> str:
@@ -69,8 +68,7 @@ class Prepared:
         for head_dim in self.inputs.head_dims:  # a layer may have one of its own
             method = method_of(self.config, head_dim)
         check_decode_mode(self.config.task, method)
-        if hasattr(self.config.task, "bos"):
-            _ = self.inputs.bos  # refuses a tokenizer without such a token
+        _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)
         check_sinks(self.config.task, method)
         if method.kept_keys is not None:
@@ -198,15 +196,14 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
 
 
 def _provenance(prepared: Prepared, started: datetime, memory: PeakMemory, clock: dict[str, float]) -> Provenance:
-    config, inputs = prepared.config, prepared.inputs
     return collect(
-        dtype=config.model.dtype.value,
-        seed=config.seed,
+        dtype=prepared.config.model.dtype.value,
+        seed=prepared.config.seed,
         started=started,
         device=memory.device,
-        dataset_fingerprint=prepared.task.fingerprint(inputs),
-        dataset_source=source_of(config.dataset),
-        model_fingerprint=inputs.model_fingerprint,
+        dataset_fingerprint=prepared.task.fingerprint(prepared.inputs),
+        dataset_source=source_of(prepared.config.dataset),
+        model_fingerprint=prepared.inputs.model_fingerprint,
         wall_seconds=clock,
         peak_memory_bytes=memory.read(),
     )

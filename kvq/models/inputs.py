@@ -106,8 +106,13 @@ class Inputs:
         return self.shared("tokenizer", self._model_name, lambda: load_tokenizer(self.config.model))
 
     @property
-    def trained_with_bos(self) -> bool:
-        """Whether the model was trained on texts with a begin-of-text token: as configured, or as it tokenizes."""
+    def trained_with_bos(self) -> bool | None:
+        """Whether the model was trained on texts with a begin-of-text token: as configured, or as it tokenizes.
+
+        None for a task without the setting `bos`, which needs no tokenizer.
+        """
+        if not hasattr(self.config.task, "bos"):
+            return None
         known = trained_with_bos(self.config.model)
         chat = getattr(self.config.task, "chat_template", False)
         return writes_bos(self.tokenizer, chat) if known is None else known
@@ -147,9 +152,8 @@ class Inputs:
                 f"dataset={dataset.name}: holds items, not text, which task={self.config.task.name} needs; "
                 "use dataset=pydocs, or dataset=text dataset.path=..."
             )
-        bos = self.bos if hasattr(self.config.task, "bos") else None  # else the text is all that the task asks for
-        name = repr((dataset, self._model_name, context, bos))
-        return self.shared("tokens", name, lambda: load_tokens(dataset, self.tokenizer, context, bos))
+        name = repr((dataset, self._model_name, context, self.bos))
+        return self.shared("tokens", name, lambda: load_tokens(dataset, self.tokenizer, context, self.bos))
 
     @property
     def model(self) -> LoadedModel:
