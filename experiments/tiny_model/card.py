@@ -17,7 +17,43 @@ from tiny_model.corpus import TrainingData
 from tiny_model.recipe import Recipe, Stage
 from tiny_model.training import CURVE_STEPS, WATCHED, State
 
-DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+
+
+def facts_of(recipe: Recipe, data: TrainingData, state: State, results: dict[str, Any], note: str) -> dict[str, Any]:
+    """The fields that every card has: recipe, hashes of the texts, versions, cost, results and curves."""
+    names = [*(_DISTRIBUTIONS.get(name, name) for name in PACKAGES), "tokenizers", "torch", "transformers"]
+    return {
+        "recipe": asdict(recipe),
+        "data": {
+            "train_sha256": data.data_hash,
+            "test_sha256": {kind: load_corpus(kind, "test").fingerprint for kind in ("pydocs", "pysource")},
+        },
+        "versions": {name: version(name) for name in sorted(names)},
+        "steps": state.step,
+        "minutes": round(state.seconds / 60, 1),
+        "note": note,
+        "sequences": {str(length): number for length, number in sorted(state.read.items())},
+        "results": results,
+        "curve": state.curve,
+        "held_out": state.held_out,
+    }
+
+
+def needle_table(needles: dict[str, float]) -> str:
+    """Found needles by the length of the prompt, as Markdown."""
+    return f"""| prompt length, tokens | {" | ".join(needles)} |
+|---|{"---|" * len(needles)}
+| fresh needles found | {" | ".join(f"{share:.0%}" for share in needles.values())} |"""
+
+
+def text_hashes(data: dict[str, Any]) -> str:
+    """Hashes of the texts trained on and held out, as Markdown."""
+    return f"""| text | sha256 |
+|---|---|
+| training, both kinds | `{data["train_sha256"]}` |
+| held out, pydocs | `{data["test_sha256"]["pydocs"]}` |
+| held out, pysource | `{data["test_sha256"]["pysource"]}` |"""
 
 
 def write_card(
@@ -30,26 +66,14 @@ def write_card(
     note: str,
 ) -> None:
     """Write card.json, CARD.md and losses.svg into `folder`; `note` is what else is to be said of this run."""
-    names = [*(DISTRIBUTIONS.get(name, name) for name in PACKAGES), "tokenizers", "torch", "transformers"]
     held_out = [{**point, "pydocs": round(point["pydocs"], 4)} for point in state.held_out]
-    card = {
+    card: dict[str, Any] = {
         "parameters": model.num_parameters(),
         "bytes": (folder / "model.safetensors").stat().st_size,
-        "recipe": asdict(recipe),
-        "data": {
-            "train_sha256": data.data_hash,
-            "train_tokens": {kind: len(stream) for kind, stream in data.streams.items()},
-            "test_sha256": {kind: load_corpus(kind, "test").fingerprint for kind in ("pydocs", "pysource")},
-        },
-        "versions": {name: version(name) for name in sorted(names)},
-        "steps": state.step,
-        "minutes": round(state.seconds / 60, 1),
-        "note": note,
-        "sequences": {str(length): number for length, number in sorted(state.read.items())},
-        "results": results,
-        "curve": state.curve,
+        **facts_of(recipe, data, state, results, note),
         "held_out": held_out,
     }
+    card["data"]["train_tokens"] = {kind: len(stream) for kind, stream in data.streams.items()}
     (folder / "card.json").write_text(json.dumps(card, indent=1) + "\n")
     (folder / "CARD.md").write_text(_markdown(card))
     _draw(card, folder / "losses.svg")
@@ -120,9 +144,7 @@ quantizers apart on any machine, by perplexity and by retrieval. It is of no oth
 |---|---|---|---|
 {rows["text"]}
 
-| prompt length, tokens | {" | ".join(needles)} |
-|---|{"---|" * len(needles)}
-| fresh needles found | {" | ".join(f"{share:.0%}" for share in needles.values())} |
+{needle_table(needles)}
 
 Text: windows of 1024 tokens every 512. Needles: one to a prompt of held-out prose, at even depths, six digits, greedy
 exact match.
@@ -157,11 +179,7 @@ def _data_and_losses(card: dict[str, Any], curve: str) -> str:
 Docstrings and sources of the installed packages (`kvq/data/embedded.py`), of which whole modules are held out by a hash
 of their path. To train on: {trained}; read were {read}.
 
-| text | sha256 |
-|---|---|
-| training, both kinds | `{data["train_sha256"]}` |
-| held out, pydocs | `{data["test_sha256"]["pydocs"]}` |
-| held out, pysource | `{data["test_sha256"]["pysource"]}` |
+{text_hashes(data)}
 
 Versions: {versions}.
 

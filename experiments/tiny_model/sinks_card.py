@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvq.data.embedded import PACKAGES, load_corpus
-from tiny_model.card import DISTRIBUTIONS
+from tiny_model.card import facts_of, needle_table, text_hashes
 from tiny_model.evaluation import held_out_tokens
 from tiny_model.network import Attended, token_logits
 from tiny_model.sinks import norm_ratios, sink_masses
@@ -49,24 +46,10 @@ def sink_figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kin
 
 def write_sinks_card(folder: Path, run: Run, results: dict[str, Any], note: str) -> None:
     """Write card.json and CARD.md into `folder`; `note` is what else is to be said of this run."""
-    names = [*(DISTRIBUTIONS.get(name, name) for name in PACKAGES), "tokenizers", "torch", "transformers"]
-    state = run.state
-    card = {
+    card: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in run.trained.values()),
         "bytes": (folder / "delta.safetensors").stat().st_size,
-        "recipe": asdict(run.recipe),
-        "data": {
-            "train_sha256": run.data.data_hash,
-            "test_sha256": {kind: load_corpus(kind, "test").fingerprint for kind in ("pydocs", "pysource")},
-        },
-        "versions": {name: version(name) for name in sorted(names)},
-        "steps": state.step,
-        "minutes": round(state.seconds / 60, 1),
-        "note": note,
-        "sequences": {str(length): number for length, number in sorted(state.read.items())},
-        "results": results,
-        "curve": state.curve,
-        "held_out": state.held_out,
+        **facts_of(run.recipe, run.data, run.state, results, note),
     }
     (folder / "card.json").write_text(json.dumps(card, indent=1) + "\n")
     (folder / "CARD.md").write_text(_markdown(card))
@@ -111,9 +94,7 @@ def _measured(results: dict[str, Any]) -> str:
 |---|---|---|---|---|---|
 {texts}
 
-| prompt length, tokens | {" | ".join(needles)} |
-|---|{"---|" * len(needles)}
-| fresh needles found | {" | ".join(f"{share:.0%}" for share in needles.values())} |
+{needle_table(needles)}
 
 Text: windows of 1024 tokens every 512, the token in front of each beside them. The aim was a perplexity on pydocs
 within 3% of `tiny`'s; {_aim(results)}. Needles: one to a prompt of held-out
@@ -191,11 +172,7 @@ def _data(card: dict[str, Any]) -> str:
 
 The texts of `tiny`, with the same modules held out.
 
-| text | sha256 |
-|---|---|
-| training, both kinds | `{data["train_sha256"]}` |
-| held out, pydocs | `{data["test_sha256"]["pydocs"]}` |
-| held out, pysource | `{data["test_sha256"]["pysource"]}` |
+{text_hashes(data)}
 
 Versions: {versions}.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,12 @@ from tiny_model.corpus import Sampler, TrainingData
 from tiny_model.evaluation import held_out_tokens
 from tiny_model.network import Attended, keep_memory, token_logits
 from tiny_model.sinks import SinkRecipe, adapt, losses, norm_ratios, sink_masses
+from tiny_model.training import State
 
 CHECKPOINT_STEPS = 100
 WATCHED = 12, 512
 # Longer sequences are rare, and compiling takes a minute for each length.
 COMPILED_TOKENS = 512
-
-
-@dataclass
-class SinkState:
-    """Where a run stands. `curve` has means since its last point; `held_out` is watched and decides nothing."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    read: dict[int, int] = field(default_factory=dict)
-    curve: list[dict[str, float]] = field(default_factory=list)
-    held_out: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -48,7 +37,7 @@ class Run:
     model: LlamaForCausalLM
     trained: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
-    state: SinkState
+    state: State
 
 
 def train_sinks(
@@ -62,7 +51,7 @@ def train_sinks(
     optimizer = torch.optim.AdamW(
         trained.values(), lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
     )
-    run = Run(recipe, data, base, model, trained, optimizer, SinkState())
+    run = Run(recipe, data, base, model, trained, optimizer, State())
     if resume:
         _load(run, folder / "sinks.pt")
     compiled_losses = torch.compile(losses, dynamic=False) if compiled else losses
@@ -140,4 +129,4 @@ def _load(run: Run, path: Path) -> None:
     saved = torch.load(path, weights_only=True)
     run.model.load_state_dict(saved["trained"], strict=False)
     run.optimizer.load_state_dict(saved["optimizer"])
-    run.state = SinkState(**saved["state"])
+    run.state = State(**saved["state"])
