@@ -13,7 +13,7 @@ from kvq.cache.sources import Departures
 from kvq.cache.store import BlockStore, TokenStore
 from kvq.codecs import Codec, Growable
 from kvq.codecs.rope import Rope
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide
+from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
@@ -47,7 +47,7 @@ class CacheSide:
         self._shape: tuple[int, int, int] | None = None
 
     def begin(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
-        """Hear which tokens come next, before their states do (None: nobody knows)."""
+        """Receive the ids of the next tokens before their states; None: there are no ids."""
 
     @property
     def _encodes_at_once(self) -> bool:
@@ -243,11 +243,8 @@ class CacheSide:
 
     def _leaving(self, held: int, first: bool) -> int:
         """How many of `held` full-precision tokens leave now."""
-        leaving = held - self._kept
-        if leaving < self._group:
-            return 0
         whole = first and self.residual.prefill_block is PrefillBlock.whole
-        return leaving if whole else leaving - leaving % self._group
+        return leaving(held, self._kept, self._group, whole)
 
     def _encode(self, states: Tensor, block: int | None, decoded: bool = False) -> Tensor | None:
         assert self.codec is not None

@@ -103,3 +103,14 @@ def _side(name: str, default: ResidualConfig, override: ResidualConfig) -> Resid
         given = "null" if size is None else size
         raise ConfigError(f"residual.size={given} ({name}s): a number of tokens, at least {least} under {policy}")
     return ResidualSide(policy, size, prefill)
+
+
+def leaving(held: int, kept: int, group: int, whole: bool) -> int:
+    """Tokens that leave full precision of `held`: all but `kept`, in whole groups unless they become one block.
+
+    `kept` and `group` are those of a residual's schedule.
+    """
+    gone = held - kept
+    if gone < group:
+        return 0
+    return gone if whole else gone - gone % group

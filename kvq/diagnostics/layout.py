@@ -74,17 +74,6 @@ def by_kind(parts: dict[str, int]) -> dict[str, int]:
     return out
 
 
-def packed_tokens(tokens: int, kept: int, group: int, whole: bool) -> int:
-    """Tokens that leave full precision in a prefill of `tokens`: all but `kept`, in groups unless it is one block.
-
-    `kept` and `group` are those of a residual's schedule.
-    """
-    leaving = tokens - kept
-    if leaving < group:
-        return 0
-    return leaving if whole else leaving - leaving % group
-
-
 def plain_bytes(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of keys or values of one layer in full precision."""
     return tokens * heads * head_dim * dtype.itemsize

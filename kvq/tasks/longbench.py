@@ -118,17 +118,8 @@ def _jsonl(path: Path) -> str:
 
 
 def _hub_rows(subset: Subset) -> list[dict[str, Any]]:
-    from datasets import load_dataset
-
-    try:
-        with hub.asked():
-            return list(load_dataset(subset.hub_id, subset.hub_config, split="test"))
-    # The hub's client raises errors of several libraries; all mean that the items cannot be downloaded.
-    except Exception as error:
-        raise DataError(
-            f"task.subsets={subset.name}: cannot load {subset.hub_id} from the hub ({hub.reason(error)}); "
-            "dataset.path= takes a folder of <subset>.jsonl files"
-        ) from error
+    local = "a folder of <subset>.jsonl files"
+    return list(hub.load_rows(f"task.subsets={subset.name}", local, subset.hub_id, subset.hub_config, split="test"))
 
 
 def documents(inputs: Inputs) -> list[Document]:

@@ -13,8 +13,8 @@ import torch
 from kvq.cache.store import UNIT, BlockStore, TokenStore
 from kvq.codecs import Codec, Rope
 from kvq.config.diagnostics import MemoryConfig
-from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.diagnostics.layout import KINDS, by_kind, layout, packed_tokens, plain_bytes
+from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
+from kvq.diagnostics.layout import KINDS, by_kind, layout, plain_bytes
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -35,7 +35,7 @@ def schedule(residual: ResidualSide, codec: Codec, tokens: int) -> tuple[int, in
     kept, group = residual.schedule(codec.token_group)
     whole = residual.prefill_block is PrefillBlock.whole
     alone = residual.policy is Policy.sliding and group == 1
-    return packed_tokens(tokens, kept, group, whole), None if whole and not alone else group, alone
+    return leaving(tokens, kept, group, whole), None if whole and not alone else group, alone
 
 
 def side_parts(

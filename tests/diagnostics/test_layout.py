@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvq import build_method
-from kvq.diagnostics.layout import by_kind, kind_of, layout, packed_tokens, stored_parts
+from kvq.config.residual import leaving
+from kvq.diagnostics.layout import by_kind, kind_of, layout, stored_parts
 
 METHODS = ("nsn", "kivi", "oscar", "oscar/token_scope", "nsnquant", "turboquant/outliers", "rtn", "fp8")
 
@@ -49,4 +50,4 @@ def test_parts_by_kind() -> None:
     [(300, 0, 128, False, 256), (300, 0, 128, True, 300), (100, 0, 128, True, 0), (300, 128, 1, False, 172)],
 )
 def test_tokens_that_leave_full_precision(tokens: int, kept: int, group: int, whole: bool, expected: int) -> None:
-    assert packed_tokens(tokens, kept, group, whole) == expected
+    assert leaving(tokens, kept, group, whole) == expected
