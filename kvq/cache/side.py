@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import Departures
-from kvq.cache.store import BlockStore, TokenStore
+from kvq.cache.state import Field, Reader, Writer
+from kvq.cache.store import BlockStore, TokenStore, narrowed
 from kvq.codecs import Codec, Growable
 from kvq.codecs.rope import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
@@ -32,6 +35,9 @@ class CacheSide:
     attention that sees them; under `sliding`, the newest `size` stay and whole groups before them leave. Under `none`
     (and `block` of size 0) every update is encoded as it comes and attention reads only decoded states.
     """
+
+    saved: ClassVar[Mapping[str, Field]] = {"_full": Field("rows", "batch heads tokens head_dim")}
+    """What a file holds of a side beside its packed prefix; classes with more state add to it."""
 
     def __init__(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False) -> None:
         self.codec, self.residual, self.label, self.keep_decoded = codec, residual, label, keep_decoded
@@ -250,10 +256,52 @@ class CacheSide:
         assert self.codec is not None
         self._check_finite(states)
         if self._store is None:
-            # A group of one token may also be a block of one, whose statistics its tokens share.
-            one_by_one = self.residual.policy is Policy.sliding and self.codec.token_group == 1
-            self._store = (TokenStore if one_by_one else BlockStore)(self.codec, self.keep_decoded)
+            self._store = self._new_store(self.codec)
         return self._store.add(states, block, self._turns, decoded)
+
+    def _new_store(self, codec: Codec) -> BlockStore:
+        # A group of one token may also be a block of one, whose statistics its tokens share.
+        one_by_one = self.residual.policy is Policy.sliding and codec.token_group == 1
+        return (TokenStore if one_by_one else BlockStore)(codec, self.keep_decoded)
+
+    def write(self, out: Writer) -> None:
+        """Write all that it holds."""
+        out.tree["shape"] = None if self._shape is None else list(self._shape)
+        out.fields(self, self.saved)
+        for name, packed in ({} if self._store is None else self._store.held).items():
+            out.packed(name, packed)
+
+    def read(self, given: Reader) -> None:
+        """Hold what a file has, in place of nothing; `rope` covers its tokens.
+
+        Raises:
+            DataError: what this side cannot have written.
+        """
+        self._shape = given.shape()
+        if self._shape is None:
+            return given.finish()
+        given.fields(self, self.saved)
+        parts = {} if self.codec is None else {name: given.packed(name, self.codec) for name in ("sealed", "tail")}
+        held = {name: packed for name, packed in parts.items() if packed is not None}
+        given.finish()
+        if held and self.codec is not None:
+            self._store = self._new_store(self.codec)
+            if "tail" in held and not isinstance(self._store, TokenStore):
+                raise given.error("tail means nothing here")
+            self._check_read(given, sum(packed.tokens for packed in held.values()))
+            first = 0
+            for packed in held.values():
+                given.check_decodes(packed, self.codec, narrowed(self._turns, first, packed.tokens))
+                first += packed.tokens
+            self._store.take(held, self._turns)
+        else:
+            self._check_read(given, 0)
+        return None
+
+    def _check_read(self, given: Reader, packed: int) -> None:
+        """Raise `DataError` where what was read does not fit together, `packed` tokens of it in the packed prefix."""
+        if self.uses_rope and (self.rope is None or self.rope.tokens < packed + self.tokens):
+            raise given.error("the rotations of its tokens are missing")
 
     def check_finite(self) -> None:
         """Raise `DataError` when full-precision states are NaN or infinite; encoding has checked the others."""

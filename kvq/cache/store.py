@@ -44,7 +44,7 @@ class BlockStore:
     @property
     def packed(self) -> list[Packed]:
         """The stored parts, oldest tokens first."""
-        return [] if self._store is None else [self._store.packed]
+        return list(self.held.values())
 
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
         """Encode `states` in blocks of `block` tokens (None: as one block); return them decoded if `decoded` is set.
@@ -74,6 +74,18 @@ class BlockStore:
         assert self._store is not None
         packed = self._store.packed
         return self.codec.decode(packed, narrowed(rope, 0, packed.tokens))
+
+    @property
+    def held(self) -> dict[str, Packed]:
+        """The stored parts by name, as `take` receives them."""
+        return {} if self._store is None else {"sealed": self._store.packed}
+
+    def take(self, held: dict[str, Packed], rope: Rope | None) -> None:
+        """Hold these parts; `rope` covers their tokens, from the first on."""
+        if "sealed" in held:
+            self._store = PackedStore(held["sealed"])
+            if self.keep_decoded:
+                self._decoded = Growable(self.codec.decode(held["sealed"], narrowed(rope, 0, held["sealed"].tokens)))
 
     def fork(self) -> BlockStore:
         """A copy that shares everything held so far and grows independently."""
@@ -111,9 +123,14 @@ class TokenStore(BlockStore):
         return super().nbytes + (0 if self._tail is None else self._tail.nbytes)
 
     @property
-    def packed(self) -> list[Packed]:
-        """The stored parts, oldest tokens first."""
-        return super().packed + ([] if self._tail is None else [self._tail])
+    def held(self) -> dict[str, Packed]:
+        """The stored parts by name, as `take` receives them."""
+        return super().held | ({} if self._tail is None else {"tail": self._tail})
+
+    def take(self, held: dict[str, Packed], rope: Rope | None) -> None:
+        """Hold these parts; `rope` covers their tokens, from the first on."""
+        super().take(held, rope)
+        self._tail = held.get("tail")
 
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
         """Encode `states` after the ones held; return them decoded if `decoded` is set. `block` is ignored."""

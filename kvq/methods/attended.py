@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache.layer import KVCacheLayer
+from kvq.cache.state import Field, Reader
 from kvq.errors import Unsupported
 
 
@@ -19,6 +20,7 @@ class AttendedLayer(KVCacheLayer):
     """
 
     setting: str
+    saved = {**KVCacheLayer.saved, "_received": Field("tensor", "batch heads tokens", "float")}
     _received: Float[Tensor, "batch kv_heads tokens"] | None = None
 
     def _add(self, received: Float[Tensor, "batch kv_heads tokens"]) -> None:
@@ -27,6 +29,13 @@ class AttendedLayer(KVCacheLayer):
             new = received.shape[-1] - self._received.shape[-1]
             received = received + torch.nn.functional.pad(self._received, (0, new))
         self._received = received
+
+    @override
+    def read(self, given: Reader) -> None:
+        super().read(given)
+        waiting = self.key.residual_tokens  # tokens that are evicted or packed have no sum
+        if self._received is not None and self._received.shape[-1] != waiting:
+            raise given.error(f"_received is of {self._received.shape[-1]} tokens; {waiting} wait in full precision")
 
     @override
     def reset(self) -> None:

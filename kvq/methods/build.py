@@ -18,6 +18,7 @@ from kvq.codecs import Codec
 from kvq.config import Config, MethodConfig, compose, outside, resolve
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.explain import COMPOSE_ERRORS, explain
+from kvq.config.identity import canonical_method
 from kvq.config.residual import ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.eviction import Eviction
@@ -119,6 +120,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         eviction=eviction,
         plan=plan,
         kept_keys=_kept_keys(method, codecs["key"]),
+        settings=canonical_method(method),
     )
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")

@@ -19,6 +19,7 @@ from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide, States
 from kvq.cache.sources import Departures
+from kvq.cache.state import Field, Reader
 from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
 from kvq.codecs.zipcache import PlannedCodec, TokenSplit
@@ -173,6 +174,8 @@ class PoolSide(CacheSide):
     `leader`: the side whose choice this one takes (values: that of the keys); None: this side chooses.
     """
 
+    saved = {**CacheSide.saved, "pooled": Field("count")}
+
     def __init__(self, like: CacheSide, pool: int, keep_decoded: bool, leader: PoolSide | None = None) -> None:
         self.pool, self.leader = pool, leader
         self.pooled = 0
@@ -217,6 +220,12 @@ class PoolSide(CacheSide):
         self._full = Growable(torch.cat([pool, states[:, :, end:]], 2))
         self.pooled = self.pool
         return None
+
+    @override
+    def _check_read(self, given: Reader, packed: int) -> None:
+        super()._check_read(given, packed)
+        if self.pooled != (self.pool if packed else 0) or self.pooled > self.residual_tokens:
+            raise given.error(f"pooled is {self.pooled}; the method keeps {self.pool} once tokens are packed")
 
     @override
     def check_crop(self, remove: int) -> None:

@@ -1,0 +1,232 @@
+"""What a cache file holds: tensors by name and a tree of plain numbers, written by `Writer` and read by `Reader`.
+
+A class with state names in `saved` the attributes that it keeps from one forward to the next. A reader believes
+nothing: kinds, axes, sizes and counts are checked, and nothing is allocated that is larger than what the file holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvq.codecs import BlockRun, Codec, Growable, Packed
+from kvq.codecs.rope import Rope
+from kvq.errors import DataError
+
+_LEAST_BITS = 1 / 16
+"""Fewer bits per element than any codec stores; a file that claims more tokens asks for memory that it does not have."""
+_TRIED = 32
+"""Tokens that are encoded to see which parts a codec stores."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """An attribute that a file holds; each may be None.
+
+    Attributes:
+        kind: `count` (an integer), `tensor`, or `rows` (a `Growable`).
+        axes: names of a tensor's axes; an axis whose size the reader knows by its name must have it.
+        dtype: `states`: theirs; `float`: any floating point.
+    """
+
+    kind: Literal["count", "tensor", "rows"]
+    axes: str = ""
+    dtype: torch.dtype | Literal["states", "float"] = "states"
+
+
+class Writer:
+    """Collects the state of a part of a cache under a prefix.
+
+    Attributes:
+        tree: plain numbers, as JSON data.
+        tensors: by name, shared by all parts.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor] | None = None, prefix: str = "") -> None:
+        self.tree: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor] = {} if tensors is None else tensors
+        self._prefix = prefix
+
+    def part(self, name: str) -> Writer:
+        """A writer for a part of this one."""
+        inner = Writer(self.tensors, f"{self._prefix}{name}.")
+        self.tree[name] = inner.tree
+        return inner
+
+    def fields(self, owner: Any, saved: Mapping[str, Field]) -> None:
+        """Write the attributes of `owner` that are named."""
+        for name, field in saved.items():
+            value = getattr(owner, name)
+            if field.kind == "count":
+                self.tree[name] = value
+            elif value is not None:
+                self.tensor(name, value.view if isinstance(value, Growable) else value)
+
+    def tensor(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor."""
+        self.tensors[f"{self._prefix}{name}"] = tensor
+
+    def packed(self, name: str, packed: Packed) -> None:
+        """Write stored blocks."""
+        self.tree[name] = [[run.tokens, run.count, run.rows] for run in packed.runs]
+        self.tensors.update({f"{self._prefix}{name}.{part}": tensor for part, tensor in packed.parts.items()})
+
+
+class Reader:
+    """Reads what a `Writer` wrote.
+
+    Args:
+        tree, tensors: as the file has them; what is read is taken out of them.
+        where: names the file, in errors.
+        device: where tensors go.
+        dtype: of the states.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        tensors: dict[str, Tensor],
+        where: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: str = "",
+    ) -> None:
+        self.tree, self.tensors, self.where, self.dtype, self.device = tree, tensors, where, dtype, device
+        self._prefix = prefix
+        self.sizes: dict[str, int] = {}
+        """Sizes of axes that are known, by name; `most_heads` bounds heads."""
+        if not isinstance(tree, dict):
+            raise self.error(f"{_short(tree)} where a mapping belongs")
+
+    def part(self, name: str, device: torch.device | None = None) -> Reader:
+        """A reader for a part of this one, on another device where one is given."""
+        where = self.device if device is None else device
+        inner = Reader(self.tree.pop(name, None), self.tensors, self.where, self.dtype, where, f"{self._prefix}{name}.")
+        inner.sizes = dict(self.sizes)
+        return inner
+
+    def count(self, name: str, lowest: int = 0, highest: int = 2**48) -> int:
+        """A whole number within limits."""
+        value = self.tree.pop(name, None)
+        if type(value) is not int or not lowest <= value <= highest:
+            raise self.error(f"{name} is {_short(value)}; a whole number, {lowest} to {highest}")
+        return value
+
+    def shape(self) -> tuple[int, int, int] | None:
+        """Batch, heads and channels per head, which are known from here on; None: nothing is held."""
+        value = self.tree.pop("shape", None)
+        if value is None:
+            return None
+        whole = isinstance(value, list) and len(value) == 3 and all(type(size) is int and size > 0 for size in value)
+        if not whole:
+            raise self.error(f"shape is {_short(value)}; batch, heads and head_dim")
+        batch, heads, head_dim = value
+        most, known = self.sizes["most_heads"], self.sizes["head_dim"]
+        if head_dim != known or heads > most or self.sizes.setdefault("batch", batch) != batch:
+            raise self.error(f"shape is {value}; the layer has head_dim {known}, at most {most} heads and one batch")
+        self.sizes["heads"] = heads
+        return batch, heads, head_dim
+
+    def fields(self, owner: Any, saved: Mapping[str, Field]) -> None:
+        """Set the attributes of `owner` that are named."""
+        for name, field in saved.items():
+            if field.kind == "count":
+                setattr(owner, name, self.count(name))
+                continue
+            tensor = self.tensor(name, field)
+            setattr(owner, name, Growable(tensor) if tensor is not None and field.kind == "rows" else tensor)
+
+    def tensor(self, name: str, field: Field) -> Tensor | None:
+        """A tensor of these axes and this dtype; None: the file has none."""
+        found = self.tensors.pop(f"{self._prefix}{name}", None)
+        if found is None:
+            return None
+        axes, dtype = field.axes.split(), self.dtype if field.dtype == "states" else field.dtype
+        wanted = [int(axis) if axis.isdigit() else self.sizes.get(axis, axis) for axis in axes]
+        fits = len(axes) == found.ndim and all(
+            size == want for size, want in zip(found.shape, wanted, strict=True) if isinstance(want, int)
+        )
+        right = found.dtype.is_floating_point if dtype == "float" else found.dtype is dtype
+        if not fits or not right or (field.kind == "rows" and not found.shape[-2]):
+            shape = ", ".join(map(str, wanted))
+            raise self.error(f"{name} is {found.dtype} {list(found.shape)}, not {dtype} [{shape}]")
+        return found.to(self.device)
+
+    def packed(self, name: str, codec: Codec) -> Packed | None:
+        """Stored blocks of a codec, None where there are none; `check_decodes` tries them."""
+        if name not in self.tree:
+            return None
+        runs = tuple(self._run(name, run) for run in _listed(self.tree.pop(name)))
+        start = f"{self._prefix}{name}."
+        parts = {key[len(start) :]: self.tensors.pop(key) for key in list(self.tensors) if key.startswith(start)}
+        batch, heads, head_dim = (self.sizes[axis] for axis in ("batch", "heads", "head_dim"))
+        tried = self._tried(codec, heads, head_dim)
+        if parts.keys() != tried.keys():
+            raise self.error(f"{name} holds {_named(parts)}; the codec stores {_named(tried)}")
+        for part, tensor in parts.items():
+            rows = sum(run.count * run.rows.get(part, -1) for run in runs)
+            like, wanted = tried[part], [batch, tried[part].shape[1], rows, tried[part].shape[3]]
+            if list(tensor.shape) != wanted or tensor.dtype is not like.dtype:
+                raise self.error(f"{name}.{part} is {tensor.dtype} {list(tensor.shape)}, not {like.dtype} {wanted}")
+        parts = {part: tensor.to(self.device) for part, tensor in parts.items()}
+        packed = Packed(parts, runs, batch, heads, head_dim, self.dtype)
+        if not packed.tokens or packed.bits_per_element < _LEAST_BITS:
+            raise self.error(f"{name} claims {packed.tokens} tokens, for which it holds {packed.nbytes} bytes")
+        return packed
+
+    def _tried(self, codec: Codec, heads: int, head_dim: int) -> dict[str, Tensor]:
+        """The parts that a codec stores of a few tokens."""
+        none = torch.zeros(1, _TRIED, 0, device=self.device)
+        zeros = torch.zeros(1, heads, _TRIED, head_dim, device=self.device, dtype=self.dtype)
+        return codec.encode(zeros, rope=Rope(none, none) if codec.uses_rope else None).parts
+
+    def _run(self, name: str, run: Any) -> BlockRun:
+        tokens, count, rows = run if isinstance(run, list) and len(run) == 3 else (0, 0, None)
+        numbers = [tokens, count, *(rows.values() if isinstance(rows, dict) else [None])]
+        if any(type(number) is not int or not 0 <= number < 2**48 for number in numbers) or not tokens or not count:
+            raise self.error(f"{name}: {_short(run)} is not a run of blocks (tokens, blocks, rows of each part)")
+        return BlockRun(tokens, count, rows)
+
+    def check_decodes(self, packed: Packed, codec: Codec, rope: Rope | None) -> None:
+        """Decode one block of each run. Raises: DataError: the stored tensors are not those of such a block."""
+        first = 0
+        for run, parts in packed.by_run():
+            own = {part: tensor.narrow(2, 0, run.rows[part]) for part, tensor in parts.items()}
+            one = Packed(own, (BlockRun(run.tokens, 1, run.rows),), *_shape_of(packed), packed.dtype)
+            turned = None if rope is None else rope.narrow(first, run.tokens)
+            try:
+                decoded = codec.decode(one, turned)
+            except Exception as error:  # each part of a codec fails in its own way on what is not its own
+                raise self.error(f"its blocks of {run.tokens} tokens cannot be decoded ({type(error).__name__})") from error
+            if list(decoded.shape) != [*_shape_of(packed)[:2], run.tokens, packed.head_dim]:
+                raise self.error(f"its blocks of {run.tokens} tokens decode to {list(decoded.shape)}")
+            first += run.tokens * run.count
+
+    def finish(self) -> None:
+        """Raise `DataError` for entries of the tree that nothing has read."""
+        if self.tree:
+            raise self.error(f"{_short(next(iter(self.tree)))} means nothing here")
+
+    def error(self, said: str) -> DataError:
+        """An error of this part."""
+        return DataError(": ".join(filter(None, (self.where, self._prefix.rstrip("."), said))))
+
+
+def _shape_of(packed: Packed) -> tuple[int, int, int]:
+    return packed.batch, packed.heads, packed.head_dim
+
+
+def _named(parts: Mapping[str, Tensor]) -> str:
+    return ", ".join(sorted(parts))[:200] or "nothing"
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
