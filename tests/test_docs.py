@@ -106,6 +106,16 @@ def test_a_stage(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.05 < error < 0.6
 
 
+def test_a_saved_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of docs/generate.md, which has assertions of its own."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
+    (example,) = PYTHON_BLOCK.findall(page)
+    exec(compile(example, "generate.md", "exec"), {})
+    assert re.fullmatch(r"\d+ bytes for \d+ tokens\n", capsys.readouterr().out)
+    assert [path.name for path in tmp_path.iterdir()] == ["sorted.kvq"]
+
+
 def test_a_task(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = ran("A task")
     assert [record.task for record in records] == ["agreement", "agreement"]

@@ -29,8 +29,8 @@ FORMAT = "kvq-cache-1"
 _WHAT = "cache"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 _STATES = {**_DTYPES, "float64": torch.float64}
-_MOST_HEADS = 4096
-"""Where a model does not say how many heads it has."""
+_MOST_HEADS, _MOST_TOKENS = 2**12, 2**20
+"""Where a model does not say how many heads it has and how long a text it takes."""
 
 
 def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
@@ -134,11 +134,15 @@ def read(path: Path, model: nn.Module, layers: Sequence[Layer], tables: Sequence
         DataError: a file that is damaged, or holds what no cache has written.
     """
     header, tensors = read_tensors(path, _WHAT, FORMAT)
+    if not isinstance(header.get("state"), dict):
+        raise DataError(f"{_WHAT} {path}: it has no state")
     states = _dtype(path, header, "states_dtype", _STATES)
-    given = Reader(header.get("state"), tensors, f"{_WHAT} {path}", states or torch.float32, torch.device("cpu"))
+    given = Reader(header["state"], tensors, f"{_WHAT} {path}", states or torch.float32, torch.device("cpu"))
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     heads, devices = getattr(config, "num_attention_heads", None), _devices(model)
+    longest = getattr(config, "max_position_embeddings", None)
     given.sizes["most_heads"] = heads if isinstance(heads, int) else _MOST_HEADS
+    given.sizes["most_tokens"] = longest if isinstance(longest, int) else _MOST_TOKENS
     if states is not None:
         for index, table in enumerate(tables):
             table.read(given.part(f"rope.{index}", devices[list(groups).index(index)]))
@@ -147,7 +151,11 @@ def read(path: Path, model: nn.Module, layers: Sequence[Layer], tables: Sequence
         layer.read(given.part(f"layers.{index}", devices[index]))
     given.finish()
     held = [layer.get_seq_length() for layer in layers]
-    if len(set(held)) > 1 or len({layer.batch_size for layer in layers}) > 1 or bool(held[0]) is not (states is not None):
+    if (
+        len(set(held)) > 1
+        or len({layer.batch_size for layer in layers}) > 1
+        or bool(held[0]) is not (states is not None)
+    ):
         raise given.error(f"its layers hold {sorted(set(held))} tokens, of states {_short(_name(states))}")
     if any(table.tokens not in (0, held[0]) for table in tables):
         raise given.error(f"its rotations are of {tables[0].tokens} tokens, its layers of {held[0]}")

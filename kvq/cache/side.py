@@ -291,7 +291,7 @@ class CacheSide:
             self._check_read(given, sum(packed.tokens for packed in held.values()))
             first = 0
             for packed in held.values():
-                given.check_decodes(packed, self.codec, narrowed(self._turns, first, packed.tokens))
+                given.decoded(packed, self.codec, narrowed(self._turns, first, packed.tokens))
                 first += packed.tokens
             self._store.take(held, self._turns)
         else:

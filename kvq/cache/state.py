@@ -18,7 +18,7 @@ from kvq.codecs.rope import Rope
 from kvq.errors import DataError
 
 _LEAST_BITS = 1 / 16
-"""Fewer bits per element than any codec stores; a file that claims more tokens asks for memory that it does not have."""
+"""Fewer bits per element than any codec stores; a file that claims more tokens than it has bytes for is refused."""
 _TRIED = 32
 """Tokens that are encoded to see which parts a codec stores."""
 
@@ -98,7 +98,7 @@ class Reader:
         self.tree, self.tensors, self.where, self.dtype, self.device = tree, tensors, where, dtype, device
         self._prefix = prefix
         self.sizes: dict[str, int] = {}
-        """Sizes of axes that are known, by name; `most_heads` bounds heads."""
+        """Sizes of axes that are known, by name; `most_heads` and `most_tokens` bound heads and tokens."""
         if not isinstance(tree, dict):
             raise self.error(f"{_short(tree)} where a mapping belongs")
 
@@ -157,7 +157,7 @@ class Reader:
         return found.to(self.device)
 
     def packed(self, name: str, codec: Codec) -> Packed | None:
-        """Stored blocks of a codec, None where there are none; `check_decodes` tries them."""
+        """Stored blocks of a codec, None where there are none; `decoded` tries them."""
         if name not in self.tree:
             return None
         runs = tuple(self._run(name, run) for run in _listed(self.tree.pop(name)))
@@ -168,21 +168,27 @@ class Reader:
         if parts.keys() != tried.keys():
             raise self.error(f"{name} holds {_named(parts)}; the codec stores {_named(tried)}")
         for part, tensor in parts.items():
-            rows = sum(run.count * run.rows.get(part, -1) for run in runs)
-            like, wanted = tried[part], [batch, tried[part].shape[1], rows, tried[part].shape[3]]
+            like = tried[part]
+            # Lists of outliers have no rows of their own; decoding tells whether their lengths are right.
+            rows = sum(run.count * run.rows.get(part, 0) for run in runs)
+            if not any(part in run.rows for run in runs) and tensor.ndim == 4:
+                rows = tensor.shape[2]
+            wanted = [batch, like.shape[1], rows, like.shape[3]]
             if list(tensor.shape) != wanted or tensor.dtype is not like.dtype:
                 raise self.error(f"{name}.{part} is {tensor.dtype} {list(tensor.shape)}, not {like.dtype} {wanted}")
         parts = {part: tensor.to(self.device) for part, tensor in parts.items()}
         packed = Packed(parts, runs, batch, heads, head_dim, self.dtype)
-        if not packed.tokens or packed.bits_per_element < _LEAST_BITS:
+        # A codec that stores nothing (`zero`) is held to what the model can read.
+        fits = packed.bits_per_element >= _LEAST_BITS if parts else packed.tokens <= self.sizes["most_tokens"]
+        if not fits:
             raise self.error(f"{name} claims {packed.tokens} tokens, for which it holds {packed.nbytes} bytes")
         return packed
 
     def _tried(self, codec: Codec, heads: int, head_dim: int) -> dict[str, Tensor]:
         """The parts that a codec stores of a few tokens."""
         none = torch.zeros(1, _TRIED, 0, device=self.device)
-        zeros = torch.zeros(1, heads, _TRIED, head_dim, device=self.device, dtype=self.dtype)
-        return codec.encode(zeros, rope=Rope(none, none) if codec.uses_rope else None).parts
+        waves = torch.arange(heads * _TRIED * head_dim, device=self.device).sin().view(1, heads, _TRIED, head_dim)
+        return codec.encode(waves.to(self.dtype), rope=Rope(none, none) if codec.uses_rope else None).parts
 
     def _run(self, name: str, run: Any) -> BlockRun:
         tokens, count, rows = run if isinstance(run, list) and len(run) == 3 else (0, 0, None)
@@ -191,20 +197,16 @@ class Reader:
             raise self.error(f"{name}: {_short(run)} is not a run of blocks (tokens, blocks, rows of each part)")
         return BlockRun(tokens, count, rows)
 
-    def check_decodes(self, packed: Packed, codec: Codec, rope: Rope | None) -> None:
-        """Decode one block of each run. Raises: DataError: the stored tensors are not those of such a block."""
-        first = 0
-        for run, parts in packed.by_run():
-            own = {part: tensor.narrow(2, 0, run.rows[part]) for part, tensor in parts.items()}
-            one = Packed(own, (BlockRun(run.tokens, 1, run.rows),), *_shape_of(packed), packed.dtype)
-            turned = None if rope is None else rope.narrow(first, run.tokens)
-            try:
-                decoded = codec.decode(one, turned)
-            except Exception as error:  # each part of a codec fails in its own way on what is not its own
-                raise self.error(f"its blocks of {run.tokens} tokens cannot be decoded ({type(error).__name__})") from error
-            if list(decoded.shape) != [*_shape_of(packed)[:2], run.tokens, packed.head_dim]:
-                raise self.error(f"its blocks of {run.tokens} tokens decode to {list(decoded.shape)}")
-            first += run.tokens * run.count
+    def decoded(self, packed: Packed, codec: Codec, rope: Rope | None) -> Tensor:
+        """The tokens of stored blocks. Raises: DataError: the tensors are not those of such blocks."""
+        shape = [packed.batch, packed.heads, packed.tokens, packed.head_dim]
+        try:
+            found = codec.decode(packed, rope)
+        except Exception as error:  # each part of a codec fails in its own way on what is not its own
+            raise self.error(f"its {packed.tokens} tokens cannot be decoded ({type(error).__name__})") from error
+        if list(found.shape) != shape:
+            raise self.error(f"its {packed.tokens} tokens decode to {list(found.shape)}, not {shape}")
+        return found
 
     def finish(self) -> None:
         """Raise `DataError` for entries of the tree that nothing has read."""
@@ -214,10 +216,6 @@ class Reader:
     def error(self, said: str) -> DataError:
         """An error of this part."""
         return DataError(": ".join(filter(None, (self.where, self._prefix.rstrip("."), said))))
-
-
-def _shape_of(packed: Packed) -> tuple[int, int, int]:
-    return packed.batch, packed.heads, packed.head_dim
 
 
 def _named(parts: Mapping[str, Tensor]) -> str:

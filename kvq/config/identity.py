@@ -14,6 +14,9 @@ from kvq.config.run import Attention, Config, MethodConfig, OutliersConfig, trai
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
+_NOT_NAMED = ("batch_size", "include_path", "prompt_file")
+"""Settings of tasks that decide no number: the text of a prompt is in the fingerprint."""
+
 
 def canonical(
     config: Config,
@@ -85,11 +88,11 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
 
 def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
     """The task's settings that decide its numbers; `bos` where model or task has one, so that older keys stay valid."""
-    task = {name: value for name, value in vars(config.task).items() if name not in ("batch_size", "include_path")}
+    task = {name: value for name, value in vars(config.task).items() if name not in _NOT_NAMED}
     if task.get("windows") is Windows.disjoint:
         task["stride"] = None
     if task.get("prompt", "") is None:
-        del task["prompt"]  # belongs to one scoring
+        del task["prompt"]  # belongs to one scoring; a task's own prompt is in its fingerprint
     if "bos" in task:
         own, asked = trained_with_bos(config.model, trained_with), task.pop("bos")
         if own or asked:

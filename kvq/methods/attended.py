@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,7 +23,10 @@ class AttendedLayer(KVCacheLayer):
     """
 
     setting: str
-    saved = {**KVCacheLayer.saved, "_received": Field("tensor", "batch heads tokens", "float")}
+    saved: ClassVar[Mapping[str, Field]] = {
+        **KVCacheLayer.saved,
+        "_received": Field("tensor", "batch heads tokens", "float"),
+    }
     _received: Float[Tensor, "batch kv_heads tokens"] | None = None
 
     def _add(self, received: Float[Tensor, "batch kv_heads tokens"]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -77,7 +77,7 @@ class KeptSide(CacheSide):
     """
 
     version: ClassVar[int] = 1
-    saved = {
+    saved: ClassVar[Mapping[str, Field]] = {
         **CacheSide.saved,
         "_chosen": Field("tensor", "batch tokens", torch.bool),
         "_at": Field("tensor", "2 kept", torch.int64),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -174,7 +174,7 @@ class PoolSide(CacheSide):
     `leader`: the side whose choice this one takes (values: that of the keys); None: this side chooses.
     """
 
-    saved = {**CacheSide.saved, "pooled": Field("count")}
+    saved: ClassVar[Mapping[str, Field]] = {**CacheSide.saved, "pooled": Field("count")}
 
     def __init__(self, like: CacheSide, pool: int, keep_decoded: bool, leader: PoolSide | None = None) -> None:
         self.pool, self.leader = pool, leader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -23,7 +24,7 @@ class SinkSide(CacheSide):
     """
 
     version: ClassVar[int] = 1
-    saved = {**CacheSide.saved, "_first": Field("rows", "batch heads tokens head_dim")}
+    saved: ClassVar[Mapping[str, Field]] = {**CacheSide.saved, "_first": Field("rows", "batch heads tokens head_dim")}
 
     def __init__(
         self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False, sinks: int = 0

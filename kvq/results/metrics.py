@@ -75,6 +75,8 @@ METRICS = {
         _share("bit_mixing_random", "Bit-mixing of random strings (%)", "Rand.", better=""),
         _share("other", "Other (%)", "Other", better="lower"),
         _share("rouge_l", "ROUGE-L against full precision (%)", "R-L"),
+        _quality("same_tokens", "tokens", "Tokens until they differ from full precision", "Same", 0, "higher"),
+        _share("repetition", "Repeated n-grams (%)", "Rep%", better="lower"),
         Metric("hit", "fraction", "Hits (%)", "Hit%", 1, 100.0, better="higher"),
         Metric("bit_mixing_p", "probability", "p of bit-mixing", "p", 4),
         Metric("subset_mean", "fraction", "Mean over subsets (%)", "Mean%", 1, 100.0, better="higher"),

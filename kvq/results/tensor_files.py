@@ -73,7 +73,10 @@ def _read(path: Path, what: str, form: str, tensors: bool) -> tuple[dict[str, An
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("not a file")
         with safe_open(str(path), "pt") as file:
-            header = json.loads((file.metadata() or {})[_ENTRY], parse_constant=_refuse)
+            text = (file.metadata() or {}).get(_ENTRY)
+            if text is None:
+                raise ValueError("tensors without a header of kvq's")
+            header = json.loads(text, parse_constant=_refuse)
             given = header["format"]
             held = {name: file.get_tensor(name) for name in file.keys()} if tensors and given == form else {}  # noqa: SIM118 - not a mapping
     except _FAILURES as error:

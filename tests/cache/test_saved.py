@@ -178,7 +178,11 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
         (model, build_method("nsn", bits=3, overrides=["sink_tokens=4"]), r"sink_tokens=null, here it is 4"),
         (other, method, r"model\.weights=\w+, here it is \w+"),
         (llama(layers=2, head_dim=128, kv_heads=HEADS), method, r"model\.head_dims="),
-        (llama(layers=LAYERS, head_dim=128, kv_heads=HEADS).half(), method, r"model\.dtype=float32, here it is float16"),
+        (
+            llama(layers=LAYERS, head_dim=128, kv_heads=HEADS).half(),
+            method,
+            r"model\.dtype=float32, here it is float16",
+        ),
     ):
         with pytest.raises(DataError, match=differs) as raised:
             KVCache.load(path, given, asked)
