@@ -221,6 +221,19 @@ def test_the_commands_for_an_8b_model_compose() -> None:
             assert "8B" in resolve(compose(list(job))).model.path
 
 
+def test_the_commands_for_texts_compose() -> None:
+    text = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    python run\.py (.*)$", text, re.M)
+    assert len(commands) == 3
+    prompts = []
+    for command in commands:
+        overrides = OverridesParser.create().parse_overrides([word for word in shlex.split(command) if word != "-m"])
+        runs = [resolve(compose(list(job))) for job in product(overrides)]
+        assert {run.task.name for run in runs} == {"generate"}
+        prompts.append(runs[0].task.prompt)
+    assert prompts == [None, "Return the indices that would sort", None]
+
+
 @pytest.mark.long
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     """Every page, link and docstring of the site; a warning is an error (`--strict`)."""

@@ -259,7 +259,7 @@ class KVCacheLayer(Layer):
         for name, side in (("key", self.key), ("value", self.value)):
             inner = given.part(name)
             side.read(inner)
-            given.sizes |= inner.sizes
+            given.sizes |= {axis: inner.sizes[axis] for axis in ("batch", "heads") if axis in inner.sizes}
         if self.key.tokens != self.value.tokens:
             raise given.error(f"{self.key.tokens} keys and {self.value.tokens} values")
         given.fields(self, self.saved)

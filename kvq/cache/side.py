@@ -278,25 +278,24 @@ class CacheSide:
             DataError: what this side cannot have written.
         """
         self._shape = given.shape()
-        if self._shape is None:
-            return given.finish()
-        given.fields(self, self.saved)
-        parts = {} if self.codec is None else {name: given.packed(name, self.codec) for name in ("sealed", "tail")}
-        held = {name: packed for name, packed in parts.items() if packed is not None}
+        if self._shape is not None:
+            given.fields(self, self.saved)
+            self._read_store(given)
         given.finish()
-        if held and self.codec is not None:
-            self._store = self._new_store(self.codec)
-            if "tail" in held and not isinstance(self._store, TokenStore):
-                raise given.error("tail means nothing here")
-            self._check_read(given, sum(packed.tokens for packed in held.values()))
-            first = 0
-            for packed in held.values():
-                given.decoded(packed, self.codec, narrowed(self._turns, first, packed.tokens))
-                first += packed.tokens
-            self._store.take(held, self._turns)
-        else:
-            self._check_read(given, 0)
-        return None
+
+    def _read_store(self, given: Reader) -> None:
+        store = None if self.codec is None else self._new_store(self.codec)
+        found = {} if store is None else {name: given.packed(name, store.codec) for name in store.names}
+        held = {name: packed for name, packed in found.items() if packed is not None}
+        self._check_read(given, sum(packed.tokens for packed in held.values()))
+        if store is None or not held:
+            return
+        first = 0
+        for packed in held.values():
+            given.decoded(packed, store.codec, narrowed(self._turns, first, packed.tokens))
+            first += packed.tokens
+        store.take(held, self._turns)
+        self._store = store
 
     def _check_read(self, given: Reader, packed: int) -> None:
         """Raise `DataError` where what was read does not fit together, `packed` tokens of it in the packed prefix."""

@@ -19,6 +19,8 @@ from kvq.errors import DataError
 
 _LEAST_BITS = 1 / 16
 """Fewer bits per element than any codec stores; a file that claims more tokens than it has bytes for is refused."""
+_WIDER = 4
+"""Values may have more channels per head than keys, whose number the model's configuration gives."""
 _TRIED = 32
 """Tokens that are encoded to see which parts a codec stores."""
 
@@ -126,9 +128,9 @@ class Reader:
             raise self.error(f"shape is {_short(value)}; batch, heads and head_dim")
         batch, heads, head_dim = value
         most, known = self.sizes["most_heads"], self.sizes["head_dim"]
-        if head_dim != known or heads > most or self.sizes.setdefault("batch", batch) != batch:
+        if head_dim > _WIDER * known or heads > most or self.sizes.setdefault("batch", batch) != batch:
             raise self.error(f"shape is {value}; the layer has head_dim {known}, at most {most} heads and one batch")
-        self.sizes["heads"] = heads
+        self.sizes |= {"heads": heads, "head_dim": head_dim}
         return batch, heads, head_dim
 
     def fields(self, owner: Any, saved: Mapping[str, Field]) -> None:
@@ -179,7 +181,8 @@ class Reader:
         parts = {part: tensor.to(self.device) for part, tensor in parts.items()}
         packed = Packed(parts, runs, batch, heads, head_dim, self.dtype)
         # A codec that stores nothing (`zero`) is held to what the model can read.
-        fits = packed.bits_per_element >= _LEAST_BITS if parts else packed.tokens <= self.sizes["most_tokens"]
+        stores = any(part.numel() for part in tried.values())
+        fits = packed.bits_per_element >= _LEAST_BITS if stores else packed.tokens <= self.sizes["most_tokens"]
         if not fits:
             raise self.error(f"{name} claims {packed.tokens} tokens, for which it holds {packed.nbytes} bytes")
         return packed
@@ -188,11 +191,14 @@ class Reader:
         """The parts that a codec stores of a few tokens."""
         none = torch.zeros(1, _TRIED, 0, device=self.device)
         waves = torch.arange(heads * _TRIED * head_dim, device=self.device).sin().view(1, heads, _TRIED, head_dim)
-        return codec.encode(waves.to(self.dtype), rope=Rope(none, none) if codec.uses_rope else None).parts
+        try:
+            return codec.encode(waves.to(self.dtype), rope=Rope(none, none) if codec.uses_rope else None).parts
+        except Exception as error:  # a shape that the codec does not take
+            raise self.error(f"the codec stores no {heads} heads of {head_dim} channels") from error
 
     def _run(self, name: str, run: Any) -> BlockRun:
-        tokens, count, rows = run if isinstance(run, list) and len(run) == 3 else (0, 0, None)
-        numbers = [tokens, count, *(rows.values() if isinstance(rows, dict) else [None])]
+        tokens, count, rows = run if isinstance(run, list) and len(run) == 3 else (0, 0, {})
+        numbers = [tokens, count, *rows.values()] if isinstance(rows, dict) else [None]
         if any(type(number) is not int or not 0 <= number < 2**48 for number in numbers) or not tokens or not count:
             raise self.error(f"{name}: {_short(run)} is not a run of blocks (tokens, blocks, rows of each part)")
         return BlockRun(tokens, count, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -25,6 +26,9 @@ class BlockStore:
     Args:
         keep_decoded: also keep the decoded copy, so that a long past is decoded once (bit-identical, more memory).
     """
+
+    names: ClassVar[tuple[str, ...]] = ("sealed",)
+    """Of what `held` may have, oldest tokens first."""
 
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
         self.codec, self.keep_decoded = codec, keep_decoded
@@ -107,6 +111,8 @@ class TokenStore(BlockStore):
     Complete units of `UNIT` tokens never change. The last, short unit is unpacked and packed again when tokens join it,
     which is exact because a token's codes and side information do not depend on its neighbours.
     """
+
+    names: ClassVar[tuple[str, ...]] = ("sealed", "tail")
 
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
         super().__init__(codec, keep_decoded)

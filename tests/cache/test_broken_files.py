@@ -130,7 +130,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no rows": (_run(2, {}), r"cannot be decoded|not torch\."),
     "text for rows": (_run(2, "128"), "is not a run of blocks"),
     "10^9 heads": (_changed(lambda header, _: _key(header).update(shape=[1, 10**9, 128])), "at most 4 heads"),
-    "another head_dim": (_changed(lambda header, _: _key(header).update(shape=[1, 2, 64])), "has head_dim 128"),
+    "another head_dim": (
+        _changed(lambda header, _: _key(header).update(shape=[1, 2, 64])),
+        r"not torch.float32 \[1, 2, tokens, 64\]",
+    ),
+    "10^9 channels": (_changed(lambda header, _: _key(header).update(shape=[1, 2, 10**9])), "has head_dim 128"),
     "two batches": (_changed(lambda header, _: _key(header).update(shape=[2, 2, 128])), "not"),
     "no shape": (_changed(lambda header, _: _key(header).update(shape="[1, 2, 128]")), "batch, heads and head_dim"),
     "evicted -1": (_changed(lambda header, _: header["state"]["layers.0"].update(evicted=-1)), "evicted is -1"),
