@@ -13,7 +13,7 @@ from torch import Tensor
 from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import Departures
 from kvq.cache.state import Field, Reader, Writer
-from kvq.cache.store import BlockStore, TokenStore, narrowed
+from kvq.cache.store import BlockStore, TokenStore
 from kvq.codecs import Codec, Growable
 from kvq.codecs.rope import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
@@ -268,8 +268,8 @@ class CacheSide:
         """Write all that it holds."""
         out.tree["shape"] = None if self._shape is None else list(self._shape)
         out.fields(self, self.saved)
-        for name, packed in ({} if self._store is None else self._store.held).items():
-            out.packed(name, packed)
+        if self._store is not None:
+            self._store.write(out)
 
     def read(self, given: Reader) -> None:
         """Hold what a file has, in place of nothing; `rope` covers its tokens.
@@ -285,17 +285,12 @@ class CacheSide:
 
     def _read_store(self, given: Reader) -> None:
         store = None if self.codec is None else self._new_store(self.codec)
-        found = {} if store is None else {name: given.packed(name, store.codec) for name in store.names}
-        held = {name: packed for name, packed in found.items() if packed is not None}
-        self._check_read(given, sum(packed.tokens for packed in held.values()))
-        if store is None or not held:
-            return
-        first = 0
-        for packed in held.values():
-            given.decoded(packed, store.codec, narrowed(self._turns, first, packed.tokens))
-            first += packed.tokens
-        store.take(held, self._turns)
-        self._store = store
+        if store is not None:
+            store.read(given)
+        self._check_read(given, 0 if store is None else store.tokens)
+        if store is not None and store.tokens:
+            store.check_read(given, self._turns)
+            self._store = store
 
     def _check_read(self, given: Reader, packed: int) -> None:
         """Raise `DataError` where what was read does not fit together, `packed` tokens of it in the packed prefix."""

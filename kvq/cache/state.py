@@ -159,10 +159,12 @@ class Reader:
         return found.to(self.device)
 
     def packed(self, name: str, codec: Codec) -> Packed | None:
-        """Stored blocks of a codec, None where there are none; `decoded` tries them."""
+        """Stored blocks of a codec, None where there are none; `decoded` tries the tensors."""
         if name not in self.tree:
             return None
         runs = tuple(self._run(name, run) for run in _listed(self.tree.pop(name)))
+        if not runs:
+            raise self.error(f"{name} has no blocks")
         start = f"{self._prefix}{name}."
         parts = {key[len(start) :]: self.tensors.pop(key) for key in list(self.tensors) if key.startswith(start)}
         batch, heads, head_dim = (self.sizes[axis] for axis in ("batch", "heads", "head_dim"))

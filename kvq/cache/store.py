@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvq.cache.state import Reader, Writer
 from kvq.codecs import Codec, Growable, Packed, PackedStore
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.packing import pack, unpack
@@ -26,9 +26,6 @@ class BlockStore:
     Args:
         keep_decoded: also keep the decoded copy, so that a long past is decoded once (bit-identical, more memory).
     """
-
-    names: ClassVar[tuple[str, ...]] = ("sealed",)
-    """Of what `held` may have, oldest tokens first."""
 
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
         self.codec, self.keep_decoded = codec, keep_decoded
@@ -48,7 +45,7 @@ class BlockStore:
     @property
     def packed(self) -> list[Packed]:
         """The stored parts, oldest tokens first."""
-        return list(self.held.values())
+        return [] if self._store is None else [self._store.packed]
 
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
         """Encode `states` in blocks of `block` tokens (None: as one block); return them decoded if `decoded` is set.
@@ -79,17 +76,22 @@ class BlockStore:
         packed = self._store.packed
         return self.codec.decode(packed, narrowed(rope, 0, packed.tokens))
 
-    @property
-    def held(self) -> dict[str, Packed]:
-        """The stored parts by name, as `take` receives them."""
-        return {} if self._store is None else {"sealed": self._store.packed}
+    def write(self, out: Writer) -> None:
+        """Write the stored parts."""
+        if self._store is not None:
+            out.packed("sealed", self._store.packed)
 
-    def take(self, held: dict[str, Packed], rope: Rope | None) -> None:
-        """Hold these parts; `rope` covers their tokens, from the first on."""
-        if "sealed" in held:
-            self._store = PackedStore(held["sealed"])
-            if self.keep_decoded:
-                self._decoded = Growable(self.codec.decode(held["sealed"], narrowed(rope, 0, held["sealed"].tokens)))
+    def read(self, given: Reader) -> None:
+        """Hold the parts that a file has, which `check_read` decodes. Raises: DataError: no parts of this codec."""
+        sealed = given.packed("sealed", self.codec)
+        self._store = None if sealed is None else PackedStore(sealed)
+
+    def check_read(self, given: Reader, rope: Rope | None) -> None:
+        """Decode what was read; `rope` covers it. Raises: DataError: parts that cannot be decoded."""
+        if self._store is not None:
+            packed = self._store.packed
+            decoded = given.decoded(packed, self.codec, narrowed(rope, 0, packed.tokens))
+            self._decoded = Growable(decoded) if self.keep_decoded else None
 
     def fork(self) -> BlockStore:
         """A copy that shares everything held so far and grows independently."""
@@ -112,8 +114,6 @@ class TokenStore(BlockStore):
     which is exact because a token's codes and side information do not depend on its neighbours.
     """
 
-    names: ClassVar[tuple[str, ...]] = ("sealed", "tail")
-
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
         super().__init__(codec, keep_decoded)
         self._tail: Packed | None = None
@@ -129,14 +129,9 @@ class TokenStore(BlockStore):
         return super().nbytes + (0 if self._tail is None else self._tail.nbytes)
 
     @property
-    def held(self) -> dict[str, Packed]:
-        """The stored parts by name, as `take` receives them."""
-        return super().held | ({} if self._tail is None else {"tail": self._tail})
-
-    def take(self, held: dict[str, Packed], rope: Rope | None) -> None:
-        """Hold these parts; `rope` covers their tokens, from the first on."""
-        super().take(held, rope)
-        self._tail = held.get("tail")
+    def packed(self) -> list[Packed]:
+        """The stored parts, oldest tokens first."""
+        return super().packed + ([] if self._tail is None else [self._tail])
 
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
         """Encode `states` after the ones held; return them decoded if `decoded` is set. `block` is ignored."""
@@ -166,6 +161,23 @@ class TokenStore(BlockStore):
             return super().past(rope)
         tail = self.codec.decode(self._tail, narrowed(rope, super().tokens, self._tail.tokens))
         return torch.cat([super().past(rope), tail], 2) if super().tokens else tail
+
+    def write(self, out: Writer) -> None:
+        """Write the stored parts."""
+        super().write(out)
+        if self._tail is not None:
+            out.packed("tail", self._tail)
+
+    def read(self, given: Reader) -> None:
+        """Hold the parts that a file has, which `check_read` decodes. Raises: DataError: no parts of this codec."""
+        super().read(given)
+        self._tail = given.packed("tail", self.codec)
+
+    def check_read(self, given: Reader, rope: Rope | None) -> None:
+        """Decode what was read; `rope` covers it. Raises: DataError: parts that cannot be decoded."""
+        super().check_read(given, rope)
+        if self._tail is not None:
+            given.decoded(self._tail, self.codec, narrowed(rope, super().tokens, self._tail.tokens))
 
     def select(self, index: Tensor) -> None:
         """Keep (and repeat) batch entries by index."""

@@ -125,6 +125,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "10^12 tokens": (_run(0, 10**12), r"claims \d{13,} tokens"),
     "10^12 blocks": (_run(1, 10**12), r"not torch\.\w+ \[1, \d, \d{13,}"),
     "no block": (_run(1, 0), "is not a run of blocks"),
+    "no blocks": (_changed(lambda header, _: _key(header)["sealed"].clear()), "sealed has no blocks"),
+    "a number for blocks": (_changed(lambda header, _: _key(header).update(sealed=3)), "is not a run of blocks"),
     "a negative block": (_run(1, -1), "is not a run of blocks"),
     "true blocks": (_run(1, True), "is not a run of blocks"),
     "no rows": (_run(2, {}), r"cannot be decoded|not torch\."),
