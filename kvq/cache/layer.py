@@ -34,6 +34,7 @@ class Layer(CacheLayerMixin):
     evicted = 0
     """Number of tokens evicted so far."""
     one_by_one = False
+    dtype: torch.dtype
     key: Any
     value: Any
 
