@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import Departures
 from kvq.cache.store import BlockStore, TokenStore
-from kvq.codecs import Codec, Growable
+from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.rope import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
@@ -82,6 +82,11 @@ class CacheSide:
     def packed_bytes(self) -> int:
         """Bytes of the packed prefix: codes and side information."""
         return 0 if self._store is None else self._store.nbytes
+
+    @property
+    def packed(self) -> list[Packed]:
+        """The stored parts of the packed prefix, oldest tokens first."""
+        return [] if self._store is None else self._store.packed
 
     @property
     def residual_bytes(self) -> int:

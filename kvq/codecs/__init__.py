@@ -9,6 +9,7 @@ from kvq.codecs.codec import Codec, gain_factor
 from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.gear import SparseLowRank, low_rank
+from kvq.codecs.huffman import HuffmanCodec, Rate
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, optimal_levels
 from kvq.codecs.nsnquant import Center, ChannelScale, ChannelShift
@@ -44,6 +45,7 @@ __all__ = [
     "Growable",
     "Hadamard",
     "HalfAwayQuantizer",
+    "HuffmanCodec",
     "InnerProductQuantizer",
     "LearnedRotation",
     "LloydMaxQuantizer",
@@ -56,6 +58,7 @@ __all__ = [
     "Quantizer",
     "RandomRotation",
     "RandomizedHadamard",
+    "Rate",
     "Rope",
     "Scope",
     "SignedMaxQuantizer",

@@ -31,6 +31,9 @@ class Codec:
 
     version: ClassVar[int] = 1
 
+    stores_lists = False
+    """Some parts are lists without an equal number of rows for each block, which only `decode` can read."""
+
     def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
         for name in order:
             if name not in stages:
@@ -167,6 +170,15 @@ class Codec:
             }
             y = stage.inverse(y, side, **_wanted(stage, rope))
         return y
+
+
+def check_nested(codec: Codec, outer: str) -> None:
+    """Raise `Unsupported` for a codec that cannot be a part of a quantizer, `outer`: it has blocks and no positions."""
+    if codec.uses_rope:
+        raise Unsupported(f"{outer} has no token positions: put undo_rope and apply_rope around it")
+    if codec.stores_lists:
+        kind = type(codec).__name__
+        raise Unsupported(f"{outer} takes a kvq.codecs.Codec, not a {kind}: use {kind} for the codec around it")
 
 
 def _wanted(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:

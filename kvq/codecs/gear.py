@@ -65,6 +65,11 @@ class SparseLowRank(Quantizer):
         self.rank, self.buffer_rank, self.buffer = rank, buffer_rank, buffer
         self.bits = backbone.bits
 
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return self.backbone.indices
+
     @override
     def check(self, head_dim: int) -> None:
         self.backbone.check(head_dim)

@@ -113,6 +113,11 @@ class LloydMaxQuantizer(Quantizer):
             raise Unsupported(f"bits={self.bits}: a Lloyd-Max codebook has 1 to {MAX_BITS} bits")
         self.gain = choice(Gain, gain, "gain")
 
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
+
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate has no peak."""

@@ -75,6 +75,11 @@ class Quantizer(abc.ABC):
     gain: Gain = Gain.none
     token_group: int | None = None
 
+    @property
+    def indices(self) -> dict[str, int]:
+        """Bits of each kind of index that is stored for all tokens of a block, by the name of its `pack_parts`."""
+        return {}
+
     def check(self, head_dim: int) -> None:  # noqa: B027 - most quantizers work on any head dim
         """Raise `Unsupported` when the quantizer cannot work on `head_dim` channels."""
 
@@ -170,6 +175,11 @@ class UniformQuantizer(Quantizer):
     def token_group(self) -> int | None:  # type: ignore[override]
         """Per channel, the tokens of a group; per token, 1."""
         return self.group_size if self.axis is Axis.per_channel else 1
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
 
     @property
     def _dim(self) -> int:

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Size, Tensor
 
-from kvq.codecs.codec import Codec
+from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.quantizers import Parts, Quantizer
-from kvq.errors import Unsupported
 
 
 class Split(Quantizer):
@@ -20,14 +19,14 @@ class Split(Quantizer):
         axis: the axis that is split, -1 (channels) or -2 (tokens).
 
     Raises:
-        Unsupported: a codec that needs token positions.
+        Unsupported: a codec that needs token positions or stores lists.
     """
 
     axis: int
 
     def __init__(self, high: Codec, low: Codec) -> None:
-        if high.uses_rope or low.uses_rope:
-            raise Unsupported("a split has no token positions: put undo_rope and apply_rope around the split")
+        for codec in (high, low):
+            check_nested(codec, "a split")
         self.high, self.low = high, low
 
     def _groups(self, count: int, length: int) -> Iterator[tuple[str, Codec, int, int]]:

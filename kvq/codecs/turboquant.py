@@ -59,6 +59,11 @@ class InnerProductQuantizer(Quantizer):
         self.sketch = choice(Sketch, sketch, "sketch")
         self._codes = LloydMaxQuantizer(bits - 1)
 
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return self._codes.indices
+
     @override
     def check(self, head_dim: int) -> None:
         self._codes.check(head_dim)
@@ -127,6 +132,12 @@ class ChannelSplit(Split):
         super().__init__(high, low)
         self.outliers = outliers
         self.bits = low.quantizer.bits if hasattr(low.quantizer, "bits") else None
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        both = (("high", self.high), ("low", self.low))
+        return {f"{side}.{name}": bits for side, codec in both for name, bits in codec.quantizer.indices.items()}
 
     @override
     def check(self, head_dim: int) -> None:
