@@ -8,14 +8,16 @@ from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
 from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.double_quant import DoubleQuant
-from kvq.codecs.gear import SparseLowRank, low_rank
+from kvq.codecs.gear import SparseLowRank
 from kvq.codecs.huffman import HuffmanCodec, Rate
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, optimal_levels
+from kvq.codecs.low_rank import LowRankCorrection, Svd
 from kvq.codecs.nsnquant import Center, ChannelScale, ChannelShift
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs
 from kvq.codecs.packing import pack, plane_widths, unpack
 from kvq.codecs.polarquant import PolarQuantizer, angle_levels
+from kvq.codecs.product import PrefillCodec, ProductQuantizer
 from kvq.codecs.qjl import SketchQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, UniformQuantizer, Zero, ZeroPoint
 from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
@@ -49,12 +51,15 @@ __all__ = [
     "InnerProductQuantizer",
     "LearnedRotation",
     "LloydMaxQuantizer",
+    "LowRankCorrection",
     "NonUniformQuantizer",
     "Packed",
     "PackedStore",
     "Passthrough",
     "PlannedCodec",
     "PolarQuantizer",
+    "PrefillCodec",
+    "ProductQuantizer",
     "Quantizer",
     "RandomRotation",
     "RandomizedHadamard",
@@ -67,6 +72,7 @@ __all__ = [
     "SparseCodec",
     "SparseLowRank",
     "Stage",
+    "Svd",
     "TokenNorm",
     "TokenSplit",
     "UndoRope",
@@ -81,7 +87,6 @@ __all__ = [
     "codebook_for",
     "fit_codec",
     "gain_factor",
-    "low_rank",
     "merge_runs",
     "optimal_levels",
     "pack",

@@ -31,6 +31,9 @@ class Codec:
 
     version: ClassVar[int] = 1
 
+    fits_first_tokens = False
+    """Tables are fitted to the first tokens of a sequence, and stored with them; later tokens are encoded by these."""
+
     stores_lists = False
     """Some parts are lists without an equal number of rows for each block, which only `decode` can read."""
 
@@ -68,6 +71,17 @@ class Codec:
         groups = [stage.token_group for _, stage in self.stages] + [self.quantizer.token_group]
         known = [group for group in groups if group is not None]
         return math.lcm(*known) if len(known) == len(groups) else None
+
+    def behind(self, held: Packed | None) -> Codec:
+        """The codec of the tokens that follow those held, of which there may be none; see `fits_first_tokens`."""
+        return self
+
+    def staged(self, x: Float[Tensor, "*lead heads tokens head_dim"], rope: Rope | None = None) -> Tensor:
+        """What the quantizer is given of one block, in the compute dtype."""
+        y = x.to(_compute_dtype(x.dtype))
+        for _, stage in self.stages:
+            y = stage.forward(y, **_wanted(stage, rope))[0]
+        return y
 
     def check(self, head_dim: int) -> None:
         """Raise `Unsupported` when some part of the chain cannot work on `head_dim` channels."""

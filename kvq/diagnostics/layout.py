@@ -13,7 +13,7 @@ KINDS = ("codes", "scales", "norms", "shift", "other", "residual")
 
 def kind_of(part: str) -> str:
     """Which of `KINDS` a stored part belongs to, by its name (`kvq.codecs.packed`) and its stage's."""
-    first, *rest = [piece for piece in part.split(".") if piece not in ("high", "low")]
+    first, *rest = [piece for piece in part.split(".") if piece not in ("high", "low", "base")]
     if first == "residual":
         return first
     if first in ("codes", "signs", "values"):

@@ -100,6 +100,11 @@ class Method:
         return any(codec is not None and calibrated_parts(codec) for codec in (self.key, self.value))
 
     @property
+    def fits_first_tokens(self) -> bool:
+        """Some codec has tables that are fitted to the first tokens of each sequence."""
+        return any(codec is not None and codec.fits_first_tokens for codec in (self.key, self.value))
+
+    @property
     def is_full_precision(self) -> bool:
         """Neither keys nor values are quantized, and none are evicted."""
         return self.key is None and self.value is None and self.backend is None and self.eviction is None

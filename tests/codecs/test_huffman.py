@@ -59,7 +59,7 @@ def words_of(weights):
 
 
 def test_figures_of_the_paper():
-    """4 bits, 128 channels: entropy 3.77, Huffman 3.82 (the paper's sampled codebook: 3.816), by density and by coding."""
+    """4 bits, 128 channels: entropy 3.77, Huffman 3.82 (the paper, by samples: 3.816); by density and by coding."""
     probability = cell_probabilities(optimal_levels(4, 128), 128)
     shannon, huffman = float(-(probability * np.log2(probability)).sum()), words_of(list(probability))
     codec = tuple(chains(LloydMaxQuantizer(4)))[1]
@@ -110,7 +110,7 @@ QUANTIZERS = {
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_decoded_bit_for_bit(data):
-    """Any quantizer, shape and dtype; tokens that are zero or equal; blocks with a short tail; appended and selected."""
+    """Any quantizer, shape, dtype; tokens that are zero or equal; blocks with a short tail; appended and selected."""
     kind = data.draw(st.sampled_from(sorted(QUANTIZERS)))
     plain, coded = chains(QUANTIZERS[kind](data.draw(st.integers(1, 8))))
     lead = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)))

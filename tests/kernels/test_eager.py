@@ -37,7 +37,7 @@ REFUSED = {
 FAMILIES = {
     "cq": "codes of keys before their rotary embedding",
     "gear": "codes of SparseLowRank",
-    "kvquant_plus_plus": "(codes of|HuffmanCodec stores lists)",
+    "kvquant_plus_plus": "(codes of|(Huffman|Prefill)Codec stores lists)",
     "kvquant": "codes of keys before their rotary embedding",
     "polarquant": "codes of PolarQuantizer",
     "qjl": "codes of SketchQuantizer",
