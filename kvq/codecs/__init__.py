@@ -3,6 +3,7 @@
 from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, SignedMaxQuantizer
 from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
+from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
@@ -22,7 +23,7 @@ from kvq.codecs.qjl import SketchQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, UniformQuantizer, Zero, ZeroPoint
 from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.stages import Hadamard, RandomizedHadamard, RandomRotation, Scope, Stage, TokenNorm
-from kvq.codecs.turboquant import ChannelSplit, InnerProductQuantizer, Sketch
+from kvq.codecs.turboquant import InnerProductQuantizer, Sketch
 from kvq.codecs.vector import VectorQuantizer
 from kvq.codecs.zipcache import ChannelRoot, PlannedCodec, TokenSplit
 
@@ -31,6 +32,7 @@ __all__ = [
     "Axis",
     "BlockRun",
     "Calibrated",
+    "CalibratedChannelSplit",
     "Center",
     "ChannelOrder",
     "ChannelRoot",

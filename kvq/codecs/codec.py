@@ -60,6 +60,10 @@ class Codec:
         chain = list(stages)
         return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer)
 
+    def with_more_bits(self, extra: int, most: int) -> Codec:
+        """This codec with `extra` bits more, but not above `most`. Raises: Unsupported: as `Quantizer`."""
+        return self.rebuilt(self.stages, self.quantizer.with_more_bits(extra, most))
+
     @property
     def uses_rope(self) -> bool:
         """Some stage needs the rotations of the tokens (`rope`) to encode and to decode."""
@@ -190,6 +194,8 @@ def check_nested(codec: Codec, outer: str) -> None:
     """Raise `Unsupported` for a codec that cannot be a part of a quantizer, `outer`: it has blocks and no positions."""
     if codec.uses_rope:
         raise Unsupported(f"{outer} has no token positions: put undo_rope and apply_rope around it")
+    if any(hasattr(part, "bound") for part in (*(stage for _, stage in codec.stages), codec.quantizer)):
+        raise Unsupported(f"{outer} takes no calibrated part inside of it, where no calibration finds it")
     if codec.stores_lists:
         kind = type(codec).__name__
         raise Unsupported(f"{outer} takes a kvq.codecs.Codec, not a {kind}: use {kind} for the codec around it")

@@ -10,6 +10,7 @@ from torch import Size, Tensor
 
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.quantizers import Parts, Quantizer
+from kvq.errors import Unsupported
 
 
 class Split(Quantizer):
@@ -29,10 +30,26 @@ class Split(Quantizer):
             check_nested(codec, "a split")
         self.high, self.low = high, low
 
+    @property
+    def _indices_of_groups(self) -> dict[str, int]:
+        """`Quantizer.indices` of a split of the channels, whose groups have the tokens of the block."""
+        both = (("high", self.high), ("low", self.low))
+        return {f"{side}.{name}": bits for side, codec in both for name, bits in codec.quantizer.indices.items()}
+
     def _groups(self, count: int, length: int) -> Iterator[tuple[str, Codec, int, int]]:
         """Name, codec, first index and size of the two groups, of `length` in all, `count` of them in the mask."""
         yield "high", self.high, 0, count
         yield "low", self.low, count, length - count
+
+    def _check_channels(self, outliers: int, head_dim: int) -> None:
+        """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
+        if not 0 < outliers < head_dim:
+            raise Unsupported(f"outliers={outliers}: head_dim={head_dim} leaves no other channels")
+        for name, codec, _, channels in self._groups(outliers, head_dim):
+            try:
+                codec.check(channels)
+            except Unsupported as error:
+                raise Unsupported(f"{name} ({channels} of {head_dim} channels): {error}") from error
 
     def _encode_groups(self, x: Tensor, mask: Shaped[Tensor, ...], count: int) -> Parts:
         """Parts of both codecs. `mask`: 1 at `count` places along `axis`; broadcasts to the shape of `x`."""

@@ -58,6 +58,7 @@ def canonical(
             | _first_layers(config)
             | _sinks(config)
             | _kept_keys(config)
+            | ({"gqa_compensation": True} if config.method.gqa_compensation else {})
             | _more(config)
             | _calibration(config, calibration_fingerprint),
             "residual": {

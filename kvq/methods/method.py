@@ -16,6 +16,7 @@ from kvq.config.residual import Residual
 from kvq.errors import Unsupported
 from kvq.kernels import form_of
 from kvq.methods.eviction import Eviction
+from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys, numbered
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.sinks import side_of
@@ -43,6 +44,7 @@ class Method:
         bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.bind.bind`); empty
             for a method without calibration.
         kept_keys: tokens whose keys stay in full precision.
+        gqa: bits that are added in a model whose query heads share KV heads.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Method:
     eviction: Eviction | None = None
     plan: MixedPrecision | None = None
     kept_keys: KeptKeys | None = None
+    gqa: GqaCompensation | None = None
 
     def codec(self, side: str, layer: int, layers: int) -> Codec | None:
         """The codec of `key` or `value` in one of `layers` layers; None where that layer stays in full precision.
@@ -131,6 +134,10 @@ class Method:
             ConfigError: kept keys without token ids, or parts that do not go together.
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
+        if self.gqa is not None:
+            codecs = {side: self.gqa.codec(getattr(self, side), config) for side in ("key", "value")}
+            own = replace(self, gqa=None, **codecs)  # type: ignore[arg-type]
+            return own.layers(config, head_dims, keep_decoded, quantized_prefill, packed)
         if packed:
             self.check_packed()
         for codec in filter(None, (self.key, self.value)):
