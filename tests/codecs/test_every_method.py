@@ -211,7 +211,8 @@ def test_keys_and_values_get_their_own_bits(name):
     def coded(codec):
         """Bits asked for, and bits of codes per channel (a split's outlier channels have one more)."""
         parts = in_planes(codec, codec.encode(x, rope=rope)).parts
-        codes = [p for n, p in parts.items() if n.startswith(("codes.", "signs", "high.codes.", "low.codes.", "base.codes."))]
+        names = ("codes.", "signs", "high.codes.", "low.codes.", "base.codes.")
+        codes = [part for name, part in parts.items() if name.startswith(names)]
         return getattr(codec.quantizer, "bits", None), 8 * sum(part.numel() for part in codes) / x.numel()
 
     high, low = (bits_range(name)[1], bits_range(name)[0]) if bits_range(name)[1] < 3 else (3, 2)
