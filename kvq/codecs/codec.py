@@ -193,12 +193,12 @@ class Codec:
 def check_nested(codec: Codec, outer: str) -> None:
     """Raise `Unsupported` for a codec that cannot be a part of a quantizer, `outer`: it has blocks and no positions."""
     if codec.uses_rope:
-        raise Unsupported(f"{outer} has no token positions: put undo_rope and apply_rope around it")
+        raise Unsupported(f"a {outer} has no token positions: put undo_rope and apply_rope around the {outer}")
     if any(hasattr(part, "bound") for part in (*(stage for _, stage in codec.stages), codec.quantizer)):
-        raise Unsupported(f"{outer} takes no calibrated part inside of it, where no calibration finds it")
+        raise Unsupported(f"a {outer} takes no calibrated part inside of it, where no calibration finds it")
     if codec.stores_lists:
         kind = type(codec).__name__
-        raise Unsupported(f"{outer} takes a kvq.codecs.Codec, not a {kind}: use {kind} for the codec around it")
+        raise Unsupported(f"a {outer} takes a kvq.codecs.Codec, not a {kind}: use {kind} for the codec around it")
 
 
 def _wanted(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:

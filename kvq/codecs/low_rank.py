@@ -63,7 +63,7 @@ class LowRankCorrection(Quantizer):
         iterations: int = 2,
         seed: int = 3,
     ) -> None:
-        check_nested(base, "a low-rank correction")
+        check_nested(base, "low-rank correction")
         for setting, given, least in (("rank", rank, 1), ("oversample", oversample, 0), ("iterations", iterations, 0)):
             at_least(setting, given, least)
         check_seed("seed", seed)

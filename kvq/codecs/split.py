@@ -27,7 +27,7 @@ class Split(Quantizer):
 
     def __init__(self, high: Codec, low: Codec) -> None:
         for codec in (high, low):
-            check_nested(codec, "a split")
+            check_nested(codec, "split")
         self.high, self.low = high, low
 
     @property

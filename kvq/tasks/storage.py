@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvq.cache import KVCache
 from kvq.codecs import HuffmanCodec
 
@@ -33,7 +35,8 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
         "total_bytes": cache.nbytes / sequences,
         "cached_tokens": float(cache.get_seq_length()),
     }
-    sides = [(getattr(side, "codec", None), side) for layer in cache.layers for side in (layer.key, layer.value)]
+    layers: list[Any] = list(cache.layers)
+    sides = [(getattr(side, "codec", None), side) for layer in layers for side in (layer.key, layer.value)]
     rates = [codec.rate(part) for codec, side in sides if isinstance(codec, HuffmanCodec) for part in side.packed]
     if indices := sum(rate.indices for rate in rates):
         stored["index_bits"] = sum(rate.coded for rate in rates) / indices
