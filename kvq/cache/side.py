@@ -14,7 +14,7 @@ from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import Departures
 from kvq.cache.state import Field, Reader, Writer
 from kvq.cache.store import BlockStore, TokenStore
-from kvq.codecs import Codec, Growable
+from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.rope import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
@@ -42,6 +42,11 @@ class CacheSide:
     def __init__(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False) -> None:
         self.codec, self.residual, self.label, self.keep_decoded = codec, residual, label, keep_decoded
         self._kept, self._group = residual.schedule(None if codec is None else codec.token_group)
+        if codec is not None and codec.fits_first_tokens and self._encodes_at_once:
+            raise Unsupported(
+                f"{label}: {type(codec).__name__} is fitted to the first tokens that leave full precision; use "
+                "residual.policy=block or sliding with residual.size of at least 1"
+            )
         self.rope: RopeTable | None = None
         """Rotations of the tokens, for a codec that undoes RoPE; they cover new tokens before these are appended."""
         self.reset()
@@ -88,6 +93,11 @@ class CacheSide:
     def packed_bytes(self) -> int:
         """Bytes of the packed prefix: codes and side information."""
         return 0 if self._store is None else self._store.nbytes
+
+    @property
+    def packed(self) -> list[Packed]:
+        """The stored parts of the packed prefix, oldest tokens first."""
+        return [] if self._store is None else self._store.packed
 
     @property
     def residual_bytes(self) -> int:
@@ -243,7 +253,14 @@ class CacheSide:
             return None
         whole = first and self.residual.prefill_block is PrefillBlock.whole
         states = self._full.view
-        out = self._encode(states[:, :, :leaving], None if whole else self._group, decoded)
+        block = None if whole else self._group
+        if self.codec.fits_first_tokens and self._store is None and not first:
+            # Tokens that come one by one leave with the first block, whatever else came in the same forward.
+            pieces = [states[:, :, : self._group], states[:, :, self._group : leaving]]
+            found = [self._encode(piece, block, decoded) for piece in pieces if piece.shape[2]]
+            out = torch.cat([piece for piece in found if piece is not None], 2) if decoded else None
+        else:
+            out = self._encode(states[:, :, :leaving], block, decoded)
         self._full = Growable(states[:, :, leaving:].clone()) if leaving < held else None
         return out
 

@@ -53,14 +53,19 @@ class BlockStore:
         `rope` covers the tokens held and the new ones, from the first on.
         """
         rope = narrowed(rope, self.tokens, states.shape[2])
-        return self._seal(self.codec.encode(states, block, rope), rope, decoded)
+        codec = self._behind
+        return self._seal(codec, codec.encode(states, block, rope), rope, decoded)
 
-    def _seal(self, packed: Packed, rope: Rope | None, decoded: bool) -> States | None:
+    @property
+    def _behind(self) -> Codec:
+        return self.codec.behind(None if self._store is None else self._store.packed)
+
+    def _seal(self, codec: Codec, packed: Packed, rope: Rope | None, decoded: bool) -> States | None:
         if self._store is None:
             self._store = PackedStore(packed)
         else:
             self._store.append(packed)
-        out = self.codec.decode(packed, rope) if decoded or self.keep_decoded else None
+        out = codec.decode(packed, rope) if decoded or self.keep_decoded else None
         if out is not None and self.keep_decoded:
             if self._decoded is None:
                 self._decoded = Growable(out)
@@ -151,7 +156,7 @@ class TokenStore(BlockStore):
         whole = total // UNIT * UNIT
         if whole:
             units = _repacked(packed, rows, joined, 0, whole)
-            self._seal(units, narrowed(rope, sealed, whole), False)
+            self._seal(self.codec, units, narrowed(rope, sealed, whole), False)
         self._tail = _repacked(packed, rows, joined, whole, total - whole) if total > whole else None
         return self.codec.decode(packed, turned)[:, :, :count] if decoded else None
 

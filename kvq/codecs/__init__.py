@@ -3,23 +3,27 @@
 from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, SignedMaxQuantizer
 from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
+from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
 from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.double_quant import DoubleQuant
-from kvq.codecs.gear import SparseLowRank, low_rank
+from kvq.codecs.gear import SparseLowRank
+from kvq.codecs.huffman import HuffmanCodec, Rate
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, optimal_levels
+from kvq.codecs.low_rank import LowRankCorrection, Svd
 from kvq.codecs.nsnquant import Center, ChannelScale, ChannelShift
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs
 from kvq.codecs.packing import pack, plane_widths, unpack
 from kvq.codecs.polarquant import PolarQuantizer, angle_levels
+from kvq.codecs.product import PrefillCodec, ProductQuantizer
 from kvq.codecs.qjl import SketchQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, UniformQuantizer, Zero, ZeroPoint
 from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.stages import Hadamard, RandomizedHadamard, RandomRotation, Scope, Stage, TokenNorm
-from kvq.codecs.turboquant import ChannelSplit, InnerProductQuantizer, Sketch
+from kvq.codecs.turboquant import InnerProductQuantizer, Sketch
 from kvq.codecs.vector import VectorQuantizer
 from kvq.codecs.zipcache import ChannelRoot, PlannedCodec, TokenSplit
 
@@ -28,6 +32,7 @@ __all__ = [
     "Axis",
     "BlockRun",
     "Calibrated",
+    "CalibratedChannelSplit",
     "Center",
     "ChannelOrder",
     "ChannelRoot",
@@ -44,18 +49,23 @@ __all__ = [
     "Growable",
     "Hadamard",
     "HalfAwayQuantizer",
+    "HuffmanCodec",
     "InnerProductQuantizer",
     "LearnedRotation",
     "LloydMaxQuantizer",
+    "LowRankCorrection",
     "NonUniformQuantizer",
     "Packed",
     "PackedStore",
     "Passthrough",
     "PlannedCodec",
     "PolarQuantizer",
+    "PrefillCodec",
+    "ProductQuantizer",
     "Quantizer",
     "RandomRotation",
     "RandomizedHadamard",
+    "Rate",
     "Rope",
     "Scope",
     "SignedMaxQuantizer",
@@ -64,6 +74,7 @@ __all__ = [
     "SparseCodec",
     "SparseLowRank",
     "Stage",
+    "Svd",
     "TokenNorm",
     "TokenSplit",
     "UndoRope",
@@ -78,7 +89,6 @@ __all__ = [
     "codebook_for",
     "fit_codec",
     "gain_factor",
-    "low_rank",
     "merge_runs",
     "optimal_levels",
     "pack",

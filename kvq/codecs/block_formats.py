@@ -47,6 +47,11 @@ class SignedMaxQuantizer(Quantizer):
         self.bits, self.group_size = bits, group_size
         self._middle = 2 ** (bits - 1)
 
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
+
     def _grouped(self, x: Tensor) -> Tensor:
         """View `[..., groups, group_size]`; a short last group gets zeros, which never are its largest value."""
         size = min(self.group_size or x.shape[-1], x.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from functools import lru_cache
 from typing import ClassVar
 
@@ -14,10 +15,28 @@ from typing_extensions import override
 
 from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
 from kvq.codecs.packing import pack_parts, unpack_parts
-from kvq.codecs.quantizers import Gain, Parts, Quantizer, choice
-from kvq.errors import Unsupported
+from kvq.codecs.quantizers import Gain, Parts, Quantizer, choice, more_bits
+from kvq.errors import Unsupported, at_least, check_seed
 
 MAX_BITS = 8
+_SAMPLES = 100_000  # of a coordinate, from which k-means++ draws
+_NEAR = 200  # Lloyd's steps from a start that may be far from the levels, before the solver
+_GAUSSIAN = 2**20  # channels at which a coordinate is as good as normal
+
+
+class Start(enum.Enum):
+    """Levels to begin with: the optimal point density, equally probable ones, or draws by squared distance."""
+
+    density = "density"
+    quantile = "quantile"
+    kmeans_plus_plus = "kmeans_plus_plus"
+
+
+class Marginal(enum.Enum):
+    """The density of a coordinate that levels are for: on the sphere, or normal with variance 1 / head_dim."""
+
+    sphere = "sphere"
+    gaussian = "gaussian"
 
 
 def tail(t: Array, dim: int) -> Array:
@@ -35,6 +54,52 @@ def density(t: Array, dim: int) -> Array:
     return (1 - t**2) ** ((dim - 3) / 2) / special.beta(0.5, (dim - 1) / 2)
 
 
+def levels_from(
+    bits: int,
+    dim: int,
+    start: Start = Start.density,
+    steps: int | None = None,
+    seed: int = 0,
+    marginal: Marginal = Marginal.sphere,
+) -> Array:
+    """As `optimal_levels`, from another start or for another density, after `steps` of Lloyd's steps (None: all).
+
+    All starts lead to the same levels, because the density has one optimum; `steps=0` is the start itself. Draws of
+    k-means++ (Arthur and Vassilvitskii 2007) are those of KVQuant++: from samples of a coordinate, both halves folded.
+    """
+    if marginal is Marginal.gaussian:
+        return levels_from(bits, _GAUSSIAN, start, steps, seed) * np.sqrt(_GAUSSIAN / dim)
+    if start is Start.density and steps is None:
+        return optimal_levels(bits, dim)
+    half = 2 ** (bits - 1)
+    centers = (np.arange(half) + 0.5) / half
+    if start is Start.kmeans_plus_plus:
+        levels = _drawn(half, dim, seed)
+    else:
+        levels = _quantile(centers, dim if start is Start.quantile else (dim - 3) / 3 + 3)
+    for _ in range(_NEAR if steps is None else steps):
+        levels = _centroids(levels, dim)
+    return fixed_point(lambda found: _centroids(found, dim), levels) if steps is None else levels
+
+
+def _drawn(half: int, dim: int, seed: int) -> Array:
+    """2 half samples of a coordinate drawn by k-means++, folded: means of neighbours among their magnitudes."""
+    generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
+    samples = _quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES)
+    chosen = [generator.choice(samples)]
+    distance = (samples - chosen[0]) ** 2
+    while len(chosen) < 2 * half:
+        chosen.append(generator.choice(samples, p=distance / distance.sum()))
+        distance = np.minimum(distance, (samples - chosen[-1]) ** 2)
+    return np.sort(np.abs(chosen)).reshape(half, 2).mean(1)
+
+
+def _centroids(levels: Array, dim: int) -> Array:
+    """The mean of each level's cell."""
+    mass, mean = _cells(levels, dim)
+    return mean / mass
+
+
 def optimal_levels(bits: int, dim: int) -> Array:
     """The positive half of the least-error codebook with 2^bits levels, ascending; the other half is its mirror image.
 
@@ -47,11 +112,7 @@ def optimal_levels(bits: int, dim: int) -> Array:
     # f^(1/3) is the density of the same family in another dimension.
     start = _quantile((np.arange(half) + 0.5) / half, (dim - 3) / 3 + 3)
 
-    def centroids(levels: Array) -> Array:
-        mass, mean = _cells(levels, dim)
-        return mean / mass
-
-    return fixed_point(centroids, start)
+    return fixed_point(lambda levels: _centroids(levels, dim), start)
 
 
 def _cells(levels: Array, dim: int) -> tuple[Array, Array]:
@@ -77,10 +138,16 @@ def relative_mse(levels: Array, dim: int) -> float:
     return float(1 - 2 * dim * (cell_probabilities(levels, dim)[half:] * levels**2).sum())
 
 
+_Built = tuple[Start, int | None, int, Marginal]
+_OPTIMAL: _Built = (Start.density, None, 0, Marginal.sphere)
+
+
 @lru_cache(maxsize=128)
-def _tables(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(
+    bits: int, dim: int, dtype: torch.dtype, device: torch.device, built: _Built = _OPTIMAL
+) -> tuple[Tensor, Tensor]:
     """Levels and thresholds of the whole codebook."""
-    half = optimal_levels(bits, dim)
+    half = levels_from(bits, dim, *built)
     levels = np.concatenate([-half[::-1], half])
     middles = (levels[1:] + levels[:-1]) / 2
     return tuple(torch.from_numpy(part).to(device, dtype) for part in (levels, middles))  # type: ignore[return-value]
@@ -93,25 +160,55 @@ class LloydMaxQuantizer(Quantizer):
         bits: bits per code, 1-8.
         extra_bits: added to `bits`, for codecs of outlier channels with one bit more than the rest.
         gain: see `Gain`; folds into the token norm before this quantizer.
+        least, most: bounds of the sum of both (None: none).
+        start, steps, seed, marginal: of the codebook, see `levels_from`; by default the optimal one of the sphere.
 
     Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation).
 
     Raises:
-        ConfigError: unknown gain.
+        ConfigError: unknown gain, start or marginal; negative steps or seed.
         Unsupported: other bits.
 
-    Source: TurboQuant (arXiv 2504.19874), algorithm 1.
+    Source: TurboQuant (arXiv 2504.19874), algorithm 1; KVQuant++, section 2.2.1.
     """
 
     version: ClassVar[int] = 1
 
     token_group = 1
 
-    def __init__(self, bits: int, extra_bits: int = 0, gain: Gain | str = Gain.none) -> None:
+    def __init__(
+        self,
+        bits: int,
+        extra_bits: int = 0,
+        gain: Gain | str = Gain.none,
+        least: int | None = None,
+        most: int | None = None,
+        start: Start | str = Start.density,
+        steps: int | None = None,
+        seed: int = 5,
+        marginal: Marginal | str = Marginal.sphere,
+    ) -> None:
         self.bits = bits + extra_bits
+        if least is not None:
+            self.bits = max(self.bits, least)
+        if most is not None:
+            self.bits = min(self.bits, most)
         if not 1 <= self.bits <= MAX_BITS:
             raise Unsupported(f"bits={self.bits}: a Lloyd-Max codebook has 1 to {MAX_BITS} bits")
         self.gain = choice(Gain, gain, "gain")
+        at_least("steps", steps, 0)
+        check_seed("seed", seed)
+        self.start, self.marginal = choice(Start, start, "start"), choice(Marginal, marginal, "marginal")
+        self._built: _Built = (self.start, steps, seed, self.marginal)
+
+    @override
+    def with_more_bits(self, extra: int, most: int) -> Quantizer:
+        return more_bits(self, extra, most)
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
 
     @override
     def check(self, head_dim: int) -> None:
@@ -123,11 +220,11 @@ class LloydMaxQuantizer(Quantizer):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`codes.<plane>`: index of the nearest level."""
         self.check(x.shape[-1])
-        _, middles = _tables(self.bits, x.shape[-1], x.dtype, x.device)
+        _, middles = _tables(self.bits, x.shape[-1], x.dtype, x.device, self._built)
         return pack_parts(nearest_level(x, middles), self.bits)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """The levels."""
         codes = unpack_parts(parts, self.bits, shape[-2])
-        return looked_up(_tables(self.bits, shape[-1], dtype, codes.device)[0], codes)
+        return looked_up(_tables(self.bits, shape[-1], dtype, codes.device, self._built)[0], codes)

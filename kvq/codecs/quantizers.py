@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import copy
 import enum
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -16,8 +17,13 @@ from kvq.errors import ConfigError, Unsupported, did_you_mean
 
 Parts = dict[str, Tensor]
 _Kind = TypeVar("_Kind", bound=enum.Enum)
+_Bits = TypeVar("_Bits", bound="_HasBits")
 _INT16_MAX = 32767
 _FP16_TINY = 2.0**-24  # the smallest positive number
+
+
+class _HasBits(Protocol):
+    bits: int
 
 
 class Axis(enum.Enum):
@@ -75,6 +81,17 @@ class Quantizer(abc.ABC):
     gain: Gain = Gain.none
     token_group: int | None = None
 
+    @property
+    def indices(self) -> dict[str, int]:
+        """Bits of each kind of index that is stored for all tokens of a block, by the name of its `pack_parts`."""
+        return {}
+
+    def with_more_bits(self, extra: int, most: int) -> Quantizer:
+        """This quantizer with `extra` bits more, but not above `most`. Raises: Unsupported: it has no such setting."""
+        raise Unsupported(
+            f"{type(self).__name__}: has no bits to add; a Uniform, LloydMax or InnerProductQuantizer has"
+        )
+
     def check(self, head_dim: int) -> None:  # noqa: B027 - most quantizers work on any head dim
         """Raise `Unsupported` when the quantizer cannot work on `head_dim` channels."""
 
@@ -85,6 +102,13 @@ class Quantizer(abc.ABC):
     @abc.abstractmethod
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The reconstruction, `shape` = `[..., heads, tokens, head_dim]`, in the compute dtype `dtype`."""
+
+
+def more_bits(quantizer: _Bits, extra: int, most: int) -> _Bits:
+    """A copy with `bits` raised by `extra`, but not above `most`."""
+    other = copy.copy(quantizer)
+    other.bits = max(quantizer.bits, min(quantizer.bits + extra, most))
+    return other
 
 
 class Passthrough(Quantizer):
@@ -170,6 +194,18 @@ class UniformQuantizer(Quantizer):
     def token_group(self) -> int | None:  # type: ignore[override]
         """Per channel, the tokens of a group; per token, 1."""
         return self.group_size if self.axis is Axis.per_channel else 1
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
+
+    @override
+    def with_more_bits(self, extra: int, most: int) -> Quantizer:
+        """Raises: Unsupported: a subclass, whose grid follows from its bits."""
+        if type(self) is not UniformQuantizer:
+            return super().with_more_bits(extra, most)
+        return more_bits(self, extra, most)
 
     @property
     def _dim(self) -> int:

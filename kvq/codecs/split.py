@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Size, Tensor
 
-from kvq.codecs.codec import Codec
+from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.quantizers import Parts, Quantizer
 from kvq.errors import Unsupported
 
@@ -20,20 +20,36 @@ class Split(Quantizer):
         axis: the axis that is split, -1 (channels) or -2 (tokens).
 
     Raises:
-        Unsupported: a codec that needs token positions.
+        Unsupported: a codec that needs token positions or stores lists.
     """
 
     axis: int
 
     def __init__(self, high: Codec, low: Codec) -> None:
-        if high.uses_rope or low.uses_rope:
-            raise Unsupported("a split has no token positions: put undo_rope and apply_rope around the split")
+        for codec in (high, low):
+            check_nested(codec, "split")
         self.high, self.low = high, low
+
+    @property
+    def _indices_of_groups(self) -> dict[str, int]:
+        """`Quantizer.indices` of a split of the channels, whose groups have the tokens of the block."""
+        both = (("high", self.high), ("low", self.low))
+        return {f"{side}.{name}": bits for side, codec in both for name, bits in codec.quantizer.indices.items()}
 
     def _groups(self, count: int, length: int) -> Iterator[tuple[str, Codec, int, int]]:
         """Name, codec, first index and size of the two groups, of `length` in all, `count` of them in the mask."""
         yield "high", self.high, 0, count
         yield "low", self.low, count, length - count
+
+    def _check_channels(self, outliers: int, head_dim: int) -> None:
+        """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
+        if not 0 < outliers < head_dim:
+            raise Unsupported(f"outliers={outliers}: head_dim={head_dim} leaves no other channels")
+        for name, codec, _, channels in self._groups(outliers, head_dim):
+            try:
+                codec.check(channels)
+            except Unsupported as error:
+                raise Unsupported(f"{name} ({channels} of {head_dim} channels): {error}") from error
 
     def _encode_groups(self, x: Tensor, mask: Shaped[Tensor, ...], count: int) -> Parts:
         """Parts of both codecs. `mask`: 1 at `count` places along `axis`; broadcasts to the shape of `x`."""

@@ -81,6 +81,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
         | _first_layers(method)
         | _sinks(method)
         | _kept_keys(method)
+        | ({"gqa_compensation": True} if method.gqa_compensation else {})
         | _more(method)
     )
     return found

@@ -22,6 +22,7 @@ from kvq.config.identity import canonical_method
 from kvq.config.residual import ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.eviction import Eviction
+from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import FirstLayers, Method
 from kvq.methods.plan import MixedPrecision
@@ -121,10 +122,25 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         plan=plan,
         kept_keys=_kept_keys(method, codecs["key"]),
         settings=canonical_method(method),
+        gqa=_gqa(method, codecs),
     )
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built
+
+
+def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:
+    if not method.gqa_compensation:
+        return None
+    if method.first_layers.count or not any(codecs.values()):
+        raise ConfigError(f"method.gqa_compensation of {method.name}: needs codecs, the same in all layers")
+    found = GqaCompensation()
+    for side, codec in codecs.items():
+        try:
+            found.check(codec)
+        except Unsupported as error:
+            raise Unsupported(f"method.gqa_compensation of {method.name}: {side}: {error}") from error
+    return found
 
 
 def _kept_keys(method: MethodConfig, key: Codec | None) -> KeptKeys | None:

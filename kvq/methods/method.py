@@ -19,6 +19,7 @@ from kvq.config.residual import Residual
 from kvq.errors import Unsupported
 from kvq.kernels import form_of
 from kvq.methods.eviction import Eviction
+from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys, numbered
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.sinks import side_of
@@ -49,6 +50,7 @@ class Method:
         kept_keys: tokens whose keys stay in full precision.
         settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
             method that was put together by hand.
+        gqa: bits that are added in a model whose query heads share KV heads.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Method:
     plan: MixedPrecision | None = None
     kept_keys: KeptKeys | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    gqa: GqaCompensation | None = None
 
     def codec(self, side: str, layer: int, layers: int) -> Codec | None:
         """The codec of `key` or `value` in one of `layers` layers; None where that layer stays in full precision.
@@ -130,6 +133,11 @@ class Method:
         return any(codec is not None and calibrated_parts(codec) for codec in (self.key, self.value))
 
     @property
+    def fits_first_tokens(self) -> bool:
+        """Some codec has tables that are fitted to the first tokens of each sequence."""
+        return any(codec is not None and codec.fits_first_tokens for codec in (self.key, self.value))
+
+    @property
     def is_full_precision(self) -> bool:
         """Neither keys nor values are quantized, and none are evicted."""
         return self.key is None and self.value is None and self.backend is None and self.eviction is None
@@ -156,6 +164,10 @@ class Method:
             ConfigError: kept keys without token ids, or parts that do not go together.
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
+        if self.gqa is not None:
+            codecs = {side: self.gqa.codec(getattr(self, side), config) for side in ("key", "value")}
+            own = replace(self, gqa=None, **codecs)  # type: ignore[arg-type]
+            return own.layers(config, head_dims, keep_decoded, quantized_prefill, packed)
         if packed:
             self.check_packed()
         for codec in filter(None, (self.key, self.value)):

@@ -83,6 +83,8 @@ METRICS = {
         Metric("nll", "nats/token", "NLL (nats/token)", "NLL", 4, better="lower"),
         Metric("key_bits", "bits", "Bits/element of keys", "Keys"),
         Metric("value_bits", "bits", "Bits/element of values", "Values"),
+        Metric("index_bits", "bits", "Huffman code (bits/index)", "Huffman"),
+        Metric("index_entropy", "bits", "Entropy of the indices (bits/index)", "Entropy"),
         _count("packed_bytes", "bytes/sequence", "Packed (bytes/sequence)"),
         _count("total_bytes", "bytes/sequence", "Stored (bytes/sequence)"),
         _count("cached_tokens", "tokens", "Cached tokens"),

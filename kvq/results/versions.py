@@ -29,6 +29,7 @@ _CLASS: Final = re.compile(r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$
 # Settings of a method without a `_target_`, and the class that reads them.
 _BEHIND: Final = {
     "sink_tokens": "SinkSide",
+    "gqa_compensation": "GqaCompensation",
     "kept_keys": "KeptSide",
     "backend": "BackendConfig",
     "calibration": "CalibrationConfig",
