@@ -7,6 +7,7 @@ from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
 from kvq.codecs.cq import CoupledQuantizer
+from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.gear import SparseLowRank, low_rank
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
@@ -37,6 +38,7 @@ __all__ = [
     "ClippedQuantizer",
     "Codec",
     "CoupledQuantizer",
+    "DeltaQuantizer",
     "DoubleQuant",
     "Float8Quantizer",
     "Gain",

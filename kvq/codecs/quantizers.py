@@ -70,10 +70,12 @@ class Quantizer(abc.ABC):
 
     Attributes:
         token_group: tokens that share statistics; 1: each token on its own, None: the whole block.
+        varies: the number of rows of some part depends on the block, so that blocks are stored one by one.
     """
 
     gain: Gain = Gain.none
     token_group: int | None = None
+    varies = False
 
     def check(self, head_dim: int) -> None:  # noqa: B027 - most quantizers work on any head dim
         """Raise `Unsupported` when the quantizer cannot work on `head_dim` channels."""
