@@ -20,9 +20,9 @@ from kvq.codecs.qjl import SketchQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, UniformQuantizer, Zero, ZeroPoint
 from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.stages import Hadamard, RandomizedHadamard, RandomRotation, Scope, Stage, TokenNorm
+from kvq.codecs.token_groups import ChannelRoot, PlannedCodec, TokenSplit, TokenTiers
 from kvq.codecs.turboquant import ChannelSplit, InnerProductQuantizer, Sketch
 from kvq.codecs.vector import VectorQuantizer
-from kvq.codecs.zipcache import ChannelRoot, PlannedCodec, TokenSplit
 
 __all__ = [
     "ApplyRope",
@@ -68,6 +68,7 @@ __all__ = [
     "Stage",
     "TokenNorm",
     "TokenSplit",
+    "TokenTiers",
     "UndoRope",
     "UniformQuantizer",
     "VectorQuantizer",

@@ -70,8 +70,8 @@ class DeltaQuantizer(Quantizer):
         error = self.relative_error(head_dim)
         if not error < 1:
             raise Unsupported(
-                f"deltas diverge: the codec's relative squared error is {error:.2f} at head_dim={head_dim}, and a closed "
-                "loop needs one below 1 (more bits)"
+                f"deltas diverge: the codec's relative squared error is {error:.2f} at head_dim={head_dim}, and a "
+                "closed loop needs one below 1 (more bits)"
             )
 
     def relative_error(self, head_dim: int) -> float:

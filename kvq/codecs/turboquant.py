@@ -16,7 +16,7 @@ from kvq.codecs.codec import Codec
 from kvq.codecs.lloyd_max import MAX_BITS, LloydMaxQuantizer
 from kvq.codecs.packing import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
-from kvq.codecs.split import Split
+from kvq.codecs.split import TwoWaySplit
 from kvq.codecs.stages import per_block, rotation
 from kvq.errors import Unsupported, at_least
 
@@ -103,7 +103,7 @@ def sketch_constant(sketch: Sketch, dim: int) -> float:
     return math.sqrt(dim / math.pi) * math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2))
 
 
-class ChannelSplit(Split):
+class ChannelSplit(TwoWaySplit):
     """Two codecs: one for the outlier channels of a block, one for the others.
 
     Outliers are the `outliers` channels with the largest sums of squares, chosen per head and block. The choice takes
@@ -136,7 +136,7 @@ class ChannelSplit(Split):
         """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
         if self.outliers >= head_dim:
             raise Unsupported(f"outliers={self.outliers}: head_dim={head_dim} leaves no other channels")
-        for name, codec, _, channels in self._groups(self.outliers, head_dim):
+        for name, codec, _, channels in self._groups((self.outliers, head_dim - self.outliers)):
             try:
                 codec.check(channels)
             except Unsupported as error:
@@ -147,9 +147,9 @@ class ChannelSplit(Split):
         """`mask` `[..., heads, 1, ceil(dim / 8)]` and the parts of both codecs."""
         chosen = x.square().sum(-2, keepdim=True).topk(self.outliers, -1).indices
         mask = torch.zeros_like(x[..., :1, :], dtype=torch.uint8).scatter_(-1, chosen, 1)
-        return {"mask": pack(mask.mT, 1)[0].mT} | self._encode_groups(x, mask, self.outliers)
+        return {"mask": pack(mask.mT, 1)[0].mT} | self._encode_mask(x, mask, self.outliers)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """Both groups of channels, each channel in its own place."""
-        return self._decode_groups(parts, unpack([parts["mask"].mT], 1, shape[-1]).mT, self.outliers, shape, dtype)
+        return self._decode_mask(parts, unpack([parts["mask"].mT], 1, shape[-1]).mT, self.outliers, shape, dtype)

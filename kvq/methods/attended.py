@@ -21,11 +21,11 @@ class AttendedLayer(KVCacheLayer):
     setting: str
     _received: Float[Tensor, "batch kv_heads tokens"] | None = None
 
-    def _add(self, received: Float[Tensor, "batch kv_heads tokens"]) -> None:
-        """Add the weights that all tokens, also new ones, have received since the last call."""
+    def _add(self, received: Float[Tensor, "batch kv_heads tokens"], kept: float = 1.0) -> None:
+        """Add the weights that all tokens, also new ones, have received since the last call; `kept` of earlier sums."""
         if self._received is not None:
             new = received.shape[-1] - self._received.shape[-1]
-            received = received + torch.nn.functional.pad(self._received, (0, new))
+            received = received + kept * torch.nn.functional.pad(self._received, (0, new))
         self._received = received
 
     @override

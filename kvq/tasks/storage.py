@@ -15,9 +15,17 @@ STORED = (
 )
 
 
+RECOMPRESSED = ("recompressed_tokens", "recompression_error")
+"""Of methods that encode packed tokens again with other bits."""
+
+
 def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
-    """Measured bits of a cache in its present state, and bytes of one of its sequences."""
-    return {
+    """Measured bits of a cache in its present state, and bytes of one of its sequences.
+
+    Where packed tokens are encoded again: how many were (each of a head, and as often as it was), and the relative
+    squared difference between their decoded forms before and after.
+    """
+    stored = {
         "bits_per_element": cache.bits_per_element,
         "key_bits": cache.side_bits("key"),
         "value_bits": cache.side_bits("value"),
@@ -26,3 +34,9 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
         "total_bytes": cache.nbytes / sequences,
         "cached_tokens": float(cache.get_seq_length()),
     }
+    if (done := cache.recompression) is not None:
+        stored |= {
+            "recompressed_tokens": done.moves / sequences,
+            "recompression_error": done.lost / done.energy if done.energy else 0.0,
+        }
+    return stored
