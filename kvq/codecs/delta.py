@@ -105,15 +105,20 @@ class DeltaQuantizer(Quantizer):
         if self.varies:
             rest = [at for at, regular in enumerate(self._anchors(x.shape[-2])) if not regular]
             mask = torch.cat([x.new_zeros(*x.shape[:-2], 0, 1, dtype=torch.bool), *far], -2)
-            parts |= {"far": pack(mask.to(torch.uint8), 1)[0], "far.anchors": _listed(to_stored(x, dtype), rest, mask)}
+            flags = mask.to(torch.uint8)
+            parts |= {"far": pack(flags, 1)[0] if far else flags}
+            parts |= {"far.anchors": _listed(to_stored(x, dtype), rest, mask)}
         return parts
 
     def _joined(self, steps: list[Parts], x: Tensor) -> Parts:
         """The parts of single tokens as those of one block; a block of anchors has the same parts without rows."""
-        found = steps or [self.codec.encode_block(torch.zeros_like(x[..., :1, :]))]
-        joined = {name: torch.cat([step[name] for step in found], -2)[..., : len(steps), :] for name in found[0]}
-        widths = token_widths(self.codec, x.shape[-3], x.shape[-1], x)
-        return {f"delta.{name}": part for name, part in together(joined, widths).items()}
+        if steps:
+            joined = {name: torch.cat([step[name] for step in steps], -2) for name in steps[0]}
+            parts = together(joined, token_widths(self.codec, x.shape[-3], x.shape[-1], x))
+        else:
+            one = self.codec.encode_block(torch.zeros_like(x[..., :1, :]))
+            parts = {name: part[..., :0, :] for name, part in one.items()}
+        return {f"delta.{name}": part for name, part in parts.items()}
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
@@ -123,7 +128,7 @@ class DeltaQuantizer(Quantizer):
         own = {name.removeprefix("delta."): part for name, part in parts.items() if name.startswith("delta.")}
         steps = iter(self.codec.decode_block(own, rest, dtype).split(1, -2) if rest[-2] else ())
         anchors = iter(parts["anchors"].to(dtype).split(1, -2))
-        far: list[tuple[Tensor, ...]] = []
+        far: list[tuple[Tensor, Tensor]] = []
         if self.varies and rest[-2]:
             mask = unpack([parts["far"]], 1, rest[-2]).bool()
             kept = _placed(parts["far.anchors"].to(dtype), mask)
@@ -134,7 +139,10 @@ class DeltaQuantizer(Quantizer):
                 out.append(next(anchors))
                 continue
             decoded = out[-1] + next(steps)
-            out.append(torch.where(*far.pop(0), decoded) if far else decoded)
+            if far:
+                mask, kept = far.pop(0)
+                decoded = torch.where(mask, kept, decoded)
+            out.append(decoded)
         return torch.cat(out, -2)
 
 

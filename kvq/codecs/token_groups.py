@@ -53,8 +53,8 @@ class TokenSplit(TwoWaySplit):
             raise ConfigError(f"share={share}: of the tokens, 0 to 1")
         super().__init__(high, low)
         self.share, self.per_head = share, per_head
-        widths = [getattr(codec.quantizer, "bits", None) for codec in (high, low)]
-        self.bits = None if None in widths else share * widths[0] + (1 - share) * widths[1]
+        more, fewer = (getattr(codec.quantizer, "bits", None) for codec in (high, low))
+        self.bits = None if more is None or fewer is None else share * more + (1 - share) * fewer
         self.mask: Bool[Tensor, "*lead masks tokens"] | None = None
         """The salient tokens of the blocks that are being encoded, from a policy; None: there is none."""
 

@@ -183,7 +183,8 @@ class TierStore(BlockStore):
     def select(self, index: Tensor) -> None:
         """Keep (and repeat) batch entries by index."""
         assert self._like is not None
-        before, lists = self.tiers, []
+        before = self.tiers
+        lists: list[Packed | None] = []
         index = index.to(before.device)
         tiers = before.index_select(0, index)
         for number, (codec, held) in enumerate(zip(self._codecs, self._lists, strict=True)):
