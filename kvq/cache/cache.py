@@ -19,6 +19,7 @@ from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.rotary import RopeTable, angles, styles_of
+from kvq.cache.side import Recompression
 from kvq.cache.sources import SourceColumns
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.head_dims import head_dims_of
@@ -293,6 +294,12 @@ class KVCache(WatchfulCache):
         sides = [side for side in self._sides(which) if side.tokens]
         elements = sum(side.elements_per_token for side in sides)
         return sum(side.bits_per_element * side.elements_per_token for side in sides) / elements if sides else 0.0
+
+    @property
+    def recompression(self) -> Recompression | None:
+        """What encoding packed tokens again has changed, over all layers; None: the method never does."""
+        found = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
+        return Recompression(*map(sum, zip(*found, strict=True))) if found else None
 
     def check_finite(self) -> None:
         """Raise `DataError` naming the first layer whose full-precision states are NaN or infinite."""

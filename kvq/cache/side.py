@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,20 @@ from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
+
+
+class Recompression(NamedTuple):
+    """Tokens that were decoded and encoded again with other bits, and what this changed.
+
+    Attributes:
+        moves: number of tokens of one head, each as often as it was encoded again.
+        lost: sum of squared differences between their decoded forms, before and after.
+        energy: sum of squares of those before.
+    """
+
+    moves: int
+    lost: float
+    energy: float
 
 
 class CacheSide:
@@ -111,6 +125,11 @@ class CacheSide:
         if not tokens:
             tokens, stored = self.residual_tokens, self.residual_bytes
         return 8 * stored / (tokens * self.elements_per_token) if tokens else 0.0
+
+    @property
+    def recompression(self) -> Recompression | None:
+        """What encoding packed tokens again has changed; None: it is never done."""
+        return None
 
     @property
     def elements_per_token(self) -> int:

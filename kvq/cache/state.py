@@ -6,6 +6,7 @@ nothing: kinds, axes, sizes and counts are checked, and nothing is allocated tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,12 +31,12 @@ class Field:
     """An attribute that a file holds; each may be None.
 
     Attributes:
-        kind: `count` (an integer), `tensor`, or `rows` (a `Growable`).
+        kind: `count` (an integer), `number` (a float, 0 or more), `tensor`, or `rows` (a `Growable`).
         axes: names of a tensor's axes; an axis whose size the reader knows by its name must have it.
         dtype: `states`: theirs; `float`: any floating point.
     """
 
-    kind: Literal["count", "tensor", "rows"]
+    kind: Literal["count", "number", "tensor", "rows"]
     axes: str = ""
     dtype: torch.dtype | Literal["states", "float"] = "states"
 
@@ -63,7 +64,7 @@ class Writer:
         """Write the attributes of `owner` that are named."""
         for name, field in saved.items():
             value = getattr(owner, name)
-            if field.kind == "count":
+            if field.kind in ("count", "number"):
                 self.tree[name] = value
             elif value is not None:
                 self.tensor(name, value.view if isinstance(value, Growable) else value)
@@ -118,6 +119,13 @@ class Reader:
             raise self.error(f"{name} is {_short(value)}; a whole number, {lowest} to {highest}")
         return value
 
+    def number(self, name: str) -> float:
+        """A finite number, 0 or more."""
+        value = self.tree.pop(name, None)
+        if type(value) is not float or not 0 <= value < math.inf:
+            raise self.error(f"{name} is {_short(value)}; a finite number, 0 or more")
+        return value
+
     def shape(self) -> tuple[int, int, int] | None:
         """Batch, heads and channels per head, which are known from here on; None: nothing is held."""
         value = self.tree.pop("shape", None)
@@ -136,8 +144,8 @@ class Reader:
     def fields(self, owner: Any, saved: Mapping[str, Field]) -> None:
         """Set the attributes of `owner` that are named."""
         for name, field in saved.items():
-            if field.kind == "count":
-                setattr(owner, name, self.count(name))
+            if field.kind in ("count", "number"):
+                setattr(owner, name, self.count(name) if field.kind == "count" else self.number(name))
                 continue
             tensor = self.tensor(name, field)
             setattr(owner, name, Growable(tensor) if tensor is not None and field.kind == "rows" else tensor)

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from kvq.cache.state import Reader, Writer
 from kvq.codecs import Codec, Growable, Packed, PackedStore
+from kvq.codecs.by_token import UNIT, by_token, together, token_width
 from kvq.codecs.packed import BlockRun
-from kvq.codecs.packing import pack, unpack
 from kvq.codecs.rope import Rope
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
-UNIT = 32
-"""Tokens of a unit; a multiple of 8, because 8 one-bit codes share a byte."""
 
 
 class BlockStore:
@@ -147,17 +145,17 @@ class TokenStore(BlockStore):
         if turned is not None:
             turned = dataclasses.replace(turned, cos=turned.cos[:, index], sin=turned.sin[:, index])
         packed = self.codec.encode(states.index_select(2, index), UNIT, turned)
-        rows = packed.runs[0].rows
-        joined = _by_token(packed, rows, count)
+        widths = {name: token_width(rows) for name, rows in packed.runs[0].rows.items()}
+        joined = by_token(packed.parts, widths, count)
         if self._tail is not None:
-            before = _by_token(self._tail, rows, self._tail.tokens)
+            before = by_token(self._tail.parts, widths, self._tail.tokens)
             joined = {name: torch.cat([before[name], part], 2) for name, part in joined.items()}
         total = self.tokens + count - sealed
         whole = total // UNIT * UNIT
         if whole:
-            units = _repacked(packed, rows, joined, 0, whole)
+            units = _repacked(packed, widths, joined, 0, whole)
             self._seal(self.codec, units, narrowed(rope, sealed, whole), False)
-        self._tail = _repacked(packed, rows, joined, whole, total - whole) if total > whole else None
+        self._tail = _repacked(packed, widths, joined, whole, total - whole) if total > whole else None
         return self.codec.decode(packed, turned)[:, :, :count] if decoded else None
 
     def past(self, rope: Rope | None) -> States:
@@ -201,25 +199,9 @@ def _rows_of_batch(part: Tensor, index: Tensor) -> Tensor:
     return part.index_select(0, index.to(part.device))
 
 
-def _bits(rows: int) -> int:
-    """Bits of a token in a part that has `rows` rows per unit; 8 where a token has a row of its own, of any dtype."""
-    return 8 * rows // UNIT
-
-
-def _by_token(packed: Packed, rows: dict[str, int], tokens: int) -> dict[str, Tensor]:
-    """Every part with one row per token: planes of 1, 2 or 4 bits are unpacked."""
-    return {
-        name: unpack([part], _bits(rows[name]), tokens) if _bits(rows[name]) in (1, 2, 4) else part[:, :, :tokens]
-        for name, part in packed.parts.items()
-    }
-
-
-def _repacked(like: Packed, rows: dict[str, int], joined: dict[str, Tensor], start: int, length: int) -> Packed:
-    """Pack `length` tokens from `start` on, in whole units or as one short block; inverse of `_by_token`."""
-    parts = {}
-    for name, part in joined.items():
-        bits, some = _bits(rows[name]), part[:, :, start : start + length]
-        parts[name] = pack(some, bits)[0] if bits in (1, 2, 4) else some.clone()
+def _repacked(like: Packed, widths: dict[str, int], joined: dict[str, Tensor], start: int, length: int) -> Packed:
+    """Pack `length` tokens from `start` on, in whole units or as one short block; inverse of `by_token`."""
+    parts = together({name: part[:, :, start : start + length] for name, part in joined.items()}, widths)
     size = min(UNIT, length)
     own = {name: part.shape[2] * size // length for name, part in parts.items()}
     return dataclasses.replace(like, parts=parts, runs=(BlockRun(size, length // size, own),))

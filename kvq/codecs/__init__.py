@@ -8,6 +8,7 @@ from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
 from kvq.codecs.cq import CoupledQuantizer
+from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.gear import SparseLowRank
 from kvq.codecs.huffman import HuffmanCodec, Rate
@@ -23,9 +24,9 @@ from kvq.codecs.qjl import SketchQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, UniformQuantizer, Zero, ZeroPoint
 from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.stages import Hadamard, RandomizedHadamard, RandomRotation, Scope, Stage, TokenNorm
+from kvq.codecs.token_groups import ChannelRoot, PlannedCodec, TokenSplit, TokenTiers
 from kvq.codecs.turboquant import InnerProductQuantizer, Sketch
 from kvq.codecs.vector import VectorQuantizer
-from kvq.codecs.zipcache import ChannelRoot, PlannedCodec, TokenSplit
 
 __all__ = [
     "ApplyRope",
@@ -42,6 +43,7 @@ __all__ = [
     "ClippedQuantizer",
     "Codec",
     "CoupledQuantizer",
+    "DeltaQuantizer",
     "DoubleQuant",
     "Float8Quantizer",
     "Gain",
@@ -77,6 +79,7 @@ __all__ = [
     "Svd",
     "TokenNorm",
     "TokenSplit",
+    "TokenTiers",
     "UndoRope",
     "UniformQuantizer",
     "VectorQuantizer",

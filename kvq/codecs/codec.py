@@ -110,8 +110,9 @@ class Codec:
         self._check_rope(rope, tokens)
         size = tokens if block is None else min(block, tokens)
         count, tail = divmod(tokens, size)
+        whole = [(at * size, size, 1) for at in range(count)] if self.quantizer.varies else [(0, size, count)]
         runs, pieces = [], []
-        for start, length, number in ((0, size, count), (count * size, tail, 1)):
+        for start, length, number in (*whole, (count * size, tail, 1)):
             if length and number:
                 blocks = x[:, :, start : start + length * number].unflatten(2, (number, length)).transpose(1, 2)
                 turned = None if rope is None else rope.narrow(start, length * number).blocks(length, number)

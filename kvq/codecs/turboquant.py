@@ -34,6 +34,7 @@ class InnerProductQuantizer(Quantizer):
 
     Args:
         bits: bits per element, 2-8: b-1 for the codes, 1 for the signs.
+        extra_bits: added to `bits`, for codecs of tokens or channels with more or fewer bits than others.
         sketch: `gaussian`, or `orthogonal` rows of length √D.
         seed: seed of S, independent of data seeds and of the seed of a rotation before it.
 
@@ -50,12 +51,14 @@ class InnerProductQuantizer(Quantizer):
 
     token_group = 1
 
-    def __init__(self, bits: int, sketch: Sketch | str = Sketch.gaussian, seed: int = 1) -> None:
-        if not 2 <= bits <= MAX_BITS:
-            raise Unsupported(f"bits={bits}: the inner-product form has 2 to {MAX_BITS} bits, one of them for signs")
-        self.bits, self.seed = bits, seed
+    def __init__(self, bits: int, sketch: Sketch | str = Sketch.gaussian, seed: int = 1, extra_bits: int = 0) -> None:
+        self.bits, self.seed = bits + extra_bits, seed
+        if not 2 <= self.bits <= MAX_BITS:
+            raise Unsupported(
+                f"bits={self.bits}: the inner-product form has 2 to {MAX_BITS} bits, one of them for signs"
+            )
         self.sketch = choice(Sketch, sketch, "sketch")
-        self._codes = LloydMaxQuantizer(bits - 1)
+        self._codes = LloydMaxQuantizer(self.bits - 1)
 
     @property
     @override

@@ -213,6 +213,9 @@ def _check_arguments(setting: str, config: Mapping[str, Any]) -> None:
     for name, item in config.items():
         if isinstance(item, Mapping):
             _check_arguments(f"{setting}.{name}", item)
+        for number, one in enumerate(item if isinstance(item, list) else ()):
+            if isinstance(one, Mapping):
+                _check_arguments(f"{setting}.{name}.{number}", one)
 
 
 def _check_call(setting: str, config: Mapping[str, Any], target: Any) -> None:

@@ -88,6 +88,8 @@ METRICS = {
         _count("packed_bytes", "bytes/sequence", "Packed (bytes/sequence)"),
         _count("total_bytes", "bytes/sequence", "Stored (bytes/sequence)"),
         _count("cached_tokens", "tokens", "Cached tokens"),
+        _count("recompressed_tokens", "tokens/sequence", "Tokens encoded again (of a head, per sequence)"),
+        Metric("recompression_error", "1", "Relative error of encoding again", "Again", 4, better="lower"),
         _count("scored_tokens", "tokens", "Scored tokens"),
         _count("windows", "windows", "Windows"),
         _count("items", "items", "Items"),

@@ -20,11 +20,16 @@ STORED = (
 )
 
 
+RECOMPRESSED = ("recompressed_tokens", "recompression_error")
+"""Of methods that encode packed tokens again with other bits."""
+
+
 def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     """Measured bits of a cache in its present state, and bytes of one of its sequences.
 
     Where indices have Huffman codes, also the mean length of their code words and the Shannon entropy of their
-    frequencies in each block, over keys and values.
+    frequencies in each block, over keys and values. Where packed tokens are encoded again: how many were (each of a
+    head, and as often as it was), and the relative squared difference between their decoded forms before and after.
     """
     stored = {
         "bits_per_element": cache.bits_per_element,
@@ -41,4 +46,9 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     if indices := sum(rate.indices for rate in rates):
         stored["index_bits"] = sum(rate.coded for rate in rates) / indices
         stored["index_entropy"] = sum(rate.entropy for rate in rates) / indices
+    if (done := cache.recompression) is not None:
+        stored |= {
+            "recompressed_tokens": done.moves / sequences,
+            "recompression_error": done.lost / done.energy if done.energy else 0.0,
+        }
     return stored

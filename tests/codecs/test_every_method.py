@@ -59,6 +59,8 @@ QUANTIZING = [name for name in CODED if bits_range(name) is not None]
 GROUPS = ["own", 5, 16, "null"]
 MODULES = [importlib.import_module(f"kvq.codecs.{module.name}") for module in pkgutil.iter_modules(kvq.codecs.__path__)]
 PACKING = [module for module in MODULES if getattr(module, "pack", None) is pack]
+GROUPED = ("", "high.", "low.", "base.", "delta.")
+CODES = tuple(f"{group}{part}" for group in GROUPED for part in ("codes.", "signs"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -211,11 +213,14 @@ def test_keys_and_values_get_their_own_bits(name):
     def coded(codec):
         """Bits asked for, and bits of codes per channel (a split's outlier channels have one more)."""
         parts = in_planes(codec, codec.encode(x, rope=rope)).parts
-        names = ("codes.", "signs", "high.codes.", "low.codes.", "base.codes.")
-        codes = [part for name, part in parts.items() if name.startswith(names)]
+        groups = ("high.", "low.", "base.", "delta.")
+        codes = [
+            part for name, part in parts.items() if functools.reduce(str.removeprefix, groups, name).startswith(CODES)
+        ]
         return getattr(codec.quantizer, "bits", None), 8 * sum(part.numel() for part in codes) / x.numel()
 
-    high, low = (bits_range(name)[1], bits_range(name)[0]) if bits_range(name)[1] < 3 else (3, 2)
+    lowest, highest = bits_range(name)
+    high, low = (highest, lowest) if highest < 3 else (max(3, lowest + 1), max(2, lowest))
     method = build(name, x, f"k{high}v{low}")
     for codec, bits in ((method.key, high), (method.value, low)):
         split = codec.quantizer

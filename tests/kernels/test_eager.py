@@ -51,6 +51,11 @@ FAMILIES = {
     "spinquant": "stage 'rotation'",
     "zipcache": "codes of TokenSplit",
 }
+REFUSED |= {
+    f"kvquant_plus_plus/delta{kind}": "codes of DeltaQuantizer" for kind in ("", "_mse", "_every", "_threshold")
+}
+REFUSED |= {f"kvquant_plus_plus/attention{kind}": "codes of TokenSplit" for kind in ("", "_mse")}
+REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers"}
 REFUSED |= {name: FAMILIES[family] for name in METHODS if (family := name.partition("/")[0]) in FAMILIES}
 METHODS = [name for name in METHODS if name not in BITS]  # other libraries' caches have no codecs
 

@@ -1,9 +1,9 @@
-"""ZipCache: two codecs over a split of a block's tokens (salient and other), and a scale per channel."""
+"""Codecs over groups of a block's tokens that a policy chooses: salient and other ones, or tiers; ZipCache's scale."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -15,12 +15,15 @@ from kvq.codecs.codec import Codec
 from kvq.codecs.packing import pack, unpack
 from kvq.codecs.quantizers import Parts
 from kvq.codecs.rope import Rope
-from kvq.codecs.split import Split
+from kvq.codecs.split import Split, TwoWaySplit
 from kvq.codecs.stages import Side, Stage
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, Unsupported
+
+TIER_BITS = 2
+"""Stored bits of a token's tier."""
 
 
-class TokenSplit(Split):
+class TokenSplit(TwoWaySplit):
     """One codec for the salient tokens of a block, another for the others; the split is stored as one bit per token.
 
     A policy chooses the salient tokens (`PlannedCodec.planned`). Where a codec is applied to a tensor alone there is no
@@ -37,7 +40,8 @@ class TokenSplit(Split):
         ConfigError: a share outside 0 to 1.
         Unsupported: a codec that needs token positions.
 
-    Source: ZipCache (arXiv 2405.14256), section 4.
+    Source: ZipCache (arXiv 2405.14256), section 4; kvquant-plus-plus, section 3.1 (half of the tokens at one bit more,
+    half at one bit less).
     """
 
     version: ClassVar[int] = 1
@@ -49,6 +53,8 @@ class TokenSplit(Split):
             raise ConfigError(f"share={share}: of the tokens, 0 to 1")
         super().__init__(high, low)
         self.share, self.per_head = share, per_head
+        more, fewer = (getattr(codec.quantizer, "bits", None) for codec in (high, low))
+        self.bits = None if more is None or fewer is None else share * more + (1 - share) * fewer
         self.mask: Bool[Tensor, "*lead masks tokens"] | None = None
         """The salient tokens of the blocks that are being encoded, from a policy; None: there is none."""
 
@@ -77,13 +83,67 @@ class TokenSplit(Split):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`mask` `[..., heads or 1, ceil(tokens / 8), 1]` and the parts of both codecs."""
         mask = (self._spread(x) if self.mask is None else self.mask).unsqueeze(-1)
-        return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_groups(x, mask, self.count(x.shape[-2]))
+        return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_mask(x, mask, self.count(x.shape[-2]))
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """Both groups of tokens, each token in its own place."""
         mask = unpack([parts["mask"]], 1, shape[-2])
-        return self._decode_groups(parts, mask, self.count(shape[-2]), shape, dtype)
+        return self._decode_mask(parts, mask, self.count(shape[-2]), shape, dtype)
+
+
+class TokenTiers(Split):
+    """A codec for each tier of tokens, the first tier's with the most bits; each token's tier takes 2 stored bits.
+
+    Tiers are a policy's choice (`kvq.methods.tiers.AdaptiveTiers`), which also moves tokens from one to another. Where
+    a codec is applied to a tensor alone there is no policy, and token t of a block has tier t modulo their number.
+
+    Args:
+        tiers: 2 to 4 codecs that encode each token on its own.
+
+    Raises:
+        ConfigError: another number of codecs.
+        Unsupported: a codec whose tokens share statistics, or that needs token positions.
+
+    Source: kvquant-plus-plus, section 3.3.
+    """
+
+    version: ClassVar[int] = 1
+
+    axis = -2
+
+    def __init__(self, tiers: Sequence[Codec]) -> None:
+        if not 2 <= len(tiers) <= 4:
+            raise ConfigError(f"tiers: {len(tiers)} codecs; 2 to 4")
+        for number, codec in enumerate(tiers):
+            if codec.token_group != 1:
+                raise Unsupported(f"tiers.{number}: its tokens share statistics, but move to other tiers one by one")
+        super().__init__({f"tier{number}": codec for number, codec in enumerate(tiers)})
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: a codec that cannot work on the head dim."""
+        for codec in self.codecs.values():
+            codec.check(head_dim)
+
+    def _evenly(self, x: Tensor, tokens: int) -> tuple[Tensor, list[int]]:
+        """Tiers of a block without a policy `[1, tokens, 1]`, and how many tokens each has."""
+        tiers = torch.arange(tokens, device=x.device) % len(self.codecs)
+        return tiers[None, :, None].to(torch.uint8), tiers.bincount(minlength=len(self.codecs)).tolist()
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """`tier` `[..., 1, ceil(tokens / 4), 1]` and the parts of all codecs."""
+        tiers, sizes = self._evenly(x, x.shape[-2])
+        stored = pack(tiers.expand(*x.shape[:-3], 1, -1, 1), TIER_BITS)[0]
+        return {"tier": stored} | self._encode_groups(x, tiers, sizes)
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """All tiers, each token in its own place."""
+        tiers = unpack([parts["tier"]], TIER_BITS, shape[-2])
+        _, sizes = self._evenly(tiers, shape[-2])
+        return self._decode_groups(parts, tiers, sizes, shape, dtype)
 
 
 class PlannedCodec(Codec):
