@@ -22,6 +22,7 @@ from kvq.results.tensor_files import dump, read_tensors
 from tests.cache.test_saved import filled, method_of
 
 Tensors = dict[str, Tensor]
+TIERS, INDEX = "kvquant_plus_plus/tiers", "layers.0.{}.tiers.index"
 CODES, WAITING = "layers.0.key.sealed.codes.0", "layers.1.{}._full"
 MIB = 2**20
 
@@ -177,6 +178,28 @@ def test_it_is_refused_in_one_line(name: str, whole: bytes, tmp_path: Path) -> N
         ("kvquant", lambda tree, tensors: _shorten(tensors), "rotations"),
         ("ott", lambda tree, tensors: tree["layers.2"]["key"].update(pooled=100), "pooled is 100"),
         ("h2o", lambda tree, tensors: _longer(tensors), "the method has sums of"),
+        (TIERS, lambda tree, tensors: _longer(tensors), "the method has sums of"),
+        (TIERS, lambda tree, tensors: tensors.pop("layers.0._received"), "_received is missing"),
+        (TIERS, lambda tree, tensors: _tiers(tree).update(lost=-1.0), "lost is -1.0; a finite number"),
+        (TIERS, lambda tree, tensors: _tiers(tree).update(energy="much"), "energy is 'much'; a finite number"),
+        (TIERS, lambda tree, tensors: _tiers(tree).update(moves=None), "moves is None; a whole number"),
+        (
+            TIERS,
+            lambda tree, tensors: _tiers(tree).update(_tokens=2**40),
+            r"index is .*, not .* \[1, 2, 2748",
+        ),
+        (TIERS, lambda tree, tensors: _tiers(tree).update(tier7=[]), "'tier7' means nothing here"),
+        (TIERS, lambda tree, tensors: tensors.pop(INDEX.format("key")), "it has no tiers"),
+        (
+            TIERS,
+            lambda tree, tensors: tensors["layers.0.key.tiers.index"].bitwise_not_(),
+            "its lists have .*, its tiers",
+        ),
+        (
+            TIERS,
+            lambda tree, tensors: _swapped(tensors["layers.0.value.tiers.index"]),
+            "keys and values have other tiers",
+        ),
         ("cq/kept_comma", lambda tree, tensors: tensors["layers.0.key._at"].add_(1), "_at does not name"),
     ],
 )
@@ -189,6 +212,17 @@ def test_state_of_policies_is_checked(
     _changed(lambda header, tensors: change(header["state"], tensors))(tmp_path / "cache")
     with pytest.raises(DataError, match=said):
         KVCache.load(tmp_path / "cache", model, method)
+
+
+def _tiers(tree: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = tree["layers.0"]["key"]["tiers"]
+    return found
+
+
+def _swapped(index: Tensor) -> None:
+    """The tiers of one head in place of another's, so that no list has more or fewer tokens."""
+    assert not index[:, 0].equal(index[:, 1])
+    index.copy_(index.flip(1).clone())
 
 
 def _shorten(tensors: Tensors) -> None:

@@ -74,9 +74,10 @@ def same(model: Any, first: KVCache, second: KVCache, batch: int = 1) -> None:
     assert first.get_seq_length() == second.get_seq_length() == PROMPT + 2
     assert (first.nbytes, first.packed_bytes) == (second.nbytes, second.packed_bytes)
     assert first.effective_bits == second.effective_bits
+    assert first.recompression == second.recompression
     for one, other in zip(goes_on(model, first, batch), goes_on(model, second, batch), strict=True):
         assert torch.equal(one, other)
-    assert first.nbytes == second.nbytes
+    assert (first.nbytes, first.recompression) == (second.nbytes, second.recompression)
 
 
 @pytest.mark.parametrize("name", OWN)
