@@ -80,6 +80,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "calibration",
         "sink_tokens",
         "kept_keys",
+        "gqa_compensation",
     }
 
 
