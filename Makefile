@@ -69,7 +69,7 @@ lint: setup ## check style and types
 tiny-model: setup ## train the embedded model again (about 80 minutes on 2 cores)
 	$(BIN)/python experiments/train_tiny_model.py
 
-tiny-sinks: setup ## train the sink of tiny_sinks again (about 50 minutes on one core)
+tiny-sinks: setup ## train the sink of tiny_sinks again (about 80 minutes on one core)
 	$(BIN)/python experiments/train_tiny_sinks.py
 
 codebooks: setup ## make the vector codebooks again from synthetic Gaussian data (about 10 minutes on one core)
