@@ -102,8 +102,12 @@ def _boxes(axis: Any, part: pd.DataFrame, quantity: str, positions: list[int]) -
         whiskerprops={"linewidth": 0.6},
     )
     usual = float(part[quantity].median())
-    for box, values in zip(drawn["boxes"], data, strict=True):
-        box.set_facecolor("#D55E00" if float(np.median(values)) < _LOW * usual else "#56B4E9")
+    for box, line, values in zip(drawn["boxes"], drawn["medians"], data, strict=True):
+        low = float(np.median(values)) < _LOW * usual
+        box.set_facecolor("#D55E00" if low else "#56B4E9")
+        if low:  # its box is too thin for its colour to be seen
+            box.set(edgecolor="#D55E00", linewidth=2)
+            line.set_color("#D55E00")
 
 
 def heat_figure(table: pd.DataFrame, title: str) -> Figure:
@@ -149,6 +153,9 @@ def groups_figure(table: pd.DataFrame, title: str) -> Figure:
     with style():
         made = figure(2, 4.6)
         axes = made.subplots(2, 2)
+        layout = made.get_layout_engine()
+        assert layout is not None
+        layout.set(rect=(0.02, 0, 0.98, 1))  # it forgets the wider tick labels below
         ranges = table[table["kind"] == "range"]
         for index, side in enumerate(("key", "value")):
             part = ranges[ranges["side"] == side]
