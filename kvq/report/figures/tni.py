@@ -150,11 +150,13 @@ def groups_table(record: Record, store: Store) -> pd.DataFrame:
 
 def groups_figure(table: pd.DataFrame, title: str) -> Figure:
     """Ranges through the stages; error of key groups by bound and norm spread; the sinks' groups without them."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     with style():
         made = figure(2, 4.6)
         axes = made.subplots(2, 2)
         layout = made.get_layout_engine()
-        assert layout is not None
+        assert isinstance(layout, ConstrainedLayoutEngine)
         layout.set(rect=(0.02, 0, 0.98, 1))  # it forgets the wider tick labels below
         ranges = table[table["kind"] == "range"]
         for index, side in enumerate(("key", "value")):
