@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup ## set up, run the default sweep on the embedded model with sinks and outliers and print its table
-	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 results_dir=results/demo
+	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 cache.keep_decoded=true results_dir=results/demo
 
 sweep: setup ## run a sweep: make sweep SWEEP="method=kivi,nsn bits=2,3"
 	$(BIN)/python run.py -m $(SWEEP)
