@@ -33,6 +33,11 @@ _KINDS = {
 _OTHERS = "Others"
 
 
+def kinds() -> tuple[str, ...]:
+    """What the names of figures begin with, in the order of the page."""
+    return tuple(_KINDS)
+
+
 class Noted:
     """Drawings passed on one by one, while their names and titles are kept for the index."""
 
