@@ -7,8 +7,6 @@ the tables of a paper come from the layouts of the experiments, counts from the 
 from __future__ import annotations
 
 import functools
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from kvq.report.figures.index import kinds
 from kvq.report.tables.cells import DASH
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiment_files import fill as fill_cells
-from kvq.report.tables.experiments import Shown, by_signature
+from kvq.report.tables.experiments import Shown, by_signature, refused
 from kvq.report.tables.reference import read_reference, reference_path
 from kvq.results import Store
 
@@ -143,14 +141,15 @@ class Rows:
         """Cells of an item's line, as Markdown."""
         found = [self._filled(name) for name in item.experiments]
         here = [f"`{name}`" for name in item.experiments] + [f"figures `{kind}`" for kind in item.figures]
-        refused = [reason for name in item.experiments for reason in refusals(name)]
-        composes = DASH if not any(one.experiment.runs for one in found) else "no" if refused else "yes"
+        problems = [reason for name in item.experiments for reason in refusals(name)]
+        composes = DASH if not any(one.experiment.runs for one in found) else "no" if problems else "yes"
         real = [counted(one.cells) for one in found if not _is_of_embedded(one)]
         small = [text for one in found for text in _stand_ins(one)]
         if item.figures:
             drawn = [sum(counts) for counts in zip(*map(self._drawn, item.figures), strict=True)]
             real, small = ([*texts, _figures(count)] for texts, count in zip((real, small), drawn, strict=True))
-        why = [item.none, *refused, *(reason for one in found for reason in _reasons(one))]
+        never = [(count, one, reason) for one in found for reason, count in refused(one.cells).items()]
+        why = [item.none, *problems, *(f"{count} of {len(one.cells)} cells: {reason}" for count, one, reason in never)]
         said = "; ".join(escape_markdown(reason) for reason in dict.fromkeys(filter(None, why)))
         cells = [escape_markdown(item.name), ", ".join(here), composes, ", ".join(real), ", ".join(small), said]
         return [cell or DASH for cell in cells]
@@ -182,12 +181,6 @@ def _stand_ins(filled: Filled) -> Iterator[str]:
 
 def _figures(count: int) -> str:
     return f"{count} figure{'s' * (count != 1)}"
-
-
-def _reasons(filled: Filled) -> Iterator[str]:
-    """Why cells cannot be measured, with the number of those that a reason holds for."""
-    for reason, count in Counter(cell.asked.reason for cell in filled.cells if cell.asked.reason).items():
-        yield f"{count} of {len(filled.cells)} cells: {re.sub(r'[.]$', '', str(reason))}"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,14 @@ from tests.results import made
 REFERENCE = read_reference()
 LAYOUTS = {name: layout for name in names() if (layout := layout_named(name)).paper is not None}
 REVIEW = {
-    *("ablation", "group_size", "residual", "niah_depth", "eviction", "prefill_latency", "weight_quantized", "larger"),
+    "ablation",
+    "eviction",
+    "group_size",
+    "larger",
+    "niah_depth",
+    "prefill_latency",
+    "residual",
+    "weight_quantized",
 }
 WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure8", "oscar/token_norms", "oscar/tni_error"}
 """What a paper tells or draws without a number that could stand in the published figures."""
