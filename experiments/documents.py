@@ -46,21 +46,23 @@ class Item:
 def documents_of(text: str) -> dict[str, list[Item]]:
     """Items of every document: those that are written, and the tables of its paper that experiments' layouts name.
 
-    A table is left out where an item, other than a figure, names its experiment already.
+    A table is left out where an item names its experiment already; a figure does so only where the table has no name.
 
     Raises:
         SystemExit: an item of which nothing is said, or an experiment or kind of figure that there is none of.
     """
     written = yaml.safe_load(text)
     out = {name: [_item(name, *item) for item in about["items"].items()] for name, about in written.items()}
-    others = [item for items in out.values() for item in items if not item.name.startswith("Figure ")]
-    claimed = {experiment for item in others for experiment in item.experiments}
+    claimed = {
+        (one, item.name.startswith("Figure ")) for items in out.values() for item in items for one in item.experiments
+    }
     for name, about in written.items():
         for experiment in names():
             layout = layout_named(experiment)
             title = layout.table or str(layout.title)
             ours = layout.paper is not None and layout.paper == about["paper"]
-            if ours and experiment not in claimed and title not in about["items"]:
+            listed = (experiment, False) in claimed or (layout.table is None and (experiment, True) in claimed)
+            if ours and not listed and title not in about["items"]:
                 out[name].append(Item(title, (experiment,)))
         out[name].sort(key=_order)
     return out
