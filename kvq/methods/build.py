@@ -18,7 +18,7 @@ from kvq.codecs import Codec
 from kvq.config import Config, MethodConfig, compose, outside, resolve
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.explain import COMPOSE_ERRORS, explain
-from kvq.config.residual import ResidualConfig, effective_residual
+from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys
@@ -100,6 +100,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     effective = effective_residual(method.residual, residual)
     if method.backend is not None and given is not None:
         check_backend(method.name, method.backend, given, effective)
+    _check_alone(method.name, codecs, effective)
     eviction = _part(method.name, "method.eviction", method.eviction, Eviction)  # type: ignore[type-abstract]
     plan = _part(method.name, "method.plan", method.plan, MixedPrecision)  # type: ignore[type-abstract]
     if plan is not None:
@@ -123,6 +124,14 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built
+
+
+def _check_alone(name: str, codecs: Mapping[str, Codec | None], residual: Residual) -> None:
+    for side, codec in codecs.items():
+        if codec is not None and getattr(residual, side).keeps_nothing and codec.token_group != 1:
+            raise Unsupported(
+                f"residual.size=0 under sliding ({side}s): tokens of {name} share statistics; a size of at least 1"
+            )
 
 
 def _kept_keys(method: MethodConfig, key: Codec | None) -> KeptKeys | None:

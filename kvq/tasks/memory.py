@@ -29,7 +29,7 @@ FP16 = torch.float16
 
 def schedule(residual: ResidualSide, codec: Codec, tokens: int) -> tuple[int, int | None, bool]:
     """Packed tokens after a prompt of `tokens`, their block size (None: one block), and whether each is independent."""
-    if residual.policy is Policy.none or not residual.size:
+    if residual.policy is Policy.none or (not residual.size and not residual.keeps_nothing):
         whole = residual.prefill_block is PrefillBlock.whole or not residual.size
         return tokens, None if whole else residual.size, False
     kept, group = residual.schedule(codec.token_group)
