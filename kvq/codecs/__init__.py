@@ -1,6 +1,7 @@
 """Tensor maths of quantization: packing, stages, quantizers and the chain that joins them. No transformers here."""
 
-from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, SignedMaxQuantizer
+from kvq.codecs.block_float import BlockFloatQuantizer
+from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, LevelsQuantizer, SignedMaxQuantizer
 from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
 from kvq.codecs.clipped import ClippedQuantizer
@@ -10,7 +11,8 @@ from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.gear import SparseLowRank, low_rank
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
-from kvq.codecs.lloyd_max import LloydMaxQuantizer, optimal_levels
+from kvq.codecs.layer_scale import LayerScale
+from kvq.codecs.lloyd_max import LloydMaxQuantizer, normal_levels, optimal_levels
 from kvq.codecs.nsnquant import Center, ChannelScale, ChannelShift
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs
 from kvq.codecs.packing import pack, plane_widths, unpack
@@ -26,6 +28,7 @@ from kvq.codecs.zipcache import ChannelRoot, PlannedCodec, TokenSplit
 __all__ = [
     "ApplyRope",
     "Axis",
+    "BlockFloatQuantizer",
     "BlockRun",
     "Calibrated",
     "Center",
@@ -45,7 +48,9 @@ __all__ = [
     "Hadamard",
     "HalfAwayQuantizer",
     "InnerProductQuantizer",
+    "LayerScale",
     "LearnedRotation",
+    "LevelsQuantizer",
     "LloydMaxQuantizer",
     "NonUniformQuantizer",
     "Packed",
@@ -80,6 +85,7 @@ __all__ = [
     "gain_factor",
     "low_rank",
     "merge_runs",
+    "normal_levels",
     "optimal_levels",
     "pack",
     "plane_widths",

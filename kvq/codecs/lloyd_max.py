@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from functools import lru_cache
 from typing import ClassVar
 
@@ -33,6 +34,28 @@ def partial_mean(t: Array, dim: int) -> Array:
 def density(t: Array, dim: int) -> Array:
     """f(t) = (1 - t²)^((dim-3)/2) / B(1/2, (dim-1)/2)."""
     return (1 - t**2) ** ((dim - 3) / 2) / special.beta(0.5, (dim - 1) / 2)
+
+
+class Marginal(enum.Enum):
+    """The distribution of a coordinate: of the uniform unit vector, or N(0, 1/D), its limit (vLLM, LMDeploy)."""
+
+    sphere = "sphere"
+    normal = "normal"
+
+
+def normal_levels(bits: int) -> Array:
+    """`optimal_levels` of N(0, 1).
+
+    Source: Max 1960, Table I.
+    """
+    half = 2 ** (bits - 1)
+
+    def centroids(levels: Array) -> Array:
+        ends = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+        return np.diff(np.exp(-(ends**2) / 2)) / (np.diff(special.erfc(ends / 2**0.5)) * (np.pi / 2) ** 0.5)
+
+    # The optimal point density is the cube root of the density: a normal one of variance 3.
+    return fixed_point(centroids, 3**0.5 * special.ndtri(0.5 + (np.arange(half) + 0.5) / (2 * half)))
 
 
 def optimal_levels(bits: int, dim: int) -> Array:
@@ -78,9 +101,9 @@ def relative_mse(levels: Array, dim: int) -> float:
 
 
 @lru_cache(maxsize=128)
-def _tables(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(bits: int, dim: int, marginal: Marginal, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Levels and thresholds of the whole codebook."""
-    half = optimal_levels(bits, dim)
+    half = optimal_levels(bits, dim) if marginal is Marginal.sphere else normal_levels(bits) / dim**0.5
     levels = np.concatenate([-half[::-1], half])
     middles = (levels[1:] + levels[:-1]) / 2
     return tuple(torch.from_numpy(part).to(device, dtype) for part in (levels, middles))  # type: ignore[return-value]
@@ -93,11 +116,13 @@ class LloydMaxQuantizer(Quantizer):
         bits: bits per code, 1-8.
         extra_bits: added to `bits`, for codecs of outlier channels with one bit more than the rest.
         gain: see `Gain`; folds into the token norm before this quantizer.
+        marginal: see `Marginal`.
+        unit: decoded tokens are scaled to norm 1 (vLLM's "norm correction"); the stored norm stays that of the token.
 
     Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation).
 
     Raises:
-        ConfigError: unknown gain.
+        ConfigError: unknown gain or marginal.
         Unsupported: other bits.
 
     Source: TurboQuant (arXiv 2504.19874), algorithm 1.
@@ -107,11 +132,20 @@ class LloydMaxQuantizer(Quantizer):
 
     token_group = 1
 
-    def __init__(self, bits: int, extra_bits: int = 0, gain: Gain | str = Gain.none) -> None:
+    def __init__(
+        self,
+        bits: int,
+        extra_bits: int = 0,
+        gain: Gain | str = Gain.none,
+        marginal: Marginal | str = Marginal.sphere,
+        unit: bool = False,
+    ) -> None:
         self.bits = bits + extra_bits
         if not 1 <= self.bits <= MAX_BITS:
             raise Unsupported(f"bits={self.bits}: a Lloyd-Max codebook has 1 to {MAX_BITS} bits")
         self.gain = choice(Gain, gain, "gain")
+        self.marginal = choice(Marginal, marginal, "marginal")
+        self.unit = unit
 
     @override
     def check(self, head_dim: int) -> None:
@@ -123,11 +157,12 @@ class LloydMaxQuantizer(Quantizer):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`codes.<plane>`: index of the nearest level."""
         self.check(x.shape[-1])
-        _, middles = _tables(self.bits, x.shape[-1], x.dtype, x.device)
+        _, middles = _tables(self.bits, x.shape[-1], self.marginal, x.dtype, x.device)
         return pack_parts(nearest_level(x, middles), self.bits)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """The levels."""
         codes = unpack_parts(parts, self.bits, shape[-2])
-        return looked_up(_tables(self.bits, shape[-1], dtype, codes.device)[0], codes)
+        x = looked_up(_tables(self.bits, shape[-1], self.marginal, dtype, codes.device)[0], codes)
+        return torch.nn.functional.normalize(x, dim=-1) if self.unit else x

@@ -44,6 +44,20 @@ FAMILIES = {
     "spinquant": "stage 'rotation'",
     "zipcache": "codes of TokenSplit",
 }
+ENGINES = {
+    "exllama2": "stage 'hadamard'",  # not orthonormal
+    "lmdeploy_42": "codes of InnerProductQuantizer",
+    "tensorrt": "stage 'scale'",
+    "vllm_fp8/calibrated": "stage 'scale'",
+    "vllm_int4": "stage 'hadamard'",
+    "vllm_nvfp4": "stage 'scale'",
+}
+REFUSED |= {
+    name: reason
+    for name in METHODS
+    for start, reason in ENGINES.items()
+    if name.startswith(f"engine/{start}") and not name.endswith("/uncalibrated")
+}
 REFUSED |= {name: FAMILIES[family] for name in METHODS if (family := name.partition("/")[0]) in FAMILIES}
 METHODS = [name for name in METHODS if name not in BITS]  # other libraries' caches have no codecs
 
