@@ -86,6 +86,16 @@ def test_residuals(residual, whole, monkeypatch):
         torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["llamacpp_q4_1", "vllm_fp8", "sglang_fp4", "vllm_turboquant_3bit_nc"])
+def test_engines_keep_nothing_in_full_precision(name, monkeypatch):
+    model = exact(llama(), monkeypatch)
+    chosen, tokens = kvq.build_method(f"engine/{name}"), token_ids(45)
+    dense, held = steps(model, chosen, tokens)
+    packed, other = steps(model, chosen, tokens, attention="packed")
+    assert held.nbytes == other.nbytes == other.packed_bytes
+    torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
+
+
 def test_sliding_window_and_softcap(monkeypatch):
     torch.manual_seed(0)
     config = Gemma2Config(
