@@ -80,8 +80,9 @@ def scale_from_edge(scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, T
 
 
 def with_code(scale: Tensor, code: Tensor, bits: int) -> Tensor:
-    """fp32 scales whose last `bits` mantissa bits hold a code."""
-    return (scale.view(torch.int32) & -(1 << bits) | code.to(torch.int32)).view(torch.float32)
+    """Scales in fp32 whose last `bits` mantissa bits hold a code."""
+    stored = torch.empty_like(scale, dtype=torch.float32).copy_(scale).view(torch.int32)
+    return (stored & -(1 << bits) | code.to(torch.int32)).view(torch.float32)
 
 
 def without_code(scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -342,7 +342,7 @@ class UniformQuantizer(Quantizer):
             used = scale.masked_fill(scale == 0, 1)
             zero = whole(low.neg().div_(used), self.halves).clamp_(0, top)
             codes = whole(self._steps(groups, used).add_(zero), self.halves).clamp_(0, top)
-            return {"scale": with_code(self._side(used), zero.squeeze(self._dim), self.bits)}, codes
+            return {"scale": with_code(used.squeeze(self._dim), zero.squeeze(self._dim), self.bits)}, codes
         else:
             scale = scale_for_integer_zero(scale, low)
             zero = low.neg().div_(scale).round_()

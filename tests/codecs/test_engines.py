@@ -192,7 +192,7 @@ def test_bits_are_the_closed_forms(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["engine/llamacpp_q4_0", "engine/vllm_turboquant_3bit_nc", "engine/vllm_fp8", "engine/mlx_4"],
+    ["engine/llamacpp_q4_0", "engine/vllm_turboquant_3bit_nc", "engine/vllm_fp8", "engine/vllm_int4_per_token_head"],
 )
 def test_a_cache_keeps_nothing_in_full_precision(name, monkeypatch):
     """A prompt, then single tokens: the bits are those of the format, and queries read what is stored."""
