@@ -64,8 +64,7 @@ def layers_figure(table: pd.DataFrame, title: str) -> Figure:
     with style():
         chosen = _positions(table, 8, 4)
         layers = sorted(table["layer"].unique())
-        if len(layers) > _LAYERS:
-            layers = [layers[int(i)] for i in np.linspace(0, len(layers) - 1, _LAYERS)]
+        layers = _spread(layers, _LAYERS) if len(layers) > _LAYERS else layers
         made = figure(2, 4.4)
         axes = made.subplots(3, len(layers), sharex=True, sharey="row", squeeze=False)
         for row, side in zip(axes, SIDES, strict=True):
@@ -85,8 +84,12 @@ def layers_figure(table: pd.DataFrame, title: str) -> Figure:
 def _positions(table: pd.DataFrame, first: int, later: int) -> list[int]:
     """The first positions that were kept, and `later` more of them up to the last."""
     kept = sorted(table["position"].unique())
-    spread = [kept[int(i)] for i in np.linspace(first, len(kept) - 1, later)] if len(kept) > first else []
-    return [*kept[:first], *dict.fromkeys(spread)]
+    return [*kept[:first], *dict.fromkeys(_spread(kept[first:], later))]
+
+
+def _spread(items: list[int], count: int) -> list[int]:
+    """`count` of the items at equal steps, from the first to the last; fewer items come more than once."""
+    return [items[int(i)] for i in np.linspace(0, len(items) - 1, count)] if items else []
 
 
 def _boxes(axis: Any, part: pd.DataFrame, quantity: str, positions: list[int]) -> None:
@@ -104,10 +107,10 @@ def _boxes(axis: Any, part: pd.DataFrame, quantity: str, positions: list[int]) -
     usual = float(part[quantity].median())
     for box, line, values in zip(drawn["boxes"], drawn["medians"], data, strict=True):
         low = float(np.median(values)) < _LOW * usual
-        box.set_facecolor("#D55E00" if low else "#56B4E9")
+        box.set_facecolor(colour(0) if low else colour(7))
         if low:  # its box is too thin for its colour to be seen
-            box.set(edgecolor="#D55E00", linewidth=2)
-            line.set_color("#D55E00")
+            box.set(edgecolor=colour(0), linewidth=2)
+            line.set_color(colour(0))
 
 
 def heat_figure(table: pd.DataFrame, title: str) -> Figure:
