@@ -78,7 +78,7 @@ def pareto_figure(numbers: pd.DataFrame, title: str, size: Size = EFFECTIVE) -> 
     names = shown_methods(numbers, size)
     looks, engines = lines_of(names), _engines(numbers)
     with style():
-        made = figure(2, 3.5)
+        made = figure(2, 4.2 if engines else 3.5)  # their legend is longer
         axes = made.subplots(1, 2)
         for axis, (loss, name) in zip(axes, LOSSES, strict=True):
             known = numbers[numbers[loss].notna()].sort_values(size.column, kind="stable")
