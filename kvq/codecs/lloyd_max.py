@@ -25,9 +25,10 @@ _GAUSSIAN = 2**20  # channels at which a coordinate is as good as normal
 
 
 class Start(enum.Enum):
-    """Levels to begin with: the optimal point density, equally probable ones, or draws by squared distance."""
+    """Levels to begin with: the optimal point density, even or equally probable ones, or draws by squared distance."""
 
     density = "density"
+    even = "even"
     quantile = "quantile"
     kmeans_plus_plus = "kmeans_plus_plus"
 
@@ -66,6 +67,7 @@ def levels_from(
 
     All starts lead to the same levels, because the density has one optimum; `steps=0` is the start itself. Draws of
     k-means++ (Arthur and Vassilvitskii 2007) are those of KVQuant++: from samples of a coordinate, both halves folded.
+    Even levels reach to the largest magnitude of as many samples.
     """
     if marginal is Marginal.gaussian:
         return levels_from(bits, _GAUSSIAN, start, steps, seed) * np.sqrt(_GAUSSIAN / dim)
@@ -75,6 +77,8 @@ def levels_from(
     centers = (np.arange(half) + 0.5) / half
     if start is Start.kmeans_plus_plus:
         levels = _drawn(half, dim, seed)
+    elif start is Start.even:
+        levels = float(np.abs(_samples(dim, seed)[0]).max()) * (2 * np.arange(half) + 1) / (2 * half - 1)
     else:
         levels = _quantile(centers, dim if start is Start.quantile else (dim - 3) / 3 + 3)
     for _ in range(_NEAR if steps is None else steps):
@@ -84,14 +88,19 @@ def levels_from(
 
 def _drawn(half: int, dim: int, seed: int) -> Array:
     """2 half samples of a coordinate drawn by k-means++, folded: means of neighbours among their magnitudes."""
-    generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
-    samples = _quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES)
+    samples, generator = _samples(dim, seed)
     chosen = [generator.choice(samples)]
     distance = (samples - chosen[0]) ** 2
     while len(chosen) < 2 * half:
         chosen.append(generator.choice(samples, p=distance / distance.sum()))
         distance = np.minimum(distance, (samples - chosen[-1]) ** 2)
     return np.sort(np.abs(chosen)).reshape(half, 2).mean(1)
+
+
+def _samples(dim: int, seed: int) -> tuple[Array, np.random.Generator]:
+    """Samples of a coordinate, and the generator behind them."""
+    generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
+    return _quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES), generator
 
 
 def _centroids(levels: Array, dim: int) -> Array:
