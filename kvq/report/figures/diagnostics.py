@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvq.report.figures import distribution, memory, shift, tni, valley
+from kvq.report.figures import distribution, memory, shift, states, tni, valley
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing
 from kvq.report.isolated import made_of, noted
@@ -159,12 +159,30 @@ def _widths(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
         yield Drawing("widths", table, valley.valley_figure, (f"More bits, less loss? {_where(group)}",))
 
 
+def _drawn_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    table = states.bars_table(_quantized(group), store)
+    if not table.empty:
+        title = f"Drawn states: {states.states_of(group[0].config['task'])}"
+        yield Drawing("states-drawn", table, states.bars_figure, (title,))
+
+
+def _model_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    table = states.layers_table(group, store)
+    if not table.empty:
+        words = ", ".join(
+            [f"{model_name(group[0].model)}, {group[0].dataset}", *states.beside(group[0].config["task"])]
+        )
+        yield Drawing("states-layers", table, states.layers_figure, (f"Errors on a block of states: {words}",))
+
+
 MAKERS: dict[str, Maker] = {
     "error": _errors,
     "tni": _norms,
     "distribution": _distributions,
     "memory": _memory,
     "synthetic": _planes,
+    "random_states": _drawn_states,
+    "model_states": _model_states,
     "ppl": _widths,
 }
 
