@@ -185,10 +185,10 @@ class SyntheticConfig(DiagnosticConfig):
 
 @dataclass
 class KnownStatesConfig(DiagnosticConfig):
-    """Errors beside those of another method on the same states.
+    """Errors beside those of another method on the same states, which are one block.
 
     Attributes:
-        against: the other method, whose blocks are those of the run's residual too; null: none.
+        against: the other method; null: none.
         against_bits: of the other method; null: the run's.
     """
 

@@ -1,4 +1,7 @@
-"""Errors of a method's codecs on states that are known, beside those of another method; what two tasks share."""
+"""Errors of a method's codecs on states that are known, beside those of another method; what two tasks share.
+
+All tokens of a draw or of a layer are one block, whatever the residual.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,6 @@ from kvq.models.inputs import Inputs
 from kvq.results import run_key
 from kvq.results.metrics import units_of
 from kvq.results.versions import versions_of_method
-from kvq.tasks.capture import block_of
 from kvq.tasks.measurement import Measurement
 from kvq.tasks.stepwise import check_codecs_alone
 
@@ -87,20 +89,14 @@ def fingerprint_of(inputs: Inputs, states: str) -> str:
     return f"{states}, against {run_key(parts)[:16]}"
 
 
-def encoded(fitted: Fitted, x: States, ranking: Float[Tensor, "1 heads tokens"], block: int | None) -> Packed:
-    """The states encoded; by the ranking query's weights where the codec has salient tokens.
-
-    Raises:
-        Unsupported: salient tokens of several blocks, which have one ranking query each.
-    """
+def encoded(fitted: Fitted, x: States, ranking: Float[Tensor, "1 heads tokens"]) -> Packed:
+    """The states encoded as one block; by the ranking query's weights where the codec has salient tokens."""
     codec, context = fitted.codec, contextlib.nullcontext()
     if isinstance(codec, PlannedCodec):
-        if block is not None and block < x.shape[2]:
-            raise Unsupported(f"residual: blocks of {block} of {x.shape[2]} tokens; one query ranks one block, so none")
         assert isinstance(codec.quantizer, TokenSplit)
         context = codec.planned(codec.quantizer.salient(ranking))  # type: ignore[assignment]
     with context:
-        return codec.encode(x, block)
+        return codec.encode(x)
 
 
 def errors_of(side: str, known: Known, x_hat: States) -> dict[str, float]:
@@ -138,7 +134,6 @@ def costs_of(side: str, fitted: Fitted, packed: Packed) -> dict[str, float]:
 class Found:
     """Numbers by place, each a mean over what was added."""
 
-    method: Method
     _sums: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     _counts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -151,12 +146,11 @@ class Found:
             if own is None:
                 continue
             x: States = getattr(known, side)
-            block = block_of(getattr(self.method.residual, side))
-            packed = encoded(own, x, known.ranking, block)
+            packed = encoded(own, x, known.ranking)
             found = errors_of(side, known, own.codec.decode(packed)) | costs_of(side, own, packed)
             beside = other.get(side)
             if beside is not None:
-                decoded = beside.codec.decode(encoded(beside, x, known.ranking, block))
+                decoded = beside.codec.decode(encoded(beside, x, known.ranking))
                 theirs = errors_of(side, known, decoded)
                 found |= {f"{name}{_BESIDE}": value for name, value in theirs.items() if name in COMPARED}
             for name, value in found.items():

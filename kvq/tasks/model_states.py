@@ -39,7 +39,7 @@ def known_of(layer: Layer, held_out: int) -> Known:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Errors and bits of the method's codecs by layer, means over windows; full precision has none."""
     task: ModelStatesConfig = inputs.config.task
-    found, other = Found(method), None
+    found, other = Found(), None
     seen: set[int] = set()
 
     def codec_of(side: str, layer: int) -> Fitted | None:

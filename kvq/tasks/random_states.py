@@ -18,7 +18,6 @@ from kvq.methods.method import Method
 from kvq.methods.tiers import AdaptiveTiers, TierStore
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.tasks.capture import block_of
 from kvq.tasks.known_states import SIDES, Fitted, Found, against, check_known, fingerprint_of, measurement
 from kvq.tasks.measurement import Baseline, Measurement, Task
 
@@ -32,7 +31,7 @@ def drawn(task: RandomStatesConfig, draw: int) -> Known:
     return Known(key, value, attended(ranking, key), attended(others, key), queries[:, :, 1:])
 
 
-def ready(codec: Codec | None, task: RandomStatesConfig, draw: int, side: str, block: int | None) -> Fitted | None:
+def ready(codec: Codec | None, task: RandomStatesConfig, draw: int, side: str) -> Fitted | None:
     """The codec, its tables or codebooks fitted to `task.fit_tokens` tokens that are drawn apart."""
     if codec is None:
         return None
@@ -43,7 +42,7 @@ def ready(codec: Codec | None, task: RandomStatesConfig, draw: int, side: str, b
         codec = bind_codec(codec, tables, task.heads, task.head_dim)
     if not codec.fits_first_tokens:
         return Fitted(codec)
-    first = codec.encode(apart, block)
+    first = codec.encode(apart)
     return Fitted(codec.behind(first), first)
 
 
@@ -60,7 +59,7 @@ def moved(codec: Codec, x: Float[Tensor, "1 heads tokens dim"]) -> dict[str, flo
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Errors and bits of the method's codecs, draw by draw; full precision has none."""
     task: RandomStatesConfig = inputs.config.task
-    found, other = Found(method), against(inputs, task.head_dim)
+    found, other = Found(), against(inputs, task.head_dim)
     for draw in range(0 if method.is_full_precision else task.draws):
         known = drawn(task, draw)
         if isinstance(method.plan, AdaptiveTiers):
@@ -68,9 +67,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             found.add(draw, known, {}, {})
             found.note(draw, moved(method.key, known.key))
             continue
-        blocks = {side: block_of(getattr(method.residual, side)) for side in SIDES}
-        own = {side: ready(getattr(method, side), task, draw, side, blocks[side]) for side in SIDES}
-        beside = {} if other is None else {s: ready(getattr(other, s), task, draw, s, blocks[s]) for s in SIDES}
+        own = {side: ready(getattr(method, side), task, draw, side) for side in SIDES}
+        beside = {} if other is None else {side: ready(getattr(other, side), task, draw, side) for side in SIDES}
         found.add(draw, known, own, beside)
     return measurement(found.rows())
 

@@ -55,7 +55,7 @@ FAMILIES = {
 }
 REFUSED |= {
     f"kvquant_plus_plus/delta{kind}": "codes of DeltaQuantizer"
-    for kind in ("", "_mse", "_prod", "_every", "_threshold")
+    for kind in ("", "_mse", "_prod", "_every", "_threshold", "_threshold_low")
 }
 REFUSED |= {f"kvquant_plus_plus/attention{kind}": "codes of TokenSplit" for kind in ("", "_mse")}
 REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers"}

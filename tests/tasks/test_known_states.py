@@ -19,7 +19,6 @@ from kvq.tasks.measurement import Measurement
 from kvq.tasks.random_states import drawn
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
-WHOLE = "residual.prefill_block=whole"
 PLUS = "kvquant_plus_plus"
 
 
@@ -29,9 +28,9 @@ def inputs_of(task: Any, bits: int = 2) -> DiagnosedInputs:
     return inputs
 
 
-def on_drawn(folder: Path, name: str, bits: int = 2, overrides: tuple[str, ...] = (), **settings: Any) -> Measurement:
+def on_drawn(folder: Path, name: str, bits: int = 2, **settings: Any) -> Measurement:
     task = RandomStatesConfig(**settings)
-    inputs, method = inputs_of(task, bits), build_method(name, bits, task.head_dim, overrides)
+    inputs, method = inputs_of(task, bits), build_method(name, bits, task.head_dim)
     random_states.check(inputs, method)
     found = random_states.measure(inputs, method, None, journal(folder))
     assert found.units.keys() == found.metrics.keys()
@@ -51,9 +50,7 @@ def test_an_entropy_code(tmp_path: Path) -> None:
 
 def test_the_noise_floor_of_a_low_rank(tmp_path: Path) -> None:
     for name, share in (("low_rank", 0.16), ("low_rank_8", 0.30)):
-        found = on_drawn(
-            tmp_path, f"{PLUS}/{name}", 2, (WHOLE,), tokens=128, draws=4, against="turboquant/hadamard"
-        ).metrics
+        found = on_drawn(tmp_path, f"{PLUS}/{name}", 2, tokens=128, draws=4, against="turboquant/hadamard").metrics
         reductions = [found[f"key_mse_reduction{kind}"] for kind in ("_least", "", "_most")]
         print(f"{name} at T=128: {reductions[1]:.1%} less ({reductions[0]:.1%} to {reductions[2]:.1%})")
         assert reductions[1] == pytest.approx(share, abs=0.02)
@@ -81,7 +78,7 @@ def test_product_quantization_held_out(tmp_path: Path) -> None:
 
 def test_ranking_and_held_out_queries(tmp_path: Path) -> None:
     found = on_drawn(
-        tmp_path, f"{PLUS}/attention_mse", 3, (WHOLE,), head_dim=128, tokens=1024, draws=4, against="turboquant"
+        tmp_path, f"{PLUS}/attention_mse", 3, head_dim=128, tokens=1024, draws=4, against="turboquant"
     ).metrics
     ranking, other = (found[f"key_{name}_error_reduction"] for name in ("ranking", "held_out"))
     print(f"ranking query {ranking:.0%} less, held-out query {-other:.0%} more")
@@ -93,9 +90,8 @@ def test_anchors_at_a_jump(tmp_path: Path) -> None:
     sets: dict[str, Any] = {"states": "drifting", "tokens": 30, "jumps": [15], "drift": 0.03, "draws": 3}
     sets |= {"against": f"{PLUS}/delta", "against_bits": 3}
     sets["states"] = Drawn(sets["states"])
-    low = ("key.quantizer.anchor_threshold=0.4", "value.quantizer.anchor_threshold=0.4", WHOLE)
-    regular = on_drawn(tmp_path, f"{PLUS}/delta_every", 3, (WHOLE,), **sets).metrics
-    adaptive = on_drawn(tmp_path, f"{PLUS}/delta_threshold", 3, low, **sets).metrics
+    regular = on_drawn(tmp_path, f"{PLUS}/delta_every", 3, **sets).metrics
+    adaptive = on_drawn(tmp_path, f"{PLUS}/delta_threshold_low", 3, **sets).metrics
     print(f"anchors by a threshold: {adaptive['key_mse_reduction']:.1%} less")
     assert regular["key_mse_reduction"] == 0
     assert 0.97 < adaptive["key_mse_reduction"] < 0.995
@@ -103,7 +99,7 @@ def test_anchors_at_a_jump(tmp_path: Path) -> None:
 
 def test_calibrated_channels_are_fitted_to_tokens_drawn_apart(tmp_path: Path) -> None:
     sets: dict[str, Any] = {"states": Drawn.drifting, "tokens": 50, "draws": 2, "fit_tokens": 200}
-    found = on_drawn(tmp_path, f"{PLUS}/delta_outliers", 3, (WHOLE,), **sets, against=f"{PLUS}/delta_prod").metrics
+    found = on_drawn(tmp_path, f"{PLUS}/delta_outliers", 3, **sets, against=f"{PLUS}/delta_prod").metrics
     print(f"2.5 bits with outlier channels: MSE of values {found['value_mse']:.6f}, keys {found['key_mse']:.6f}")
     assert found["value_mse_reduction"] > 0.3
     assert found["key_mse_reduction"] < 0
@@ -200,15 +196,12 @@ def test_what_random_states_refuses(name: str, settings: dict[str, Any], said: s
         random_states.check(inputs_of(task), build_method(name, 2, 128))
 
 
-def test_what_model_states_refuses(tmp_path: Path) -> None:
+def test_what_model_states_refuses() -> None:
     inputs = inputs_of(ModelStatesConfig(context=96, windows=1, held_out=16, bos=False))
     with pytest.raises(Unsupported, match="tries codecs on tokens that kvquant_plus_plus/product would be fitted to"):
         model_states.check(inputs, build_method(f"{PLUS}/product", head_dim=32))
     with pytest.raises(Unsupported, match="turboquant_plus keeps layers in full precision"):
         model_states.check(inputs, build_method("turboquant_plus", 3, 32))
-    small = build_method(f"{PLUS}/attention", 3, 32, ["residual.size=32"])
-    with pytest.raises(Unsupported, match="residual: blocks of 32 of 80 tokens; one query ranks one block"):
-        model_states.measure(inputs, small, None, journal(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ERRORS = {
-    "key_mse": "squared error of keys",
-    "value_mse": "squared error of values",
-    "key_ip_error": "error of keys' inner products",
-    "key_tier_error": "error at first",
-    "key_demoted_error": "error after a tier down",
-    "key_promoted_error": "error after a tier up",
+    "key_mse": "squared error\nof keys",
+    "value_mse": "squared error\nof values",
+    "key_ip_error": "squared error of\nkeys' inner products",
+    "key_tier_error": "relative error\nin the first tier",
+    "key_demoted_error": "relative error\nafter a tier down",
+    "key_promoted_error": "relative error\nafter a tier up",
 }
 _REDUCTIONS = {
-    "key_mse_reduction": "error of keys",
-    "value_mse_reduction": "error of values",
-    "key_ranking_error_reduction": "keys, ranking query",
-    "key_held_out_error_reduction": "keys, held-out queries",
+    "key_mse_reduction": "keys: less error (%)",
+    "value_mse_reduction": "values: less error (%)",
+    "key_ranking_error_reduction": "keys, ranking query:\nless error (%)",
+    "key_held_out_error_reduction": "keys, held-out queries:\nless error (%)",
 }
 _RANKED = ("key_ranking_error_reduction", "key_held_out_error_reduction")
 _ACROSS = 3
@@ -60,7 +60,7 @@ def bars_figure(table: pd.DataFrame, title: str) -> Figure:
     lines = math.ceil(len(quantities) / _ACROSS)
     names = [name if math.isnan(bits[name]) else f"{name} ({bits[name]:.2f})" for name in methods]
     with style():
-        made = figure(2, 0.7 + lines * (0.55 + 0.17 * len(methods)))
+        made = figure(2, 0.5 + lines * (0.65 + 0.17 * len(methods)))
         axes = made.subplots(lines, min(_ACROSS, len(quantities)), squeeze=False, sharey=True)
         for index, axis in enumerate(axes.flat):
             if index >= len(quantities):
@@ -72,7 +72,7 @@ def bars_figure(table: pd.DataFrame, title: str) -> Figure:
                     mean, least, most = (float(part.loc[method, kind]) for kind in ("mean", "min", "max"))
                     axis.barh(place, mean, 0.7, color=looks[method].color)
                     axis.plot([least, most], [place, place], color="black", linewidth=0.8)
-            axis.set_xlabel(_titled(quantities[index]))
+            axis.set_xlabel(_ERRORS.get(quantities[index]) or _REDUCTIONS[quantities[index]])
             axis.axvline(0, color="#999999", linewidth=0.6)
             axis.grid(axis="x", linewidth=0.3)
         axes[0][0].set_yticks(range(len(methods)), names)
@@ -81,19 +81,19 @@ def bars_figure(table: pd.DataFrame, title: str) -> Figure:
     return made
 
 
-def _titled(quantity: str) -> str:
-    return _ERRORS.get(quantity) or f"less {_REDUCTIONS[quantity]} (%)"
-
-
 def layers_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """One line per run and layer: by what percent its errors are below those of `task.against`."""
+    """One line per run and layer: by what percent its errors are below those of `task.against`; empty for one layer.
+
+    The other method itself, which differs nowhere, is left out.
+    """
     rows = labelled_rows([record for record in records if record.baseline_key is not None], store, "states")
     columns = [name for name in _REDUCTIONS if name in rows]
-    if not columns:
+    if columns:
+        rows = rows[rows.groupby("method")[columns].transform(lambda values: (values != 0).any()).any(axis=1)]
+    if not columns or rows["place"].nunique() < 2:
         return pd.DataFrame()
     found = rows[["method", "place", *columns]].rename(columns={"place": "layer"})
-    found[columns] *= 100
-    return found
+    return found.assign(**{name: 100 * found[name] for name in columns}).reset_index(drop=True)
 
 
 def layers_figure(table: pd.DataFrame, title: str) -> Figure:
@@ -113,7 +113,7 @@ def layers_figure(table: pd.DataFrame, title: str) -> Figure:
                 part = table[table["method"] == method]
                 at = part["layer"] + width * (place - (len(methods) - 1) / 2)
                 axis.bar(at, part[columns[index]], width, color=colour(place), label=method)
-            axis.set_ylabel(f"less error (%)\n{_REDUCTIONS[columns[index]]}")
+            axis.set_ylabel(_REDUCTIONS[columns[index]])
             axis.axhline(0, color="#999999", linewidth=0.6)
             axis.set_xlabel("layer")
             axis.grid(axis="y", linewidth=0.3)

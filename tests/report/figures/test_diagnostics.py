@@ -15,7 +15,7 @@ from kvq.config.diagnostics import (
     SyntheticConfig,
     TniConfig,
 )
-from kvq.report.figures.diagnostics import embedding_drawings
+from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
 from kvq.report.figures.distribution import closeness_table
 from kvq.report.figures.drawing import write_drawings
 from kvq.report.figures.error import steps_table
@@ -193,7 +193,7 @@ def test_bars_of_drawn_states(tmp_path: Path) -> None:
     assert table["bits_per_element"].unique() == [3.25]
     assert states_of(task) == "50 drifting tokens of 64 channels, drift 0.15, beside nsn"
     axes = bars_figure(table.reset_index(), "Drawn").axes
-    assert [axis.get_xlabel() for axis in axes] == ["squared error of keys", "less error of keys (%)"]
+    assert [axis.get_xlabel() for axis in axes] == ["squared error\nof keys", "keys: less error (%)"]
     assert [bar.get_width() for bar in axes[0].patches] == pytest.approx([0.2])
 
 
@@ -203,7 +203,8 @@ def test_bars_by_layer(tmp_path: Path) -> None:
         {"key_ranking_error_reduction": r, "key_held_out_error_reduction": h} for r, h in ((0.6, -0.1), (0.5, 0.2))
     ]
     store = Store(tmp_path / "layers")
-    table = layers_table(of_states(store, task, {"rtn": places, "kivi": places}), store)
+    itself = [dict.fromkeys(places[0], 0.0)] * 2
+    table = layers_table(of_states(store, task, {"rtn": places, "kivi": places, "nsn": itself}), store)
     assert table["layer"].tolist() == [0, 1, 0, 1]
     assert table["key_held_out_error_reduction"].tolist() == pytest.approx([-10, 20, -10, 20])
     axes = layers_figure(table, "By layer").axes
@@ -211,3 +212,18 @@ def test_bars_by_layer(tmp_path: Path) -> None:
     assert [bar.get_height() for bar in axes[0].patches][:2] == pytest.approx([60, 50])
     bare = Store(tmp_path / "bare")
     assert layers_table(of_states(bare, task, {"rtn": [{"key_mse": 1.0}]}), bare).empty
+    one = Store(tmp_path / "one")
+    assert layers_table(of_states(one, task, {"rtn": places[:1]}), one).empty
+
+
+def test_runs_beside_a_method_at_their_own_bits_share_a_figure(tmp_path: Path) -> None:
+    """Their fingerprints differ, because they name that method at other bits."""
+    store = Store(tmp_path)
+    for bits in ("2", "3"):
+        task = {"name": "random_states", "states": "gaussian", "tokens": 8, "head_dim": 4, "against": "nsn"}
+        settings = made.config("rtn", bits, task, dataset={"fingerprint": f"drawn states, against {bits}"})
+        record = made.record("rtn", bits, settings=settings, task="random_states", baseline_key="b" * 64)
+        store.put(record, [{"kind": "states", "place": 0, "key_mse": 0.1}])
+    [drawing] = diagnostic_drawings(store.scan()[0], store)
+    assert drawing.stem.startswith("states-drawn-tiny-pydocs-")
+    assert len(drawing.table) == 2
