@@ -26,10 +26,12 @@ class Calibrated:
     """Mixin of stages and quantizers with tables per layer.
 
     Attributes:
+        is_calibrated: there are tables to fit; False for a quantizer around a codec that has none.
         wants_gradients: `fit` weights by squared gradients of the loss (the diagonal of the Fisher information).
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
     """
 
+    is_calibrated = True
     wants_gradients = False
     learned = False
     _tables: Mapping[str, Tensor] | None = None
@@ -79,7 +81,7 @@ class Calibrated:
 def calibrated_parts(codec: Codec) -> dict[str, Calibrated]:
     """The calibrated stages by name, and the quantizer, in the order of encoding."""
     parts: dict[str, Stage | Quantizer] = {**dict(codec.stages), QUANTIZER: codec.quantizer}
-    return {name: part for name, part in parts.items() if isinstance(part, Calibrated)}
+    return {name: part for name, part in parts.items() if isinstance(part, Calibrated) and part.is_calibrated}
 
 
 def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Codec:
@@ -113,7 +115,8 @@ def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | No
     for name, part in [*codec.stages, (QUANTIZER, codec.quantizer)]:
         if not left:
             break
-        if isinstance(part, Calibrated):
+        if name in left:
+            assert isinstance(part, Calibrated)
             left.discard(name)
             if part.learned:
                 raise ConfigError(f"stage '{name}' is learned against the loss; no fitted part may precede it")

@@ -93,20 +93,22 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
         high: codec of the outlier channels (more bits).
         low: codec of the others.
         outliers: channels per head in the first group; None: a quarter of the head's.
+        differences: variances are those of the differences of consecutive tokens, for codecs of deltas.
 
     Raises:
         ConfigError: no channel in the first group.
         Unsupported: a codec that needs token positions or stores lists.
 
-    Source: KVQuant++ (`OutlierKVQuant`): a quarter of the channels at min(b + 1, 4) bits, the others at max(b - 1, 1).
+    Source: KVQuant++ (`OutlierKVQuant`): a quarter of the channels at min(b + 1, 4) bits, the others at max(b - 1, 1);
+    section 3.2 for differences.
     """
 
     version: ClassVar[int] = 1
 
-    def __init__(self, high: Codec, low: Codec, outliers: int | None = None) -> None:
+    def __init__(self, high: Codec, low: Codec, outliers: int | None = None, differences: bool = False) -> None:
         at_least("outliers", outliers, 1)
         super().__init__(high, low)
-        self.outliers = outliers
+        self.outliers, self.differences = outliers, differences
 
     def count(self, head_dim: int) -> int:
         """Outlier channels of a head."""
@@ -123,7 +125,8 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
         self, x: Float[Tensor, "heads tokens dim"], gradients: Float[Tensor, "heads tokens dim"] | None, seed: int
     ) -> Tables:
         """`mask` `[heads, 1, dim]`: 1 for an outlier channel."""
-        chosen = x.double().var(1, correction=0, keepdim=True).topk(self.count(x.shape[-1]), -1).indices
+        spread = x.double().diff(dim=1) if self.differences else x.double()
+        chosen = spread.var(1, correction=0, keepdim=True).topk(self.count(x.shape[-1]), -1).indices
         return {"mask": torch.zeros_like(x[:, :1], dtype=torch.uint8).scatter_(-1, chosen, 1)}
 
     def _mask(self, like: Float[Tensor, "*lead heads tokens dim"]) -> Tensor:

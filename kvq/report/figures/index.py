@@ -23,6 +23,8 @@ _KINDS = {
     "error-places": "Errors by layer and position",
     "error-steps": "Errors by stages of a method",
     "synthetic": "Errors on made-up keys: low sinks and outlier channels",
+    "states-drawn": "Errors on drawn states, by configuration",
+    "states-layers": "Errors on a model's states by layer, beside another method",
     "tni-boxes": "Token norms by position",
     "tni-layers": "Token norms by position, as they are",
     "tni-heat": "Token norms by layer and position",
