@@ -22,6 +22,7 @@ from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, UniformQua
 from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.stages import Hadamard, RandomizedHadamard, RandomRotation, Scope, Stage, TokenNorm
 from kvq.codecs.turboquant import ChannelSplit, InnerProductQuantizer, Sketch
+from kvq.codecs.variance_balance import Imbalance, VarianceBalance
 from kvq.codecs.vector import VectorQuantizer
 from kvq.codecs.zipcache import ChannelRoot, PlannedCodec, TokenSplit
 
@@ -47,6 +48,7 @@ __all__ = [
     "Growable",
     "Hadamard",
     "HalfAwayQuantizer",
+    "Imbalance",
     "InnerProductQuantizer",
     "LayerScale",
     "LearnedRotation",
@@ -73,6 +75,7 @@ __all__ = [
     "TokenSplit",
     "UndoRope",
     "UniformQuantizer",
+    "VarianceBalance",
     "VectorQuantizer",
     "Zero",
     "ZeroPoint",

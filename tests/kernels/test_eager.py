@@ -37,6 +37,7 @@ REFUSED = {
 FAMILIES = {
     "cq": "codes of keys before their rotary embedding",
     "gear": "codes of SparseLowRank",
+    "kvarn": "stage 'balance'",
     "kvquant": "codes of keys before their rotary embedding",
     "polarquant": "codes of PolarQuantizer",
     "qjl": "codes of SketchQuantizer",
