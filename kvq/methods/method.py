@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.packed import packed_layer
@@ -16,10 +19,12 @@ from kvq.config.residual import Residual
 from kvq.errors import Unsupported
 from kvq.kernels import form_of
 from kvq.methods.eviction import Eviction
+from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys, numbered
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.sinks import side_of
 from kvq.methods.transformers_caches import TransformersLayer
+from kvq.results.tensor_files import digest
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,9 @@ class Method:
         bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.bind.bind`); empty
             for a method without calibration.
         kept_keys: tokens whose keys stay in full precision.
+        settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
+            method that was put together by hand.
+        gqa: bits that are added in a model whose query heads share KV heads.
     """
 
     name: str
@@ -58,6 +66,8 @@ class Method:
     eviction: Eviction | None = None
     plan: MixedPrecision | None = None
     kept_keys: KeptKeys | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    gqa: GqaCompensation | None = None
 
     def codec(self, side: str, layer: int, layers: int) -> Codec | None:
         """The codec of `key` or `value` in one of `layers` layers; None where that layer stays in full precision.
@@ -94,10 +104,38 @@ class Method:
         """Name and bits."""
         return f"{self.name} {self.bits.label if self.bits else ''}".strip()
 
+    def identity(self, layers: int) -> dict[str, Any]:
+        """What decides how it stores the states of a model of `layers` layers, as JSON data.
+
+        That is its settings and residual, the tokens whose keys it keeps, and a hash of its tables.
+
+        Raises:
+            Unsupported: a method without settings, or a calibrated one without tables.
+        """
+        if not self.settings:
+            raise Unsupported(f"method={self.name}: put together by hand, so nothing names it; use kvq.build_method")
+        kept = None if self.kept_keys is None or self.kept_keys.ids is None else list(self.kept_keys.ids)
+        tables = digest(self._tables(layers)) if self.is_calibrated else None
+        return {**self.settings, "residual": asdict(self.residual), "kept_ids": kept, "tables": tables}
+
+    def _tables(self, layers: int) -> dict[str, Tensor]:
+        """The tables of all layers, by side, layer, part and name."""
+        found: dict[str, Tensor] = {}
+        for side, layer in itertools.product(("key", "value"), range(layers)):
+            codec = self.codec(side, layer, layers)
+            for part, own in ({} if codec is None else calibrated_parts(codec)).items():
+                found |= {f"{side}.{layer}.{part}.{name}": table for name, table in own.tables.items()}
+        return found
+
     @property
     def is_calibrated(self) -> bool:
         """Some part of a codec has tables that a calibration fits."""
         return any(codec is not None and calibrated_parts(codec) for codec in (self.key, self.value))
+
+    @property
+    def fits_first_tokens(self) -> bool:
+        """Some codec has tables that are fitted to the first tokens of each sequence."""
+        return any(codec is not None and codec.fits_first_tokens for codec in (self.key, self.value))
 
     @property
     def is_full_precision(self) -> bool:
@@ -126,6 +164,10 @@ class Method:
             ConfigError: kept keys without token ids, or parts that do not go together.
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
+        if self.gqa is not None:
+            codecs = {side: self.gqa.codec(getattr(self, side), config) for side in ("key", "value")}
+            own = replace(self, gqa=None, **codecs)  # type: ignore[arg-type]
+            return own.layers(config, head_dims, keep_decoded, quantized_prefill, packed)
         if packed:
             self.check_packed()
         for codec in filter(None, (self.key, self.value)):

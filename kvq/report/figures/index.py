@@ -22,6 +22,7 @@ _KINDS = {
     "error-steps": "Errors by stages of a method",
     "synthetic": "Errors on made-up keys: low sinks and outlier channels",
     "tni-boxes": "Token norms by position",
+    "tni-layers": "Token norms by position, as they are",
     "tni-heat": "Token norms by layer and position",
     "tni-groups": "Ranges of groups, bounds and errors",
     "distribution-kl": "Closeness to a normal distribution",
