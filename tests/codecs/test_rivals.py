@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvq.codecs import UniformQuantizer, VarianceBalance, unpack
+from kvq.codecs import ChannelSplit, Codec, Passthrough, UniformQuantizer, VarianceBalance, Zero, unpack
 from kvq.errors import ConfigError
 from kvq.methods.build import build_method
 from tests.codecs import rival_oracles as by
@@ -63,6 +63,46 @@ def test_kvarn_is_its_definition(name):
             hold(codec, packed, head, wanted, expected, found | {"codes": codes(packed.parts, bits, tokens)[0, head]})
 
 
+KITTY = {"kitty": (16, False), "kitty/boost_32": (32, False), "kitty/kernel": (16, True)}
+
+
+@pytest.mark.parametrize("name", KITTY)
+def test_kitty_is_its_definition(name):
+    boosted, kernel = KITTY[name]
+    method = build_method(name, head_dim=48)
+    assert (method.residual.key.size, method.residual.value.size, method.sink_tokens) == (128, 128, 32)
+    for side, codec in (("key", method.key), ("value", method.value)):
+        x = states(128, 48, heads=2)
+        if side == "key":
+            x[..., 7], x[..., 8] = 2.5, 1e-8 * x[..., 8]  # channels without a range, and with nearly none
+        else:
+            x[:, :, 7], x[:, :, 8] = 2.5, 1e-8 * x[:, :, 8]
+        packed = codec.encode(x)
+        for head in range(2):
+            one = x[0, head].numpy()
+            wanted, expected = by.kitty_keys(one, boosted, kernel) if side == "key" else by.kitty_values(one, kernel)
+            found = {key: packed.parts[key][0, head].flatten() for key in wanted if not key.endswith("codes")}
+            for key, bits in (("codes", 2), ("high.codes", 4), ("low.codes", 2)):
+                if key in wanted:
+                    found[key] = codes(packed.parts, bits, 128, key.removesuffix("codes"))[0, head]
+            assert {key for key in packed.parts if "codes" not in key} == {key for key in wanted if "codes" not in key}
+            hold(codec, packed, head, wanted, expected, found)
+
+
+@pytest.mark.parametrize("stored", ["mask", "byte"])
+@pytest.mark.parametrize("criterion", ["energy", "mean_abs"])
+def test_a_choice_of_channels_is_read_back_however_it_is_stored(criterion, stored):
+    """One channel with a single large entry has the most energy, another the largest mean magnitude."""
+    x = torch.zeros(1, 1, 16, 20)
+    x[..., 3], x[:, :, 5, 11] = 1.0, 10.0
+    exact, nothing = (Codec({}, [], part) for part in (Passthrough(), Zero()))
+    codec = Codec({}, [], ChannelSplit(1, exact, nothing, criterion, stored))
+    packed = codec.encode(x)
+    kept = 11 if criterion == "energy" else 3
+    assert packed.parts["mask" if stored == "mask" else "place"].nbytes == (3 if stored == "mask" else 20)
+    assert torch.equal(codec.decode(packed), x * (torch.arange(20) == kept))
+
+
 def test_kvarns_balance_is_not_its_start():
     """On states as above: the iterations find scales, and the paper's measure may choose others."""
     x = states(128, 32)
@@ -79,6 +119,9 @@ def test_kvarns_balance_is_not_its_start():
         ("kvarn/k4v2_g64", (4.625, 2.5)),
         ("kvarn/k4v4_g64", (4.625, 4.5)),
         ("kvarn/paper", (2.375, 2.375)),
+        ("kitty", (2 + 2 * 16 / 128 + 32 / 128 + 8 / 128, 2.25)),
+        ("kitty/boost_32", (2.8125, 2.25)),
+        ("kitty/kernel", (2.5625, 2.25)),
     ],
 )
 def test_bits_are_the_closed_forms(name, bits):

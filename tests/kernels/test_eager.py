@@ -44,6 +44,7 @@ REFUSED = {
 FAMILIES = {
     "cq": "codes of keys before their rotary embedding",
     "gear": "codes of SparseLowRank",
+    "kitty": "codes of ChannelSplit",
     "kvarn": "stage 'balance'",
     "kvquant": "codes of keys before their rotary embedding",
     "polarquant": "codes of PolarQuantizer",
