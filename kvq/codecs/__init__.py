@@ -4,6 +4,7 @@ from kvq.codecs.block_float import BlockFloatQuantizer
 from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, LevelsQuantizer, SignedMaxQuantizer
 from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
+from kvq.codecs.channel_groups import ChannelGroups, PairWidths
 from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
@@ -39,6 +40,7 @@ __all__ = [
     "Calibrated",
     "CalibratedChannelSplit",
     "Center",
+    "ChannelGroups",
     "ChannelOrder",
     "ChannelRoot",
     "ChannelScale",
@@ -66,6 +68,7 @@ __all__ = [
     "NonUniformQuantizer",
     "Packed",
     "PackedStore",
+    "PairWidths",
     "Passthrough",
     "PlannedCodec",
     "PolarQuantizer",

@@ -23,6 +23,7 @@ _OTHERS = {
     "spinquant": "#FA7E61",
     "rotatekv": "#8C6D1F",
     "kivi_had": "#B8860B",
+    "block_gtq": "#00838F",
     "kitty": "#B5651D",
     "kvarn": "#C2185B",
     "gear": "#44AA99",

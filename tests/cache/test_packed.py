@@ -19,7 +19,9 @@ from tests.random_models import in_double_precision, llama, token_ids
 METHODS = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
 REFUSED = {"zero": "codes of Zero", "fp8": "codes of Float8Quantizer"}
 # Codes that attention does not read yet, and methods that are more than codecs behind a residual.
-REFUSED |= dict.fromkeys(["cq", "gear", "kitty", "kvarn", "kvquant", "polarquant", "rotatekv", "spinquant"], "")
+REFUSED |= dict.fromkeys(
+    ["block_gtq", "cq", "gear", "kitty", "kvarn", "kvquant", "polarquant", "rotatekv", "spinquant"], ""
+)
 REFUSED |= dict.fromkeys(["hqq", "quanto"], "method=.* has backend")
 REFUSED |= dict.fromkeys(["h2o", "snapkv", "streamingllm"], "method=.* has eviction")
 REFUSED |= {"ott": "method=ott has plan", "qjl": "method=qjl has first_layers", "zipcache": "method=zipcache has plan"}

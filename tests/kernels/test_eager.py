@@ -42,6 +42,7 @@ REFUSED = {
 }
 # With their presets.
 FAMILIES = {
+    "block_gtq": "codes of",
     "cq": "codes of keys before their rotary embedding",
     "gear": "codes of SparseLowRank",
     "kitty": "codes of ChannelSplit",
