@@ -183,6 +183,9 @@ def collect(
     expected = len(styles_of(loaded.model))
     if len(layers) != expected:
         raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {len(layers)} of {expected} layers away")
+    if queries and (hidden := [index for index, layer in layers.items() if "query" not in layer]):
+        kind = type(loaded.model).__name__
+        raise Unsupported(f"model: layer {hidden[0]} of {kind} attends in a way that kvq cannot see")
     return {index: _joined(index, layers.pop(index), ropes.get(index)) for index in sorted(layers)}
 
 
