@@ -44,7 +44,7 @@ def test_every_published_table_has_one_experiment_and_every_number_one_cell() ->
 
 
 def test_what_the_review_asks_for_is_there() -> None:
-    ours = {"embedded/decoding", "embedded/methods", "embedded/nsnquant_steps"}
+    ours = {f"embedded/{name}" for name in ("decoding", "engines", "extensions", "methods", "nsnquant_steps")}
     asked = {f"oscar/{name}" for name in REVIEW}
     assert asked | ours == {name for name, layout in LAYOUTS.items() if layout.table is None}
 
@@ -114,6 +114,8 @@ def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Expe
     assert all(not each.stand_ins and each.table is None for each in own.values())
     assert {name: each.runs for name, each in own.items()} == {
         "embedded/decoding": 100,
+        "embedded/engines": 140,
+        "embedded/extensions": 132,
         "embedded/methods": 140,
         "embedded/nsnquant_steps": 24,
     }

@@ -209,7 +209,8 @@ ROWS = [
         {"weights": "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4"}, {"model": "weights in 4 bits (AWQ)"}),
     Row("oscar/weight_quantized", "OScaR's review, weakness 6", {"weights": "meta-llama/Llama-3.1-8B-Instruct"},
         {"model": "weights in 16 bits"}),
-    Row("embedded/decoding", "ours", {"scoring": "generation", "windows": "sliding"}),
+    Row("embedded/decoding embedded/engines embedded/extensions", "ours",
+        {"scoring": "generation", "windows": "sliding"}),
     Row("embedded/methods embedded/nsnquant_steps", "ours", {"scoring": "parallel", "windows": "disjoint"}),
 ]  # fmt: skip
 KNOWN = choices()

@@ -127,6 +127,9 @@ def test_variants_are_no_methods() -> None:
     assert not is_variant(run("method=cq/8c10b"))
     assert is_variant(run("method=cq/8c10b", "residual.size=64"))
     assert named(run("method=cq/8c10b")) == "cq/8c10b"
+    assert not is_variant(run("method=engine/llamacpp_q4_0"))
+    assert is_variant(run("method=engine/llamacpp_q4_0/unrotated"))
+    assert is_variant(run("method=engine/llamacpp_q4_0", "residual.size=64"))
 
 
 def test_protocols_are_told_by_what_differs() -> None:

@@ -13,6 +13,7 @@ INDEX = "index.md"
 # Headings by the beginning of a figure's name, in the order of the page; what has none comes last.
 _KINDS = {
     "pareto": "Loss against effective bits, with the frontier",
+    "engines": "Engines' formats beside papers' methods, against measured bits",
     "variants": "Variants of a method",
     "widths": "Loss by bit width",
     "calibration-shift": "Calibrated on one text, tested on another",
