@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
 
 from kvq.cache.attention import attentions, named_arguments
+from kvq.cache.observe import hook_interface
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
 from kvq.errors import DataError, Unsupported
@@ -29,18 +30,21 @@ _TOKENS_STREAM = 0x746F6B65
 class LayerStates:
     """One layer's calibration tokens: `key` and `value` as a cache gets them, `[heads, tokens, head_dim]`.
 
-    `gradients`: of the loss (nats, summed over a sample) at both; `rope`: the rotations of the keys.
+    `gradients`: of the loss (nats, summed over a sample) at both; `rope`: the rotations of the keys; `query`: those of
+    the query heads of each KV head, after RoPE, `[shared, heads, tokens, head_dim]`.
     """
 
     key: Tensor
     value: Tensor
     gradients: dict[str, Tensor] = field(default_factory=dict)
     rope: Rope | None = None
+    query: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of states and gradients."""
-        return sum(part.numel() * part.element_size() for part in (self.key, self.value, *self.gradients.values()))
+        parts = (self.key, self.value, *self.gradients.values(), *([] if self.query is None else [self.query]))
+        return sum(part.numel() * part.element_size() for part in parts)
 
 
 class _Recorder(DynamicCache):
@@ -101,6 +105,25 @@ def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
             hook.remove()
 
 
+@contextmanager
+def _queries(loaded: LoadedModel, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `see` with the queries of each layer `[batch, query heads, tokens, head_dim]` within this context.
+
+    Raises:
+        Unsupported: attention outside of transformers' attention interface.
+    """
+    modules = attentions(loaded.model.base_model)
+    undo = [
+        hook_interface(module, lambda caller, query, *_: see(int(caller.layer_idx), query))
+        for module in {type(module).__module__: module for module in modules}.values()
+    ]
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+
+
 class _Pieces(dict[str, list[Tensor]]):
     """Keys, values and gradients of one layer by name, one piece per sample."""
 
@@ -109,12 +132,17 @@ class _Pieces(dict[str, list[Tensor]]):
 
 
 def collect(
-    loaded: LoadedModel, windows: Int[Tensor, "samples length"], tokens: int | None, gradients: bool, seed: int
+    loaded: LoadedModel,
+    windows: Int[Tensor, "samples length"],
+    tokens: int | None,
+    gradients: bool,
+    seed: int,
+    queries: bool = False,
 ) -> dict[int, LayerStates]:
     """States on all windows of every layer that computes keys, and their gradients by one backward pass per window.
 
     Memory: the activations of one window, and on the CPU, in the model's dtype, keys, values and perhaps their
-    gradients of the tokens kept: at most 4 x layers x tokens x KV width numbers.
+    gradients of the tokens kept: at most 4 x layers x tokens x KV width numbers, and with `queries` those of all heads.
 
     Args:
         tokens: number of tokens kept, at the same positions in every layer, drawn by `seed`; None: all.
@@ -144,13 +172,20 @@ def collect(
                     part.register_hook(partial(layer.add, f"{name}_gradient", positions=positions))
             return states["key"], states["value"]
 
-        with _ropes(loaded) as found:
+        def observe(index: int, query: Tensor, positions: Tensor = positions) -> None:
+            if index in layers:  # else it reads the keys of another layer
+                layers[index].add("query", query, positions)
+
+        with _ropes(loaded) as found, _queries(loaded, observe) if queries else nullcontext():
             loss(loaded, window, see, gradients)
         for index, rope in found.items():
             ropes.setdefault(index, []).append(rope.at(positions))
     expected = len(styles_of(loaded.model))
     if len(layers) != expected:
         raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {len(layers)} of {expected} layers away")
+    if queries and (hidden := [index for index, layer in layers.items() if "query" not in layer]):
+        kind = type(loaded.model).__name__
+        raise Unsupported(f"model: layer {hidden[0]} of {kind} attends in a way that kvq cannot see")
     return {index: _joined(index, layers.pop(index), ropes.get(index)) for index in sorted(layers)}
 
 
@@ -164,4 +199,7 @@ def _joined(index: int, layer: _Pieces, ropes: list[Rope] | None) -> LayerStates
     if ropes:
         cos, sin = (torch.cat([getattr(rope, name) for rope in ropes], 1) for name in ("cos", "sin"))
         rope = Rope(cos, sin, ropes[0].interleaved)
-    return LayerStates(parts["key"], parts["value"], gradients, rope)
+    query = parts.get("query")
+    if query is not None:
+        query = query.unflatten(0, (parts["key"].shape[0], -1)).transpose(0, 1)
+    return LayerStates(parts["key"], parts["value"], gradients, rope, query)

@@ -28,11 +28,13 @@ class Calibrated:
     Attributes:
         is_calibrated: there are tables to fit; False for a quantizer around a codec that has none.
         wants_gradients: `fit` weights by squared gradients of the loss (the diagonal of the Fisher information).
+        wants_queries: `fit` takes `queries` `[shared, heads, tokens, head_dim]`, those of each KV head's query heads.
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
     """
 
     is_calibrated = True
     wants_gradients = False
+    wants_queries = False
     learned = False
     _tables: Mapping[str, Tensor] | None = None
     _shape: tuple[int, int] | None = None
@@ -97,13 +99,21 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
     return codec.rebuilt(stages, bound.get(QUANTIZER))  # type: ignore[arg-type]
 
 
-def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | None, seed: int) -> Tables:
+def fit_codec(
+    codec: Codec,
+    x: States,
+    gradients: States | None,
+    rope: Rope | None,
+    seed: int,
+    queries: Float[Tensor, "shared heads tokens head_dim"] | None = None,
+) -> Tables:
     """Tables of every calibrated part that is fitted to states, each on the output of the stages before it.
 
     Args:
         x: keys or values of one layer as a cache gets them, of all calibration tokens.
         gradients: of the loss at `x`; needed where `wants_gradients`.
         rope: the rotations (RoPE) of the tokens.
+        queries: of the same tokens, as attention gets them; needed where `wants_queries`.
 
     Raises:
         ConfigError: a stage before a fitted part that is not a rotation of each head (`orthogonal`) or of whole tokens
@@ -120,7 +130,8 @@ def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | No
             left.discard(name)
             if part.learned:
                 raise ConfigError(f"stage '{name}' is learned against the loss; no fitted part may precede it")
-            found = part.fit(x, gradients if part.wants_gradients else None, seed)
+            wanted = {"queries": queries} if part.wants_queries else {}
+            found = part.fit(x, gradients if part.wants_gradients else None, seed, **wanted)
             tables |= {f"{name}.{key}": table for key, table in found.items()}
             bound = part.bound(found, heads, head_dim)
             part = cast("Stage | Quantizer", bound)
@@ -130,4 +141,5 @@ def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | No
             turned = {"rope": rope} if part.uses_rope else {}
             x = part.forward(x, **turned)[0]
             gradients = None if gradients is None else part.forward(gradients, **turned)[0]
+            queries = None if queries is None else part.forward(queries, **turned)[0]
     return tables

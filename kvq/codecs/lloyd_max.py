@@ -241,8 +241,8 @@ class LloydMaxQuantizer(Quantizer):
 
     @override
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate has no peak."""
-        if head_dim < 3:
+        """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate of the sphere has no peak."""
+        if head_dim < 3 and self.marginal is Marginal.sphere:
             raise Unsupported(f"head_dim={head_dim}: a Lloyd-Max codebook of the sphere needs at least 3 channels")
 
     @override

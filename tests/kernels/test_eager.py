@@ -44,8 +44,11 @@ REFUSED = {
 }
 # With their presets.
 FAMILIES = {
+    "block_gtq": "codes of",
     "cq": "codes of keys before their rotary embedding",
     "gear": "codes of SparseLowRank",
+    "kitty": "codes of ChannelSplit",
+    "kvarn": "stage 'balance'",
     "kvquant": "codes of keys before their rotary embedding",
     "polarquant": "codes of PolarQuantizer",
     "qjl": "codes of SketchQuantizer",
