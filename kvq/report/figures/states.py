@@ -32,6 +32,8 @@ _REDUCTIONS = {
 }
 _RANKED = ("key_ranking_error_reduction", "key_held_out_error_reduction")
 _ACROSS = 3
+_WIDE = 50
+"""Errors are on a logarithmic axis where the largest is so many times the least."""
 
 
 def bars_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -73,7 +75,10 @@ def bars_figure(table: pd.DataFrame, title: str) -> Figure:
                     axis.barh(place, mean, 0.7, color=looks[method].color)
                     axis.plot([least, most], [place, place], color="black", linewidth=0.8)
             axis.set_xlabel(_ERRORS.get(quantities[index]) or _REDUCTIONS[quantities[index]])
-            axis.axvline(0, color="#999999", linewidth=0.6)
+            if quantities[index] in _ERRORS and part["min"].min() > 0 and part["max"].max() > _WIDE * part["min"].min():
+                axis.set_xscale("log")
+            else:
+                axis.axvline(0, color="#999999", linewidth=0.6)
             axis.grid(axis="x", linewidth=0.3)
         axes[0][0].set_yticks(range(len(methods)), names)
         axes[0][0].set_ylim(len(methods) - 0.4, -0.6)
