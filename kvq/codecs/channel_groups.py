@@ -158,7 +158,7 @@ def _pair_energies(x: Float[Tensor, "shared heads tokens dim"]) -> Float[Tensor,
     return sum(squares.chunk(2, -1)).mean((0, 2))  # type: ignore[union-attr]
 
 
-def allocated(energies: Sequence[float], mean: float, most: int) -> list[int]:
+def allocated(energies: Sequence[float], mean: float | int, most: int) -> list[int]:
     """Bits of each pair, of which the pair of largest energy / 4^bits gets the next; of equal ones, the first."""
     widths = [1] * len(energies)
     for _ in range(int(len(energies) * mean) - len(energies)):
