@@ -74,7 +74,17 @@ def grouped(name):
 
 def in_groups(name, group):
     """Overrides: groups of `group` tokens or channels (null: all) where the method has groups; "own": its own."""
-    return [f"{side}.quantizer.group_size={group}" for side in grouped(name)] if group != "own" else []
+    if group == "own" or (group == "null" and block_floats(name)):
+        return []
+    return [f"{side}.quantizer.group_size={group}" for side in grouped(name)]
+
+
+def block_floats(name):
+    """Its blocks have a size; null is none."""
+    return any(
+        getattr(config(name), side)["quantizer"]["_target_"] == "kvq.codecs.BlockFloatQuantizer"
+        for side in grouped(name)
+    )
 
 
 @contextlib.contextmanager
