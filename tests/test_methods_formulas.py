@@ -66,20 +66,26 @@ def test_bits_that_depend_on_the_data_do(name):
     assert measured(name, 2, x, x.half(), 64) != measured(name, 2, x, other.half(), 64)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", [name for name in BY_DATA if DATA.fullmatch(CELLS[name])[2]])
-def test_formulas_of_what_the_data_decide(name, shape):
-    """Such a formula has a letter for the share of entries that are kept apart, which is counted."""
-    formula, letter = DATA.fullmatch(CELLS[name]).groups()
+def stored(name, shape):
+    """For each width: the letters of a formula, and keys and values of `shape` as they are stored."""
     heads, block, blocks, dim = shape
     x = random_states(heads, dim, block * blocks)
     rope = rope_table(block * blocks, dim)
     for bits in widths(name):
         method = build(name, x, bits)
-        for side, codec in enumerate((method.key, method.value)):
-            packed = codec.encode(x.half(), block, rope=rope)
-            share = Fraction(int(packed.parts["outlier.count"].sum()), x.numel())
-            names = {"b": bits, "D": dim, "H": heads, "R": block, letter: share}
+        both = [codec.encode(x.half(), block, rope=rope) for codec in (method.key, method.value)]
+        yield {"b": bits, "D": dim, "H": heads, "R": block}, both
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in BY_DATA if DATA.fullmatch(CELLS[name])[2]])
+def test_formulas_of_what_the_data_decide(name, shape):
+    """Such a formula has a letter for the share of entries that are kept apart, which is counted."""
+    formula, letter = DATA.fullmatch(CELLS[name]).groups()
+    for names, both in stored(name, shape):
+        for side, packed in enumerate(both):
+            elements = packed.tokens * names["H"] * names["D"]
+            names[letter] = Fraction(int(packed.parts["outlier.count"].sum()), elements)
             assert packed.bits_per_element == pytest.approx(float(closed_forms(formula, names)[side]), abs=1e-12)
 
 
@@ -88,16 +94,10 @@ def test_formulas_of_what_the_data_decide(name, shape):
 def test_formulas_of_what_the_calibration_decides(name, shape):
     """Such a formula has a letter for the number of norms of a key, which are counted."""
     formula, letter = FITTED.fullmatch(CELLS[name]).groups()
-    heads, block, blocks, dim = shape
-    x = random_states(heads, dim, block * blocks)
-    rope = rope_table(block * blocks, dim)
-    for bits in widths(name):
-        method = build(name, x, bits)
-        packed = [codec.encode(x.half(), block, rope=rope) for codec in (method.key, method.value)]
-        norms = sum(part.endswith("norm.scale") for part in packed[0].parts)
-        names = {"b": bits, "D": dim, "H": heads, "R": block, letter: Fraction(norms, heads)}
+    for names, both in stored(name, shape):
+        names[letter] = Fraction(sum(part.endswith("norm.scale") for part in both[0].parts), names["H"])
         expected = tuple(map(float, closed_forms(formula, names)))
-        assert tuple(each.bits_per_element for each in packed) == pytest.approx(expected, abs=1e-12)
+        assert tuple(packed.bits_per_element for packed in both) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 16), (torch.float32, 32)])
