@@ -24,7 +24,8 @@ def canonical(
 ) -> dict[str, Any]:
     """The settings that decide a run's numbers, as plain JSON values; the run's key is a hash of them.
 
-    Left out are names, labels and notes, `bits` itself (the codecs have theirs), device, threads, folders, batch size,
+    Left out are names, labels and notes, `bits` itself (the codecs have theirs, those of the
+    first layer where layers have bits of their own), device, threads, folders, batch size,
     `plan` and `force`, null stages, settings without effect (a stride between disjoint windows) and the residual of a
     side that is not quantized. So an alias is the same run, and full precision is one run whatever `bits` and
     `residual` say. Fingerprints replace weights and text, and `calibration_fingerprint` the calibration text (None: not
@@ -54,6 +55,7 @@ def canonical(
             },
             "method": codecs
             | _kept_layers(config, codecs)
+            | _bits_by_layer(config)
             | _backend(config)
             | _first_layers(config)
             | _sinks(config)
@@ -102,7 +104,7 @@ def names(config: Config) -> dict[str, Any]:
         "model": config.model.name,
         "dataset": config.dataset.name,
         "method": named.method.name,
-        "bits": named.parsed_bits.label if named.parsed_bits else "",
+        "bits": named.bits_label,
     }
 
 
@@ -118,6 +120,13 @@ def _kept_layers(config: Config, codecs: Mapping[str, Any]) -> dict[str, Any]:
     """Layers that a quantized side keeps in full precision; no entry without any, so that older keys stay valid."""
     kept = {side: sorted(set(layers)) for side, layers in config.method.full_precision_layers.items() if codecs[side]}
     return {"full_precision_layers": kept} if any(kept.values()) else {}
+
+
+def _bits_by_layer(config: Config) -> dict[str, Any]:
+    """Bits of each layer, by side; no entry for a side whose layers have the same, which its codec says."""
+    sides = {side: getattr(config.method.bits_by_layer, side) for side in ("key", "value")}
+    own = {side: bits for side, bits in sides.items() if len(set(bits)) > 1}
+    return {"bits_by_layer": own} if own else {}
 
 
 def _backend(config: Config) -> dict[str, Any]:

@@ -88,9 +88,12 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         ConfigError: an unknown argument or stage, or a value that is not allowed.
         Unsupported: bits outside `bits_range`, a head dim that a stage cannot do, or a backend that is not installed.
     """
+    by_layer = _by_layer(method, residual, bits, head_dim)
     given = None
     if method.bits_range is not None:
         given = parse_bits(bits)
+        if method.bits_by_layer:
+            given = method.bits_by_layer.layers(given)[0]
         lowest, highest = method.bits_range
         for side, number in (("keys", given.key), ("values", given.value)):
             if not lowest <= number <= highest:
@@ -120,10 +123,30 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         eviction=eviction,
         plan=plan,
         kept_keys=_kept_keys(method, codecs["key"]),
+        by_layer=by_layer,
     )
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built
+
+
+def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> tuple[Method, ...]:
+    """The method at the bits of each layer; none where all layers have those of the run."""
+    asked = method.bits_by_layer
+    if not asked:
+        return ()
+    if method.bits_range is None:
+        raise ConfigError(f"method.bits_by_layer: {method.name} stores at a fixed rate and takes no bits")
+    lowest, highest = method.bits_range
+    for side in ("key", "value"):
+        own = getattr(asked, side)
+        if any(not lowest <= number <= highest for number in own):
+            raise Unsupported(f"method.bits_by_layer.{side}={own}: {method.name} does {lowest} to {highest} bits")
+        parts = [(getattr(at, side), at.backend) for at in asked.at.values()]
+        if len(set(own)) > 1 and all(part == parts[0] for part in parts):
+            raise ConfigError(f"method.bits_by_layer.{side}: {side}s of {method.name} do not follow `bits`")
+    built = {label: instantiate_method(at, residual, label, head_dim) for label, at in asked.at.items()}
+    return tuple(built[layer.label] for layer in asked.layers(parse_bits(bits)))
 
 
 def _check_alone(name: str, codecs: Mapping[str, Codec | None], residual: Residual) -> None:

@@ -51,6 +51,14 @@ def check_codecs_alone(method: Method, task: str) -> None:
         raise Unsupported(f"task={task}: tries codecs alone; {method.name} also chooses tokens in a cache")
 
 
+def check_layers_alike(method: Method, task: str) -> None:
+    """Raise `Unsupported` for a method whose layers have codecs of their own, in a task that tries one for all."""
+    if method.first_layers is not None:
+        raise Unsupported(f"task={task}: takes every layer alike; the first layers of {method.name} have other codecs")
+    if method.by_layer:
+        raise Unsupported(f"task={task}: takes every layer alike; method.bits_by_layer gives layers bits of their own")
+
+
 def check_at_once(method: Method, scoring: Scoring) -> None:
     """Raise `Unsupported` for a method that cannot be scored with all tokens at once."""
     if method.eviction is not None and scoring is Scoring.parallel:

@@ -68,6 +68,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "arxiv",
         "note",
         "bits_range",
+        "bits_by_layer",
         "key",
         "value",
         "residual",
