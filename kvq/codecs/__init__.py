@@ -7,6 +7,7 @@ from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, Learn
 from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
+from kvq.codecs.covariance import CovarianceRotation, RankClip
 from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.gear import SparseLowRank, low_rank
@@ -40,6 +41,7 @@ __all__ = [
     "ClippedQuantizer",
     "Codec",
     "CoupledQuantizer",
+    "CovarianceRotation",
     "DoubleQuant",
     "Float8Quantizer",
     "Gain",
@@ -61,6 +63,7 @@ __all__ = [
     "Quantizer",
     "RandomRotation",
     "RandomizedHadamard",
+    "RankClip",
     "Rope",
     "Scope",
     "SignedMaxQuantizer",

@@ -18,6 +18,7 @@ from kvq.errors import ConfigError, Unsupported
 
 Tables = dict[str, Tensor]
 States = Float[Tensor, "heads tokens head_dim"]
+Moments = Float[Tensor, "heads head_dim head_dim"]
 QUANTIZER = "quantizer"
 """Name of the quantizer among a codec's calibrated parts; stages have their own names."""
 
@@ -27,10 +28,12 @@ class Calibrated:
 
     Attributes:
         wants_gradients: `fit` weights by squared gradients of the loss (the diagonal of the Fisher information).
+        wants_moments: `fit_moments` fits to the second moments that count for the side, instead of `fit` to states.
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
     """
 
     wants_gradients = False
+    wants_moments = False
     learned = False
     _tables: Mapping[str, Tensor] | None = None
     _shape: tuple[int, int] | None = None
@@ -39,6 +42,10 @@ class Calibrated:
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """Tables from the states of one layer and the gradients of the loss at them, in nats per unit."""
         raise NotImplementedError(f"{type(self).__name__} is not fitted to states")
+
+    def fit_moments(self, moments: Moments) -> Tables:
+        """Tables from second moments of the calibration tokens of one layer (`kvq.calibration.collect`)."""
+        raise NotImplementedError(f"{type(self).__name__} is not fitted to moments")
 
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
         """A copy for one layer of `heads` KV heads; without tables, one that only checks shapes."""
@@ -90,29 +97,36 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
     return codec.rebuilt(stages, bound.get(QUANTIZER))  # type: ignore[arg-type]
 
 
-def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | None, seed: int) -> Tables:
+def fit_codec(
+    codec: Codec, x: States, gradients: States | None, rope: Rope | None, seed: int, moments: Moments | None = None
+) -> Tables:
     """Tables of every calibrated part that is fitted to states, each on the output of the stages before it.
 
     Args:
         x: keys or values of one layer as a cache gets them, of all calibration tokens.
         gradients: of the loss at `x`; needed where `wants_gradients`.
         rope: the rotations (RoPE) of the tokens.
+        moments: second moments that count for the side; needed where `wants_moments`.
 
     Raises:
         ConfigError: a stage before a fitted part that is not a rotation of each head (`orthogonal`) or of whole tokens
-            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it.
+            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it. Any stage before a
+            part that is fitted to moments.
     """
     heads, _, head_dim = x.shape
     tables: Tables = {}
     left = set(calibrated_parts(codec))
-    for name, part in [*codec.stages, (QUANTIZER, codec.quantizer)]:
+    for place, (name, part) in enumerate([*codec.stages, (QUANTIZER, codec.quantizer)]):
         if not left:
             break
         if isinstance(part, Calibrated):
             left.discard(name)
             if part.learned:
                 raise ConfigError(f"stage '{name}' is learned against the loss; no fitted part may precede it")
-            found = part.fit(x, gradients if part.wants_gradients else None, seed)
+            if part.wants_moments and (place or moments is None):
+                raise ConfigError(f"stage '{name}': first in its codec, and fitted on a model's queries")
+            own = gradients if part.wants_gradients else None
+            found = part.fit_moments(moments) if part.wants_moments else part.fit(x, own, seed)  # type: ignore[arg-type]
             tables |= {f"{name}.{key}": table for key, table in found.items()}
             bound = part.bound(found, heads, head_dim)
             part = cast("Stage | Quantizer", bound)
