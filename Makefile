@@ -21,8 +21,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: setup ## set up, run the default sweep on the embedded model and print its table
-	$(BIN)/python run.py -m method=nsn,oscar,kivi bits=2,3,4 results_dir=results/demo
+demo: setup ## set up, run the default sweep on the embedded model with sinks and outliers and print its table
+	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 cache.keep_decoded=true results_dir=results/demo
 
 sweep: setup ## run a sweep: make sweep SWEEP="method=kivi,nsn bits=2,3"
 	$(BIN)/python run.py -m $(SWEEP)
@@ -40,7 +40,7 @@ report: figures ## write results/report.html: tables, an interactive plot, figur
 screenshot: setup ## take docs/report.png of the report of the committed records; needs chromium and chromedriver
 	$(BIN)/python experiments/screenshot.py
 
-docs: setup ## fill the numbers of README.md and docs/findings.md from the records (fails where a finding no longer holds); build site/
+docs: setup ## fill the numbers of README.md and docs from the records (fails where a finding no longer holds); build site/
 	$(BIN)/python experiments/readme.py
 	$(BIN)/python experiments/findings.py
 	$(BIN)/python experiments/citations.py
@@ -69,7 +69,7 @@ lint: setup ## check style and types
 tiny-model: setup ## train the embedded model again (about 80 minutes on 2 cores)
 	$(BIN)/python experiments/train_tiny_model.py
 
-tiny-sinks: setup ## train the sink of tiny_sinks again (about 50 minutes on one core)
+tiny-sinks: setup ## train the sink of tiny_sinks again (about 80 minutes on one core)
 	$(BIN)/python experiments/train_tiny_sinks.py
 
 codebooks: setup ## make the vector codebooks again from synthetic Gaussian data (about 10 minutes on one core)

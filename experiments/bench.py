@@ -38,7 +38,7 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel, load_model
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, package_versions
 from kvq.tasks.capture import capture
-from kvq.tasks.generate import Reader
+from kvq.tasks.reader import Reader
 from kvq.tasks.scoring import generation_bounds, parallel_method, score
 from kvq.tasks.tni import Norms
 

@@ -152,6 +152,23 @@ VALUES = [
     (["method=zipcache", "task.scoring=parallel"], "zipcache chooses tokens as they leave full precision"),
     (["method=zipcache", "method.plan.recent=2"], "recent=2, random=0.05: shares"),
     (["method=zipcache", "method.key.quantizer.share=1.5"], "share=1.5: of the tokens"),
+    (
+        ["method=kvquant_plus_plus/tiers", "task.scoring=parallel"],
+        "kvquant_plus_plus/tiers chooses tokens as they leave full precision; use generation",
+    ),
+    (
+        ["method=kvquant_plus_plus/tiers", "method.plan.decay=1"],
+        "method.plan of .*/tiers: decay=1: a share, 0 to below",
+    ),
+    (
+        [
+            *("method=kvquant_plus_plus/delta_mse", "bits=1"),
+            "+method.key.quantizer.codec.quantizer={_target_: kvq.codecs.UniformQuantizer, axis: per_token}",
+        ],
+        r"method.key of kvquant_plus_plus/delta_mse: deltas diverge: .* error is 3.\d\d at head_dim=128",
+    ),
+    (["method=kvquant_plus_plus/delta", "bits=1"], "bits=1: kvquant_plus_plus/delta does 2 to 8 bits"),
+    (["method=kvquant_plus_plus/attention", "bits=2"], "bits=2: kvquant_plus_plus/attention does 3 to 7 bits"),
     (["method=h2o", "method.eviction.budget=0"], "method.eviction of h2o: budget=0"),
     (["method=h2o", "method.eviction.budgt=0.5"], "method.eviction.budgt: .*Did you mean 'budget'"),
     (["method=streamingllm", "method.eviction.sinks=9", "method.eviction.budget=9"], "sinks alone are 9 tokens"),

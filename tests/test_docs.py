@@ -106,6 +106,16 @@ def test_a_stage(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.05 < error < 0.6
 
 
+def test_a_saved_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of docs/generate.md, which has assertions of its own."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
+    (example,) = PYTHON_BLOCK.findall(page)
+    exec(compile(example, "generate.md", "exec"), {})
+    assert re.fullmatch(r"\d+ bytes for \d+ tokens\n", capsys.readouterr().out)
+    assert [path.name for path in tmp_path.iterdir()] == ["sorted.kvq"]
+
+
 def test_a_task(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = ran("A task")
     assert [record.task for record in records] == ["agreement", "agreement"]
@@ -209,6 +219,19 @@ def test_the_commands_for_an_8b_model_compose() -> None:
                 continue
             seen |= set(job)
             assert "8B" in resolve(compose(list(job))).model.path
+
+
+def test_the_commands_for_texts_compose() -> None:
+    text = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    python run\.py (.*)$", text, re.M)
+    assert len(commands) == 3
+    prompts = []
+    for command in commands:
+        overrides = OverridesParser.create().parse_overrides([word for word in shlex.split(command) if word != "-m"])
+        runs = [resolve(compose(list(job))) for job in product(overrides)]
+        assert {run.task.name for run in runs} == {"generate"}
+        prompts.append(runs[0].task.prompt)
+    assert prompts == [None, "Return the indices that would sort", None]
 
 
 @pytest.mark.long

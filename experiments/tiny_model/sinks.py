@@ -28,9 +28,9 @@ class SinkRecipe(Recipe):
     without a sink.
     """
 
-    tokens: int = 2_201_600
+    tokens: int = 4_300_800
     step_tokens: int = 2048
-    adam_rate: float = 2e-3
+    adam_rate: float = 1e-3
     warmup_steps: int = 30
     weight_decay: float = 0.0
     rank: int = 16

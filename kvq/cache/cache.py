@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from kvq.cache import files
 from kvq.cache.allocated import allocated_bytes
 from kvq.cache.attention import WatchfulCache, check_distances, says_candidates, unmasked, watch
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.rotary import RopeTable, angles, styles_of
+from kvq.cache.side import Recompression
 from kvq.cache.sources import SourceColumns
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.head_dims import head_dims_of
@@ -106,12 +110,14 @@ class KVCache(WatchfulCache):
             use_packed_attention(model)
         self.method: Any = method
         self.dtype = dtype
+        self._model = weakref.ref(model)
         self._columns: SourceColumns | None = None
         super().__init__(layers=list(layers))
         self._lasting = _lasting(model, watch(model))
         self._told: int | None = None
         self._candidates: int | None = None
         self._tables: list[RopeTable] = []
+        self._groups: list[int] = []
         if any(side.uses_rope for side in self._sides()):
             styles = _styles_of(model)
             self._groups = [group for _, group in styles]
@@ -289,10 +295,61 @@ class KVCache(WatchfulCache):
         elements = sum(side.elements_per_token for side in sides)
         return sum(side.bits_per_element * side.elements_per_token for side in sides) / elements if sides else 0.0
 
+    @property
+    def recompression(self) -> Recompression | None:
+        """What encoding packed tokens again has changed, over all layers; None: the method never does."""
+        found = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
+        return Recompression(*map(sum, zip(*found, strict=True))) if found else None
+
     def check_finite(self) -> None:
         """Raise `DataError` naming the first layer whose full-precision states are NaN or infinite."""
         for side in self._sides():
             side.check_finite()
+
+    def save(self, path: str | Path) -> None:
+        """Write all that it holds to a safetensors file, from which `load` goes on with equal logits.
+
+        The file names method, model, versions of parts and dtypes. It is written atomically and is the same, byte for
+        byte, for the same cache. The model, a method's calibration and the decoded copy are not in it.
+
+        Raises:
+            RecordError: a path that cannot be written.
+            Unsupported: a method whose state has no form in a file (transformers' own caches), or that nothing names.
+        """
+        model = self._model()
+        if model is None:
+            raise Unsupported("cache.save: its model is gone, which the file has to name")
+        about = {**files.identity(model, self.method, len(self._own)), "label": self.method.label}
+        files.write(Path(path), about, self._own, self._tables, self.dtype)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: nn.Module,
+        method: GivesLayers,
+        keep_decoded: bool = False,
+        quantized_prefill: bool = False,
+        attention: str = "dense",
+    ) -> KVCache:
+        """A cache that goes on from what `save` wrote, here or elsewhere.
+
+        Args:
+            model: with the weights and the dtype of the one that filled it, on any device.
+            method: with the settings, the residual and the tables of the one that filled it.
+            keep_decoded, quantized_prefill, attention: as `KVCache` has them; the dtype is the file's.
+
+        Raises:
+            DataError: no such file; one that is damaged or was written by something else; another method, model or
+                version than the file's, named by what differs. No tensor is larger than the file.
+            ConfigError, Unsupported: as `KVCache`.
+        """
+        path, layers = Path(path), len(head_dims_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
+        given: Any = method
+        dtype = files.dtype_of(path, files.identity(model, given, layers))
+        cache = cls(model, method, keep_decoded, quantized_prefill, attention, dtype)
+        files.read(path, model, cache._own, cache._tables, cache._groups)
+        return cache
 
     def fork(self) -> KVCache:
         """A copy that shares the tokens held so far and grows independently, for many questions on one context."""

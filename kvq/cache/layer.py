@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from typing_extensions import override
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide
 from kvq.cache.sources import Departures, SourceColumns, columns_of
+from kvq.cache.state import Field, Reader, Writer
 from kvq.errors import ConfigError, Unsupported
 
 
@@ -32,6 +34,7 @@ class Layer(CacheLayerMixin):
     evicted = 0
     """Number of tokens evicted so far."""
     one_by_one = False
+    dtype: torch.dtype
     key: Any
     value: Any
 
@@ -107,6 +110,19 @@ class Layer(CacheLayerMixin):
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `ConfigError` or `Unsupported` where `crop` would."""
 
+    def write(self, out: Writer) -> None:
+        """Write all that it holds. Raises: Unsupported: a layer whose state has no form in a file."""
+        raise Unsupported(f"{type(self).__name__}: has no form in a file")
+
+    def read(self, given: Reader) -> None:
+        """Hold what a file has, in place of nothing.
+
+        Raises:
+            DataError: what this layer cannot have written.
+            Unsupported: as `write`.
+        """
+        raise Unsupported(f"{type(self).__name__}: has no form in a file")
+
     @abc.abstractmethod
     def fork(self) -> Layer:
         """A copy that shares the tokens held so far."""
@@ -139,6 +155,8 @@ class KVCacheLayer(Layer):
     """Keys and values of one attention layer, each with its own codec and residual policy."""
 
     lasting: str | None = None
+    saved: ClassVar[Mapping[str, Field]] = {"evicted": Field("count")}
+    """What a file holds of a layer beside its sides; classes with more state add to it."""
 
     def __init__(self, key: CacheSide, value: CacheSide, quantized_prefill: bool = False) -> None:
         super().__init__()
@@ -230,6 +248,26 @@ class KVCacheLayer(Layer):
         if self.one_by_one:
             return self.key.moves(queries), self.value.moves(queries)
         return Departures(0, ()), Departures(0, ())
+
+    @override
+    def write(self, out: Writer) -> None:
+        for name, side in (("key", self.key), ("value", self.value)):
+            side.write(out.part(name))
+        out.fields(self, self.saved)
+
+    @override
+    def read(self, given: Reader) -> None:
+        for name, side in (("key", self.key), ("value", self.value)):
+            inner = given.part(name)
+            side.read(inner)
+            given.sizes |= {axis: inner.sizes[axis] for axis in ("batch", "heads") if axis in inner.sizes}
+        if self.key.tokens != self.value.tokens:
+            raise given.error(f"{self.key.tokens} keys and {self.value.tokens} values")
+        given.fields(self, self.saved)
+        given.finish()
+        if self.key.tokens:
+            like = torch.empty(0, dtype=given.dtype, device=given.device)
+            self.lazy_initialization(like, like)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -93,7 +93,7 @@ class PackedSide(CacheSide):
         return stored
 
     def _stored(self) -> PackedStates:
-        packed = () if self._store is None else tuple(self._store.packed)
+        packed = tuple(self.packed)
         full = None if self._full is None else self._full.view
         return PackedStates(self.codec, packed, full, narrowed(self._turns, 0, self.packed_tokens))
 

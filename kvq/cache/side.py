@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -10,13 +12,28 @@ from torch import Tensor
 
 from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import Departures
+from kvq.cache.state import Field, Reader, Writer
 from kvq.cache.store import BlockStore, TokenStore
-from kvq.codecs import Codec, Growable
+from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.rope import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
+
+
+class Recompression(NamedTuple):
+    """Tokens that were decoded and encoded again with other bits, and what this changed.
+
+    Attributes:
+        moves: number of tokens of one head, each as often as it was encoded again.
+        lost: sum of squared differences between their decoded forms, before and after.
+        energy: sum of squares of those before.
+    """
+
+    moves: int
+    lost: float
+    energy: float
 
 
 class CacheSide:
@@ -33,9 +50,17 @@ class CacheSide:
     (and `block` of size 0) every update is encoded as it comes and attention reads only decoded states.
     """
 
+    saved: ClassVar[Mapping[str, Field]] = {"_full": Field("rows", "batch heads tokens head_dim")}
+    """What a file holds of a side beside its packed prefix; classes with more state add to it."""
+
     def __init__(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False) -> None:
         self.codec, self.residual, self.label, self.keep_decoded = codec, residual, label, keep_decoded
         self._kept, self._group = residual.schedule(None if codec is None else codec.token_group)
+        if codec is not None and codec.fits_first_tokens and self._encodes_at_once:
+            raise Unsupported(
+                f"{label}: {type(codec).__name__} is fitted to the first tokens that leave full precision; use "
+                "residual.policy=block or sliding with residual.size of at least 1"
+            )
         self.rope: RopeTable | None = None
         """Rotations of the tokens, for a codec that undoes RoPE; they cover new tokens before these are appended."""
         self.reset()
@@ -84,6 +109,11 @@ class CacheSide:
         return 0 if self._store is None else self._store.nbytes
 
     @property
+    def packed(self) -> list[Packed]:
+        """The stored parts of the packed prefix, oldest tokens first."""
+        return [] if self._store is None else self._store.packed
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes of the full-precision tokens."""
         return 0 if self._full is None else self._full.view.numel() * self._full.view.element_size()
@@ -95,6 +125,11 @@ class CacheSide:
         if not tokens:
             tokens, stored = self.residual_tokens, self.residual_bytes
         return 8 * stored / (tokens * self.elements_per_token) if tokens else 0.0
+
+    @property
+    def recompression(self) -> Recompression | None:
+        """What encoding packed tokens again has changed; None: it is never done."""
+        return None
 
     @property
     def elements_per_token(self) -> int:
@@ -237,7 +272,14 @@ class CacheSide:
             return None
         whole = first and self.residual.prefill_block is PrefillBlock.whole
         states = self._full.view
-        out = self._encode(states[:, :, :leaving], None if whole else self._group, decoded)
+        block = None if whole else self._group
+        if self.codec.fits_first_tokens and self._store is None and not first:
+            # Tokens that come one by one leave with the first block, whatever else came in the same forward.
+            pieces = [states[:, :, : self._group], states[:, :, self._group : leaving]]
+            found = [self._encode(piece, block, decoded) for piece in pieces if piece.shape[2]]
+            out = torch.cat([piece for piece in found if piece is not None], 2) if decoded else None
+        else:
+            out = self._encode(states[:, :, :leaving], block, decoded)
         self._full = Growable(states[:, :, leaving:].clone()) if leaving < held else None
         return out
 
@@ -250,10 +292,46 @@ class CacheSide:
         assert self.codec is not None
         self._check_finite(states)
         if self._store is None:
-            # A group of one token may also be a block of one, whose statistics its tokens share.
-            one_by_one = self.residual.policy is Policy.sliding and self.codec.token_group == 1
-            self._store = (TokenStore if one_by_one else BlockStore)(self.codec, self.keep_decoded)
+            self._store = self._new_store(self.codec)
         return self._store.add(states, block, self._turns, decoded)
+
+    def _new_store(self, codec: Codec) -> BlockStore:
+        # A group of one token may also be a block of one, whose statistics its tokens share.
+        one_by_one = self.residual.policy is Policy.sliding and codec.token_group == 1
+        return (TokenStore if one_by_one else BlockStore)(codec, self.keep_decoded)
+
+    def write(self, out: Writer) -> None:
+        """Write all that it holds."""
+        out.tree["shape"] = None if self._shape is None else list(self._shape)
+        out.fields(self, self.saved)
+        if self._store is not None:
+            self._store.write(out)
+
+    def read(self, given: Reader) -> None:
+        """Hold what a file has, in place of nothing; `rope` covers its tokens.
+
+        Raises:
+            DataError: what this side cannot have written.
+        """
+        self._shape = given.shape()
+        if self._shape is not None:
+            given.fields(self, self.saved)
+            self._read_store(given)
+        given.finish()
+
+    def _read_store(self, given: Reader) -> None:
+        store = None if self.codec is None else self._new_store(self.codec)
+        if store is not None:
+            store.read(given)
+        self._check_read(given, 0 if store is None else store.tokens)
+        if store is not None and store.tokens:
+            store.check_read(given, self._turns)
+            self._store = store
+
+    def _check_read(self, given: Reader, packed: int) -> None:
+        """Raise `DataError` where what was read does not fit together, `packed` tokens of it in the packed prefix."""
+        if self.uses_rope and (self.rope is None or self.rope.tokens < packed + self.tokens):
+            raise given.error("the rotations of its tokens are missing")
 
     def check_finite(self) -> None:
         """Raise `DataError` when full-precision states are NaN or infinite; encoding has checked the others."""

@@ -9,14 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvq.cache.state import Reader, Writer
 from kvq.codecs import Codec, Growable, Packed, PackedStore
+from kvq.codecs.by_token import UNIT, by_token, together, token_width
 from kvq.codecs.packed import BlockRun
-from kvq.codecs.packing import pack, unpack
 from kvq.codecs.rope import Rope
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
-UNIT = 32
-"""Tokens of a unit; a multiple of 8, because 8 one-bit codes share a byte."""
 
 
 class BlockStore:
@@ -52,14 +51,19 @@ class BlockStore:
         `rope` covers the tokens held and the new ones, from the first on.
         """
         rope = narrowed(rope, self.tokens, states.shape[2])
-        return self._seal(self.codec.encode(states, block, rope), rope, decoded)
+        codec = self._behind
+        return self._seal(codec, codec.encode(states, block, rope), rope, decoded)
 
-    def _seal(self, packed: Packed, rope: Rope | None, decoded: bool) -> States | None:
+    @property
+    def _behind(self) -> Codec:
+        return self.codec.behind(None if self._store is None else self._store.packed)
+
+    def _seal(self, codec: Codec, packed: Packed, rope: Rope | None, decoded: bool) -> States | None:
         if self._store is None:
             self._store = PackedStore(packed)
         else:
             self._store.append(packed)
-        out = self.codec.decode(packed, rope) if decoded or self.keep_decoded else None
+        out = codec.decode(packed, rope) if decoded or self.keep_decoded else None
         if out is not None and self.keep_decoded:
             if self._decoded is None:
                 self._decoded = Growable(out)
@@ -74,6 +78,23 @@ class BlockStore:
         assert self._store is not None
         packed = self._store.packed
         return self.codec.decode(packed, narrowed(rope, 0, packed.tokens))
+
+    def write(self, out: Writer) -> None:
+        """Write the stored parts."""
+        if self._store is not None:
+            out.packed("sealed", self._store.packed)
+
+    def read(self, given: Reader) -> None:
+        """Hold the parts that a file has, which `check_read` decodes. Raises: DataError: no parts of this codec."""
+        sealed = given.packed("sealed", self.codec)
+        self._store = None if sealed is None else PackedStore(sealed)
+
+    def check_read(self, given: Reader, rope: Rope | None) -> None:
+        """Decode what was read; `rope` covers it. Raises: DataError: parts that cannot be decoded."""
+        if self._store is not None:
+            packed = self._store.packed
+            decoded = given.decoded(packed, self.codec, narrowed(rope, 0, packed.tokens))
+            self._decoded = Growable(decoded) if self.keep_decoded else None
 
     def fork(self) -> BlockStore:
         """A copy that shares everything held so far and grows independently."""
@@ -124,17 +145,17 @@ class TokenStore(BlockStore):
         if turned is not None:
             turned = dataclasses.replace(turned, cos=turned.cos[:, index], sin=turned.sin[:, index])
         packed = self.codec.encode(states.index_select(2, index), UNIT, turned)
-        rows = packed.runs[0].rows
-        joined = _by_token(packed, rows, count)
+        widths = {name: token_width(rows) for name, rows in packed.runs[0].rows.items()}
+        joined = by_token(packed.parts, widths, count)
         if self._tail is not None:
-            before = _by_token(self._tail, rows, self._tail.tokens)
+            before = by_token(self._tail.parts, widths, self._tail.tokens)
             joined = {name: torch.cat([before[name], part], 2) for name, part in joined.items()}
         total = self.tokens + count - sealed
         whole = total // UNIT * UNIT
         if whole:
-            units = _repacked(packed, rows, joined, 0, whole)
-            self._seal(units, narrowed(rope, sealed, whole), False)
-        self._tail = _repacked(packed, rows, joined, whole, total - whole) if total > whole else None
+            units = _repacked(packed, widths, joined, 0, whole)
+            self._seal(self.codec, units, narrowed(rope, sealed, whole), False)
+        self._tail = _repacked(packed, widths, joined, whole, total - whole) if total > whole else None
         return self.codec.decode(packed, turned)[:, :, :count] if decoded else None
 
     def past(self, rope: Rope | None) -> States:
@@ -143,6 +164,23 @@ class TokenStore(BlockStore):
             return super().past(rope)
         tail = self.codec.decode(self._tail, narrowed(rope, super().tokens, self._tail.tokens))
         return torch.cat([super().past(rope), tail], 2) if super().tokens else tail
+
+    def write(self, out: Writer) -> None:
+        """Write the stored parts."""
+        super().write(out)
+        if self._tail is not None:
+            out.packed("tail", self._tail)
+
+    def read(self, given: Reader) -> None:
+        """Hold the parts that a file has, which `check_read` decodes. Raises: DataError: no parts of this codec."""
+        super().read(given)
+        self._tail = given.packed("tail", self.codec)
+
+    def check_read(self, given: Reader, rope: Rope | None) -> None:
+        """Decode what was read; `rope` covers it. Raises: DataError: parts that cannot be decoded."""
+        super().check_read(given, rope)
+        if self._tail is not None:
+            given.decoded(self._tail, self.codec, narrowed(rope, super().tokens, self._tail.tokens))
 
     def select(self, index: Tensor) -> None:
         """Keep (and repeat) batch entries by index."""
@@ -161,25 +199,9 @@ def _rows_of_batch(part: Tensor, index: Tensor) -> Tensor:
     return part.index_select(0, index.to(part.device))
 
 
-def _bits(rows: int) -> int:
-    """Bits of a token in a part that has `rows` rows per unit; 8 where a token has a row of its own, of any dtype."""
-    return 8 * rows // UNIT
-
-
-def _by_token(packed: Packed, rows: dict[str, int], tokens: int) -> dict[str, Tensor]:
-    """Every part with one row per token: planes of 1, 2 or 4 bits are unpacked."""
-    return {
-        name: unpack([part], _bits(rows[name]), tokens) if _bits(rows[name]) in (1, 2, 4) else part[:, :, :tokens]
-        for name, part in packed.parts.items()
-    }
-
-
-def _repacked(like: Packed, rows: dict[str, int], joined: dict[str, Tensor], start: int, length: int) -> Packed:
-    """Pack `length` tokens from `start` on, in whole units or as one short block; inverse of `_by_token`."""
-    parts = {}
-    for name, part in joined.items():
-        bits, some = _bits(rows[name]), part[:, :, start : start + length]
-        parts[name] = pack(some, bits)[0] if bits in (1, 2, 4) else some.clone()
+def _repacked(like: Packed, widths: dict[str, int], joined: dict[str, Tensor], start: int, length: int) -> Packed:
+    """Pack `length` tokens from `start` on, in whole units or as one short block; inverse of `by_token`."""
+    parts = together({name: part[:, :, start : start + length] for name, part in joined.items()}, widths)
     size = min(UNIT, length)
     own = {name: part.shape[2] * size // length for name, part in parts.items()}
     return dataclasses.replace(like, parts=parts, runs=(BlockRun(size, length // size, own),))

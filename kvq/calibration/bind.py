@@ -19,7 +19,7 @@ class Calibration:
 
     Attributes:
         method: name of the method.
-        model: name of the weights (`kvq.calibration.fit.weights_name`).
+        model: name of the weights (`kvq.models.weights.weights_name`).
         heads, head_dims: KV heads and their channels, of every layer.
         seconds, peak_bytes: time and peak memory of the calibration; None: not measured.
     """
@@ -57,7 +57,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
     """The method with the tables of a calibration, which must be of the same model.
 
     Args:
-        model: name of the weights it will run on (`kvq.calibration.fit.weights_name`).
+        model: name of the weights it will run on (`kvq.models.weights.weights_name`).
         head_dims: channels per head of each of its layers.
 
     Raises:

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 import kvq.codecs
 from kvq.calibration.bind import Calibration
@@ -23,10 +21,11 @@ from kvq.models.inputs import Inputs
 from kvq.results.atomic import write_file
 from kvq.results.source import code_hash
 from kvq.results.store import cause
+from kvq.results.tensor_files import dump, read_tensors
 from kvq.results.versions import versions_of_parts
 
 FOLDER = "calibration"
-_FORMAT = "kvq-calibration-1"
+_FORMAT = "kvq-calibration-2"
 
 
 def name_of(decides: Mapping[str, Any]) -> str:
@@ -96,9 +95,7 @@ def write(path: Path, calibration: Calibration) -> None:
         "heads": list(calibration.heads),
         "head_dims": list(calibration.head_dims),
     }
-    # One entry: the library writes several in no order.
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in calibration.tensors.items()}
-    content = save(tensors, metadata={"kvq": json.dumps(about, sort_keys=True)})
+    content = dump(calibration.tensors, about)
     cost = {
         "seconds": calibration.seconds,
         "peak_memory_bytes": calibration.peak_bytes,
@@ -119,17 +116,11 @@ def read(path: str | Path) -> Calibration:
         DataError: no file, or one that is not a calibration.
     """
     path = Path(path)
+    about, tensors = read_tensors(path, "calibration", _FORMAT)
     try:
-        with safe_open(str(path), "pt") as file:
-            about = json.loads((file.metadata() or {})["kvq"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        if about["format"] != _FORMAT:
-            raise DataError(f"calibration {path}: of format {about['format']}, not {_FORMAT}")
         described = (about["method"], about["model"], about["heads"], about["head_dims"])
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise DataError(
-            f"calibration {path}: cannot be read ({type(error).__name__}: {error})".splitlines()[0]
-        ) from error
+    except KeyError as error:
+        raise DataError(f"calibration {path}: cannot be read (KeyError: {error})") from error
     return Calibration(tensors, *described, **_cost(path))
 
 

@@ -24,19 +24,10 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.head_dims import head_dims_of
 from kvq.models.inputs import Inputs
+from kvq.models.weights import weights_name
 from kvq.results.provenance import PeakMemory
 
-_SAMPLED = 1024  # entries of each weight that enter its name
 _KEPT_BYTES = 2**30
-
-
-def weights_name(model: nn.Module) -> str:
-    """Name of the weights of a model in memory: a hash of all shapes and of the first entries of each, in bfloat16."""
-    digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        first = weight.detach().flatten()[:_SAMPLED].to(torch.bfloat16).view(torch.int16).cpu()
-        digest.update(f"{name} {list(weight.shape)}".encode() + first.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def calibrate(

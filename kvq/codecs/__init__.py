@@ -4,27 +4,32 @@ from kvq.codecs.block_float import BlockFloatQuantizer
 from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, LevelsQuantizer, SignedMaxQuantizer
 from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
+from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
 from kvq.codecs.covariance import CovarianceRotation, RankClip
 from kvq.codecs.cq import CoupledQuantizer
+from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.double_quant import DoubleQuant
-from kvq.codecs.gear import SparseLowRank, low_rank
+from kvq.codecs.gear import SparseLowRank
+from kvq.codecs.huffman import HuffmanCodec, Rate
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
 from kvq.codecs.layer_scale import LayerScale
-from kvq.codecs.lloyd_max import LloydMaxQuantizer, normal_levels, optimal_levels
+from kvq.codecs.lloyd_max import LloydMaxQuantizer, optimal_levels
+from kvq.codecs.low_rank import LowRankCorrection, Svd
 from kvq.codecs.nsnquant import Center, ChannelScale, ChannelShift
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs
 from kvq.codecs.packing import pack, plane_widths, unpack
 from kvq.codecs.polarquant import PolarQuantizer, angle_levels
+from kvq.codecs.product import PrefillCodec, ProductQuantizer
 from kvq.codecs.qjl import SketchQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, UniformQuantizer, Zero, ZeroPoint
 from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.stages import Hadamard, RandomizedHadamard, RandomRotation, Scope, Stage, TokenNorm
-from kvq.codecs.turboquant import ChannelSplit, InnerProductQuantizer, Sketch
+from kvq.codecs.token_groups import ChannelRoot, PlannedCodec, TokenSplit, TokenTiers
+from kvq.codecs.turboquant import InnerProductQuantizer, Sketch
 from kvq.codecs.vector import VectorQuantizer
-from kvq.codecs.zipcache import ChannelRoot, PlannedCodec, TokenSplit
 
 __all__ = [
     "ApplyRope",
@@ -32,6 +37,7 @@ __all__ = [
     "BlockFloatQuantizer",
     "BlockRun",
     "Calibrated",
+    "CalibratedChannelSplit",
     "Center",
     "ChannelOrder",
     "ChannelRoot",
@@ -42,6 +48,7 @@ __all__ = [
     "Codec",
     "CoupledQuantizer",
     "CovarianceRotation",
+    "DeltaQuantizer",
     "DoubleQuant",
     "Float8Quantizer",
     "Gain",
@@ -49,21 +56,26 @@ __all__ = [
     "Growable",
     "Hadamard",
     "HalfAwayQuantizer",
+    "HuffmanCodec",
     "InnerProductQuantizer",
     "LayerScale",
     "LearnedRotation",
     "LevelsQuantizer",
     "LloydMaxQuantizer",
+    "LowRankCorrection",
     "NonUniformQuantizer",
     "Packed",
     "PackedStore",
     "Passthrough",
     "PlannedCodec",
     "PolarQuantizer",
+    "PrefillCodec",
+    "ProductQuantizer",
     "Quantizer",
     "RandomRotation",
     "RandomizedHadamard",
     "RankClip",
+    "Rate",
     "Rope",
     "Scope",
     "SignedMaxQuantizer",
@@ -72,8 +84,10 @@ __all__ = [
     "SparseCodec",
     "SparseLowRank",
     "Stage",
+    "Svd",
     "TokenNorm",
     "TokenSplit",
+    "TokenTiers",
     "UndoRope",
     "UniformQuantizer",
     "VectorQuantizer",
@@ -86,9 +100,7 @@ __all__ = [
     "codebook_for",
     "fit_codec",
     "gain_factor",
-    "low_rank",
     "merge_runs",
-    "normal_levels",
     "optimal_levels",
     "pack",
     "plane_widths",

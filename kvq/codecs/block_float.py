@@ -70,6 +70,11 @@ class BlockFloatQuantizer(Quantizer):
         if four_over_six and self.scale is not BlockScale.e4m3:
             raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale.name}")
 
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
+
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes (`codes.0`) and `scale` `[..., heads, tokens, groups]`, one byte each."""

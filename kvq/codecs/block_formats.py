@@ -55,6 +55,11 @@ class SignedMaxQuantizer(Quantizer):
         self.bits, self.group_size = bits, group_size
         self._middle = 2 ** (bits - 1)
 
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
+
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes (`codes.<plane>`) and `scale` `[..., heads, tokens, groups]`, signed, in fp16."""
@@ -215,6 +220,11 @@ class LevelsQuantizer(Quantizer):
             raise ConfigError(f"group_size={group_size}: at least 1, or null for the whole head_dim")
         self.levels, self.group_size, self.refit, self.least = tuple(map(float, levels)), group_size, refit, least
         self.bits = (len(levels) - 1).bit_length()
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:

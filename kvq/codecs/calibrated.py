@@ -53,6 +53,11 @@ class Calibrated:
         other._tables, other._shape, other._cast = tables, (heads, head_dim), {}
         return other
 
+    @property
+    def tables(self) -> Mapping[str, Tensor]:
+        """The tables by name; none before it is bound to a layer."""
+        return self._tables or {}
+
     def table(self, name: str, like: Tensor) -> Tensor:
         """A table in the dtype and on the device of `like`, which is `[..., heads, tokens, head_dim]`.
 

@@ -31,6 +31,12 @@ class Codec:
 
     version: ClassVar[int] = 1
 
+    fits_first_tokens = False
+    """Tables are fitted to the first tokens of a sequence, and stored with them; later tokens are encoded by these."""
+
+    stores_lists = False
+    """Some parts are lists without an equal number of rows for each block, which only `decode` can read."""
+
     def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
         for name in order:
             if name not in stages:
@@ -54,6 +60,10 @@ class Codec:
         chain = list(stages)
         return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer)
 
+    def with_more_bits(self, extra: int, most: int) -> Codec:
+        """This codec with `extra` bits more, but not above `most`. Raises: Unsupported: as `Quantizer`."""
+        return self.rebuilt(self.stages, self.quantizer.with_more_bits(extra, most))
+
     @property
     def uses_rope(self) -> bool:
         """Some stage needs the rotations of the tokens (`rope`) to encode and to decode."""
@@ -65,6 +75,17 @@ class Codec:
         groups = [stage.token_group for _, stage in self.stages] + [self.quantizer.token_group]
         known = [group for group in groups if group is not None]
         return math.lcm(*known) if len(known) == len(groups) else None
+
+    def behind(self, held: Packed | None) -> Codec:
+        """The codec of the tokens that follow those held, of which there may be none; see `fits_first_tokens`."""
+        return self
+
+    def staged(self, x: Float[Tensor, "*lead heads tokens head_dim"], rope: Rope | None = None) -> Tensor:
+        """What the quantizer is given of one block, in the compute dtype."""
+        y = x.to(_compute_dtype(x.dtype))
+        for _, stage in self.stages:
+            y = stage.forward(y, **_wanted(stage, rope))[0]
+        return y
 
     def check(self, head_dim: int) -> None:
         """Raise `Unsupported` when some part of the chain cannot work on `head_dim` channels."""
@@ -89,8 +110,9 @@ class Codec:
         self._check_rope(rope, tokens)
         size = tokens if block is None else min(block, tokens)
         count, tail = divmod(tokens, size)
+        whole = [(at * size, size, 1) for at in range(count)] if self.quantizer.varies else [(0, size, count)]
         runs, pieces = [], []
-        for start, length, number in ((0, size, count), (count * size, tail, 1)):
+        for start, length, number in (*whole, (count * size, tail, 1)):
             if length and number:
                 blocks = x[:, :, start : start + length * number].unflatten(2, (number, length)).transpose(1, 2)
                 turned = None if rope is None else rope.narrow(start, length * number).blocks(length, number)
@@ -167,6 +189,17 @@ class Codec:
             }
             y = stage.inverse(y, side, **_wanted(stage, rope))
         return y
+
+
+def check_nested(codec: Codec, outer: str) -> None:
+    """Raise `Unsupported` for a codec that cannot be a part of a quantizer, `outer`: it has blocks and no positions."""
+    if codec.uses_rope:
+        raise Unsupported(f"a {outer} has no token positions: put undo_rope and apply_rope around the {outer}")
+    if any(hasattr(part, "bound") for part in (*(stage for _, stage in codec.stages), codec.quantizer)):
+        raise Unsupported(f"a {outer} takes no calibrated part inside of it, where no calibration finds it")
+    if codec.stores_lists:
+        kind = type(codec).__name__
+        raise Unsupported(f"a {outer} takes a kvq.codecs.Codec, not a {kind}: use {kind} for the codec around it")
 
 
 def _wanted(stage: Stage, rope: Rope | None) -> dict[str, Rope | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,7 +16,59 @@ from kvq.codecs.quantizers import Parts, Quantizer
 from kvq.errors import Unsupported, at_least
 
 
-class CoupledQuantizer(Calibrated, Quantizer):
+class GroupedIndices:
+    """Mixin of quantizers whose `channels` contiguous channels share one `code_bits`-bit index into centroids."""
+
+    channels: int
+    code_bits: int
+
+    @staticmethod
+    def check_indices(channels: int, code_bits: int) -> None:
+        """Raises: ConfigError: a number below 1. Unsupported: an index of more than 16 bits."""
+        at_least("channels", channels, 1)
+        at_least("code_bits", code_bits, 1)
+        if code_bits > MAX_BITS:
+            raise Unsupported(f"code_bits={code_bits}: an index of coupled channels has 1 to {MAX_BITS} bits")
+
+    def check_groups(self, head_dim: int) -> None:
+        """Raises: Unsupported: a head dim that is no multiple of `channels`."""
+        if head_dim % self.channels:
+            raise Unsupported(f"head_dim={head_dim}: {self.channels} channels are coupled at a time")
+
+    def grouped(self, x: Tensor) -> Float[Tensor, "*lead heads groups tokens channels"]:
+        """The groups of channels of `[..., heads, tokens, dim]`."""
+        return x.unflatten(-1, (-1, self.channels)).transpose(-3, -2)
+
+    def indices_of(
+        self, x: Float[Tensor, "*lead heads tokens dim"], centroids: Float[Tensor, "heads groups count channels"]
+    ) -> Integer[Tensor, "*lead heads tokens groups"]:
+        """Index of the nearest centroid of every group of channels."""
+        points, sets = self.grouped(x), centroids.flatten(0, 1)
+        lead = points.shape[:-4]
+        blocks = points.reshape(-1, sets.shape[0], *points.shape[-2:])
+        # One search per block, so that its indices do not depend on how many blocks are encoded together.
+        codes = torch.stack([nearest(block, sets) for block in blocks])
+        return codes.view(*lead, *points.shape[-4:-1]).transpose(-2, -1).contiguous()
+
+    def centroids_of(
+        self, codes: Integer[Tensor, "*lead heads tokens groups"], centroids: Float[Tensor, "heads groups count c"]
+    ) -> Float[Tensor, "*lead heads tokens dim"]:
+        """The centroids of indices."""
+        heads, groups, count, _ = centroids.shape
+        sets = torch.arange(heads * groups, device=codes.device).view(heads, 1, -1)
+        found = centroids.flatten(0, 2).index_select(0, (codes.long() + sets * count).flatten())
+        return found.view(*codes.shape[:-1], -1)
+
+    def packed(self, codes: Integer[Tensor, "*lead heads tokens groups"]) -> Parts:
+        """Indices as stored."""
+        return pack_parts(codes, self.code_bits)
+
+    def unpacked(self, parts: Parts, tokens: int) -> Integer[Tensor, "*lead heads tokens groups"]:
+        """Inverse of `packed`."""
+        return unpack_parts(parts, self.code_bits, tokens)
+
+
+class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
     """`channels` contiguous channels of a head share one `code_bits`-bit index: 4 and 9 give 2.25 bits, 8 and 10 1.25.
 
     Args:
@@ -41,30 +93,28 @@ class CoupledQuantizer(Calibrated, Quantizer):
     wants_gradients = True
 
     def __init__(self, channels: int, code_bits: int, iterations: int = 25) -> None:
-        for name, value in (("channels", channels), ("code_bits", code_bits), ("iterations", iterations)):
-            at_least(name, value, 1)
-        if code_bits > MAX_BITS:
-            raise Unsupported(f"code_bits={code_bits}: an index of coupled channels has 1 to {MAX_BITS} bits")
+        self.check_indices(channels, code_bits)
+        at_least("iterations", iterations, 1)
         self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
 
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a head dim that is no multiple of `channels`, or not that of the calibration."""
-        if head_dim % self.channels:
-            raise Unsupported(f"head_dim={head_dim}: {self.channels} channels are coupled at a time")
+        self.check_groups(head_dim)
         self.check_shape(head_dim)
 
-    def _grouped(self, x: Tensor) -> Tensor:
-        """`[..., heads, groups, tokens, channels]`."""
-        return x.unflatten(-1, (-1, self.channels)).transpose(-3, -2)
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.code_bits}
 
     @override
     def fit(
         self, x: Float[Tensor, "heads tokens dim"], gradients: Float[Tensor, "heads tokens dim"] | None, seed: int
     ) -> Tables:
         """`centroids` `[heads, groups, 2^code_bits, channels]` in fp16."""
-        points = self._grouped(x.float()).flatten(0, 1).contiguous()
-        weights = torch.ones_like(points) if gradients is None else self._grouped(gradients.float()).flatten(0, 1)
+        points = self.grouped(x.float()).flatten(0, 1).contiguous()
+        weights = torch.ones_like(points) if gradients is None else self.grouped(gradients.float()).flatten(0, 1)
         mass = weights.square().sum(-1)
         found = codebooks(points, mass, 2**self.code_bits, self.iterations, seed)
         limit = torch.finfo(torch.float16).max
@@ -73,20 +123,11 @@ class CoupledQuantizer(Calibrated, Quantizer):
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Indices of the nearest centroids."""
-        centroids = self.table("centroids", x).flatten(0, 1)
-        points = self._grouped(x)
-        lead = points.shape[:-4]
-        blocks = points.reshape(-1, centroids.shape[0], *points.shape[-2:])
-        # One search per block, so that its indices do not depend on how many blocks are encoded together.
-        codes = torch.stack([nearest(block, centroids) for block in blocks])
-        codes = codes.view(*lead, *points.shape[-4:-1]).transpose(-2, -1)
-        return pack_parts(codes.contiguous(), self.code_bits)
+        return self.packed(self.indices_of(x, self.table("centroids", x)))
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """The centroids."""
-        codes = unpack_parts(parts, self.code_bits, shape[-2]).long()
-        heads, dim = shape[-3], shape[-1]
-        centroids = self.table("centroids", torch.empty(heads, 0, dim, dtype=dtype, device=codes.device))
-        sets = torch.arange(heads * (dim // self.channels), device=codes.device).view(heads, 1, -1)
-        return centroids.flatten(0, 2).index_select(0, (codes + sets * 2**self.code_bits).flatten()).view(shape)
+        codes = self.unpacked(parts, shape[-2])
+        like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
+        return self.centroids_of(codes, self.table("centroids", like))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -10,6 +9,7 @@ from jaxtyping import Float
 from torch import Size, Tensor
 from typing_extensions import override
 
+from kvq.codecs.low_rank import power_iteration, product, stored_factors
 from kvq.codecs.quantizers import Axis, Parts, Quantizer, UniformQuantizer, to_stored
 from kvq.errors import ConfigError, Unsupported, at_least
 
@@ -65,6 +65,11 @@ class SparseLowRank(Quantizer):
         self.rank, self.buffer_rank, self.buffer = rank, buffer_rank, buffer
         self.bits = backbone.bits
 
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return self.backbone.indices
+
     @override
     def check(self, head_dim: int) -> None:
         self.backbone.check(head_dim)
@@ -112,40 +117,15 @@ class SparseLowRank(Quantizer):
         if not rank:
             return parts
         rest = (kept - self.backbone.decode(parts, x.shape, x.dtype)).masked_fill(self._back(out, x.shape), 0)
-        left, right = low_rank(rest.reshape(-1, *rest.shape[-2:]), rank, self.iterations, self.seed)
-        parts["left"] = to_stored(left, torch.float16).reshape(*x.shape[:-2], -1, 1)
-        parts["right"] = to_stored(right, torch.float16).reshape(*x.shape[:-2], rank, x.shape[-1])
-        return parts
+        factors = power_iteration(rest.reshape(-1, *rest.shape[-2:]), rank, self.iterations, self.seed)
+        return parts | stored_factors(factors, x.shape)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """Backbone plus the product of the factors, with the extremes in their places."""
         out = self.backbone.decode(parts, shape, dtype)
         if "left" in parts:
-            left = parts["left"].to(dtype).reshape(-1, shape[-2], self._rank(shape[-2], shape[-1]))
-            right = parts["right"].to(dtype).reshape(left.shape[0], -1, shape[-1])
-            out = out + torch.bmm(left, right).view(shape)
+            out = out + product(parts, shape, dtype)
         at = parts["extremes_at"].long() + _HALF
         vectors = self._vectors(out).scatter(-2 if self._per_channel else -1, at, parts["extremes"].to(dtype))
         return self._back(vectors, shape)
-
-
-def low_rank(
-    x: Float[Tensor, "blocks tokens dim"], rank: int, iterations: int, seed: int
-) -> tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]:
-    """Factors of an approximation of rank `rank`, by block power iteration from a fixed start (GEAR, section 3).
-
-    `torch.svd_lowrank` begins with a draw from the global generator, so a block would not decode to the same values.
-    """
-    right = _start(x.shape[-1], rank, seed, x.dtype, x.device).expand(x.shape[0], -1, -1)
-    left = x[..., :rank]
-    for _ in range(iterations):
-        left = torch.linalg.qr(torch.bmm(x, right)).Q
-        right = torch.bmm(x.mT, left)
-    return left, right.mT
-
-
-@lru_cache(maxsize=64)
-def _start(dim: int, rank: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim rank"]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(dim, rank, generator=generator, dtype=torch.float64).to(device, dtype)

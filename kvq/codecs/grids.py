@@ -24,6 +24,18 @@ class Halves(enum.Enum):
     truncate = "truncate"
 
 
+class Levels(enum.Enum):
+    """Levels of a symmetric grid, with m = 2^(b-1).
+
+    `odd`: scale max|x| / (m - 1), codes ±(m - 1). `full`: scale max|x| / m, codes -m to m - 1, so that a largest value
+    that is positive is clipped. `midpoint`: scale max|x| and levels (code + 1/2) / m, of which none is 0.
+    """
+
+    odd = "odd"
+    full = "full"
+    midpoint = "midpoint"
+
+
 class SideDtype(enum.Enum):
     """Dtype in which scales and offsets are stored."""
 

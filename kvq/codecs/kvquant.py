@@ -91,6 +91,11 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         """Tokens that are stored together."""
         return TOGETHER if self.ragged else 1
 
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {} if self.ragged else {"codes": self.bits}
+
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: another head dim than that of the calibration."""
@@ -218,6 +223,8 @@ class SparseCodec(Codec):
     """
 
     version: ClassVar[int] = 1
+
+    stores_lists = True
 
     @override
     def encode(

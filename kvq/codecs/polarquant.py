@@ -83,6 +83,11 @@ class PolarQuantizer(Quantizer):
         self.angle_bits = tuple(angle_bits)
 
     @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {f"codes.{level}": bits for level, bits in enumerate(self.angle_bits, 1)}
+
+    @property
     def channels(self) -> int:
         """Channels that share a radius."""
         return int(2 ** len(self.angle_bits))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import copy
 import enum
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from kvq.codecs.grids import (
     Halves,
+    Levels,
     SideDtype,
     scale_for_integer_zero,
     scale_from_edge,
@@ -25,6 +27,11 @@ from kvq.errors import ConfigError, Unsupported, did_you_mean
 
 Parts = dict[str, Tensor]
 _Kind = TypeVar("_Kind", bound=enum.Enum)
+_Bits = TypeVar("_Bits", bound="_HasBits")
+
+
+class _HasBits(Protocol):
+    bits: int
 
 
 class Axis(enum.Enum):
@@ -47,18 +54,6 @@ class ZeroPoint(enum.Enum):
     ratio = "ratio"
     code = "code"
     edge = "edge"
-
-
-class Levels(enum.Enum):
-    """Levels of a symmetric grid, with m = 2^(b-1).
-
-    `odd`: scale max|x| / (m - 1), codes ±(m - 1). `full`: scale max|x| / m, codes -m to m - 1, so that a largest value
-    that is positive is clipped. `midpoint`: scale max|x| and levels (code + 1/2) / m, of which none is 0.
-    """
-
-    odd = "odd"
-    full = "full"
-    midpoint = "midpoint"
 
 
 class Gain(enum.Enum):
@@ -97,10 +92,23 @@ class Quantizer(abc.ABC):
 
     Attributes:
         token_group: tokens that share statistics; 1: each token on its own, None: the whole block.
+        varies: the number of rows of some part depends on the block, so that blocks are stored one by one.
     """
 
     gain: Gain = Gain.none
     token_group: int | None = None
+    varies = False
+
+    @property
+    def indices(self) -> dict[str, int]:
+        """Bits of each kind of index that is stored for all tokens of a block, by the name of its `pack_parts`."""
+        return {}
+
+    def with_more_bits(self, extra: int, most: int) -> Quantizer:
+        """This quantizer with `extra` bits more, but not above `most`. Raises: Unsupported: it has no such setting."""
+        raise Unsupported(
+            f"{type(self).__name__}: has no bits to add; a Uniform, LloydMax or InnerProductQuantizer has"
+        )
 
     def check(self, head_dim: int) -> None:  # noqa: B027 - most quantizers work on any head dim
         """Raise `Unsupported` when the quantizer cannot work on `head_dim` channels."""
@@ -112,6 +120,13 @@ class Quantizer(abc.ABC):
     @abc.abstractmethod
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The reconstruction, `shape` = `[..., heads, tokens, head_dim]`, in the compute dtype `dtype`."""
+
+
+def more_bits(quantizer: _Bits, extra: int, most: int) -> _Bits:
+    """A copy with `bits` raised by `extra`, but not above `most`."""
+    other = copy.copy(quantizer)
+    other.bits = max(quantizer.bits, min(quantizer.bits + extra, most))
+    return other
 
 
 class Passthrough(Quantizer):
@@ -248,6 +263,18 @@ class UniformQuantizer(Quantizer):
     def token_group(self) -> int | None:  # type: ignore[override]
         """Per channel, the tokens of a group; per token, 1."""
         return self.group_size if self.axis is Axis.per_channel else 1
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
+
+    @override
+    def with_more_bits(self, extra: int, most: int) -> Quantizer:
+        """Raises: Unsupported: a subclass, whose grid follows from its bits."""
+        if type(self) is not UniformQuantizer:
+            return super().with_more_bits(extra, most)
+        return more_bits(self, extra, most)
 
     @property
     def _dim(self) -> int:

@@ -1,66 +1,84 @@
-"""Two codecs over a split of a block's channels or tokens by a mask."""
+"""Several codecs over the groups into which a block's channels or tokens are divided."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Shaped
 from torch import Size, Tensor
 
-from kvq.codecs.codec import Codec
+from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.quantizers import Parts, Quantizer
-from kvq.errors import Unsupported
 
 
 class Split(Quantizer):
-    """`high` encodes the channels or tokens of a mask, `low` the others; parts are `high.<name>` and `low.<name>`.
+    """Each codec encodes its own group of channels or tokens; parts are `<group>.<name>`.
 
     Attributes:
-        axis: the axis that is split, -1 (channels) or -2 (tokens).
+        axis: the axis that is divided, -1 (channels) or -2 (tokens).
+        codecs: codec by the name of its group, in the order of the groups' numbers.
 
     Raises:
-        Unsupported: a codec that needs token positions.
+        Unsupported: a codec that needs token positions or stores lists.
     """
 
     axis: int
 
-    def __init__(self, high: Codec, low: Codec) -> None:
-        if high.uses_rope or low.uses_rope:
-            raise Unsupported("a split has no token positions: put undo_rope and apply_rope around the split")
-        self.high, self.low = high, low
+    def __init__(self, codecs: Mapping[str, Codec]) -> None:
+        for codec in codecs.values():
+            check_nested(codec, "split")
+        self.codecs = dict(codecs)
 
-    def _groups(self, count: int, length: int) -> Iterator[tuple[str, Codec, int, int]]:
-        """Name, codec, first index and size of the two groups, of `length` in all, `count` of them in the mask."""
-        yield "high", self.high, 0, count
-        yield "low", self.low, count, length - count
+    def _groups(self, sizes: Sequence[int]) -> Iterator[tuple[str, Codec, int, int]]:
+        """Name, codec, first index and size of each group, the groups one after the other."""
+        for number, (name, codec) in enumerate(self.codecs.items()):
+            yield name, codec, sum(sizes[:number]), sizes[number]
 
-    def _encode_groups(self, x: Tensor, mask: Shaped[Tensor, ...], count: int) -> Parts:
-        """Parts of both codecs. `mask`: 1 at `count` places along `axis`; broadcasts to the shape of `x`."""
+    def _encode_groups(self, x: Tensor, group: Shaped[Tensor, ...], sizes: Sequence[int]) -> Parts:
+        """Parts of all codecs. `group`: a number for each place along `axis`; broadcasts to the shape of `x`."""
         parts: Parts = {}
         length = x.shape[self.axis]
-        ordered = x.gather(self.axis, self._order(mask).expand(x.shape))
-        for name, codec, start, size in self._groups(count, length):
+        ordered = x.gather(self.axis, self._order(group).expand(x.shape))
+        for name, codec, start, size in self._groups(sizes):
             # An empty group gets the usual parts with zero rows, so that blocks concatenate.
             found = codec.encode_block(ordered.narrow(self.axis, min(start, length - 1), max(size, 1)))
             parts |= {f"{name}.{key}": part if size else part[..., :0, :] for key, part in found.items()}
         return parts
 
     def _decode_groups(
-        self, parts: Parts, mask: Shaped[Tensor, ...], count: int, shape: Size, dtype: torch.dtype
+        self, parts: Parts, group: Shaped[Tensor, ...], sizes: Sequence[int], shape: Size, dtype: torch.dtype
     ) -> Tensor:
-        """Both groups decoded, every channel or token in its own place."""
+        """All groups decoded, every channel or token in its own place."""
         pieces = []
-        for name, codec, _, size in self._groups(count, shape[self.axis]):
+        for name, codec, _, size in self._groups(sizes):
             if size:
                 own = {key.removeprefix(f"{name}."): part for key, part in parts.items() if key.startswith(f"{name}.")}
-                group = list(shape)
-                group[self.axis] = size
-                pieces.append(codec.decode_block(own, Size(group), dtype))
-        order = self._order(mask).expand(shape)
-        out = torch.empty(shape, dtype=dtype, device=mask.device)
+                held = list(shape)
+                held[self.axis] = size
+                pieces.append(codec.decode_block(own, Size(held), dtype))
+        order = self._order(group).expand(shape)
+        out = torch.empty(shape, dtype=dtype, device=group.device)
         return out.scatter_(self.axis, order, torch.cat(pieces, self.axis))
 
-    def _order(self, mask: Tensor) -> Tensor:
-        """Indices along `axis`: those of the mask, ascending, then the others, ascending."""
-        return mask.to(torch.uint8).sort(dim=self.axis, descending=True, stable=True).indices
+    def _order(self, group: Tensor) -> Tensor:
+        """Indices along `axis`: those of the first group, ascending, then those of the next."""
+        return group.to(torch.uint8).sort(dim=self.axis, stable=True).indices
+
+
+class TwoWaySplit(Split):
+    """`high` encodes the channels or tokens of a mask, `low` the others."""
+
+    def __init__(self, high: Codec, low: Codec) -> None:
+        super().__init__({"high": high, "low": low})
+        self.high, self.low = high, low
+
+    def _encode_mask(self, x: Tensor, mask: Shaped[Tensor, ...], count: int) -> Parts:
+        """Parts of both codecs. `mask`: 1 at `count` places along `axis`."""
+        return self._encode_groups(x, 1 - mask.to(torch.uint8), (count, x.shape[self.axis] - count))
+
+    def _decode_mask(
+        self, parts: Parts, mask: Shaped[Tensor, ...], count: int, shape: Size, dtype: torch.dtype
+    ) -> Tensor:
+        """Inverse of `_encode_mask`."""
+        return self._decode_groups(parts, 1 - mask, (count, shape[self.axis] - count), shape, dtype)

@@ -1,4 +1,4 @@
-"""TurboQuant's inner-product form, and its two quantizers over a split of the channels."""
+"""TurboQuant's inner-product form."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from jaxtyping import Float
 from torch import Size, Tensor
 from typing_extensions import override
 
-from kvq.codecs.codec import Codec
 from kvq.codecs.lloyd_max import MAX_BITS, LloydMaxQuantizer, Marginal
 from kvq.codecs.packing import pack, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
-from kvq.codecs.split import Split
+from kvq.codecs.quantizers import Parts, Quantizer, choice, more_bits, to_stored
 from kvq.codecs.stages import per_block, rotation
-from kvq.errors import Unsupported, at_least
+from kvq.errors import Unsupported
 
 
 class Sketch(enum.Enum):
@@ -43,6 +41,7 @@ class InnerProductQuantizer(Quantizer):
         bits: bits per element, 2-8: b-1 for the codes, 1 for the signs.
         sketch: `gaussian`, `orthogonal` rows of length √D, or `identity`.
         seed: seed of S, independent of data seeds and of the seed of a rotation before it.
+        extra_bits: added to `bits`, for codecs of tokens or channels with more or fewer bits than others.
         marginal: of the codes, as `LloydMaxQuantizer`.
 
     Stores `codes.<plane>`, `signs` (one bit per coordinate) and `rest` (|r|, fp16). No gain: that would bias it.
@@ -63,13 +62,26 @@ class InnerProductQuantizer(Quantizer):
         bits: int,
         sketch: Sketch | str = Sketch.gaussian,
         seed: int = 1,
+        extra_bits: int = 0,
         marginal: Marginal | str = Marginal.sphere,
     ) -> None:
-        if not 2 <= bits <= MAX_BITS:
-            raise Unsupported(f"bits={bits}: the inner-product form has 2 to {MAX_BITS} bits, one of them for signs")
-        self.bits, self.seed = bits, seed
+        self.bits, self.seed = bits + extra_bits, seed
+        if not 2 <= self.bits <= MAX_BITS:
+            raise Unsupported(
+                f"bits={self.bits}: the inner-product form has 2 to {MAX_BITS} bits, one of them for signs"
+            )
         self.sketch = choice(Sketch, sketch, "sketch")
-        self._codes = LloydMaxQuantizer(bits - 1, marginal=marginal)
+        self._codes = LloydMaxQuantizer(self.bits - 1, marginal=marginal)
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return self._codes.indices
+
+    @override
+    def with_more_bits(self, extra: int, most: int) -> Quantizer:
+        bits = more_bits(self, extra, most).bits
+        return InnerProductQuantizer(bits, self.sketch, self.seed, marginal=self._codes.marginal)
 
     @override
     def check(self, head_dim: int) -> None:
@@ -115,55 +127,3 @@ def sketch_constant(sketch: Sketch, dim: int) -> float:
     if sketch is Sketch.gaussian:
         return math.sqrt(2 / math.pi)
     return math.sqrt(dim / math.pi) * math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2))
-
-
-class ChannelSplit(Split):
-    """Two codecs: one for the outlier channels of a block, one for the others.
-
-    Outliers are the `outliers` channels with the largest sums of squares, chosen per head and block. The choice takes
-    one bit per channel (`mask`), which is stored and counted.
-
-    Args:
-        outliers: channels per head in the first group.
-        high: codec of the outlier channels (more bits).
-        low: codec of the others.
-
-    Raises:
-        ConfigError: no channel in the first group.
-        Unsupported: a codec that needs token positions.
-
-    Source: TurboQuant (arXiv 2504.19874), section 4.3, whose outlier channels have one more bit.
-    """
-
-    version: ClassVar[int] = 1
-
-    axis = -1
-
-    def __init__(self, outliers: int, high: Codec, low: Codec) -> None:
-        at_least("outliers", outliers, 1)
-        super().__init__(high, low)
-        self.outliers = outliers
-        self.bits = low.quantizer.bits if hasattr(low.quantizer, "bits") else None
-
-    @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
-        if self.outliers >= head_dim:
-            raise Unsupported(f"outliers={self.outliers}: head_dim={head_dim} leaves no other channels")
-        for name, codec, _, channels in self._groups(self.outliers, head_dim):
-            try:
-                codec.check(channels)
-            except Unsupported as error:
-                raise Unsupported(f"{name} ({channels} of {head_dim} channels): {error}") from error
-
-    @override
-    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`mask` `[..., heads, 1, ceil(dim / 8)]` and the parts of both codecs."""
-        chosen = x.square().sum(-2, keepdim=True).topk(self.outliers, -1).indices
-        mask = torch.zeros_like(x[..., :1, :], dtype=torch.uint8).scatter_(-1, chosen, 1)
-        return {"mask": pack(mask.mT, 1)[0].mT} | self._encode_groups(x, mask, self.outliers)
-
-    @override
-    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """Both groups of channels, each channel in its own place."""
-        return self._decode_groups(parts, unpack([parts["mask"].mT], 1, shape[-1]).mT, self.outliers, shape, dtype)

@@ -46,6 +46,11 @@ class VectorQuantizer(Quantizer):
         self.bits, self.codebook = bits, codebook
         self.gain = choice(Gain, gain, "gain")
 
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": 8 * self.bits}
+
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: head dims that are not a multiple of 8."""

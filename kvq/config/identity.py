@@ -10,9 +10,12 @@ from typing import Any
 from kvq.config.backend import MODE
 from kvq.config.composing import full_precision
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import Attention, Config, OutliersConfig, trained_with_bos
+from kvq.config.run import Attention, Config, MethodConfig, OutliersConfig, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
+
+_NOT_NAMED = ("batch_size", "include_path", "prompt_file")
+"""Settings of tasks that decide no number: the text of a prompt is in the fingerprint."""
 
 
 def canonical(
@@ -36,7 +39,7 @@ def canonical(
         ConfigError: a codec without stages or order.
     """
     residual = config.effective_residual
-    codecs = {side: _bare_codec(getattr(config.method, side)) for side in ("key", "value")}
+    codecs = {side: getattr(config.method, side) for side in ("key", "value")}
     backend = config.method.backend
     return _plain(
         {
@@ -53,15 +56,7 @@ def canonical(
                 "max_tokens": config.dataset.max_tokens,
                 "fingerprint": dataset_fingerprint,
             },
-            "method": codecs
-            | _kept_layers(config, codecs)
-            | _bits_by_layer(config)
-            | _backend(config)
-            | _first_layers(config)
-            | _sinks(config)
-            | _kept_keys(config)
-            | _more(config)
-            | _calibration(config, calibration_fingerprint),
+            "method": canonical_method(config.method) | _calibration(config, calibration_fingerprint),
             "residual": {
                 side: _bare_side(getattr(residual, side)) if codecs[side] or backend else None for side in codecs
             },
@@ -73,13 +68,34 @@ def canonical(
     )
 
 
+def canonical_method(method: MethodConfig) -> dict[str, Any]:
+    """The settings of a method that decide what it stores, without its residual and the text of its calibration.
+
+    Raises:
+        ConfigError: as `canonical`.
+    """
+    codecs = {side: _bare_codec(getattr(method, side)) for side in ("key", "value")}
+    found: dict[str, Any] = _plain(
+        codecs
+        | _kept_layers(method, codecs)
+        | _bits_by_layer(method)
+        | _backend(method)
+        | _first_layers(method)
+        | _sinks(method)
+        | _kept_keys(method)
+        | ({"gqa_compensation": True} if method.gqa_compensation else {})
+        | _more(method)
+    )
+    return found
+
+
 def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
     """The task's settings that decide its numbers; `bos` where model or task has one, so that older keys stay valid."""
-    task = {name: value for name, value in vars(config.task).items() if name not in ("batch_size", "include_path")}
+    task = {name: value for name, value in vars(config.task).items() if name not in _NOT_NAMED}
     if task.get("windows") is Windows.disjoint:
         task["stride"] = None
     if task.get("prompt", "") is None:
-        del task["prompt"]  # belongs to one scoring
+        del task["prompt"]  # belongs to one scoring; a task's own prompt is in its fingerprint
     if "bos" in task:
         own, asked = trained_with_bos(config.model, trained_with), task.pop("bos")
         if own or asked:
@@ -116,48 +132,48 @@ def _outliers(outliers: OutliersConfig) -> dict[str, Any] | None:
     return {name: value for name, value in _plain(outliers).items() if name != left_out}
 
 
-def _kept_layers(config: Config, codecs: Mapping[str, Any]) -> dict[str, Any]:
+def _kept_layers(method: MethodConfig, codecs: Mapping[str, Any]) -> dict[str, Any]:
     """Layers that a quantized side keeps in full precision; no entry without any, so that older keys stay valid."""
-    kept = {side: sorted(set(layers)) for side, layers in config.method.full_precision_layers.items() if codecs[side]}
+    kept = {side: sorted(set(layers)) for side, layers in method.full_precision_layers.items() if codecs[side]}
     return {"full_precision_layers": kept} if any(kept.values()) else {}
 
 
-def _bits_by_layer(config: Config) -> dict[str, Any]:
+def _bits_by_layer(method: MethodConfig) -> dict[str, Any]:
     """Bits of each layer, by side; no entry for a side whose layers have the same, which its codec says."""
-    sides = {side: getattr(config.method.bits_by_layer, side) for side in ("key", "value")}
+    sides = {side: getattr(method.bits_by_layer, side) for side in ("key", "value")}
     own = {side: bits for side, bits in sides.items() if len(set(bits)) > 1}
     return {"bits_by_layer": own} if own else {}
 
 
-def _backend(config: Config) -> dict[str, Any]:
+def _backend(method: MethodConfig) -> dict[str, Any]:
     """The backend (transformers' cache) and its mode; no entry without one."""
-    backend = config.method.backend
+    backend = method.backend
     return {} if backend is None else {"backend": {**vars(backend), "mode": MODE}}
 
 
-def _more(config: Config) -> dict[str, Any]:
+def _more(method: MethodConfig) -> dict[str, Any]:
     """Eviction and plan of a method; no entry without them."""
-    parts = {"eviction": config.method.eviction, "plan": config.method.plan}
+    parts = {"eviction": method.eviction, "plan": method.plan}
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _first_layers(config: Config) -> dict[str, Any]:
+def _first_layers(method: MethodConfig) -> dict[str, Any]:
     """Codecs of the first layers; no entry where they equal those of the others."""
-    first = config.method.first_layers
+    first = method.first_layers
     own = {side: _bare_codec(getattr(first, side)) for side in ("key", "value")}
     return {"first_layers": {"count": first.count, **own}} if first.count and any(own.values()) else {}
 
 
-def _sinks(config: Config) -> dict[str, Any]:
+def _sinks(method: MethodConfig) -> dict[str, Any]:
     """First tokens in full precision; no entry without any, so that older keys stay valid."""
-    kept = 0 if config.method.is_full_precision else config.method.sink_tokens
+    kept = 0 if method.is_full_precision else method.sink_tokens
     return {"sink_tokens": kept} if kept else {}
 
 
-def _kept_keys(config: Config) -> dict[str, Any]:
+def _kept_keys(method: MethodConfig) -> dict[str, Any]:
     """Tokens whose keys stay in full precision; no entry without any, so that older keys stay valid."""
-    kept = config.method.kept_keys
-    if not kept.texts or config.method.key is None:
+    kept = method.kept_keys
+    if not kept.texts or method.key is None:
         return {}
     return {"kept_keys": {"texts": sorted(set(kept.texts)), "layers": sorted(set(kept.layers))}}
 

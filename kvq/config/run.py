@@ -204,6 +204,7 @@ class MethodConfig:
     (`kvq.methods.plan`).
     `full_precision_layers`: layers whose keys or values are not quantized, by side; negative ones count from the end.
     `backend`: another library's cache in the place of codecs, which are then null (a `BackendConfig` once checked).
+    `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8.
     `sink_tokens`: so many first tokens stay in full precision. `kept_keys`: and the keys of these, in some layers.
     """
 
@@ -221,6 +222,7 @@ class MethodConfig:
     first_layers: FirstLayersConfig = field(default_factory=FirstLayersConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     sink_tokens: int = 0
+    gqa_compensation: bool = False
     kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
     eviction: Any = None
     plan: Any = None

@@ -302,12 +302,45 @@ class MultimodalConfig(ItemsConfig):
         at_least("task.max_new_tokens", self.max_new_tokens, 1)
 
 
+@dataclass
+class GenerateConfig(TaskConfig):
+    """A prompt that each method continues greedily, beside full precision.
+
+    Attributes:
+        prompt: the text; None: that of `prompt_file`, or the one that suits the embedded models.
+        prompt_file: a file with the text, in UTF-8.
+        max_new_tokens: longest continuation; it ends earlier at the model's end of text.
+        prefill: how the prompt is read.
+        bos: whether the prompt begins with the begin-of-text token; None: if the model was trained with it.
+        ngram: tokens of the n-grams whose repetitions are counted.
+    """
+
+    name: str = "generate"
+    version: ClassVar[int] = 1
+    prompt: str | None = None
+    prompt_file: str | None = None
+    max_new_tokens: int = 128
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+    ngram: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_empty("task.prompt", self.prompt)
+        not_empty("task.prompt_file", self.prompt_file)
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ConfigError(f"task.prompt_file={self.prompt_file}: or task.prompt, not both")
+        at_least("task.max_new_tokens", self.max_new_tokens, 1)
+        at_least("task.ngram", self.ngram, 1)
+
+
 SCHEMAS: dict[str, type[TaskConfig]] = {
     "ppl": PplConfig,
     "niah": NiahConfig,
     "longbench": LongbenchConfig,
     "lm_eval": LmEvalConfig,
     "multimodal": MultimodalConfig,
+    "generate": GenerateConfig,
     **DIAGNOSTICS,
     **SPEED,
 }

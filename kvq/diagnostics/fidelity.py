@@ -27,6 +27,15 @@ def relative_mse(x: States, x_hat: States) -> Float[Tensor, " heads"]:
     return torch.where(error == 0, 0.0, error / power.clamp_min(torch.finfo(power.dtype).tiny))
 
 
+def weighted_mse(x: States, x_hat: States, weights: Float[Tensor, "batch heads tokens"]) -> Float[Tensor, " heads"]:
+    """Σ a |x - x̂|² / Σ a |x|² over the tokens of each head, a: the attention weights of one query (or of more, summed).
+
+    Source: kvquant-plus-plus, section 3.1, whose attention-weighted error is the numerator.
+    """
+    error = (weights * (x - x_hat).square().sum(-1)).double().sum((0, 2))
+    return error / (weights * x.square().sum(-1)).double().sum((0, 2))
+
+
 def relative_mse_by_position(x: States, x_hat: States, bins: list[tuple[int, int]]) -> list[float]:
     """As `relative_mse`, over the tokens `start:end` of each bin and all heads."""
     error = (x - x_hat).double().square().sum((0, 1, 3))

@@ -13,7 +13,7 @@ KINDS = ("codes", "scales", "norms", "shift", "other", "residual")
 
 def kind_of(part: str) -> str:
     """Which of `KINDS` a stored part belongs to, by its name (`kvq.codecs.packed`) and its stage's."""
-    first, *rest = [piece for piece in part.split(".") if piece not in ("high", "low")]
+    first, *rest = [piece for piece in part.split(".") if piece not in ("high", "low", "base")]
     if first == "residual":
         return first
     if first in ("codes", "signs", "values"):
@@ -44,8 +44,10 @@ def layout(
     """Bytes of every part of `tokens` tokens without storing them: the bytes of one block times the number of blocks.
 
     Raises:
-        Unsupported: one block (`block=None`) under a codebook whose search looks at values.
+        Unsupported: one block (`block=None`) under a codebook whose search looks at values; bytes that follow values.
     """
+    if codec.stores_lists:
+        raise Unsupported(f"{type(codec).__name__}: its bytes follow the values, of which shapes say nothing")
 
     def of(count: int, device: str) -> dict[str, int]:
         states = torch.zeros(1, heads, count, head_dim, dtype=dtype, device=device)

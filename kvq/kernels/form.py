@@ -172,6 +172,8 @@ def form_of(codec: Codec) -> Form:
             raise Unsupported(f"cache.attention=packed: stage '{name}' ({type(stage).__name__}) needs decoded tokens")
     if turns:
         raise Unsupported("cache.attention=packed: codes of keys before their rotary embedding need decoded tokens")
+    if codec.stores_lists:
+        raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
     quantizer = codec.quantizer
     if type(quantizer) not in QUANTIZERS or (not folds(quantizer) and quantizer.token_group != 1):
         raise Unsupported(f"cache.attention=packed: codes of {type(quantizer).__name__} cannot be scored as they are")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache.layer import KVCacheLayer
+from kvq.cache.state import Field, Reader
 from kvq.errors import Unsupported
 
 
@@ -19,14 +23,30 @@ class AttendedLayer(KVCacheLayer):
     """
 
     setting: str
+    saved: ClassVar[Mapping[str, Field]] = {
+        **KVCacheLayer.saved,
+        "_received": Field("tensor", "batch heads tokens", "float"),
+    }
     _received: Float[Tensor, "batch kv_heads tokens"] | None = None
 
-    def _add(self, received: Float[Tensor, "batch kv_heads tokens"]) -> None:
-        """Add the weights that all tokens, also new ones, have received since the last call."""
+    def _add(self, received: Float[Tensor, "batch kv_heads tokens"], kept: float = 1.0) -> None:
+        """Add the weights that all tokens, also new ones, have received since the last call; `kept` of earlier sums."""
         if self._received is not None:
             new = received.shape[-1] - self._received.shape[-1]
-            received = received + torch.nn.functional.pad(self._received, (0, new))
+            received = received + kept * torch.nn.functional.pad(self._received, (0, new))
         self._received = received
+
+    @property
+    def _summed(self) -> int:
+        """How many tokens have a sum: those in full precision; tokens that are evicted or packed have none."""
+        return self.key.residual_tokens
+
+    @override
+    def read(self, given: Reader) -> None:
+        super().read(given)
+        summed = self._summed
+        if self._received is not None and self._received.shape[-1] != summed:
+            raise given.error(f"_received is of {self._received.shape[-1]} tokens; the method has sums of {summed}")
 
     @override
     def reset(self) -> None:

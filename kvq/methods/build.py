@@ -18,9 +18,11 @@ from kvq.codecs import Codec
 from kvq.config import Config, MethodConfig, compose, outside, resolve
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.explain import COMPOSE_ERRORS, explain
+from kvq.config.identity import canonical_method
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.eviction import Eviction
+from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import FirstLayers, Method
 from kvq.methods.plan import MixedPrecision
@@ -124,6 +126,8 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         plan=plan,
         kept_keys=_kept_keys(method, codecs["key"]),
         by_layer=by_layer,
+        settings=canonical_method(method),
+        gqa=_gqa(method, codecs),
     )
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
@@ -155,6 +159,20 @@ def _check_alone(name: str, codecs: Mapping[str, Codec | None], residual: Residu
             raise Unsupported(
                 f"residual.size=0 under sliding ({side}s): tokens of {name} share statistics; a size of at least 1"
             )
+
+
+def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:
+    if not method.gqa_compensation:
+        return None
+    if method.first_layers.count or not any(codecs.values()):
+        raise ConfigError(f"method.gqa_compensation of {method.name}: needs codecs, the same in all layers")
+    found = GqaCompensation()
+    for side, codec in codecs.items():
+        try:
+            found.check(codec)
+        except Unsupported as error:
+            raise Unsupported(f"method.gqa_compensation of {method.name}: {side}: {error}") from error
+    return found
 
 
 def _kept_keys(method: MethodConfig, key: Codec | None) -> KeptKeys | None:
@@ -227,6 +245,9 @@ def _check_arguments(setting: str, config: Mapping[str, Any]) -> None:
     for name, item in config.items():
         if isinstance(item, Mapping):
             _check_arguments(f"{setting}.{name}", item)
+        for number, one in enumerate(item if isinstance(item, list) else ()):
+            if isinstance(one, Mapping):
+                _check_arguments(f"{setting}.{name}.{number}", one)
 
 
 def _check_call(setting: str, config: Mapping[str, Any], target: Any) -> None:

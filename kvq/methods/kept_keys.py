@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache.side import CacheSide, States
+from kvq.cache.state import Field, Reader
 from kvq.codecs import Codec, Growable
 from kvq.config.residual import ResidualSide
 from kvq.errors import ConfigError, Unsupported
@@ -76,6 +77,12 @@ class KeptSide(CacheSide):
     """
 
     version: ClassVar[int] = 1
+    saved: ClassVar[Mapping[str, Field]] = {
+        **CacheSide.saved,
+        "_chosen": Field("tensor", "batch tokens", torch.bool),
+        "_at": Field("tensor", "2 kept", torch.int64),
+        "_rows": Field("rows", "heads kept head_dim"),
+    }
 
     def __init__(
         self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool, ids: tuple[int, ...]
@@ -107,6 +114,19 @@ class KeptSide(CacheSide):
             return super().packed_bytes
         rows = self._rows.view
         return super().packed_bytes + rows.numel() * rows.element_size() + self._at.shape[1] * _POSITION_BYTES
+
+    @override
+    def _check_read(self, given: Reader, packed: int) -> None:
+        super()._check_read(given, packed)
+        batch = self.batch_size
+        if self._chosen is None or self._chosen.shape != (batch, packed + self.residual_tokens):
+            raise given.error("_chosen does not say of every token whether its key is kept")
+        kept = self._chosen[:, :packed]
+        at = kept.new_zeros(2, 0, dtype=torch.int64) if self._at is None else self._at
+        rows = 0 if self._rows is None else self._rows.rows
+        inside = at.shape[0] == 2 and bool((at >= 0).all() and (at[0] < batch).all() and (at[1] < packed).all())
+        if not inside or at.shape[1] != rows or rows != int(kept.sum()) or not bool(kept[at[0], at[1]].all()):
+            raise given.error("_at does not name the packed tokens whose keys are kept")
 
     @override
     def append_behind(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.packed import packed_layer
@@ -16,10 +19,12 @@ from kvq.config.residual import Residual
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import form_of
 from kvq.methods.eviction import Eviction
+from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys, numbered
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.sinks import side_of
 from kvq.methods.transformers_caches import TransformersLayer
+from kvq.results.tensor_files import digest
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,9 @@ class Method:
         kept_keys: tokens whose keys stay in full precision.
         by_layer: the method at the bits of each layer, where these have bits of their own; `key`, `value` and `bits`
             are then those of the first.
+        settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
+            method that was put together by hand.
+        gqa: bits that are added in a model whose query heads share KV heads.
     """
 
     name: str
@@ -61,6 +69,8 @@ class Method:
     plan: MixedPrecision | None = None
     kept_keys: KeptKeys | None = None
     by_layer: Sequence[Method] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    gqa: GqaCompensation | None = None
 
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
@@ -107,10 +117,38 @@ class Method:
         bits = [method.bits for method in self.by_layer or (self,) if method.bits is not None]
         return f"{self.name} {mean_label(bits) if bits else ''}".strip()
 
+    def identity(self, layers: int) -> dict[str, Any]:
+        """What decides how it stores the states of a model of `layers` layers, as JSON data.
+
+        That is its settings and residual, the tokens whose keys it keeps, and a hash of its tables.
+
+        Raises:
+            Unsupported: a method without settings, or a calibrated one without tables.
+        """
+        if not self.settings:
+            raise Unsupported(f"method={self.name}: put together by hand, so nothing names it; use kvq.build_method")
+        kept = None if self.kept_keys is None or self.kept_keys.ids is None else list(self.kept_keys.ids)
+        tables = digest(self._tables(layers)) if self.is_calibrated else None
+        return {**self.settings, "residual": asdict(self.residual), "kept_ids": kept, "tables": tables}
+
+    def _tables(self, layers: int) -> dict[str, Tensor]:
+        """The tables of all layers, by side, layer, part and name."""
+        found: dict[str, Tensor] = {}
+        for side, layer in itertools.product(("key", "value"), range(layers)):
+            codec = self.codec(side, layer, layers)
+            for part, own in ({} if codec is None else calibrated_parts(codec)).items():
+                found |= {f"{side}.{layer}.{part}.{name}": table for name, table in own.tables.items()}
+        return found
+
     @property
     def is_calibrated(self) -> bool:
         """Some part of a codec has tables that a calibration fits."""
         return any(codec is not None and calibrated_parts(codec) for codec in (self.key, self.value))
+
+    @property
+    def fits_first_tokens(self) -> bool:
+        """Some codec has tables that are fitted to the first tokens of each sequence."""
+        return any(codec is not None and codec.fits_first_tokens for codec in (self.key, self.value))
 
     @property
     def is_full_precision(self) -> bool:
@@ -141,6 +179,8 @@ class Method:
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
         self.check_layers(len(head_dims))
+        if self.gqa is not None:
+            return self._compensated(config).layers(config, head_dims, keep_decoded, quantized_prefill, packed)
         if packed:
             self.check_packed()
         for codec in filter(None, (self.key, self.value)):
@@ -159,6 +199,13 @@ class Method:
         if self.plan is not None:
             return self.plan.layers(self.name, layers, keep_decoded)
         return layers if self.eviction is None else self.eviction.layers(layers, config)
+
+    def _compensated(self, config: Any) -> Method:
+        """The method with the bits of its codecs raised for a model whose query heads share KV heads, in every layer."""
+        assert self.gqa is not None
+        codecs: dict[str, Any] = {side: self.gqa.codec(getattr(self, side), config) for side in ("key", "value")}
+        by_layer = tuple(method._compensated(config) for method in self.by_layer)
+        return replace(self, gqa=None, by_layer=by_layer, **codecs)
 
     def _side(self, side: str, layer: int, layers: int, keep_decoded: bool) -> CacheSide:
         codec, residual = self.codec(side, layer, layers), getattr(self.residual, side)

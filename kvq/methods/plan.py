@@ -1,13 +1,14 @@
 """Mixed precision: policies that give the tokens of a layer different numbers of bits, and their cache layers.
 
-OTT keeps a pool of tokens in full precision; ZipCache gives tokens bits by the attention that they receive.
+OTT keeps a pool of tokens in full precision; ZipCache and kvquant-plus-plus give tokens bits by the attention that they
+receive.
 """
 
 from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +20,10 @@ from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide, States
 from kvq.cache.sources import Departures
+from kvq.cache.state import Field, Reader
 from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
-from kvq.codecs.zipcache import PlannedCodec, TokenSplit
+from kvq.codecs.token_groups import PlannedCodec, TokenSplit
 from kvq.config.residual import Policy, PrefillBlock, Residual
 from kvq.errors import ConfigError, Unsupported, at_least
 from kvq.methods.attended import AttendedLayer
@@ -110,17 +112,17 @@ class Saliency(MixedPrecision):
     """Gives more bits to the tokens that probe queries attend to: a block's last queries, and some drawn at random.
 
     Args:
-        recent: share of a block's queries that are its last.
-        random: share of them drawn from the others.
+        recent: share of a block's queries that are its last; the last one is always a probe.
+        random: share of them drawn from the others. With both 0 the last query alone ranks the tokens.
         seed: of the draw; the method's own.
         divide_by: `probes` gives the mean weight from the probes that see a token; `later` is the released code's.
         decoding: `shares` takes as many probes of every block; `last` takes the last query alone of the blocks after
             the first, which is the prompt where it is read at once (the released code).
 
     Raises:
-        ConfigError: shares that are negative, sum to more than 1 or to nothing; an unknown `divide_by` or `decoding`.
+        ConfigError: shares that are negative or sum to more than 1; an unknown `divide_by` or `decoding`.
 
-    Source: ZipCache (arXiv 2405.14256), sections 4.3 and 4.4.
+    Source: ZipCache (arXiv 2405.14256), sections 4.3 and 4.4; kvquant-plus-plus, section 3.1 (both shares 0).
     """
 
     version: ClassVar[int] = 1
@@ -133,8 +135,8 @@ class Saliency(MixedPrecision):
         divide_by: Divisor | str = Divisor.probes,
         decoding: Decoding | str = Decoding.shares,
     ) -> None:
-        if min(recent, random) < 0 or not 0 < recent + random <= 1:
-            raise ConfigError(f"recent={recent}, random={random}: shares, together above 0 and at most 1")
+        if min(recent, random) < 0 or recent + random > 1:
+            raise ConfigError(f"recent={recent}, random={random}: shares, together at most 1")
         self.recent, self.random, self.seed = recent, random, seed
         self.divide_by = choice(Divisor, divide_by, "divide_by")
         self.decoding = choice(Decoding, decoding, "decoding")
@@ -172,6 +174,8 @@ class PoolSide(CacheSide):
 
     `leader`: the side whose choice this one takes (values: that of the keys); None: this side chooses.
     """
+
+    saved: ClassVar[Mapping[str, Field]] = {**CacheSide.saved, "pooled": Field("count")}
 
     def __init__(self, like: CacheSide, pool: int, keep_decoded: bool, leader: PoolSide | None = None) -> None:
         self.pool, self.leader = pool, leader
@@ -219,6 +223,12 @@ class PoolSide(CacheSide):
         return None
 
     @override
+    def _check_read(self, given: Reader, packed: int) -> None:
+        super()._check_read(given, packed)
+        if self.pooled != (self.pool if packed else 0) or self.pooled > self.residual_tokens:
+            raise given.error(f"pooled is {self.pooled}; the method keeps {self.pool} once tokens are packed")
+
+    @override
     def check_crop(self, remove: int) -> None:
         super().check_crop(remove + self.pooled if remove else 0)
 
@@ -242,7 +252,7 @@ class PoolLayer(KVCacheLayer):
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`. Raises: Unsupported: one by one, beyond the end of a block."""
-        _refuse_moves(self, key_states.shape[2])
+        refuse_moves(self, key_states.shape[2])
         return super().update(key_states, value_states, *args, **kwargs)
 
     @override
@@ -255,7 +265,8 @@ class PoolLayer(KVCacheLayer):
         return other
 
 
-def _refuse_moves(layer: KVCacheLayer, queries: int) -> None:
+def refuse_moves(layer: KVCacheLayer, queries: int) -> None:
+    """Raise `Unsupported` for tokens fed one by one, but together, beyond the end of a block."""
     if layer.one_by_one and layer._moving(queries):
         raise Unsupported("method.plan: tokens fed one by one, but together beyond the end of a block; feed up to it")
 
@@ -311,7 +322,7 @@ class SaliencyLayer(AttendedLayer):
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`; blocks are encoded in `observe`."""
-        _refuse_moves(self, key_states.shape[2])
+        refuse_moves(self, key_states.shape[2])
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:

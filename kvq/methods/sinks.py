@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from kvq.cache.side import CacheSide, States
 from kvq.cache.sources import Departures
+from kvq.cache.state import Field, Reader
 from kvq.codecs import Codec, Growable
 from kvq.codecs.rope import Rope
 from kvq.config.residual import ResidualSide
@@ -22,6 +24,7 @@ class SinkSide(CacheSide):
     """
 
     version: ClassVar[int] = 1
+    saved: ClassVar[Mapping[str, Field]] = {**CacheSide.saved, "_first": Field("rows", "batch heads tokens head_dim")}
 
     def __init__(
         self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False, sinks: int = 0
@@ -119,6 +122,13 @@ class SinkSide(CacheSide):
     def _behind(self, states: Tensor | None) -> Tensor:
         assert self._first is not None
         return self._first.view if states is None else torch.cat([self._first.view, states], 2)
+
+    @override
+    def _check_read(self, given: Reader, packed: int) -> None:
+        others = packed + self.residual_tokens
+        if self.sink_tokens > self._sinks or (others and self.sink_tokens < self._sinks):
+            raise given.error(f"{self.sink_tokens} sinks before {others} tokens; the method keeps {self._sinks}")
+        super()._check_read(given, packed)
 
     @override
     def check_finite(self) -> None:

@@ -22,6 +22,7 @@ from typing_extensions import override
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import Departures, SourceColumns
+from kvq.cache.state import Writer
 from kvq.config.backend import BITS, BackendConfig
 from kvq.config.bits import Bits
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
@@ -213,6 +214,10 @@ class TransformersLayer(Layer):
         self.elements_per_token = key_states.numel() // key_states.shape[2]
         rows = [held.update(key_states[i : i + 1], value_states[i : i + 1]) for i, held in enumerate(self.held)]
         return torch.cat([keys for keys, _ in rows]), torch.cat([values for _, values in rows])
+
+    @override
+    def write(self, out: Writer) -> None:
+        raise Unsupported(f"method={self.backend.name}: the state of transformers' own caches has no form in a file")
 
     @override
     def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:

@@ -38,7 +38,7 @@ class Comparisons:
     def perplexity_error(self, record: Record) -> float | None:
         """Standard error of a run's perplexity over windows; None without samples or with too few windows."""
         try:
-            return perplexity_of_samples(self._load(record.key), **_bootstrap_settings(record.config)).standard_error
+            return perplexity_of_samples(self.samples(record.key), **_bootstrap_settings(record.config)).standard_error
         except RecordError:
             return None
 
@@ -54,11 +54,17 @@ class Comparisons:
             and not within_noise(found.value, found.standard_error)
         )
 
+    def samples(self, key: str) -> list[dict[str, Any]]:
+        """The stored samples of a run's key. Raises: RecordError: there are none, or they are damaged."""
+        if key not in self._rows:
+            self._rows[key] = self._samples(key)
+        return self._rows[key]
+
     def _mean(self, record: Record) -> float:
         """Loss in nats per token; NaN where the run has no samples of losses."""
         if record.key not in self._means:
             try:
-                rows = self._load(record.key)
+                rows = self.samples(record.key)
                 self._means[record.key] = sum(row["nll"] for row in rows) / sum(row["tokens"] for row in rows)
             except (RecordError, KeyError, TypeError, ZeroDivisionError):
                 self._means[record.key] = math.nan
@@ -67,15 +73,10 @@ class Comparisons:
     def _compute(self, record: Record, other: Record) -> Estimate | None:
         settings = _bootstrap_settings(record.config)
         try:
-            rows = [self._load(key) for key in (record.key, other.key)]
+            rows = [self.samples(key) for key in (record.key, other.key)]
             return delta_nll_of_samples(rows[0], rows[1], **settings)
         except RecordError:
             return None
-
-    def _load(self, key: str) -> list[dict[str, Any]]:
-        if key not in self._rows:
-            self._rows[key] = self._samples(key)
-        return self._rows[key]
 
 
 def loss_change(record: Record, other: Record, store: Store) -> tuple[float, float]:
@@ -125,15 +126,24 @@ def effective_bits(record: Record) -> float | None:
     return record.metrics.get("effective_bits", record.metrics.get("bits_per_element"))
 
 
-def frontier(records: Sequence[Record], comparisons: Comparisons) -> set[str]:
-    """Keys of runs on the Pareto frontier of effective bits and loss, judged beyond noise.
+def measured_bits(record: Record) -> float | None:
+    """Bits per element of a run's packed tokens, without those of its residual."""
+    return record.metrics.get("bits_per_element")
+
+
+def frontier(
+    records: Sequence[Record],
+    comparisons: Comparisons,
+    bits_of: Callable[[Record], float | None] = effective_bits,
+) -> set[str]:
+    """Keys of runs on the Pareto frontier of bits and loss, judged beyond noise.
 
     Run A beats run B if its loss is lower by more than `NOISE` paired standard errors. Runs are visited by increasing
     bits. A run is on the frontier if it beats the previous run on the frontier and no run with at most its bits beats
     it; of two runs that differ within noise, the one with fewer bits is on it. The first run of the frontier also has
     to beat some run with at least its bits.
     """
-    sized = [(bits, record) for record in records if (bits := effective_bits(record)) is not None]
+    sized = [(bits, record) for record in records if (bits := bits_of(record)) is not None]
     sized.sort(key=lambda pair: (pair[0], pair[1].metrics.get("nll", 0.0), pair[1].key))
     best: list[Record] = []
     for bits, record in sized:

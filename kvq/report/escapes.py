@@ -58,6 +58,12 @@ def one_line(text: str) -> str:
     return "".join(character for character in spaced if unicodedata.category(character)[0] != "C")
 
 
+def clean_lines(text: str) -> str:
+    """`text` with its lines and blanks, without control characters and marks that change the direction of writing."""
+    kept = text.expandtabs(4)
+    return "".join(character for character in kept if character == "\n" or unicodedata.category(character)[0] != "C")
+
+
 def csv_of(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows of the same columns as CSV: a header, `None` an empty field, floats in full. Without rows, nothing."""
     if not rows:

@@ -16,6 +16,7 @@ from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.report.comparisons import parse_label
 from kvq.report.departures import SIDES, departures, joined, said
 from kvq.report.isolated import line
+from kvq.report.palette import ENGINES
 from kvq.report.presets import presets
 from kvq.report.settings import flatten
 from kvq.results import Broken, Record, Store
@@ -66,7 +67,8 @@ def named(record: Record) -> str:
 
 def is_variant(record: Record) -> bool:
     """Whether a run is a preset's variant (`kvquant/pysource`) or departs from its preset, not a method of its own."""
-    return ("/" in record.method and record.method not in RATES) or bool(method_departures(record))
+    plain = "/" not in record.method.removeprefix(f"{ENGINES}/") or record.method in RATES
+    return not plain or bool(method_departures(record))
 
 
 def method_departures(record: Record) -> list[str]:

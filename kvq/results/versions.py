@@ -29,6 +29,7 @@ _CLASS: Final = re.compile(r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$
 # Settings of a method without a `_target_`, and the class that reads them.
 _BEHIND: Final = {
     "sink_tokens": "SinkSide",
+    "gqa_compensation": "GqaCompensation",
     "kept_keys": "KeptSide",
     "backend": "BackendConfig",
     "calibration": "CalibrationConfig",
@@ -62,17 +63,26 @@ def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None)
     Raises:
         RecordError: a part of the package without a version.
     """
-    name, method = config["task"]["name"], config["method"]
+    name = config["task"]["name"]
     task = task or SCHEMAS[name]
-    names = {behind for setting, behind in _BEHIND.items() if method.get(setting)}
-    if task.reads_cache:
-        names.add("KVCache")
+    names = {"KVCache"} if task.reads_cache else set()
     if config["model"].get("outliers"):
         names.add("OutliersConfig")
-    found: Versions = {name: task.version, **{name: declared()[name] for name in names}, **versions_of_parts(method)}
+    own = {name: declared()[name] for name in names}
+    found: Versions = {name: task.version, **own, **versions_of_method(config["method"])}
     if name not in SCHEMAS:
         found |= _versions_behind(task)
     return dict(sorted(found.items()))
+
+
+def versions_of_method(method: Mapping[str, Any]) -> Versions:
+    """Versions of all that a method's canonical settings ask for: the classes that they name, and those they imply.
+
+    Raises:
+        RecordError: as `versions_of_parts`.
+    """
+    implied = {behind: declared()[behind] for setting, behind in _BEHIND.items() if method.get(setting)}
+    return {**implied, **versions_of_parts(method)}
 
 
 def versions_of_parts(method: Any) -> Versions:

@@ -31,10 +31,10 @@ from kvq.models.load import model_folder
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.source import code_behind
-from kvq.tasks.generate import Reader, check_prefill
 from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.reader import Reader, check_prefill
 
 # lm-eval's own seed of few-shot examples, so that prompts equal those of published results.
 _FEWSHOT_SEED = 1234

@@ -23,8 +23,8 @@ from kvq.cache import KVCache
 from kvq.data.text import begun
 from kvq.errors import ConfigError, DataError
 from kvq.results.journal import Journal
-from kvq.tasks.generate import Reader, Sampler, end_tokens, greedy, stop_at
 from kvq.tasks.items import Clock
+from kvq.tasks.reader import Reader, Sampler, end_tokens, greedy, stop_at
 from kvq.tasks.storage import storage_metrics
 
 Logits = Float[Tensor, "batch vocab"]

@@ -27,10 +27,10 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.generate import Reader, check_prefill, end_tokens
 from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, paired
 from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
 from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.reader import Reader, check_prefill, end_tokens
 from kvq.tasks.storage import storage_metrics
 
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))

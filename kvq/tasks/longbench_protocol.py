@@ -22,7 +22,7 @@ from lm_eval.utils import apply_template
 
 from kvq.errors import ConfigError, did_you_mean
 from kvq.results.source import code_behind
-from kvq.tasks.generate import Ends, Logits, Pick, greedy
+from kvq.tasks.reader import Ends, Logits, Pick, greedy
 
 NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 """Subsets in the form for base models, which never get a chat template."""

@@ -21,9 +21,9 @@ from kvq.models.load import load_processor
 from kvq.models.media import MODALITIES, MediaModel, modalities
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.generate import Reader, answer_text, end_tokens, stop_at
 from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items
 from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.reader import Reader, answer_text, end_tokens, stop_at
 from kvq.tasks.storage import storage_metrics
 
 _BESIDE = ("input_ids", "attention_mask")

@@ -23,10 +23,10 @@ from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import flips, mcnemar
-from kvq.tasks.generate import Reader, answer_text, check_prefill, end_tokens, stop_at
 from kvq.tasks.hallucination import Outcome, classify, random_rate
 from kvq.tasks.items import Clock, Items, Sample, Scored, by_part, measure_items, paired
 from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.reader import Reader, answer_text, check_prefill, end_tokens, stop_at
 from kvq.tasks.storage import storage_metrics
 
 # Added to the seed of the items' generator, so that no other use of the same seed draws the same numbers.

@@ -49,6 +49,14 @@ def check_codecs_alone(method: Method, task: str) -> None:
     """Raise `Unsupported` for a method with more than codecs, in a task that applies codecs without a cache."""
     if method.plan is not None or method.eviction is not None or method.kept_keys is not None:
         raise Unsupported(f"task={task}: tries codecs alone; {method.name} also chooses tokens in a cache")
+    if method.gqa is not None:
+        raise Unsupported(
+            f"task={task}: tries codecs alone; {method.name} adds bits by the query heads of a cache's model"
+        )
+    if method.fits_first_tokens:
+        raise Unsupported(
+            f"task={task}: tries codecs on tokens that {method.name} would be fitted to; none are held out"
+        )
 
 
 def check_layers_alike(method: Method, task: str) -> None:
@@ -66,6 +74,10 @@ def check_at_once(method: Method, scoring: Scoring) -> None:
     if method.plan is not None and scoring is not Scoring.generation:
         raise Unsupported(
             f"task.scoring={scoring}: {method.name} chooses tokens as they leave full precision; use generation"
+        )
+    if method.fits_first_tokens and scoring is Scoring.parallel:
+        raise Unsupported(
+            f"task.scoring=parallel: {method.name} is fitted to the first tokens, here all; use generation"
         )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvq.cache import KVCache
+from kvq.codecs import HuffmanCodec
 
 STORED = (
     "bits_per_element",
@@ -12,12 +15,23 @@ STORED = (
     "packed_bytes",
     "total_bytes",
     "cached_tokens",
+    "index_bits",
+    "index_entropy",
 )
 
 
+RECOMPRESSED = ("recompressed_tokens", "recompression_error")
+"""Of methods that encode packed tokens again with other bits."""
+
+
 def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
-    """Measured bits of a cache in its present state, and bytes of one of its sequences."""
-    return {
+    """Measured bits of a cache in its present state, and bytes of one of its sequences.
+
+    Where indices have Huffman codes, also the mean length of their code words and the Shannon entropy of their
+    frequencies in each block, over keys and values. Where packed tokens are encoded again: how many were (each of a
+    head, and as often as it was), and the relative squared difference between their decoded forms before and after.
+    """
+    stored = {
         "bits_per_element": cache.bits_per_element,
         "key_bits": cache.side_bits("key"),
         "value_bits": cache.side_bits("value"),
@@ -26,3 +40,15 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
         "total_bytes": cache.nbytes / sequences,
         "cached_tokens": float(cache.get_seq_length()),
     }
+    layers: list[Any] = list(cache.layers)
+    sides = [(getattr(side, "codec", None), side) for layer in layers for side in (layer.key, layer.value)]
+    rates = [codec.rate(part) for codec, side in sides if isinstance(codec, HuffmanCodec) for part in side.packed]
+    if indices := sum(rate.indices for rate in rates):
+        stored["index_bits"] = sum(rate.coded for rate in rates) / indices
+        stored["index_entropy"] = sum(rate.entropy for rate in rates) / indices
+    if (done := cache.recompression) is not None:
+        stored |= {
+            "recompressed_tokens": done.moves / sequences,
+            "recompression_error": done.lost / done.energy if done.energy else 0.0,
+        }
+    return stored

@@ -204,16 +204,16 @@ def composed(*overrides: str) -> dict[str, object]:
 
 
 def test_the_key_has_it_where_it_is_set_and_another() -> None:
-    plain = composed()
+    plain = composed("cache.dtype=float32")
     assert "cache_dtype" not in plain["model"]
-    assert composed("cache.dtype=float32") == composed("model.cache_dtype=float32") == plain
+    assert composed("model.cache_dtype=float32") == composed("model.cache_dtype=null") == plain
     half = composed("cache.dtype=float16")
-    assert half == {**plain, "model": {**plain["model"], "cache_dtype": "float16"}}
+    assert half == composed() == {**plain, "model": {**plain["model"], "cache_dtype": "float16"}}
     assert composed("model.cache_dtype=float16") == half
     assert composed("model.cache_dtype=float16", "cache.dtype=float32") == plain
     assert composed("model.dtype=float16", "cache.dtype=float16") == composed("model.dtype=float16")
     # Diagnostics encode states without a cache.
-    assert composed("task=error", "model.cache_dtype=float16") == composed("task=error")
+    assert composed("task=error", "model.cache_dtype=float32") == composed("task=error")
     assert by_names(resolve(compose(["cache.dtype=float16"])))["model"]["cache_dtype"] == Dtype.float16
 
 

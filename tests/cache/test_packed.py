@@ -17,7 +17,11 @@ from tests.cache.states import nearest_bits
 from tests.random_models import in_double_precision, llama, token_ids
 
 METHODS = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
-REFUSED = {"zero": "codes of Zero", "fp8": "codes of Float8Quantizer"}
+REFUSED = {
+    "zero": "codes of Zero",
+    "fp8": "codes of Float8Quantizer",
+    "kvquant_plus_plus": "codes of InnerProductQuantizer",
+}
 # Codes that attention does not read yet, and methods that are more than codecs behind a residual.
 REFUSED |= dict.fromkeys(["cq", "gear", "kvquant", "polarquant", "rotatekv", "spinquant"], "")
 REFUSED |= dict.fromkeys(["hqq", "quanto"], "method=.* has backend")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.codecs import Hadamard, LayerScale, RandomizedHadamard, UniformQuantizer, normal_levels, unpack
+from kvq.codecs import Hadamard, LayerScale, RandomizedHadamard, UniformQuantizer, optimal_levels, unpack
 from kvq.config import conf_dir
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
@@ -263,8 +263,8 @@ def test_levels_for_the_normal_distribution_are_maxs():
         2: [0.4527808, 1.5104176],
         3: [0.2450942, 0.7560052, 1.3439093, 2.1519456],
     }.items():
-        assert normal_levels(bits) == pytest.approx(levels, abs=2e-6)
-    assert normal_levels(4) == pytest.approx(by.lloyd_max(4)[8:], abs=1e-9)
+        assert optimal_levels(bits, math.inf) == pytest.approx(levels, abs=2e-6)
+    assert optimal_levels(4, math.inf) == pytest.approx(by.lloyd_max(4)[8:], abs=1e-9)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192])

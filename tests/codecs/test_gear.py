@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kvq
-from kvq.codecs import Codec, SparseLowRank, UniformQuantizer, low_rank
+from kvq.codecs import Codec, SparseLowRank, UniformQuantizer
+from kvq.codecs.low_rank import power_iteration
 from kvq.errors import ConfigError
 
 DIM, HEADS = 128, 2
@@ -43,7 +44,7 @@ def test_extremes_are_exact_and_out_of_the_ranges(axis):
 
 def test_power_iteration_finds_a_matrix_of_low_rank():
     left, right = states(96, 1)[0, :, :, :3], states(3, 2)[0]
-    found = torch.bmm(*low_rank(left @ right, 3, 3, 0))
+    found = torch.bmm(*power_iteration(left @ right, 3, 3, 0))
     torch.testing.assert_close(found, left @ right, rtol=1e-9, atol=1e-9)
 
 

@@ -34,7 +34,19 @@ WILD = [
 ]
 METHODS = ["fp16", "rtn", "kivi", "nsn", "oscar", "nsnquant", "kvquant", "snapkv", "h2o/kivi", "ott", "zipcache"]
 METHODS += ["quanto"]
-TASKS = ["ppl", "niah", "error", "memory", "latency", "tni", "synthetic", "longbench", "lm_eval", "multimodal"]
+TASKS = [
+    "ppl",
+    "niah",
+    "error",
+    "memory",
+    "latency",
+    "tni",
+    "synthetic",
+    "longbench",
+    "lm_eval",
+    "multimodal",
+    "generate",
+]
 # What would write elsewhere, or ask the hub for a name that was made up.
 SPARED = ("hydra", "results_dir", "logger", "model.path", "model.revision", "dataset.hub", "dataset.data_files")
 SPARED += ("layout",)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.calibration.bind import bind
-from kvq.calibration.fit import calibrate, weights_name
+from kvq.calibration.fit import calibrate
 from kvq.config import compose, conf_dir, resolve
 from kvq.config.backend import BITS
 from kvq.config.calibration import CalibrationConfig
@@ -19,6 +19,7 @@ from kvq.methods.build import method_of
 from kvq.methods.method import Method
 from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel
+from kvq.models.weights import weights_name
 from kvq.results.versions import versions_of
 from tests.cache.states import nearest_bits
 from tests.golden.held import Golden
@@ -46,7 +47,7 @@ def missing(name: str) -> str | None:
 @torch.no_grad()
 def golden_of(name: str) -> Golden:
     """Run a prompt and then single tokens through the model and a cache of the method; project what attention reads."""
-    config = resolve(compose([f"method={name}", f"bits={nearest_bits(name)}", *_fitting(name)]))
+    config = resolve(compose([f"method={name}", f"bits={nearest_bits(name)}", *fitting(name)]))
     calibrates = config.method.calibration.dataset is not None
     dim = CALIBRATED_DIM if calibrates else HEAD_DIM
     model = llama(layers=LAYERS, head_dim=dim, kv_heads=1 if calibrates else 2)
@@ -65,7 +66,7 @@ def golden_of(name: str) -> Golden:
     )
 
 
-def _fitting(name: str) -> list[str]:
+def fitting(name: str) -> list[str]:
     """What makes a method of many layers, a long calibration or a wide window one of three layers and short ones."""
     family = name.partition("/")[0]
     if family == "qjl" and name != "qjl/one_sketch":

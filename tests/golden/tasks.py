@@ -38,6 +38,7 @@ CASES: dict[str, list[str]] = {
     "longbench": ["task=longbench", "task.subsets=[qasper,trec]", "task.max_length=300", "task.limit=1", *_ITEMS],
     "lm_eval": ["task=lm_eval", "task.tasks=[letters,say]", *_ITEMS],
     "multimodal": ["task=multimodal", "task.max_new_tokens=4", *_ITEMS],
+    "generate": ["task=generate", "task.max_new_tokens=8", "task.prompt=a square is the number that is the square of"],
     "tni": ["task=tni", *_CAPTURED],
     "error": ["task=error", *_CAPTURED],
     "distribution": ["task=distribution", *_CAPTURED, "method=fp16"],
@@ -112,4 +113,5 @@ _FILES: dict[str, Callable[[Path], list[str]]] = {
     "lm_eval": _lm_eval,
     "multimodal": _multimodal,
     "synthetic": lambda _: [],
+    "generate": _model,
 }

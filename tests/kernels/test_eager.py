@@ -28,6 +28,13 @@ REFUSED = {
     "fp8": "codes of Float8Quantizer",
     "nsnquant/channel_scale": "stage 'channel_scale'",
     "nsn/top_k_mixed": "codes of",
+    "kvquant_plus_plus": "codes of InnerProductQuantizer",
+    "kvquant_plus_plus/huffman": "HuffmanCodec stores lists",
+    "kvquant_plus_plus/low_rank": "codes of LowRankCorrection",
+    "kvquant_plus_plus/low_rank_8": "codes of LowRankCorrection",
+    "kvquant_plus_plus/low_rank_exact": "codes of LowRankCorrection",
+    "kvquant_plus_plus/outliers": "codes of CalibratedChannelSplit",
+    "kvquant_plus_plus/product": "PrefillCodec stores lists",
     "turboquant/outliers": "codes of ChannelSplit",
     "turboquant/prod": "codes of InnerProductQuantizer",
     "turboquant/prod_keys": "codes of InnerProductQuantizer",
@@ -58,6 +65,11 @@ REFUSED |= {
     for start, reason in ENGINES.items()
     if name.startswith(f"engine/{start}") and not name.endswith("/uncalibrated")
 }
+REFUSED |= {
+    f"kvquant_plus_plus/delta{kind}": "codes of DeltaQuantizer" for kind in ("", "_mse", "_every", "_threshold")
+}
+REFUSED |= {f"kvquant_plus_plus/attention{kind}": "codes of TokenSplit" for kind in ("", "_mse")}
+REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers"}
 REFUSED |= {name: FAMILIES[family] for name in METHODS if (family := name.partition("/")[0]) in FAMILIES}
 METHODS = [name for name in METHODS if name not in BITS]  # other libraries' caches have no codecs
 

@@ -31,6 +31,7 @@ FIXED = {"fp16", "identity", "zero", "q8_0", "q4_0", "fp8"}
 FIXED |= {"polarquant", "polarquant/hadamard", "qjl", "qjl/one_sketch", "qjl/gaussian"}
 FIXED |= {"streamingllm", "streamingllm/prompt", "h2o", "h2o/prompt", "snapkv", "zipcache", "zipcache/released"}
 FIXED |= {name for name in FILES if name.partition("/")[0] in ("cq", "engine")}
+FIXED |= {"kvquant_plus_plus/product", "kvquant_plus_plus/tiers"}
 NSN = {
     f"nsn/{norm}_{axis}_{grid}": (norm == "norm", axis, grid == "sym")
     for norm in ("norm", "nonorm")
@@ -80,6 +81,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "calibration",
         "sink_tokens",
         "kept_keys",
+        "gqa_compensation",
     }
 
 

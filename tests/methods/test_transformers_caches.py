@@ -11,7 +11,7 @@ from kvq.config.tasks import Prefill
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.transformers_caches import _LAYERS, check_works, installed
 from kvq.models import LoadedModel
-from kvq.tasks.generate import Reader
+from kvq.tasks.reader import Reader
 from kvq.tasks.stepwise import scoring_bounds
 from tests.cache.states import states
 from tests.cache.test_generate import generate, greedy

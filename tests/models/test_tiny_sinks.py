@@ -94,7 +94,8 @@ def test_the_key_says_what_is_new_only_where_it_is() -> None:
     def model(name: str, *overrides: str) -> dict[str, object]:
         return canonical(resolve(compose([f"model={name}", *overrides])), "", "")["model"]
 
-    assert set(model("tiny")) == set(model("hf", "model.path=a")) == {"dtype", "outliers", "fingerprint"}
+    assert set(model("hf", "model.path=a")) == {"dtype", "outliers", "fingerprint"}
+    assert set(model("tiny")) == {"dtype", "cache_dtype", "outliers", "fingerprint"}
     older = {"key_scale": 8.0, "value_scale": 4.0, "key_pairs": 2, "value_channels": 2, "seed": 0}
     assert model("tiny_outliers")["outliers"] == older
     hard = model("tiny_hard")
@@ -122,7 +123,7 @@ def test_the_card_tells_of_these_weights_and_of_the_same_held_out_text() -> None
     assert card["bytes"] == (FOLDER / "tiny_sinks" / FILE).stat().st_size
     assert card["data"]["test_sha256"] == base["data"]["test_sha256"]
     assert card["data"]["train_sha256"] == base["data"]["train_sha256"]
-    assert card["results"]["text"]["pydocs"]["perplexity"] <= 1.05 * base["results"]["pydocs"]["perplexity"]
+    assert card["results"]["text"]["pydocs"]["perplexity"] <= 1.046 * base["results"]["pydocs"]["perplexity"]
     assert min(card["results"]["needles"].values()) >= 0.98
     assert "The sink was induced" in (FOLDER / "tiny_sinks" / "CARD.md").read_text()
 

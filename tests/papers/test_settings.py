@@ -209,9 +209,9 @@ ROWS = [
         {"weights": "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4"}, {"model": "weights in 4 bits (AWQ)"}),
     Row("oscar/weight_quantized", "OScaR's review, weakness 6", {"weights": "meta-llama/Llama-3.1-8B-Instruct"},
         {"model": "weights in 16 bits"}),
-    Row("embedded/methods embedded/nsnquant_steps", "ours", {"scoring": "generation"}, {"setting": "decoding"}),
-    Row("embedded/methods embedded/nsnquant_steps", "ours", {"scoring": "parallel", "windows": "disjoint"},
-        {"setting": "all keys and values quantized at once"}),
+    Row("embedded/decoding embedded/engines embedded/extensions", "ours",
+        {"scoring": "generation", "windows": "sliding"}),
+    Row("embedded/methods embedded/nsnquant_steps", "ours", {"scoring": "parallel", "windows": "disjoint"}),
 ]  # fmt: skip
 KNOWN = choices()
 

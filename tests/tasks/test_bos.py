@@ -22,9 +22,9 @@ from kvq.models import load_tokenizer
 from kvq.models.folder import folder_writes_bos
 from kvq.models.inputs import Inputs
 from kvq.tasks import capture, longbench, multimodal, niah
-from kvq.tasks.generate import Reader
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.ppl import ppl_windows
+from kvq.tasks.reader import Reader
 from kvq.tasks.windows import cut_windows
 from tests.data.byte_tokenizer import byte_tokenizer
 from tests.random_models import llama, save_random_model

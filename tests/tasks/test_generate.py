@@ -1,178 +1,146 @@
-"""Reading and writing through the cache against one token at a time, and shared prompts against each on its own."""
+"""`task=generate`: greedy texts side by side, what they share, what they repeat, what their caches take."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvq.cache import KVCache
-from kvq.config.tasks import Prefill
-from kvq.errors import Unsupported
-from kvq.methods.build import build_method
-from kvq.methods.method import Method
-from kvq.models import LoadedModel
-from kvq.tasks.generate import Reader, Sampler, answer_text, check_prefill, stop_at
-from tests.data.byte_tokenizer import byte_tokenizer
-from tests.random_models import in_double_precision, random_llama, token_ids
+from kvq import cli
+from kvq.config import compose, resolve
+from kvq.errors import ConfigError, DataError, KvqError
+from kvq.report.html import render
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.formats import csv
+from kvq.report.tables.terminal import MARK
+from kvq.results import Record, Store
+from kvq.runner import run
+from kvq.tasks.generate import PROMPT, repetition
+from tests.random_models import save_random_model
 
-METHODS = {
-    "fp16": [],
-    "identity": ["residual.size=16"],
-    "zero": ["residual.size=16"],
-    "kivi": ["residual.size=16"],
-    "nsn": ["residual.size=16"],
-    "rtn": ["residual.size=0"],
-}
+TEXT = "keys and values of all the tokens that came before, " * 3
 
 
-def never(_tokens: object) -> bool:
-    return False
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("generate") / "model")
 
 
-def method_of(name: str) -> Method:
-    return build_method(name, bits=2, head_dim=32, overrides=METHODS[name])
+def settings(folder: Path, *overrides: str) -> list[str]:
+    model = ["model=hf", f"model.path={folder}", "model.dtype=float32", "device=cpu"]
+    own = ["task=generate", "task.max_new_tokens=24", f"results_dir={folder.parent / 'results'}"]
+    return [*own, *model, *overrides]
 
 
-@torch.no_grad()
-def one_at_a_time(loaded: LoadedModel, method: Method, tokens: Tensor, whole: int) -> Tensor:
-    """Logits behind each token from position `whole` on; the first `whole` are one prefill."""
-    cache, rows = KVCache(loaded.model, method), []
-    if whole:
-        loaded.model(input_ids=tokens[:, :whole], past_key_values=cache, use_cache=True)
-    for column in tokens[:, whole:].split(1, dim=1):
-        rows.append(loaded.model(input_ids=column, past_key_values=cache).logits)  # noqa: PERF401
-    return torch.cat(rows, 1)
+def written(folder: Path, *overrides: str, prompt: str = TEXT) -> tuple[Record, dict[str, object]]:
+    (folder.parent / "prompt.txt").write_text(prompt, encoding="utf-8")
+    asked = settings(folder, f"task.prompt_file={folder.parent / 'prompt.txt'}", *overrides)
+    record = run(resolve(compose(asked)))
+    assert record.status == "done", record.reason
+    (sample,) = Store(folder.parent / "results").samples(record.key)
+    return record, sample
 
 
-@pytest.mark.parametrize("name", ["fp16", "kivi", "nsn", "rtn"])
-@pytest.mark.parametrize("prefill", Prefill)
-@pytest.mark.parametrize("length", [1, 33])
-def test_prompt_and_continuation_are_token_by_token(
-    name: str, prefill: Prefill, length: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("tokens", "length", "expected"),
+    [
+        ([5, 5, 5, 5, 5], 4, 1 / 2),  # two 4-grams, one of them new
+        (list(range(9)), 4, 0),
+        ([1, 2, 1, 2, 1, 2], 2, 3 / 5),  # 12 21 12 21 12
+        ([1, 2, 3], 4, 0),
+    ],
+)
+def test_the_share_of_repeated_ngrams(tokens: list[int], length: int, expected: float) -> None:
+    assert repetition(tokens, length) == pytest.approx(expected)
+
+
+def test_full_precision_writes_what_transformers_writes(folder: Path) -> None:
+    record, sample = written(folder, "method=fp16")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    expected = model.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :]
+    assert sample["tokens"] == expected.tolist()
+    assert sample["text"] == tokenizer.decode(expected)
+    assert sample["prompt"] == TEXT
+    assert record.metrics["prompt_tokens"] == ids.shape[1]
+    assert record.metrics["new_tokens"] == 24
+    # Prompt and new tokens but the last, keys and values, one KV head of 128 channels in two layers, fp32.
+    assert record.metrics["total_bytes"] == (ids.shape[1] + 23) * 2 * 2 * 128 * 4
+
+
+def test_a_method_is_compared_with_full_precision(folder: Path) -> None:
+    _, full = written(folder, "method=fp16")
+    same, _ = written(folder, "method=identity")
+    assert same.metrics["same_tokens"] == same.metrics["new_tokens"] == 24
+    record, sample = written(folder, "method=kivi", "bits=2")
+    one, other = sample["tokens"], full["tokens"]
+    assert isinstance(one, list)
+    assert isinstance(other, list)
+    shared = int(record.metrics["same_tokens"])
+    assert one[:shared] == other[:shared]
+    assert shared == 24 or one[shared] != other[shared]
+    assert record.metrics["repetition"] == repetition(one, 4)
+    assert record.metrics["effective_bits"] < 32
+    assert record.config["dataset"]["loader"] == "items"
+
+
+def test_the_text_of_the_prompt_names_the_run(folder: Path) -> None:
+    one, _ = written(folder, "method=fp16")
+    (folder.parent / "elsewhere.txt").write_text(TEXT, encoding="utf-8")
+    elsewhere = f"task.prompt_file={folder.parent / 'elsewhere.txt'}"
+    assert run(resolve(compose(settings(folder, elsewhere, "method=fp16")))).key == one.key
+    other, _ = written(folder, "method=fp16", prompt=TEXT + "and")
+    assert other.key != one.key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "said"),
+    [
+        (["task.prompt=a", "task.prompt_file=b"], ConfigError, r"task\.prompt_file=b: or task\.prompt, not both"),
+        (["task.prompt=''"], ConfigError, r"task\.prompt=: empty"),
+        (
+            ["task.prompt_file=/nowhere/at/all"],
+            DataError,
+            r"task\.prompt_file=/nowhere/at/all: cannot be read \(No such",
+        ),
+        (["task.max_new_tokens=0"], ConfigError, r"task\.max_new_tokens=0: at least 1"),
+        (["task.prompt=abc", "task.max_new_tokens=510"], ConfigError, r"behind a prompt of 3 tokens; .* at most 512"),
+        (["task.ngram=0"], ConfigError, r"task\.ngram=0: at least 1"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(overrides: list[str], kind: type[KvqError], said: str, folder: Path) -> None:
+    with pytest.raises(kind, match=said) as raised:
+        run(resolve(compose(settings(folder, "method=fp16", *overrides))))
+    assert "\n" not in str(raised.value)
+
+
+def test_texts_stand_below_the_table_and_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = in_double_precision(random_llama(), monkeypatch)
-    method = method_of(name)
-    tokens = token_ids(length + 19, batch=2)
-    expected = torch.log_softmax(
-        one_at_a_time(loaded, method, tokens[:, :-1], length - 1 if prefill is Prefill.whole else 0)[:, -19:], -1
-    ).gather(-1, tokens[:, length:, None])[..., 0]
-    reader = Reader(loaded, method, prefill)
-    cache, logits = reader.begin(tokens[:, :length])
-    found, likeliest = reader.log_probs(cache, logits, tokens[:, length:])
-    assert found.shape == likeliest.shape == (2, 19)
-    assert (found - expected).abs().max() < 1e-6
-    assert cache.get_seq_length() == length + 18
-
-
-@pytest.mark.parametrize("name", ["fp16", "kivi", "zero"])
-def test_writing_is_generate(name: str) -> None:
-    loaded, method, tokens = random_llama(), method_of(name), token_ids(40)
-    reader = Reader(loaded, method, Prefill.whole)
-    cache, logits = reader.begin(tokens)
-    rows = reader.write(cache, logits, 20, never)
-    # transformers, whose prefill includes the last token: it takes over from the second new token on.
-    other, _ = reader.begin(tokens)
-    start = torch.cat([tokens, torch.tensor([rows[0][:1]])], 1)
-    expected = loaded.model.generate(start, past_key_values=other, max_new_tokens=19, attention_mask=start > -1)
-    assert rows[0] == expected[0, 40:].tolist()
-    assert len(rows[0]) == 20
-
-
-def test_rows_of_a_batch_are_the_same_alone_and_end_on_their_own() -> None:
-    loaded, method, tokens = random_llama(), method_of("kivi"), token_ids(30, batch=3)
-    reader = Reader(loaded, method, Prefill.whole)
-    alone = [reader.write(*reader.begin(row[None]), 12, never)[0] for row in tokens]
-    assert reader.write(*reader.begin(tokens), 12, never) == alone
-    stop = alone[1][3]
-    cut = [row[: row.index(stop) + 1] if stop in row else row for row in alone]
-    assert reader.write(*reader.begin(tokens), 12, lambda row: row[-1] == stop) == cut
-    assert len(cut[1]) <= 4
-
-
-PROMPTS = [[1, 2, 3], [5], [1, 2, 3, *range(20, 45)], [1, 2, 3], [1, 2, 3, *range(20, 40), 7, 7, 7], [1, 9]]
-
-
-@pytest.mark.parametrize("name", ["fp16", "kivi", "nsn"])
-@pytest.mark.parametrize("prefill", Prefill)
-def test_shared_prompts_give_the_numbers_of_prompts_on_their_own(
-    name: str, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded, method = in_double_precision(random_llama(), monkeypatch), method_of(name)
-    reader = Reader(loaded, method, prefill)
-    answer, seen = token_ids(21, seed=5), []
-    for index, cache, logits in reader.each(PROMPTS):
-        found, _ = reader.log_probs(cache, logits, answer)
-        alone, _ = reader.log_probs(*reader.begin(torch.tensor([PROMPTS[index]])), answer)
-        assert (found - alone).abs().max() < 1e-6, index
-        seen.append(index)
-    assert sorted(seen) == list(range(len(PROMPTS)))
-
-
-def test_what_prompts_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, read = random_llama(), []
-    plain = LoadedModel.hidden_states
-
-    def counting(self: LoadedModel, tokens: Tensor, cache: KVCache) -> Tensor:
-        read.append(tokens.numel())
-        return plain(self, tokens, cache)
-
-    monkeypatch.setattr(LoadedModel, "hidden_states", counting)
-    reader = Reader(loaded, method_of("kivi"), Prefill.chunked)
-    for _ in reader.each(PROMPTS):
-        pass
-    # [5], [1], then behind it [2, 3] and [9], then 20 tokens that two share, and the ends of those two.
-    assert sum(read) == 1 + 1 + 2 + 1 + 20 + 5 + 3
-    read.clear()
-    for _ in Reader(loaded, method_of("kivi"), Prefill.whole).each(PROMPTS):
-        pass
-    assert sum(read) == sum(map(len, PROMPTS)) - 3  # the two equal ones
-
-
-def test_residual_none_has_no_order_to_read_a_prompt_in() -> None:
-    method = build_method("rtn", bits=4, head_dim=32, overrides=["residual=none"])
-    check_prefill(method, Prefill.whole)
-    with pytest.raises(Unsupported, match=r"use task\.prefill=whole"):
-        check_prefill(method, Prefill.chunked)
-
-
-class Nucleus(LogitsProcessor):
-    """The definition, by a loop."""
-
-    def __init__(self, top_p: float) -> None:
-        self.top_p = top_p
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        out = torch.full_like(scores, -torch.inf)
-        for row in range(scores.shape[0]):
-            total = 0.0
-            for token in scores[row].argsort(descending=True).tolist():
-                if total >= self.top_p:
-                    break
-                total += float(torch.softmax(scores[row], -1)[token])
-                out[row, token] = scores[row, token]
-        return out
-
-
-def test_sampling_draws_from_the_nucleus_at_its_temperature() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.5, -1.0, -3.0]])
-    sampler = Sampler(temperature=0.7, top_p=0.9, top_k=None, seed=3)
-    drawn = torch.cat([sampler(logits) for _ in range(4000)])
-    kept = LogitsProcessorList([Nucleus(0.9)])(torch.zeros(1, 1), logits.double() / 0.7)
-    expected = torch.softmax(kept, -1)[0]
-    counts = torch.bincount(drawn, minlength=5) / 4000
-    assert (counts[expected == 0] == 0).all()
-    assert (counts - expected).abs().max() < 0.03
-    again = Sampler(temperature=0.7, top_p=0.9, top_k=None, seed=3)
-    assert torch.cat([again(logits) for _ in range(20)]).tolist() == drawn[:20].tolist()
-    assert int(Sampler(temperature=1.0, top_p=None, top_k=1, seed=0)(logits)) == 0
-
-
-def test_an_answer_ends_at_its_stop_text() -> None:
-    tokenizer = byte_tokenizer()
-    ends = stop_at(tokenizer, [10], ["END", ""])
-    said = tokenizer.encode("so it goes END")
-    assert [ends(said[: count + 1]) for count in range(len(said))] == [False] * (len(said) - 1) + [True]
-    assert stop_at(tokenizer, [said[3]], [])(said[:4])
-    assert answer_text(tokenizer, said, ["END"]) == "so it goes "
+    """The command of the documentation, on the embedded model with the task's own prompt."""
+    monkeypatch.setenv("COLUMNS", "80")
+    results = f"results_dir={tmp_path / 'results'}"
+    assert cli.main(["-m", "task=generate", "method=nsn,identity", "bits=2", "task.max_new_tokens=16", results]) == 0
+    printed = capsys.readouterr().out
+    assert "generate: tiny on prompt" in printed
+    for name in ("Eff.", "total_bytes", "Same", "Rep%"):
+        assert name in printed
+    store = Store(tmp_path / "results")
+    (table,) = build_tables(store).tables
+    assert table.texts is not None
+    assert table.texts.prompt == PROMPT
+    full, same, nsn = table.texts.continuations
+    assert (same.said, same.same) == ("the same text as full precision", full.same)
+    samples = {record.method: store.samples(record.key)[0] for record in store.scan()[0]}
+    assert full.same == samples["fp16"]["text"]
+    assert nsn.same + nsn.differs + nsn.rest == samples["nsn"]["text"]
+    assert full.same.startswith(nsn.same)
+    assert f"Prompt: …{PROMPT[-160:][:40]}" in printed
+    assert (MARK in printed) == bool(nsn.differs)
+    page = render(build_tables(store))
+    assert page.count("<figcaption>") == 3
+    assert ("<mark>" in page) == bool(nsn.differs)
+    assert 'href="#texts"' in page
+    assert "same_tokens" in csv(table).splitlines()[0]

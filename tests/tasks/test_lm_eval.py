@@ -277,8 +277,8 @@ def test_a_continuation_that_merges_into_its_context_is_one_line(given: list[str
     from lm_eval.api.instance import Instance
 
     from kvq.config.tasks import Prefill
-    from kvq.tasks.generate import Reader
     from kvq.tasks.lm_eval_model import CacheLM
+    from kvq.tasks.reader import Reader
 
     inputs = inputs_of(given)
     model = CacheLM(Reader(inputs.model, method_of(inputs.config, 128), Prefill.chunked), inputs.tokenizer, 1, 512)

@@ -7,8 +7,8 @@ from kvq.config import PplConfig, Scoring, Windows
 from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method
-from kvq.tasks.generate import Reader, check_prefill
 from kvq.tasks.ppl import ppl_windows, run_ppl
+from kvq.tasks.reader import Reader, check_prefill
 from kvq.tasks.stepwise import check_at_once, check_codecs_alone, scoring_bounds
 from tests.random_models import in_double_precision, random_llama, token_ids
 from tests.tasks.test_scoring import token_by_token

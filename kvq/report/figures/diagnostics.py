@@ -113,6 +113,7 @@ def _norms(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table = tni.norms_table(group[0], store)
     where = _where(group)
     yield Drawing("tni-boxes", table, tni.boxes_figure, (f"Token norms over layers and heads: {where}",))
+    yield Drawing("tni-layers", table, tni.layers_figure, (f"Token norms by layer, a box over heads: {where}",))
     yield Drawing("tni-heat", table, tni.heat_figure, (f"Where tokens are low in norm: {where}",))
     for record in _quantized(group):
         title = f"{named(record)} bits on {model_name(record.model)}: ranges, bounds and errors"

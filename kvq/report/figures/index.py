@@ -13,6 +13,7 @@ INDEX = "index.md"
 # Headings by the beginning of a figure's name, in the order of the page; what has none comes last.
 _KINDS = {
     "pareto": "Loss against effective bits, with the frontier",
+    "engines": "Engines' formats beside papers' methods, against measured bits",
     "variants": "Variants of a method",
     "widths": "Loss by bit width",
     "calibration-shift": "Calibrated on one text, tested on another",
@@ -22,6 +23,7 @@ _KINDS = {
     "error-steps": "Errors by stages of a method",
     "synthetic": "Errors on made-up keys: low sinks and outlier channels",
     "tni-boxes": "Token norms by position",
+    "tni-layers": "Token norms by position, as they are",
     "tni-heat": "Token norms by layer and position",
     "tni-groups": "Ranges of groups, bounds and errors",
     "distribution-kl": "Closeness to a normal distribution",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SIDES = ("query", "key", "value")
 _BOXES = 20
+_LAYERS = 4  # columns of the figure by layer; of more layers, that many evenly spread
+_LOW = 0.5  # a token whose median norm is below so much of the others' stands apart in colour
 
 
 def norms_table(record: Record, store: Store) -> pd.DataFrame:
@@ -41,27 +43,13 @@ def norms_table(record: Record, store: Store) -> pd.DataFrame:
 def boxes_figure(table: pd.DataFrame, title: str) -> Figure:
     """Boxes over all layers and heads of the norm over its head's median, at the first and some later positions."""
     with style():
-        positions = sorted(table["position"].unique())
-        later = (
-            [positions[int(i)] for i in np.linspace(16, len(positions) - 1, _BOXES - 16)] if len(positions) > 16 else []
-        )
-        chosen = [*positions[:16], *later]
         made = figure(2, 4.4)
         axes = made.subplots(3, 1, sharex=True)
+        chosen = _positions(table, 16, _BOXES - 16)
         for axis, side in zip(axes, SIDES, strict=True):
             part = table[table["side"] == side]
             medians = part.groupby(["layer", "head"])["norm"].transform("median")
-            part = part.assign(share=part["norm"] / medians)
-            data = [part[part["position"] == position]["share"].to_numpy() for position in chosen]
-            axis.boxplot(
-                data,
-                widths=0.6,
-                patch_artist=True,
-                boxprops={"facecolor": "#56B4E9", "linewidth": 0.6},
-                medianprops={"color": "black"},
-                flierprops={"markersize": 2},
-                whiskerprops={"linewidth": 0.6},
-            )
+            _boxes(axis, part.assign(share=part["norm"] / medians), "share", chosen)
             axis.axhline(1, color="#999999", linewidth=0.6)
             axis.set_ylabel(f"{side} norm /\nmedian of its head")
             axis.set_ylim(bottom=0)
@@ -69,6 +57,60 @@ def boxes_figure(table: pd.DataFrame, title: str) -> Figure:
         axes[-1].set_xlabel("position (token)")
         made.suptitle(title, fontsize=8)
     return made
+
+
+def layers_figure(table: pd.DataFrame, title: str) -> Figure:
+    """Norms as they are, a column per layer: each token a box over its heads, as OScaR's figure 3 draws them."""
+    with style():
+        chosen = _positions(table, 8, 4)
+        layers = sorted(table["layer"].unique())
+        layers = _spread(layers, _LAYERS) if len(layers) > _LAYERS else layers
+        made = figure(2, 4.4)
+        axes = made.subplots(3, len(layers), sharex=True, sharey="row", squeeze=False)
+        for row, side in zip(axes, SIDES, strict=True):
+            for axis, layer in zip(row, layers, strict=True):
+                _boxes(axis, table[(table["side"] == side) & (table["layer"] == layer)], "norm", chosen)
+            row[0].set_ylabel(f"{side} norm")
+            row[0].set_ylim(bottom=0)
+        for axis, layer in zip(axes[0], layers, strict=True):
+            axis.set_title(f"layer {layer}")
+        for axis in axes[-1]:
+            axis.set_xticks(range(1, len(chosen) + 1), [str(position) for position in chosen], rotation=90, fontsize=6)
+        made.supxlabel("position (token)", fontsize=8)
+        made.suptitle(title, fontsize=8)
+    return made
+
+
+def _positions(table: pd.DataFrame, first: int, later: int) -> list[int]:
+    """The first positions that were kept, and `later` more of them up to the last."""
+    kept = sorted(table["position"].unique())
+    return [*kept[:first], *dict.fromkeys(_spread(kept[first:], later))]
+
+
+def _spread(items: list[int], count: int) -> list[int]:
+    """`count` of the items at equal steps, from the first to the last; fewer items come more than once."""
+    return [items[int(i)] for i in np.linspace(0, len(items) - 1, count)] if items else []
+
+
+def _boxes(axis: Any, part: pd.DataFrame, quantity: str, positions: list[int]) -> None:
+    """A box for each position, in another colour where its median is low among all positions'."""
+    data = [part[part["position"] == position][quantity].to_numpy() for position in positions]
+    drawn = axis.boxplot(
+        data,
+        widths=0.6,
+        patch_artist=True,
+        boxprops={"linewidth": 0.6},
+        medianprops={"color": "black"},
+        flierprops={"markersize": 2},
+        whiskerprops={"linewidth": 0.6},
+    )
+    usual = float(part[quantity].median())
+    for box, line, values in zip(drawn["boxes"], drawn["medians"], data, strict=True):
+        low = float(np.median(values)) < _LOW * usual
+        box.set_facecolor(colour(0) if low else colour(7))
+        if low:  # its box is too thin for its colour to be seen
+            box.set(edgecolor=colour(0), linewidth=2)
+            line.set_color(colour(0))
 
 
 def heat_figure(table: pd.DataFrame, title: str) -> Figure:
@@ -111,9 +153,14 @@ def groups_table(record: Record, store: Store) -> pd.DataFrame:
 
 def groups_figure(table: pd.DataFrame, title: str) -> Figure:
     """Ranges through the stages; error of key groups by bound and norm spread; the sinks' groups without them."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     with style():
         made = figure(2, 4.6)
         axes = made.subplots(2, 2)
+        layout = made.get_layout_engine()
+        assert isinstance(layout, ConstrainedLayoutEngine)
+        layout.set(rect=(0.02, 0, 0.98, 1))  # it forgets the wider tick labels below
         ranges = table[table["kind"] == "range"]
         for index, side in enumerate(("key", "value")):
             part = ranges[ranges["side"] == side]

@@ -27,6 +27,8 @@ from kvq.results.store import cause
 _SCRIPTS = ("core.js", "facets.js", "runs.js", "plot.js", "detail.js", "main.js")
 FIGURE_BYTES = 16 * 2**20
 """Most bytes of all figures on the page; further figures are only named."""
+_MOST_TEXTS = 20
+"""Tables whose texts the page shows."""
 # Files of one git checkout have times that differ by less than this.
 _AT_ONCE_SECONDS = 60.0
 
@@ -116,6 +118,7 @@ def render(tables: Tables, figures: Sequence[Figure] = (), warnings: Sequence[st
         script=Markup(script),
         data=script_json(payload(tables)),
         tables=[(table, columns_of(table)) for table in tables.tables],
+        texts=[table for table in tables.tables if table.texts is not None][:_MOST_TEXTS],
         largest=max(tables.tables, key=lambda table: len(table.rows)),
         summary=provenance.summary(records, stale, len(tables.broken)),
         dates=provenance.days(records),

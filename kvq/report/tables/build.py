@@ -21,6 +21,7 @@ from kvq.report.settings import PROTOCOL, flatten, settings_of
 from kvq.report.tables.cells import columns_of
 from kvq.report.tables.layout import Row, Table, Tables
 from kvq.report.tables.notes import notes_of
+from kvq.report.tables.texts import texts_of
 from kvq.results import Broken, Record, Store, judge, run_key
 from kvq.results.statistics import ALPHA, holm, within_noise
 
@@ -134,6 +135,7 @@ def _table(
         words=words,
         about=protocol_of(first),
         settings=tuple((name, text) for name, text in flatten(_protocol(first)) if text != "null"),
+        texts=texts_of(rows, comparisons.samples),
     )
 
 

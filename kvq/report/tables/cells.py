@@ -98,7 +98,9 @@ COLUMNS = (
 # What every table begins with.
 _RUN = COLUMNS[:4]
 # Tasks whose columns are chosen here; a table of any other shows what its records hold.
-_CHOSEN = ("ppl", "niah", "longbench", "lm_eval", "multimodal")
+_CHOSEN = ("ppl", "niah", "longbench", "lm_eval", "multimodal", "generate")
+# Of task=generate, behind what every table begins with.
+_WRITTEN = ("total_bytes", "new_tokens", "same_tokens", "repetition")
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
 _PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket)=(?P<value>.+)\]")
@@ -128,10 +130,17 @@ def is_of_diagnostics(table: Table) -> bool:
     return bool(table.rows) and table.rows[0].record.task not in _CHOSEN and not is_of_items(table)
 
 
+def is_of_texts(table: Table) -> bool:
+    """Whether the runs of a table wrote texts."""
+    return bool(table.rows) and table.rows[0].record.task == "generate"
+
+
 def columns_of(table: Table) -> tuple[Column, ...]:
     """The columns of a table: those of perplexity, or what its runs measured on items."""
     if is_of_diagnostics(table):
         return (*COLUMNS[:2], *measured(table)[:_SHOWN_PARTS])
+    if is_of_texts(table):
+        return (*_RUN, *map(_column, _WRITTEN))
     if not is_of_items(table):
         return COLUMNS
     names = {name for row in table.rows for name in row.record.metrics}

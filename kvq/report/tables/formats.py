@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from kvq.report.escapes import csv_of, escape_markdown, markdown_table, one_line
-from kvq.report.tables.cells import Cell, columns_of, is_of_diagnostics, is_of_items
+from kvq.report.tables.cells import Cell, columns_of, is_of_diagnostics, is_of_items, is_of_texts
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
 from kvq.report.tables.layout import Table, Tables
 
@@ -47,7 +47,7 @@ def markdown(table: Table) -> str:
 def csv(table: Table) -> str:
     """One line per run: names, status, marks and every number in full; no metric, no text in its place."""
     metrics: tuple[str, ...] = CSV_METRICS
-    if is_of_items(table) or is_of_diagnostics(table):
+    if is_of_items(table) or is_of_diagnostics(table) or is_of_texts(table):
         metrics = tuple(sorted({name for row in table.rows for name in row.record.metrics}))
     rows = [
         {

@@ -30,11 +30,34 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Continuation:
+    """A text in three parts: what it shares with full precision's, the word that differs first, and what follows.
+
+    `said`: how many tokens it shares.
+    """
+
+    name: str
+    said: str
+    same: str
+    differs: str
+    rest: str
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A prompt and its continuations, full precision's first."""
+
+    prompt: str
+    continuations: tuple[Continuation, ...]
+
+
+@dataclass(frozen=True)
 class Table:
     """Runs of one protocol: full precision first, then methods by name and bits.
 
     `words`: what departs from the presets of task, model and text, which the title has too; `about`: the protocol in a
     line, for a figure; `protocol` and `settings`: every setting, as lines and as (name, JSON text).
+    `texts`: what the runs wrote, where writing was their task.
     """
 
     slug: str
@@ -45,6 +68,7 @@ class Table:
     words: str = ""
     about: str = ""
     settings: tuple[tuple[str, str], ...] = ()
+    texts: Texts | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.cells import Cell, Column, columns_of, is_of_diagnostics, measured
 from kvq.report.tables.experiment_files import Grid
-from kvq.report.tables.layout import Row, Table
+from kvq.report.tables.layout import Row, Table, Texts
 from kvq.results import Record, Store
 
 # Characters a line in a file or pipe, where rich would take 80.
@@ -23,6 +23,9 @@ PLAIN_WIDTH = 100
 # blanks behind a column.
 _LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
 _KEPT, _BETWEEN = 5, 2
+# Characters of a prompt's end; what stands before the first word that differs.
+_SHOWN_PROMPT = 160
+MARK = "▶"
 
 
 def print_tables(
@@ -60,6 +63,19 @@ def print_table(table: Table, console: Console) -> None:
         console.print(Text(f"Not shown at this width: {', '.join(left_out)}.", style="dim"))
     for note in table.notes:
         console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
+    if table.texts is not None:
+        _print_texts(table.texts, console)
+
+
+def _print_texts(texts: Texts, console: Console) -> None:
+    """The end of the prompt and every continuation, with a mark where it leaves full precision's."""
+    end = texts.prompt[-_SHOWN_PROMPT:]
+    console.print(Text(f"\nPrompt: {'…' if len(end) < len(texts.prompt) else ''}{end}", style="dim"))
+    for found in texts.continuations:
+        said = f" ({found.said})" if found.said else ""
+        console.print(Text(f"\n{found.name}{said}:", style="italic"))
+        mark = MARK if found.differs else ""
+        console.print(Text.assemble(found.same, (mark + found.differs, "bold"), found.rest))
 
 
 def _empty(console: Console) -> RichTable:

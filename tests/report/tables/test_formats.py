@@ -150,7 +150,7 @@ def test_index_links_every_table_and_names_broken_files(store: Store) -> None:
     assert sorted(link for link in links if "/" not in link) == sorted(path.name for path in paths[1:])
     assert [link for link in links if "/" in link] == ["experiments/index.md", "../figures/index.md"]
     assert "| 7 done, 1 failed |" in text
-    assert "(seed 4)](" in text
+    assert "(32-bit cache, seed 4)](" in text
     assert "| 1 done |" in text
     assert "torn_x.json: not valid JSON" in text
 

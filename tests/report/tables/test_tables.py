@@ -173,11 +173,11 @@ def test_one_table_per_protocol(store: Store) -> None:
     assert len(tables) == len({table.slug for table in tables}) == len(kinds)
     assert all(len(table.rows) == 2 for table in tables)
     assert {table.title for table in tables} == {
-        "ppl: tiny on pydocs (model path embedded:tiny)",
-        "ppl: tiny on pydocs (seed 1)",
-        "ppl: tiny on pydocs (context 512)",
-        "ppl: tiny on pydocs (model path x)",
-        "ppl: tiny on pydocs (dataset seed 3, model path embedded:tiny)",
+        "ppl: tiny on pydocs (32-bit cache, model path embedded:tiny)",
+        "ppl: tiny on pydocs (32-bit cache, seed 1)",
+        "ppl: tiny on pydocs (context 512, 32-bit cache)",
+        "ppl: tiny on pydocs (32-bit cache, model path x)",
+        "ppl: tiny on pydocs (32-bit cache, dataset seed 3, model path embedded:tiny)",
     }
     assert [table.slug for table in tables] == sorted(table.slug for table in tables)
 

@@ -23,7 +23,7 @@ def test_an_entry_is_the_record_under_a_stable_name(tmp_path: Path) -> None:
     assert entry.summary == record.metrics
     assert entry.config["settings"] == record.config
     assert entry.config["provenance"]["seed"] == 0
-    assert entry.name == "good 3 · tiny · pydocs · ppl"
+    assert entry.name == "good 3 · tiny · pydocs · ppl (32-bit cache)"
     assert entry.tags == ("good", "tiny", "pydocs", "done")
     other = record.model_copy(update={"metrics": record.metrics | {"nll": 9.0}})
     assert entry_of(other).id == entry.id

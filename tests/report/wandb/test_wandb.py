@@ -66,7 +66,7 @@ def test_an_offline_run_holds_the_whole_record(store: Store, runs: dict[str, Rec
         "method=good bits=2,3",
         "ppl",
     )
-    assert head.display_name == "good 2 · tiny · pydocs · ppl"
+    assert head.display_name == "good 2 · tiny · pydocs · ppl (32-bit cache)"
     assert set(head.tags) == {"good", "tiny", "pydocs", "done"}
     assert found.config["settings"] == record.config
     assert found.config["key"] == record.key

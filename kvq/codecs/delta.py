@@ -1,0 +1,171 @@
+"""Delta cache: each token as its difference from the one before it as decoded, behind tokens in full precision."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Size, Tensor
+from typing_extensions import override
+
+from kvq.codecs.by_token import together, token_widths
+from kvq.codecs.codec import Codec, check_nested
+from kvq.codecs.packing import pack, unpack
+from kvq.codecs.quantizers import Parts, Quantizer, to_stored
+from kvq.errors import ConfigError, Unsupported, at_least
+
+_PROBES, _PROBE_SEED = 256, 2_718_281_829
+
+
+class DeltaQuantizer(Quantizer):
+    """Closed loop: δ_t = k_t - k̂_{t-1} is encoded by `codec`, and k̂_t = k̂_{t-1} + its decoded form.
+
+    The first token of a block is an anchor, stored in full precision, so a block depends on no other. Encoding and
+    decoding take one step for each token of a block, for all blocks, heads and sequences together.
+
+    Args:
+        codec: encodes a difference, each token on its own.
+        anchor_every: a block's tokens at multiples of it are anchors too; None: the first alone.
+        anchor_threshold: a token of a head is also an anchor where |δ_t| > threshold · |k_t|; 0: none is.
+
+    Stores `anchors` (the dtype of the states) and `delta.<part>` of the other tokens. With a threshold also `far`, one
+    bit for each of these tokens and heads, and `far.anchors` `[..., 1, entries, dim]`, the anchors of all heads in the
+    order of heads and tokens; their codes are stored and not read. Blocks of a batch have lists of equal length.
+
+    Raises:
+        ConfigError: an interval below 1, a negative threshold.
+        Unsupported: a codec whose tokens share statistics, needs positions, stores lists, or is calibrated.
+
+    Source: kvquant-plus-plus, sections 3.2 and 9.6.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, codec: Codec, anchor_every: int | None = None, anchor_threshold: float | int = 0) -> None:
+        at_least("anchor_every", anchor_every, 1)
+        at_least("anchor_threshold", anchor_threshold, 0)
+        if not isinstance(codec, Codec):
+            raise ConfigError(f"codec={codec}: a mapping whose _target_ is a kvq.codecs.Codec")
+        check_nested(codec, "delta")
+        if codec.token_group != 1:
+            group = codec.token_group or "a block's"
+            raise Unsupported(f"codec: {group} tokens share statistics; a delta is encoded before the next is known")
+        self.codec, self.anchor_every, self.anchor_threshold = codec, anchor_every, anchor_threshold
+        self.bits = getattr(codec.quantizer, "bits", None)
+
+    @property
+    def varies(self) -> bool:  # type: ignore[override]
+        """The number of anchors depends on the block."""
+        return self.anchor_threshold > 0
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: deltas whose error grows from token to token."""
+        self.codec.check(head_dim)
+        error = self.relative_error(head_dim)
+        if not error < 1:
+            raise Unsupported(
+                f"deltas diverge: the codec's relative squared error is {error:.2f} at head_dim={head_dim}, and a "
+                "closed loop needs one below 1 (more bits)"
+            )
+
+    def relative_error(self, head_dim: int) -> float:
+        """E|δ - δ̂|² / E|δ|² of the codec on Gaussian deltas: the factor by which an error reaches the next token."""
+        generator = torch.Generator().manual_seed(_PROBE_SEED)  # no rotation is drawn from it
+        x = torch.randn(1, _PROBES, head_dim, generator=generator, dtype=torch.float64).float()
+        rest = self.codec.decode_block(self.codec.encode_block(x), x.shape, x.dtype) - x
+        return float(rest.square().sum() / x.square().sum())
+
+    def _anchors(self, tokens: int) -> list[bool]:
+        """Whether each token is an anchor, whatever the states are."""
+        return [token % (self.anchor_every or tokens) == 0 for token in range(tokens)]
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Anchors, and the codes of the differences from decoded tokens, one token after the other."""
+        anchors, steps, far = [], [], []
+        decoded = x[..., :1, :]
+        for token, regular in zip(x.split(1, -2), self._anchors(x.shape[-2]), strict=True):
+            if regular:
+                anchors.append(to_stored(token, dtype))
+                decoded = anchors[-1].to(x.dtype)
+                continue
+            delta = token - decoded
+            steps.append(self.codec.encode_block(delta))
+            decoded = decoded + self.codec.decode_block(steps[-1], delta.shape, delta.dtype)
+            if self.varies:
+                far.append(_norm(delta) > self.anchor_threshold * _norm(token))
+                decoded = torch.where(far[-1], to_stored(token, dtype).to(x.dtype), decoded)
+        parts = {"anchors": torch.cat(anchors, -2)} | self._joined(steps, x)
+        if self.varies:
+            rest = [at for at, regular in enumerate(self._anchors(x.shape[-2])) if not regular]
+            mask = torch.cat([x.new_zeros(*x.shape[:-2], 0, 1, dtype=torch.bool), *far], -2)
+            flags = mask.to(torch.uint8)
+            parts |= {"far": pack(flags, 1)[0] if far else flags}
+            parts |= {"far.anchors": _listed(to_stored(x, dtype), rest, mask)}
+        return parts
+
+    def _joined(self, steps: list[Parts], x: Tensor) -> Parts:
+        """The parts of single tokens as those of one block; a block of anchors has the same parts without rows."""
+        if steps:
+            joined = {name: torch.cat([step[name] for step in steps], -2) for name in steps[0]}
+            parts = together(joined, token_widths(self.codec, x.shape[-3], x.shape[-1], x))
+        else:
+            one = self.codec.encode_block(torch.zeros_like(x[..., :1, :]))
+            parts = {name: part[..., :0, :] for name, part in one.items()}
+        return {f"delta.{name}": part for name, part in parts.items()}
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """Running sums of the decoded differences, from each anchor on."""
+        regular = self._anchors(shape[-2])
+        rest = Size((*shape[:-2], regular.count(False), shape[-1]))
+        own = {name.removeprefix("delta."): part for name, part in parts.items() if name.startswith("delta.")}
+        steps = iter(self.codec.decode_block(own, rest, dtype).split(1, -2) if rest[-2] else ())
+        anchors = iter(parts["anchors"].to(dtype).split(1, -2))
+        far: list[tuple[Tensor, Tensor]] = []
+        if self.varies and rest[-2]:
+            mask = unpack([parts["far"]], 1, rest[-2]).bool()
+            kept = _placed(parts["far.anchors"].to(dtype), mask)
+            far = list(zip(mask.split(1, -2), kept.split(1, -2), strict=True))
+        out: list[Tensor] = []
+        for is_anchor in regular:
+            if is_anchor:
+                out.append(next(anchors))
+                continue
+            decoded = out[-1] + next(steps)
+            if far:
+                mask, kept = far.pop(0)
+                decoded = torch.where(mask, kept, decoded)
+            out.append(decoded)
+        return torch.cat(out, -2)
+
+
+def _norm(x: Float[Tensor, "*lead 1 dim"]) -> Float[Tensor, "*lead 1 1"]:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def _order(mask: Bool[Tensor, "*lead heads tokens 1"]) -> tuple[Tensor, Tensor]:
+    """Indices among the tokens of all heads, those of the mask first, in order; and how many these are."""
+    flat = mask.flatten(-3)
+    return flat.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices, flat.sum(-1, keepdim=True)
+
+
+def _listed(x: Tensor, tokens: list[int], mask: Tensor) -> Float[Tensor, "*lead 1 entries dim"]:
+    """The states of the mask's tokens, as many entries as the fullest block has; the ends of others are zero."""
+    order, count = _order(mask)
+    most = int(count.max())
+    states = x[..., tokens, :].flatten(-3, -2)
+    entries = states.gather(-2, order[..., :most, None].expand(*order.shape[:-1], most, x.shape[-1]))
+    empty = torch.arange(most, device=x.device) >= count
+    return entries.masked_fill(empty[..., None], 0).unsqueeze(-3)
+
+
+def _placed(entries: Tensor, mask: Tensor) -> Float[Tensor, "*lead heads tokens dim"]:
+    """Inverse of `_listed`; zero at the other tokens."""
+    order, _ = _order(mask)
+    most, dim = entries.shape[-2:]
+    flat = entries.new_zeros(*order.shape, dim)
+    flat = flat.scatter(-2, order[..., :most, None].expand(*order.shape[:-1], most, dim), entries.squeeze(-3))
+    return flat.unflatten(-2, mask.shape[-3:-1])

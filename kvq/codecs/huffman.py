@@ -1,0 +1,220 @@
+"""Huffman coding of a codec's indices: the same indices in fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.codecs.codec import Codec
+from kvq.codecs.packed import BlockRun, Packed
+from kvq.codecs.packing import pack_parts, plane_widths, unpack_parts
+from kvq.codecs.quantizers import Quantizer
+from kvq.codecs.rope import Rope
+from kvq.codecs.stages import Stage
+from kvq.errors import Unsupported
+
+MAX_BITS = 8
+_STREAM, _LENGTHS, _SIZE = "stream", "lengths", "size"
+Symbols = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What coding makes of indices: how many there are, their Shannon entropy and their code words, in bits in all.
+
+    The entropy is that of each block's own frequencies, to which its code belongs.
+    """
+
+    indices: int
+    entropy: float
+    coded: int
+
+    def __add__(self, other: Rate) -> Rate:
+        return Rate(self.indices + other.indices, self.entropy + other.entropy, self.coded + other.coded)
+
+
+class HuffmanCodec(Codec):
+    """A codec whose indices are stored in code words of a Huffman code, one code for each block of each sequence.
+
+    It takes the place of `Codec` around any quantizer that stores indices of up to 8 bits (`Quantizer.indices`). What
+    is decoded is the same, bit for bit; all other parts are stored as they are.
+
+    Stores, in place of the planes of each kind of index `<name>`: `<name>.stream` (uint8 `[batch, 1, bytes, 1]`), the
+    code words of all blocks, each block from a byte of its own; `<name>.lengths` (uint8 `[batch, 1, blocks, 2^bits]`),
+    the lengths in bits of the code words, from which the canonical code follows; `<name>.size` (int32
+    `[batch, 1, blocks, 2]`), the bits and the bytes of a block's stream. All of it counts. The last of the blocks that
+    are encoded together also has the zero bytes that make the streams of a batch equally long.
+
+    Raises:
+        Unsupported: a quantizer that stores no indices, a varying number of them, or some of more than 8 bits.
+
+    Source: KVQuant++, section 2.2.5; Huffman 1952. Codes are bitarray's; they are computed on the CPU.
+    """
+
+    version: ClassVar[int] = 1
+
+    stores_lists = True
+
+    def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
+        super().__init__(stages, order, quantizer)
+        if not quantizer.indices:
+            raise Unsupported(
+                f"HuffmanCodec: {type(quantizer).__name__} stores no indices that can be coded; use kvq.codecs.Codec"
+            )
+        for name, bits in quantizer.indices.items():
+            if bits > MAX_BITS:
+                raise Unsupported(f"HuffmanCodec: '{name}' has {bits} bits; indices of 1 to {MAX_BITS} bits are coded")
+
+    @property
+    @override
+    def token_group(self) -> int | None:
+        """None: the tokens of a block share its code."""
+        return None
+
+    @override
+    def encode(
+        self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
+    ) -> Packed:
+        """As `Codec.encode`, with code words in place of planes."""
+        packed = super().encode(x, block, rope)
+        parts = {name: part for name, part in packed.parts.items() if not self._is_plane(name)}
+        runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n in parts}) for run in packed.runs]
+        for name, bits in self.quantizer.indices.items():
+            found = [self._coded_run(run, own, name, bits) for run, own in packed.by_run()]
+            by_sequence = [[block for run in found for block in run[index]] for index in range(packed.batch)]
+            parts |= _joined(name, by_sequence, packed.parts[f"{name}.0"].device)
+            for run in runs:
+                run.rows.update({f"{name}.{_LENGTHS}": 1, f"{name}.{_SIZE}": 1})
+        return replace(packed, parts=parts, runs=tuple(runs))
+
+    @override
+    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
+        """As `Codec.decode`."""
+        return super().decode(self.planes(packed), rope)
+
+    def planes(self, packed: Packed) -> Packed:
+        """The same blocks as `Codec` stores them."""
+        own = tuple(f"{name}.{kind}" for name in self.quantizer.indices for kind in (_STREAM, _LENGTHS, _SIZE))
+        parts = {name: part for name, part in packed.parts.items() if name not in own}
+        runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n not in own}) for run in packed.runs]
+        for name, bits in self.quantizer.indices.items():
+            pieces = []
+            blocks = [_split(packed, name, sequence) for sequence in range(packed.batch)]
+            for run in runs:
+                flat = [np.stack([_decoded(next(one)) for _ in range(run.count)]) for one in blocks]
+                codes = torch.from_numpy(np.stack(flat)).to(packed.parts[f"{name}.{_SIZE}"].device)
+                codes = codes.unflatten(2, (packed.heads, run.tokens, -1))
+                planes = pack_parts(codes, bits, name)
+                run.rows.update({plane: part.shape[-2] for plane, part in planes.items()})
+                pieces.append({plane: part.transpose(1, 2).flatten(2, 3) for plane, part in planes.items()})
+            parts |= {plane: torch.cat([piece[plane] for piece in pieces], 2) for plane in pieces[0]}
+        return replace(packed, parts=parts, runs=tuple(runs))
+
+    def rate(self, packed: Packed) -> Rate:
+        """The rate of the indices that `packed` holds."""
+        total = Rate(0, 0.0, 0)
+        for name, bits in self.quantizer.indices.items():
+            for sequence in range(packed.batch):
+                for block in _split(packed, name, sequence):
+                    counts = np.bincount(_decoded(block), minlength=2**bits)
+                    total += Rate(int(counts.sum()), entropy(counts) * int(counts.sum()), block.bits)
+        return total
+
+    def _is_plane(self, name: str) -> bool:
+        return any(
+            name == f"{kind}.{index}"
+            for kind, bits in self.quantizer.indices.items()
+            for index in range(len(plane_widths(bits)))
+        )
+
+    @staticmethod
+    def _coded_run(run: BlockRun, parts: dict[str, Tensor], name: str, bits: int) -> list[list[_Block]]:
+        """The blocks of a run, by sequence."""
+        planes = {plane: parts[plane] for plane in (f"{name}.{i}" for i in range(len(plane_widths(bits))))}
+        codes = unpack_parts(run.blocks(planes), bits, run.tokens, name)
+        flat = codes.flatten(2).cpu().numpy()
+        return [[_encoded(symbols, bits) for symbols in sequence] for sequence in flat]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Code words of a block: the length of each index's word (0: it does not occur), the bytes, their used bits."""
+
+    lengths: Symbols
+    stream: bytes
+    bits: int
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """Shannon entropy in bits of the distribution that has these counts."""
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log2(share)).sum())
+
+
+def _encoded(symbols: Symbols, bits: int) -> _Block:
+    from bitarray import bitarray
+    from bitarray.util import huffman_code, int2ba
+
+    counts = np.bincount(symbols, minlength=2**bits)
+    lengths = np.zeros(2**bits, np.uint8)
+    for index, word in huffman_code({index: int(count) for index, count in enumerate(counts) if count}).items():
+        lengths[index] = len(word)
+    words, code, before = {}, 0, 0
+    for index in _canonical(lengths):
+        code <<= int(lengths[index]) - before
+        before = int(lengths[index])
+        words[index] = int2ba(code, before, endian="big")
+        code += 1
+    stream = bitarray(endian="big")
+    stream.encode(words, symbols.tobytes())
+    return _Block(lengths, stream.tobytes(), len(stream))
+
+
+def _decoded(block: _Block) -> Symbols:
+    from bitarray import bitarray
+    from bitarray.util import canonical_decode
+
+    stream = bitarray(endian="big")
+    stream.frombytes(block.stream)
+    order = _canonical(block.lengths)
+    counts = np.bincount(block.lengths[order]).tolist()
+    return np.frombuffer(bytes(canonical_decode(stream[: block.bits], counts, order)), np.uint8)
+
+
+def _canonical(lengths: Symbols) -> list[int]:
+    """The indices that occur, in the order of their code words: by length, then ascending."""
+    return [int(index) for index in np.argsort(lengths, kind="stable") if lengths[index]]
+
+
+def _joined(name: str, sequences: list[list[_Block]], device: torch.device) -> dict[str, Tensor]:
+    """The stored parts of the blocks of each sequence."""
+    streams = [b"".join(block.stream for block in blocks) for blocks in sequences]
+    most = max(map(len, streams))
+    padded = np.stack([np.frombuffer(stream.ljust(most, b"\0"), np.uint8) for stream in streams])
+    lengths = np.stack([[block.lengths for block in blocks] for blocks in sequences])
+    size = np.array([[(block.bits, len(block.stream)) for block in blocks] for blocks in sequences], np.int32)
+    size[:, -1, 1] += [most - len(stream) for stream in streams]
+    return {
+        f"{name}.{_STREAM}": torch.from_numpy(padded)[:, None, :, None].to(device),
+        f"{name}.{_LENGTHS}": torch.from_numpy(lengths)[:, None].to(device),
+        f"{name}.{_SIZE}": torch.from_numpy(size)[:, None].to(device),
+    }
+
+
+def _split(packed: Packed, name: str, sequence: int) -> Iterator[_Block]:
+    """The blocks of a sequence, in order."""
+    stream, lengths, size = (
+        packed.parts[f"{name}.{kind}"][sequence, 0].cpu().numpy() for kind in (_STREAM, _LENGTHS, _SIZE)
+    )
+    start = 0
+    for own, (bits, taken) in zip(lengths, size, strict=True):
+        yield _Block(own, stream[start : start + taken, 0].tobytes(), int(bits))
+        start += taken

@@ -1,0 +1,152 @@
+"""Low-rank approximation of a block's quantization error, one for each head."""
+
+from __future__ import annotations
+
+import enum
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Size, Tensor
+from typing_extensions import override
+
+from kvq.codecs.codec import Codec, check_nested
+from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
+from kvq.errors import at_least, check_seed
+
+Blocks = Float[Tensor, "blocks tokens dim"]
+Factors = tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]
+RANDOMIZED_FROM = 64
+"""Tokens of a block from which on a randomized decomposition is used (KVQuant++)."""
+_PREFIX = "base."
+
+
+class Svd(enum.Enum):
+    """How the largest singular vectors are found: LAPACK's full decomposition, or `torch.svd_lowrank`."""
+
+    exact = "exact"
+    randomized = "randomized"
+
+
+class LowRankCorrection(Quantizer):
+    """A codec, and for each head of a block the largest singular vectors of its error R = x - x̂.
+
+    Decodes to x̂ + U V for U = U_r Σ_r and V = V_rᵀ, both in fp16, from the truncated decomposition of R.
+
+    Args:
+        base: codec whose error is corrected, its stages included.
+        rank: singular vectors per head, at most as many as tokens or channels.
+        svd: `exact`, or `randomized` (in blocks of 64 tokens or more; shorter ones have `exact`).
+        oversample: vectors that the randomized decomposition finds beside those that are kept.
+        iterations: its power iterations.
+        seed: of its start, independent of data seeds and of the seeds of rotations.
+
+    Stores the codec's parts as `base.<name>`, `left` and `right` (fp16): `[..., heads, tokens * rank, 1]` and
+    `[..., heads, rank, head_dim]`, 16 rank (1/tokens + 1/head_dim) bits per element.
+
+    Raises:
+        ConfigError: an unknown decomposition, a rank below 1, negative numbers.
+        Unsupported: a codec that needs token positions or stores lists.
+
+    Source: KVQuant++, section 3.4. Halko, Martinsson and Tropp 2011 for the randomized decomposition.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        base: Codec,
+        rank: int = 4,
+        svd: Svd | str = Svd.randomized,
+        oversample: int = 10,
+        iterations: int = 2,
+        seed: int = 3,
+    ) -> None:
+        check_nested(base, "low-rank correction")
+        for setting, given, least in (("rank", rank, 1), ("oversample", oversample, 0), ("iterations", iterations, 0)):
+            at_least(setting, given, least)
+        check_seed("seed", seed)
+        self.base, self.rank, self.svd = base, rank, choice(Svd, svd, "svd")
+        self.oversample, self.iterations, self.seed = oversample, iterations, seed
+        self.bits = base.quantizer.bits if hasattr(base.quantizer, "bits") else None
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {f"{_PREFIX}{name}": bits for name, bits in self.base.quantizer.indices.items()}
+
+    @override
+    def check(self, head_dim: int) -> None:
+        self.base.check(head_dim)
+
+    def _factors(self, rest: Blocks) -> Factors:
+        rank = min(self.rank, *rest.shape[-2:])
+        if self.svd is Svd.exact or rest.shape[-2] < RANDOMIZED_FROM:
+            return exact_svd(rest, rank)
+        return randomized_svd(rest, rank, self.oversample, self.iterations, self.seed)
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """The codec's parts, `left` and `right`."""
+        found = self.base.encode_block(x)
+        rest = x - self.base.decode_block(found, x.shape, x.dtype)
+        parts = {f"{_PREFIX}{name}": part for name, part in found.items()}
+        return parts | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """The codec's reconstruction plus the product of the factors."""
+        own = {name.removeprefix(_PREFIX): part for name, part in parts.items() if name.startswith(_PREFIX)}
+        return self.base.decode_block(own, shape, dtype) + product(parts, shape, dtype)
+
+
+def stored_factors(factors: Factors, shape: Size) -> Parts:
+    """`left` and `right` in fp16, as parts of blocks of `shape` `[..., heads, tokens, head_dim]`."""
+    left, right = (to_stored(factor, torch.float16) for factor in factors)
+    return {"left": left.reshape(*shape[:-2], -1, 1), "right": right.reshape(*shape[:-2], -1, shape[-1])}
+
+
+def product(parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+    """The approximation that `stored_factors` holds."""
+    left = parts["left"].to(dtype).reshape(shape[:-2].numel(), shape[-2], -1)
+    right = parts["right"].to(dtype).reshape(left.shape[0], -1, shape[-1])
+    return torch.bmm(left, right).view(shape)
+
+
+def exact_svd(x: Blocks, rank: int) -> Factors:
+    """U_r Σ_r and V_rᵀ of the decomposition of each block."""
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    return u[..., :rank] * s[:, None, :rank], vh[:, :rank]
+
+
+def randomized_svd(x: Blocks, rank: int, oversample: int, iterations: int, seed: int) -> Factors:
+    """The same by `torch.svd_lowrank`, block by block from the same start, so that a block's bits are its own.
+
+    `torch.svd_lowrank` draws from the global generator, whose state is restored.
+    """
+    most = min(rank + oversample, *x.shape[-2:])
+    left, right = [], []
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        for block in x:
+            (torch.cuda if x.is_cuda else torch.default_generator).manual_seed(seed)
+            u, s, v = torch.svd_lowrank(block, most, niter=iterations)
+            left.append(u[:, :rank] * s[:rank])
+            right.append(v[:, :rank].mT)
+    return torch.stack(left), torch.stack(right)
+
+
+def power_iteration(x: Blocks, rank: int, iterations: int, seed: int) -> Factors:
+    """Factors of an approximation of rank `rank`, by block power iteration from a fixed start (GEAR, section 3)."""
+    right = _start(x.shape[-1], rank, seed, x.dtype, x.device).expand(x.shape[0], -1, -1)
+    left = x[..., :rank]
+    for _ in range(iterations):
+        left = torch.linalg.qr(torch.bmm(x, right)).Q
+        right = torch.bmm(x.mT, left)
+    return left, right.mT
+
+
+@lru_cache(maxsize=64)
+def _start(dim: int, rank: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim rank"]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(dim, rank, generator=generator, dtype=torch.float64).to(device, dtype)

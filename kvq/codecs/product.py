@@ -1,0 +1,167 @@
+"""Product quantization: groups of channels share an index into codebooks fitted to the sequence's first tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Size, Tensor
+from typing_extensions import override
+
+from kvq.codecs.codec import Codec
+from kvq.codecs.cq import GroupedIndices
+from kvq.codecs.kmeans import codebooks
+from kvq.codecs.packed import Packed
+from kvq.codecs.quantizers import Parts, Quantizer, to_stored
+from kvq.codecs.rope import Rope
+from kvq.codecs.stages import Stage
+from kvq.errors import ConfigError, Unsupported, at_least, check_seed
+
+_BOOK = "codebook"
+
+
+class ProductQuantizer(GroupedIndices, Quantizer):
+    """`channels` contiguous channels share one `code_bits`-bit index: 4 and 8 give 2 bits beside the codebooks.
+
+    Each of the head_dim / channels groups has a codebook of 2^code_bits entries, shared by the heads of a layer. It is
+    fitted by k-means to the tokens with which a sequence begins (`PrefillCodec`).
+
+    Args:
+        channels: channels of a sub-vector.
+        code_bits: bits of an index, 1-16.
+        iterations: Lloyd's iterations, at most.
+        rows: vectors that a codebook is fitted to, at most, evenly spaced over tokens and heads.
+        seed: of k-means++, independent of data seeds and of the seed of a rotation.
+
+    Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`.
+
+    Raises:
+        ConfigError: a number below 1.
+        Unsupported: an index of more than 16 bits.
+
+    Source: KVQuant++, section 3.5; Jégou, Douze and Schmid 2011.
+    """
+
+    version: ClassVar[int] = 1
+
+    token_group = 1
+
+    def __init__(
+        self, channels: int = 4, code_bits: int = 8, iterations: int = 10, rows: int = 4096, seed: int = 4
+    ) -> None:
+        self.check_indices(channels, code_bits)
+        at_least("iterations", iterations, 1)
+        at_least("rows", rows, 1)
+        check_seed("seed", seed)
+        self.channels, self.code_bits = channels, code_bits
+        self.iterations, self.rows, self.seed = iterations, rows, seed
+        self._book: Float[Tensor, "batch groups count channels"] | None = None
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: a head dim that is no multiple of `channels`."""
+        self.check_groups(head_dim)
+
+    def fit(self, x: Float[Tensor, "batch heads tokens dim"]) -> Float[Tensor, "batch 1 entries channels"]:
+        """Codebooks of each sequence in fp16, group after group; those of a sequence do not depend on the others."""
+        return torch.stack([self._fit(sequence) for sequence in x])
+
+    def _fit(self, x: Float[Tensor, "heads tokens dim"]) -> Float[Tensor, "1 entries channels"]:
+        points = self.grouped(x.float()).transpose(0, 1).flatten(1, 2)
+        count = points.shape[1]
+        kept = torch.arange(min(count, self.rows), device=x.device) * count // min(count, self.rows)
+        points = points[:, kept].contiguous()
+        weights = torch.ones_like(points[..., 0])
+        found = codebooks(points, weights, 2**self.code_bits, self.iterations, self.seed)
+        return to_stored(found, torch.float16).flatten(0, 1)[None]
+
+    def with_codebooks(self, book: Float[Tensor, "batch 1 entries channels"]) -> ProductQuantizer:
+        """A copy that encodes and decodes by the codebooks of `fit`."""
+        other = copy.copy(self)
+        other._book = book[:, 0].unflatten(1, (-1, 2**self.code_bits))
+        return other
+
+    def _centroids(self, heads: int, dtype: torch.dtype) -> list[Float[Tensor, "heads groups count channels"]]:
+        """Of each sequence."""
+        if self._book is None:
+            raise Unsupported("ProductQuantizer: its codebooks belong to a sequence; use kvq.codecs.PrefillCodec")
+        return [book.to(dtype).expand(heads, -1, -1, -1) for book in self._book]
+
+    @override
+    def encode(self, x: Float[Tensor, "batch blocks heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Indices of the nearest entries."""
+        books = self._centroids(x.shape[-3], x.dtype)
+        return self.packed(torch.stack([self.indices_of(own, book) for own, book in zip(x, books, strict=True)]))
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "batch blocks heads tokens dim"]:
+        """The entries."""
+        codes, books = self.unpacked(parts, shape[-2]), self._centroids(shape[-3], dtype)
+        return torch.stack([self.centroids_of(own, book) for own, book in zip(codes, books, strict=True)])
+
+
+class PrefillCodec(Codec):
+    """A codec around a `ProductQuantizer`, whose codebooks are fitted to the tokens that are encoded first.
+
+    They are stored with the first blocks as `codebook` (fp16 `[batch, 1, entries, channels]`) and count in the bits of
+    the sequence; `behind` encodes later tokens by them. So a block's codes depend on the first tokens and on the block,
+    in whatever forwards its tokens came: all tokens of a prompt that leave full precision together, or the first block
+    where tokens come one by one.
+
+    Raises:
+        ConfigError: another quantizer.
+        Unsupported: a stage that computes over several tokens, because codebooks are fitted to all blocks at once.
+
+    Source: KVQuant++, section 3.5.
+    """
+
+    version: ClassVar[int] = 1
+
+    stores_lists = True
+    fits_first_tokens = True
+
+    def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
+        super().__init__(stages, order, quantizer)
+        if not isinstance(quantizer, ProductQuantizer):
+            raise ConfigError(f"PrefillCodec: quantizer={type(quantizer).__name__}: a kvq.codecs.ProductQuantizer")
+        self._product = quantizer
+        for name, stage in self.stages:
+            if stage.token_group != 1:
+                raise Unsupported(
+                    f"PrefillCodec: stage '{name}' ({type(stage).__name__}) computes over several tokens of a block; "
+                    "codebooks are fitted behind stages that treat each token on its own"
+                )
+
+    @property
+    @override
+    def token_group(self) -> int | None:
+        """None: the first block has the codebooks."""
+        return None
+
+    def _by(self, book: Tensor) -> Codec:
+        return Codec(dict(self.stages), [name for name, _ in self.stages], self._product.with_codebooks(book))
+
+    @override
+    def behind(self, held: Packed | None) -> Codec:
+        """This codec for the first tokens, else one that has their codebooks."""
+        return self if held is None else self._by(held.parts[_BOOK])
+
+    @override
+    def encode(
+        self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
+    ) -> Packed:
+        """As `Codec.encode`, by codebooks that are fitted to `x` and stored with it."""
+        self._check_rope(rope, x.shape[2])
+        book = self._product.fit(self.staged(x, rope))
+        packed = self._by(book).encode(x, block, rope)
+        return replace(packed, parts=packed.parts | {_BOOK: book})
+
+    @override
+    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
+        """As `Codec.decode`, by the codebooks stored."""
+        parts = {name: part for name, part in packed.parts.items() if name != _BOOK}
+        return self._by(packed.parts[_BOOK]).decode(replace(packed, parts=parts), rope)

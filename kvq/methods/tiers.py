@@ -1,0 +1,375 @@
+"""Adaptive tiers: tokens move between codecs of 4, 3, 2 and 1 bits with the attention that they receive."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.cache.layer import KVCacheLayer
+from kvq.cache.observe import Attended
+from kvq.cache.side import Recompression
+from kvq.cache.state import Field, Reader, Writer
+from kvq.cache.store import BlockStore
+from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpack
+from kvq.codecs.by_token import by_token, together, token_widths
+from kvq.codecs.rope import Rope
+from kvq.codecs.token_groups import TIER_BITS
+from kvq.errors import ConfigError
+from kvq.methods.attended import AttendedLayer
+from kvq.methods.plan import DeferredSide, MixedPrecision, refuse_moves
+
+Tiers = UInt8[Tensor, "batch heads tokens"]
+States = Float[Tensor, "batch heads tokens head_dim"]
+
+
+class AdaptiveTiers(MixedPrecision):
+    """Gives a token the tier of the attention that it has received lately, and moves it as that changes.
+
+    A token's score is the exponential mean of its weights, over the queries that could see it (the mean of the query
+    heads of a KV head, each KV head on its own). Tiers are chosen when a block leaves full precision: for its tokens,
+    and anew for all tokens before it. A token that moves is decoded and encoded again; what was lost stays lost.
+
+    Args:
+        decay: share of the mean that each further query leaves as it is.
+        thresholds: the least scores of all tiers but the last, falling.
+        relative: thresholds are multiples of 1/T, the mean weight of T tokens; else weights.
+        hysteresis: a token moves where its score is beyond a threshold by this share of it.
+
+    Raises:
+        ConfigError: thresholds that do not fall or are not positive, a decay or hysteresis outside of 0 to below 1.
+
+    Source: kvquant-plus-plus, section 3.3, which has neither thresholds nor hysteresis and moves tokens at every step.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        decay: float | int = 0.9,
+        thresholds: Sequence[float | int] = (2, 0.5, 0.125),
+        relative: bool = True,
+        hysteresis: float | int = 0.25,
+    ) -> None:
+        for setting, given in (("decay", decay), ("hysteresis", hysteresis)):
+            if not 0 <= given < 1:
+                raise ConfigError(f"{setting}={given}: a share, 0 to below 1")
+        if not thresholds or min(thresholds) <= 0 or any(a <= b for a, b in itertools.pairwise(thresholds)):
+            raise ConfigError(f"thresholds={list(thresholds)}: positive and falling, one less than there are tiers")
+        self.decay, self.thresholds, self.relative, self.hysteresis = decay, list(thresholds), relative, hysteresis
+
+    @override
+    def layer(self, index: int, like: KVCacheLayer, keep_decoded: bool) -> KVCacheLayer:
+        return TierLayer(like, self, keep_decoded)
+
+    def tiers(self, scores: Float[Tensor, "*lead"], tokens: int, now: Tensor | None = None) -> UInt8[Tensor, "*lead"]:
+        """The tier of each score among `tokens` tokens. `now`: present tiers, which last within the hysteresis."""
+        if now is None:
+            return self._below(scores, tokens, 1.0)
+        best, worst = (self._below(scores, tokens, 1 + side * self.hysteresis) for side in (-1, 1))
+        return torch.minimum(torch.maximum(now, best), worst)
+
+    def _below(self, scores: Tensor, tokens: int, factor: float) -> Tensor:
+        """How many thresholds, times `factor`, are above each score."""
+        unit = factor / tokens if self.relative else factor
+        return sum((scores < threshold * unit).to(torch.uint8) for threshold in self.thresholds)  # type: ignore[return-value]
+
+
+class TierStore(BlockStore):
+    """Tokens in a list for each tier, those of all sequences and heads one after the other; and the tiers, 2 bits each.
+
+    Attributes:
+        moves: number of tokens (of one head) that were decoded and encoded again so far.
+        lost: sum of squared differences that this made.
+        energy: sum of squares of these tokens before.
+    """
+
+    saved: ClassVar[Mapping[str, Field]] = {
+        "_tokens": Field("count"),
+        "moves": Field("count"),
+        "lost": Field("number"),
+        "energy": Field("number"),
+    }
+    """What a file holds of a store beside its tiers and lists."""
+
+    def __init__(self, codec: Codec, keep_decoded: bool) -> None:
+        super().__init__(codec, keep_decoded)
+        assert isinstance(codec.quantizer, TokenTiers)
+        self._codecs = list(codec.quantizer.codecs.values())
+        self._index: Tensor | None = None
+        self._tokens = 0
+        self._lists: tuple[Packed | None, ...] = (None,) * len(self._codecs)
+        self._like: Tensor | None = None
+        self.moves, self.lost, self.energy = 0, 0.0, 0.0
+
+    @property
+    @override
+    def tokens(self) -> int:
+        """Tokens held."""
+        return self._tokens
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        """Bytes of codes, side information and tiers."""
+        return sum(held.nbytes for held in self.packed) + (0 if self._index is None else self._index.numel())
+
+    @property
+    @override
+    def packed(self) -> list[Packed]:
+        """The lists of all tiers that have tokens, as one head of one sequence each."""
+        return [held for held in self._lists if held is not None]
+
+    @property
+    def tiers(self) -> Tiers:
+        """The tier of each token held."""
+        assert self._index is not None
+        return unpack([self._index], TIER_BITS, self._tokens)[..., 0]
+
+    def revise(self, states: States, tiers: Tiers) -> None:
+        """Add `states` behind the tokens held, and put all tokens into their `tiers`."""
+        before = self.past(None) if self.tokens else states[:, :, :0]
+        old = torch.full_like(tiers, len(self._codecs))
+        if self.tokens:
+            old[..., : self.tokens] = self.tiers
+        moved = (old != tiers)[..., : self.tokens]
+        given = torch.cat([before, states], 2)
+        lists = [self._list(number, given, old, tiers) for number in range(len(self._codecs))]
+        self._lists, self._like = tuple(lists), states.new_empty(0, states.shape[-1])
+        self._set(tiers)
+        if self.keep_decoded or bool(moved.any()):
+            self._decoded = None
+            after = self.past(None)
+            rest = (after[:, :, : before.shape[2]] - before)[moved].double()
+            self.moves += int(moved.sum())
+            self.lost += float(rest.square().sum())
+            self.energy += float(before[moved].double().square().sum())
+            self._decoded = Growable(after) if self.keep_decoded else None
+
+    def _set(self, tiers: Tiers) -> None:
+        self._index, self._tokens = pack(tiers.unsqueeze(-1), TIER_BITS)[0], tiers.shape[-1]
+
+    def _list(self, number: int, given: States, old: Tiers, new: Tiers) -> Packed | None:
+        """The list of one tier: codes of the tokens that stay as they are, and new codes of those that come."""
+        codec, held = self._codecs[number], self._lists[number]
+        coming, staying = ((new == number) & same for same in (old != number, old == number))
+        if not bool((new == number).any()):
+            return None
+        widths = token_widths(codec, 1, given.shape[-1], given)
+        pieces = []
+        if bool(coming.any()):
+            fresh = codec.encode(given[coming][None, None])
+            pieces.append((coming, by_token(fresh.parts, widths, fresh.tokens)))
+        if held is not None and bool(staying.any()):
+            rows = by_token(held.parts, widths, held.tokens)
+            kept = (new == number)[old == number].nonzero()[:, 0]
+            pieces.append((staying, {name: part.index_select(2, kept) for name, part in rows.items()}))
+        places = torch.cat([mask.flatten().nonzero()[:, 0] for mask, _ in pieces])
+        order = places.argsort()
+        joined = {name: torch.cat([rows[name] for _, rows in pieces], 2)[:, :, order] for name in pieces[0][1]}
+        return _listed(joined, widths, len(order), given)
+
+    @override
+    def past(self, rope: Rope | None) -> States:
+        """All tokens held, decoded."""
+        if self._decoded is not None:
+            return self._decoded.view
+        assert self._like is not None
+        tiers = self.tiers
+        out = self._like.new_empty(*tiers.shape, self._like.shape[-1])
+        for number, (codec, held) in enumerate(zip(self._codecs, self._lists, strict=True)):
+            if held is not None:
+                out[tiers == number] = codec.decode(held)[0, 0]
+        return out
+
+    @override
+    def write(self, out: Writer) -> None:
+        if self._index is None:
+            return
+        inner = out.part("tiers")
+        inner.fields(self, self.saved)
+        inner.tensor("index", self._index)
+        for number, held in enumerate(self._lists):
+            if held is not None:
+                inner.packed(f"tier{number}", held)
+
+    @override
+    def read(self, given: Reader) -> None:
+        if "tiers" not in given.tree:
+            return
+        inner = given.part("tiers")
+        inner.fields(self, self.saved)
+        rows = -(-self._tokens * TIER_BITS // 8)
+        self._index = inner.tensor("index", Field("tensor", f"batch heads {rows} 1", torch.uint8))
+        if self._index is None or not self._tokens:
+            raise inner.error("it has no tiers")
+        self._like = torch.empty(0, inner.sizes["head_dim"], dtype=inner.dtype, device=inner.device)
+        # A list is as one head of one sequence, and has tokens of all of them.
+        inner.sizes |= {"most_tokens": self.tiers.numel(), "batch": 1, "heads": 1}
+        self._lists = tuple(inner.packed(f"tier{number}", codec) for number, codec in enumerate(self._codecs))
+        inner.finish()
+        wanted = self.tiers.flatten().bincount(minlength=len(self._codecs)).tolist()
+        found = [0 if held is None else held.tokens for held in self._lists]
+        if found != wanted or any(len(held.runs) != 1 or held.runs[0].count != 1 for held in self.packed):
+            raise inner.error(f"its lists have {found} tokens, its tiers {wanted}")
+
+    @override
+    def check_read(self, given: Reader, rope: Rope | None) -> None:
+        for codec, held in zip(self._codecs, self._lists, strict=True):
+            if held is not None:
+                given.decoded(held, codec, None)
+        self._decoded = Growable(self.past(None)) if self.keep_decoded else None
+
+    @override
+    def select(self, index: Tensor) -> None:
+        """Keep (and repeat) batch entries by index."""
+        assert self._like is not None
+        before = self.tiers
+        lists: list[Packed | None] = []
+        index = index.to(before.device)
+        tiers = before.index_select(0, index)
+        for number, (codec, held) in enumerate(zip(self._codecs, self._lists, strict=True)):
+            mine = before == number
+            places = torch.zeros(mine.shape, dtype=torch.long, device=mine.device)
+            places[mine] = torch.arange(int(mine.sum()), device=mine.device)
+            picked = places.index_select(0, index)[tiers == number]
+            if held is None or not len(picked):
+                lists.append(None)
+                continue
+            widths = token_widths(codec, 1, self._like.shape[-1], self._like)
+            rows = by_token(held.parts, widths, held.tokens)
+            chosen = {name: part.index_select(2, picked) for name, part in rows.items()}
+            lists.append(_listed(chosen, widths, len(picked), self._like))
+        self._lists = tuple(lists)
+        self._set(tiers)
+        if self._decoded is not None:
+            self._decoded = self._decoded.select(index)
+
+    @override
+    def fork(self) -> TierStore:
+        """A copy that grows independently; lists are replaced, never changed."""
+        other = copy.copy(self)
+        other._decoded = None if self._decoded is None else self._decoded.fork()
+        return other
+
+
+def _listed(rows: dict[str, Tensor], widths: dict[str, int], tokens: int, like: Tensor) -> Packed:
+    """One block of `tokens` tokens from parts with a row for each."""
+    parts = together(rows, widths)
+    run = BlockRun(tokens, 1, {name: part.shape[2] for name, part in parts.items()})
+    return Packed(parts, (run,), 1, 1, like.shape[-1], like.dtype)
+
+
+class TierSide(DeferredSide):
+    """Keys or values whose packed prefix is a `TierStore`."""
+
+    @property
+    def store(self) -> TierStore:
+        """The packed prefix."""
+        if self._store is None:
+            assert self.codec is not None
+            self._store = self._new_store(self.codec)
+        assert isinstance(self._store, TierStore)
+        return self._store
+
+    @override
+    def _new_store(self, codec: Codec) -> TierStore:
+        return TierStore(codec, self.keep_decoded)
+
+    @property
+    @override
+    def recompression(self) -> Recompression | None:
+        return None if self._store is None else Recompression(self.store.moves, self.store.lost, self.store.energy)
+
+    def revise(self, tiers: Tiers) -> None:
+        """Encode the tokens that leave, and again those before them whose tier is another."""
+        assert self._full is not None
+        gone, states = tiers.shape[-1] - self.packed_tokens, self._full.view
+        self._check_finite(states[:, :, :gone])
+        self.store.revise(states[:, :, :gone], tiers)
+        self._full = Growable(states[:, :, gone:].clone()) if gone < states.shape[2] else None
+
+
+class TierLayer(AttendedLayer):
+    """Keys and values of one layer, whose tokens move between tiers by the attention they receive."""
+
+    lasting = "attention received cannot be taken back"
+    setting = "method.plan"
+
+    def __init__(self, like: KVCacheLayer, plan: AdaptiveTiers, keep_decoded: bool) -> None:
+        key, value = (TierSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value))
+        for side in (key, value):
+            split = None if side.codec is None else side.codec.quantizer
+            if not isinstance(split, TokenTiers) or side.codec is None or side.codec.stages:
+                raise ConfigError(
+                    "method.plan: AdaptiveTiers needs codecs without stages over TokenTiers for keys and values"
+                )
+            if len(split.codecs) != len(plan.thresholds) + 1:
+                raise ConfigError(
+                    f"method.plan.thresholds={plan.thresholds}: one less than the {len(split.codecs)} tiers"
+                )
+        super().__init__(key, value, False)
+        self.plan = plan
+
+    @property
+    @override
+    def observes(self) -> bool:
+        return True
+
+    @property
+    @override
+    def _summed(self) -> int:
+        return self.key.tokens
+
+    @override
+    def read(self, given: Reader) -> None:
+        super().read(given)
+        assert isinstance(self.key, TierSide)
+        assert isinstance(self.value, TierSide)
+        if self.key.tokens and self._received is None:
+            raise given.error("_received is missing")
+        packed = self.key.packed_tokens
+        if self.value.packed_tokens != packed or (packed and not self.key.store.tiers.equal(self.value.store.tiers)):
+            raise given.error("keys and values have other tiers")
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `KVCacheLayer.update`; blocks are encoded in `observe`."""
+        refuse_moves(self, key_states.shape[2])
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    @override
+    def observe(self, attended: Attended) -> None:
+        """Take the weights of these queries into the means; then encode full blocks, and move tokens."""
+        decay = self.plan.decay
+        for weights in attended.chunks():
+            rows = weights.shape[-2]
+            later = torch.arange(rows - 1, -1, -1, device=weights.device, dtype=weights.dtype)
+            self._add(((1 - decay) * decay**later @ weights.mean(2)), decay**rows)
+        self._settle()
+
+    def _scores(self, tokens: int) -> Float[Tensor, "batch kv_heads tokens"]:
+        """Exponential means of the weights of the first tokens, over the queries that each was seen by."""
+        assert self._received is not None
+        seen = torch.arange(self._received.shape[-1], 0, -1, device=self._received.device)[:tokens]
+        return self._received[..., :tokens] / (1 - self.plan.decay ** seen.to(self._received.dtype))
+
+    def _settle(self) -> None:
+        assert isinstance(self.key, TierSide)
+        assert isinstance(self.value, TierSide)
+        gone, held = sum(self.key.leaving()), self.key.packed_tokens
+        if not gone:
+            return
+        scores, seen = self._scores(held + gone), self.key.tokens
+        tiers = self.plan.tiers(scores, seen)
+        if held:
+            old = self.key.store.tiers
+            tiers[..., :held] = self.plan.tiers(scores[..., :held], seen, old)
+        for side in (self.key, self.value):
+            side.revise(tiers)

@@ -1,0 +1,269 @@
+"""Reading prompts and generating answers through the quantized cache; common prefixes of prompts are read once.
+
+A prompt's last token always reads the stored cache, so that the first token of an answer, often the whole answer,
+depends on the method. `Prefill` sets how the tokens before it are read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvq.cache import KVCache
+from kvq.config.residual import Policy
+from kvq.config.tasks import Prefill
+from kvq.errors import Unsupported
+from kvq.methods.eviction import When
+from kvq.methods.method import Method
+from kvq.models import LoadedModel
+from kvq.tasks.scoring import FULL_PRECISION_CHUNK, log_probabilities
+from kvq.tasks.stepwise import steps
+
+Logits = Float[Tensor, "batch vocab"]
+Pick = Callable[[Logits], Int[Tensor, " batch"]]
+Ends = Callable[[Sequence[int]], bool]
+
+
+def check_prefill(method: Method, prefill: Prefill) -> None:
+    """Raise `Unsupported` where a prompt cannot be read token by token: residual=none has no causal order."""
+    if prefill is Prefill.whole:
+        return
+    if method.eviction is not None and method.eviction.when is When.prompt:
+        raise Unsupported(
+            "task.prefill=chunked: the method evicts behind a prompt read at once; use task.prefill=whole"
+        )
+    for codec, side in ((method.key, method.residual.key), (method.value, method.residual.value)):
+        if codec is not None and side.policy is Policy.none:
+            raise Unsupported("task.prefill=chunked: residual=none quantizes a prompt at once; use task.prefill=whole")
+
+
+class Reader:
+    """A model that reads prompts and generates answers with caches of one method.
+
+    Args:
+        keep_decoded: caches keep the decoded copy (bit-identical, faster, more memory).
+
+    `tokens_read` counts the tokens that went through the model.
+    """
+
+    def __init__(self, loaded: LoadedModel, method: Method, prefill: Prefill, keep_decoded: bool = False) -> None:
+        self.loaded, self.method, self.prefill, self.keep_decoded = loaded, method, prefill, keep_decoded
+        self.tokens_read = 0
+
+    def new_cache(self) -> KVCache:
+        """An empty cache with `one_by_one` set."""
+        cache = KVCache(self.loaded.model, self.method, self.keep_decoded, dtype=self.loaded.cache_dtype)
+        cache.one_by_one = True
+        return cache
+
+    @torch.no_grad()
+    def begin(self, tokens: Int[Tensor, "batch tokens"]) -> tuple[KVCache, Logits]:
+        """A cache that holds prompts of equal length, and the logits after each."""
+        cache = self.new_cache()
+        if self.prefill is Prefill.whole and tokens.shape[1] > 1:
+            cache.one_by_one = False
+            self._feed(cache, tokens[:, :-1])
+            cache.one_by_one, tokens = True, tokens[:, -1:]
+        return cache, self._add(cache, tokens)
+
+    def _hidden(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Iterator[Tensor]:
+        start = 0
+        while start < tokens.shape[1]:
+            end = start + room(cache, tokens.shape[1] - start)
+            yield self._feed(cache, tokens[:, start:end])
+            start = end
+
+    def _feed(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens hidden"]:
+        self.tokens_read += tokens.numel()
+        return self.loaded.hidden_states(tokens, cache)
+
+    def _add(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Logits:
+        """Add tokens as if they came one by one and return the logits after the last."""
+        *_, hidden = self._hidden(cache, tokens)
+        return self.loaded.logits(hidden[:, -1])
+
+    @torch.no_grad()
+    def read(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocab"]:
+        """Add tokens as if they came one by one and return the logits after each."""
+        return torch.cat([self.loaded.logits(hidden) for hidden in self._hidden(cache, tokens)], 1)
+
+    def tensor(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "batch tokens"]:
+        """Rows of equal length on the model's device."""
+        return torch.tensor([list(row) for row in rows], device=self.loaded.device)
+
+    @torch.no_grad()
+    def each(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, KVCache, Logits]]:
+        """Read prompts, each as a batch of one; yields index, the cache that holds the prompt, and the logits after it.
+
+        The order is lexicographic in tokens. Under `chunked` every common prefix is read once and forked, with the
+        numbers of reading each prompt alone. Under `whole` only equal prompts share. The caller may change the cache.
+        """
+        order = sorted(range(len(prompts)), key=lambda index: list(prompts[index]))
+        if self.prefill is Prefill.whole:
+            for _, same in itertools.groupby(order, key=lambda index: list(prompts[index])):
+                first, *others = same
+                cache, logits = self.begin(self.tensor([prompts[first]]))
+                for index in others:
+                    yield index, cache.fork(), logits
+                yield first, cache, logits
+            return
+        common = [shared(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)] + [0]
+        held: list[tuple[int, KVCache, Logits | None]] = []
+        for place, index in enumerate(order):
+            prompt = prompts[index]
+            start, cache, behind = _fork(held) if held else (0, self.new_cache(), None)
+            for length in _beginnings(common, place, start):
+                behind = self._add(cache, self.tensor([prompt[start:length]]))
+                held.append((length, cache.fork(), behind))
+                start = length
+            if start < len(prompt):
+                behind = self._add(cache, self.tensor([prompt[start:]]))
+            assert behind is not None
+            yield index, cache, behind
+            while held and held[-1][0] > common[place]:
+                held.pop()
+
+    @torch.no_grad()
+    def log_probs(
+        self, cache: KVCache, logits: Logits, continuation: Int[Tensor, "batch tokens"]
+    ) -> tuple[Float[Tensor, "batch tokens"], Int[Tensor, "batch tokens"]]:
+        """Log-probability of each token of a given continuation, in nats, and the most likely token at its position.
+
+        `cache` holds the context and `logits` follow it; all tokens but the last are added to the cache.
+        """
+        rows = [logits[:, None]]
+        if continuation.shape[1] > 1:
+            rows.append(self.read(cache, continuation[:, :-1]))
+        all_logits = torch.cat(rows, 1)
+        found = log_probabilities(all_logits).gather(-1, continuation[..., None])[..., 0]
+        return found, all_logits.argmax(-1)
+
+    @torch.no_grad()
+    def write(self, cache: KVCache, logits: Logits, most: int, ends: Ends, pick: Pick | None = None) -> list[list[int]]:
+        """Decode until `ends(row)`, at most `most` tokens; greedy unless `pick` chooses the tokens from their logits.
+
+        Returns one list of new tokens per row of the batch, up to and with the one that ended it.
+        """
+        pick = greedy if pick is None else pick
+        rows: list[list[int]] = [[] for _ in range(logits.shape[0])]
+        going = set(range(len(rows)))
+        for step in range(most):
+            tokens = pick(logits)
+            for index in sorted(going):
+                rows[index].append(int(tokens[index]))
+                if ends(rows[index]):
+                    going.discard(index)
+            if not going or step == most - 1:
+                break
+            logits = self.read(cache, tokens[:, None])[:, -1]
+        return rows
+
+
+def room(cache: KVCache, most: int) -> int:
+    """How many of `most` tokens one forward may add with the results of one token per forward."""
+    layer = cache.layers[0]
+    sides: list[Any] = [layer.key, layer.value]  # type: ignore[union-attr]
+    quantized = [side for side in sides if side.codec is not None]
+    if steps(cache.method):
+        return 1
+    if not quantized:
+        return min(most, FULL_PRECISION_CHUNK - cache.get_seq_length() % FULL_PRECISION_CHUNK)
+    if any(
+        side.residual.policy is Policy.none or (side.residual.size == 0 and not side.residual.keeps_nothing)
+        for side in quantized
+    ):
+        return 1
+    if any(side.residual.policy is Policy.sliding for side in quantized):
+        return min(most, FULL_PRECISION_CHUNK)  # a token leaves full precision at every step, so no cut avoids copies
+    # Up to where a block is flushed: within a forward, its tokens would be held twice.
+    return 1 + bisect.bisect(range(2, most + 1), 0, key=lambda count: any(s.moves(count).queries for s in quantized))
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _beginnings(common: Sequence[int], place: int, start: int) -> list[int]:
+    """Lengths above `start`, ascending, of the prefixes that later prompts share with the one at `place`.
+
+    `common[i]` is the length that prompts i and i+1 of the sorted order share.
+    """
+    lengths: list[int] = []
+    for length in common[place:]:
+        if length <= start:
+            break
+        if not lengths or length < lengths[-1]:
+            lengths.append(length)
+    return lengths[::-1]
+
+
+def _fork(held: Sequence[tuple[int, KVCache, Logits | None]]) -> tuple[int, KVCache, Logits | None]:
+    length, cache, logits = held[-1]
+    return length, cache.fork(), logits
+
+
+def greedy(logits: Logits) -> Int[Tensor, " batch"]:
+    """The most likely token of each row."""
+    return logits.argmax(-1)
+
+
+@dataclass
+class Sampler:
+    """Nucleus sampling (`top_p`, `top_k`: null = all) at a temperature, with its own random generator."""
+
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(self.seed)
+
+    def __call__(self, logits: Logits) -> Int[Tensor, " batch"]:
+        """The next token of each row, drawn on the CPU so that all devices use the same random numbers."""
+        probabilities = torch.softmax(logits.double().cpu() / self.temperature, -1)
+        ordered, tokens = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            ordered[:, self.top_k :] = 0
+        if self.top_p is not None:
+            ordered[ordered.cumsum(-1) - ordered >= self.top_p] = 0
+        drawn = torch.multinomial(ordered, 1, generator=self._generator)
+        return tokens.gather(-1, drawn)[:, 0].to(logits.device)
+
+
+def stop_at(tokenizer: Any, end_tokens: Sequence[int], until: Sequence[str]) -> Ends:
+    """Whether an answer is over: its last token is one of `end_tokens`, or its text contains one of `until`."""
+    stops = [text for text in until if text]
+    tail = max(map(len, stops), default=0) + 8  # a token may be one character, and a few make a character
+
+    def ends(tokens: Sequence[int]) -> bool:
+        if tokens[-1] in end_tokens:
+            return True
+        text = tokenizer.decode(tokens[-tail:]) if stops else ""
+        return any(stop in text for stop in stops)
+
+    return ends
+
+
+def end_tokens(loaded: LoadedModel, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
+    config = getattr(loaded.model, "generation_config", None)
+    given = getattr(config, "eos_token_id", None)
+    both = [tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])]
+    return sorted({token for token in both if token is not None})
+
+
+def answer_text(tokenizer: Any, tokens: Sequence[int], until: Sequence[str]) -> str:
+    """The text of an answer, without special tokens and without its stop text and what follows it."""
+    text = tokenizer.decode(list(tokens), skip_special_tokens=True)
+    for stop in until:
+        text = text.split(stop)[0] if stop else text
+    return text

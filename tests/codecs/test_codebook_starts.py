@@ -1,0 +1,151 @@
+"""Starts of the sphere's codebook, its normal limit, and outlier channels of a calibration."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvq
+from kvq.codecs import CalibratedChannelSplit, Codec, LloydMaxQuantizer, RandomizedHadamard, RandomRotation, TokenNorm
+from kvq.codecs.calibrated import bind_codec, fit_codec
+from kvq.codecs.lloyd_max import Marginal, Start, levels_from, optimal_levels, relative_mse
+from kvq.errors import ConfigError, Unsupported
+from tests.calibrated import build, fitted
+from tests.properties import examples
+
+
+def states(*shape, seed=901):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("start", Start)
+def test_every_start_leads_to_the_same_levels(start, bits):
+    np.testing.assert_allclose(levels_from(bits, 64, start), optimal_levels(bits, 64), rtol=0, atol=1e-8)
+
+
+def test_errors_of_the_starts():
+    """Before Lloyd's steps, relative to the optimum; more steps never raise an error."""
+    for bits in (1, 2, 3, 4):
+        best = relative_mse(optimal_levels(bits, 64), 64)
+        found = {start.name: relative_error(levels_from(bits, 64, start, 0, 5), 64) / best for start in Start}
+        print(f"{bits} bits, D=64: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in found.items()))
+        assert 1 <= found["density"] < min(found["quantile"], found["kmeans_plus_plus"]) + 1e-9 or bits == 1
+        for start in Start:
+            errors = [relative_error(levels_from(bits, 64, start, steps, 5), 64) for steps in (0, 1, 5, 50)]
+            assert all(after <= before + 1e-15 for before, after in itertools.pairwise(errors))
+
+
+def relative_error(levels, dim):
+    """Of levels that need not be centroids, by a sum over a fine grid of the density of a coordinate."""
+    t = (np.arange(200_000) + 0.5) / 200_000
+    weight = (1 - t**2) ** ((dim - 3) / 2)
+    nearest = np.abs(t[:, None] - levels[None]).argmin(1)
+    return float((weight * (t - levels[nearest]) ** 2).sum() / (weight * t**2).sum())
+
+
+def test_quantiles_are_equally_probable():
+    """The start `quantile` by samples: each level has as many samples between it and its neighbours' quantiles."""
+    levels = levels_from(3, 64, Start.quantile, 0)
+    samples = torch.nn.functional.normalize(states(200_000, 64), dim=-1)[:, 0].abs().numpy()
+    expected = np.quantile(samples, (np.arange(4) + 0.5) / 4)
+    np.testing.assert_allclose(levels, expected, rtol=0.02)
+
+
+@pytest.mark.parametrize(("dim", "gap"), [(8, 0.01), (128, 1e-4)])
+def test_the_sphere_has_less_error_than_its_normal_limit(dim, gap):
+    """The levels of N(0, 1/D) in place of the exact ones cost more where there are few channels."""
+    exact, normal = (relative_error(levels_from(2, dim, marginal=marginal), dim) for marginal in Marginal)
+    print(f"2 bits, D={dim}: sphere {exact:.5f}, normal {normal:.5f}")
+    assert normal - exact > 0
+    assert (normal / exact - 1 > gap) == (dim == 8)
+
+
+def split(outliers=None, rotation=RandomizedHadamard, bits=3):
+    def codec(seed, extra, **bounds):
+        stages = {"norm": TokenNorm(), "rotation": rotation(seed)}
+        return Codec(stages, list(stages), LloydMaxQuantizer(bits, extra, **bounds))
+
+    return Codec({}, [], CalibratedChannelSplit(codec(0, 1, most=4), codec(2, -1, least=1), outliers))
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(data=st.data())
+def test_channels_of_largest_variance(data):
+    """By hand: variances of a head's channels; the largest through one codec, the others through the other."""
+    heads, dim = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([16, 32]))
+    outliers = data.draw(st.sampled_from([None, 3, 5]))
+    x = states(1, heads, 40, dim, seed=data.draw(st.integers(1000, 1100)))
+    x = (x * torch.exp(states(1, heads, 1, dim, seed=data.draw(st.integers(1101, 1200)))) + 5).float()
+    codec = fitted(split(outliers, RandomRotation), x)
+    test = states(2, heads, 20, dim, seed=1300).float()
+    out = codec.decode(codec.encode(test, 8))
+    count = dim // 4 if outliers is None else outliers
+    for head in range(heads):
+        variance = [np.var(x[0, head, :, channel].double().numpy()) for channel in range(dim)]
+        chosen = sorted(np.argsort(variance)[-count:].tolist())
+        others = [channel for channel in range(dim) if channel not in chosen]
+        for part, picked in ((codec.quantizer.high, chosen), (codec.quantizer.low, others)):
+            piece = test[:, head : head + 1, :, picked].contiguous()
+            torch.testing.assert_close(
+                out[:, head : head + 1][..., picked], part.decode(part.encode(piece, 8)), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_measured_bits_are_a_quarter_up_and_the_rest_down():
+    """The paper's 2, 3 and 4 bits are 1.5, 2.5 and 3.25, and two norms; 96 channels are left at 128, 48 at 64."""
+    for dim in (64, 128):
+        x = states(1, 2, 128, dim).float()
+        x[..., ::4] *= 10
+        for bits, codes in ((1, 1.25), (2, 1.5), (3, 2.5), (4, 3.25)):
+            method = build("kvquant_plus_plus/outliers", x, bits)
+            for codec in (method.key, method.value):
+                assert codec.encode(x, 128).bits_per_element == codes + 2 * 16 / dim
+                assert bool(torch.isfinite(codec.decode(codec.encode(x, 128))).all())
+
+
+def test_outlier_channels_help_at_fewer_bits():
+    x = states(1, 2, 512, 128).float()
+    x[..., ::4] *= 10
+    errors = []
+    for codec in (fitted(split(), x), kvq.build_method("turboquant/hadamard", 3).key):
+        later = torch.cat([states(1, 2, 128, 128, seed=905).float()])
+        later[..., ::4] *= 10
+        errors.append(float((codec.decode(codec.encode(later)) - later).square().sum() / later.square().sum()))
+    print(f"2.5 bits with outlier channels {errors[0]:.4f}, 3 bits without {errors[1]:.4f}")
+    assert errors[0] < errors[1] / 2
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: LloydMaxQuantizer(2, start="kmeans"), ConfigError, "start=kmeans: one of density, quantile, kmeans"),
+        (lambda: LloydMaxQuantizer(2, steps=-1), ConfigError, "steps=-1: at least 0"),
+        (lambda: LloydMaxQuantizer(2, marginal="gaussian"), ConfigError, "marginal=gaussian: one of sphere, normal"),
+        (lambda: LloydMaxQuantizer(8, 1), Unsupported, "bits=9"),
+        (lambda: split(0), ConfigError, "outliers=0: at least 1"),
+        (lambda: split().check(3), Unsupported, "outliers=0: head_dim=3 leaves no other channels"),
+        (lambda: split().check(112), Unsupported, r"low \(84 of 112 channels\): head_dim=84: no Hadamard matrix"),
+        (lambda: split().encode(states(1, 1, 8, 128)), Unsupported, "has no tables: calibrate first"),
+        (
+            lambda: CalibratedChannelSplit(split(), split()),
+            Unsupported,
+            "a split takes no calibrated part inside of it",
+        ),
+    ],
+)
+def test_what_it_refuses(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_a_dense_rotation_takes_any_number_of_channels():
+    x = states(1, 2, 64, 112).float()
+    codec = split(rotation=RandomRotation)
+    tables = fit_codec(codec, x[0], None, None, 0)
+    bound = bind_codec(codec, tables, 2, 112)
+    assert tables["quantizer.mask"].sum(-1).flatten().tolist() == [28, 28]
+    assert bound.decode(bound.encode(x)).shape == x.shape

@@ -1,0 +1,249 @@
+"""Delta cache: the closed loop word by word, its anchors, and the figures of kvquant-plus-plus."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvq
+from kvq.codecs import (
+    Codec,
+    DeltaQuantizer,
+    Gain,
+    HuffmanCodec,
+    InnerProductQuantizer,
+    LloydMaxQuantizer,
+    Passthrough,
+    Quantizer,
+    RandomRotation,
+    SketchQuantizer,
+    TokenNorm,
+    UndoRope,
+    UniformQuantizer,
+    Zero,
+    optimal_levels,
+)
+from kvq.codecs.lloyd_max import relative_mse
+from kvq.errors import ConfigError, Unsupported
+from tests.properties import examples
+
+DIM = 64
+
+
+def inner(quantizer=None):
+    """TurboQuant's chain around a quantizer."""
+    stages = {"norm": TokenNorm(), "rotation": RandomRotation(0)}
+    return Codec(stages, ["norm", "rotation"], quantizer or LloydMaxQuantizer(3))
+
+
+def chain(quantizer=None, **given):
+    return Codec({}, [], DeltaQuantizer(inner(quantizer), **given))
+
+
+def drifting(tokens, jumps=(), drift=0.02, seed=77, batch=1, dtype=torch.float64):
+    """Directions that drift, drawn anew at `jumps`; no rotation has this seed."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for token in range(tokens):
+        step = torch.randn(batch, 2, 1, DIM, generator=generator, dtype=torch.float64)
+        out.append(step if token == 0 or token in jumps else out[-1] + drift * step)
+    return torch.cat(out, 2).to(dtype)
+
+
+def error(codec, x, block=None):
+    return float((codec.decode(codec.encode(x, block)) - x).square().sum() / x.square().sum())
+
+
+def by_hand(x, quantizer, every, threshold):
+    """One head of one block, token by token, with a list of what was decoded; and the anchors."""
+    codec, out, anchors = inner(quantizer), [], []
+    for token, key in enumerate(x):
+        if token == 0 or (every and token % every == 0):
+            anchors.append(token)
+            out.append(key)
+            continue
+        delta = key - out[-1]
+        if threshold and math.sqrt(float(delta @ delta)) > threshold * math.sqrt(float(key @ key)):
+            anchors.append(token)
+            out.append(key)
+            continue
+        step = codec.decode(codec.encode(delta[None, None, None]))[0, 0, 0]
+        out.append(out[-1] + step)
+    return torch.stack(out), anchors
+
+
+@pytest.mark.parametrize("quantizer", [LloydMaxQuantizer(2), InnerProductQuantizer(3)], ids=["mse", "prod"])
+@pytest.mark.parametrize(("every", "threshold"), [(None, 0), (7, 0), (None, 0.5), (7, 0.5)])
+def test_the_closed_loop_by_its_definition(every, threshold, quantizer):
+    x = drifting(40, jumps=(13, 29), drift=0.05)
+    x[:, 1] *= 3
+    codec = chain(quantizer, anchor_every=every, anchor_threshold=threshold)
+    out = codec.decode(codec.encode(x, 20))
+    count = 0
+    for head in range(2):
+        for start in (0, 20):
+            expected, anchors = by_hand(x[0, head, start : start + 20], quantizer, every, threshold)
+            torch.testing.assert_close(out[0, head, start : start + 20], expected, rtol=1e-9, atol=1e-9)
+            count += len(anchors)
+            if threshold:
+                assert {13, 9} & set(anchors)  # tokens 13 and 29
+    assert count == {(None, 0): 4, (7, 0): 12, (None, 0.5): 8, (7, 0.5): 16}[every, threshold]
+
+
+def test_a_codec_that_loses_nothing_gives_the_tokens_back():
+    x = drifting(30, jumps=(11,))
+    codec = Codec({}, [], DeltaQuantizer(Codec({}, [], Passthrough()), anchor_every=8, anchor_threshold=0.4))
+    torch.testing.assert_close(codec.decode(codec.encode(x, 15)), x)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_errors_do_not_add_up(bits):
+    """Steady state D/(1 - D) of a drift's energy, however long the block is; an open loop would add T of them."""
+    x = drifting(200, drift=0.05)
+    codec = chain(LloydMaxQuantizer(bits))
+    rest = (codec.decode(codec.encode(x)) - x)[:, :, 40:].square().sum(-1).mean()
+    relative = codec.quantizer.relative_error(DIM)
+    assert float(rest) == pytest.approx(0.05**2 * DIM * relative / (1 - relative), rel=0.1)
+
+
+def test_the_one_bit_inner_product_form_diverges_and_is_refused():
+    """One sign per coordinate of a Gaussian sketch and no codes: (π/2) · D(0) = π/2."""
+    signs = SketchQuantizer(1, outliers=0, sketch="gaussian")
+    quantizer = DeltaQuantizer(inner(signs))
+    relative = quantizer.relative_error(DIM)
+    print(f"relative error of one bit: {relative:.3f} (pi/2 - 1/D = {math.pi / 2 - 1 / DIM:.3f})")
+    assert relative == pytest.approx(math.pi / 2, rel=0.05)
+    with pytest.raises(Unsupported, match=r"deltas diverge: .* error is 1\.5\d at head_dim=64, .* below 1"):
+        quantizer.check(DIM)
+    x = drifting(60, drift=0.01)
+    grown = (Codec({}, [], quantizer).decode(Codec({}, [], quantizer).encode(x)) - x).square().sum(-1).mean((0, 1))
+    rate = float(grown[50] / grown[10]) ** (1 / 40)
+    print(f"its error grows by {rate:.2f} per token")
+    assert rate > 1.2
+    for bits in (2, 3, 4):
+        held = [DeltaQuantizer(inner(InnerProductQuantizer(bits, seed=seed))) for seed in range(50, 62)]
+        held[0].check(DIM)
+        mean = sum(one.relative_error(DIM) for one in held) / len(held)
+        codes = relative_mse(optimal_levels(bits - 1, DIM), DIM)
+        assert mean == pytest.approx((math.pi / 2 - 1 / DIM) * codes, rel=0.05)
+
+
+class Stretched(Quantizer):
+    """Decodes to (1 + √r) x, whose relative squared error is r."""
+
+    token_group = 1
+
+    def __init__(self, relative):
+        self.factor = 1 + relative**0.5
+
+    def encode(self, x, dtype):
+        return {"values": x}
+
+    def decode(self, parts, shape, dtype):
+        return self.factor * parts["values"]
+
+
+@pytest.mark.parametrize("relative", [0.8, 0.99, 1.01, 1.25])
+def test_an_error_grows_from_a_relative_error_of_one_on(relative):
+    """Where tokens stop moving, each has the error of the one before times r."""
+    x = drifting(3)[:, :, [0, *[2] * 99]]
+    quantizer = DeltaQuantizer(Codec({}, [], Stretched(relative)))
+    codec = Codec({}, [], quantizer)
+    rest = (codec.decode(codec.encode(x)) - x).square().sum(-1).mean((0, 1))
+    assert float(rest[90] / rest[10]) == pytest.approx(relative**80, rel=1e-6)
+    print(f"relative error {relative}: times {float(rest[90] / rest[10]):.3g} over 80 tokens")
+    if relative < 1:
+        quantizer.check(DIM)
+    else:
+        with pytest.raises(Unsupported, match="deltas diverge"):
+            quantizer.check(DIM)
+
+
+def test_anchors_by_a_threshold_cut_the_error_of_a_jump():
+    """T=30, 3 bits, a jump at 15: 97 to 99% less than one anchor, and than an anchor every 32 tokens."""
+    reductions = []
+    for seed in range(20, 26):
+        x = drifting(30, jumps=(15,), drift=0.03, seed=seed)
+        prod = InnerProductQuantizer(3)
+        single, regular, adaptive = (
+            error(chain(prod, **given), x) for given in ({}, {"anchor_every": 32}, {"anchor_threshold": 0.4})
+        )
+        assert single == regular
+        packed = chain(prod, anchor_threshold=0.4).encode(x)
+        assert packed.parts["far.anchors"].shape[2] == 2  # one in each head
+        reductions.append(1 - adaptive / single)
+    print("MSE cut by", ", ".join(f"{reduction:.1%}" for reduction in reductions))
+    assert all(0.97 < reduction < 0.995 for reduction in reductions)
+
+
+def test_bits():
+    """Codes and norms of all tokens but the anchors, which have the states' own dtype."""
+    x = drifting(256, batch=2, dtype=torch.float16)
+    plain = chain().encode(x, 128).bits_per_element
+    codes = 8 * (16 * 3) / 128  # 127 codes fill the bytes of 128
+    assert plain == codes + 127 / 128 * 16 / DIM + 16 / 128
+    every = chain(anchor_every=32).encode(x, 128).bits_per_element
+    assert every == 8 * (31 + 16) / 128 + 124 / 128 * 16 / DIM + 4 * 16 / 128
+    jumping = drifting(256, jumps=(40, 200, 210), batch=2, dtype=torch.float16)
+    mask = 8 * 16 / 128 / DIM
+    adaptive = chain(anchor_threshold=0.5).encode(jumping, 128)
+    assert adaptive.bits_per_element == pytest.approx(plain + mask + 3 * 16 / 256)
+    assert [run.rows["far.anchors"] for run in adaptive.runs] == [2, 4]
+    assert chain().encode(x.float(), 128).bits_per_element == plain + 16 / 128
+
+
+@settings(max_examples=examples(20))
+@given(data=st.data())
+def test_a_block_is_on_its_own_and_what_follows_does_not_matter(data):
+    tokens, block = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 17))
+    every = data.draw(st.one_of(st.none(), st.integers(1, 9)))
+    threshold = data.draw(st.sampled_from([0, 0.3, 1.0]))
+    quantizer = data.draw(st.sampled_from([LloydMaxQuantizer(3), UniformQuantizer(2, "per_token", gain=Gain.norm)]))
+    jumps = data.draw(st.lists(st.integers(0, 39), max_size=5))
+    x = drifting(tokens, jumps, seed=data.draw(st.integers(1000, 1099)), batch=2, dtype=torch.float32)
+    codec = chain(quantizer, anchor_every=every, anchor_threshold=threshold)
+    packed = codec.encode(x, block)
+    out = codec.decode(packed)
+    for start in range(0, tokens, block):
+        piece = codec.encode(x[:, :, start : start + block])
+        assert torch.equal(codec.decode(piece), out[:, :, start : start + block])
+        assert torch.equal(out[:, :, start], x[:, :, start])
+        front = x[:, :, start : start + max(block // 2, 1)]
+        torch.testing.assert_close(codec.decode(codec.encode(front)), out[:, :, start : start + front.shape[2]])
+    assert packed.nbytes == sum(
+        codec.encode(x[:, :, start : start + block]).nbytes for start in range(0, tokens, block)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: chain(anchor_every=0), ConfigError, "anchor_every=0: at least 1$"),
+        (lambda: chain(anchor_threshold=-1), ConfigError, "anchor_threshold=-1: at least 0$"),
+        (lambda: chain(UniformQuantizer(2, "per_channel")), Unsupported, "a block's tokens share statistics"),
+        (lambda: chain(UniformQuantizer(2, "per_channel", 32)), Unsupported, "codec: 32 tokens share statistics"),
+        (
+            lambda: DeltaQuantizer(Codec({"undo": UndoRope()}, ["undo"], Passthrough())),
+            Unsupported,
+            "put undo_rope and apply_rope around the delta$",
+        ),
+        (
+            lambda: DeltaQuantizer(HuffmanCodec({}, [], LloydMaxQuantizer(3))),
+            Unsupported,
+            "a delta takes a kvq.codecs.Codec, not a HuffmanCodec",
+        ),
+        (lambda: DeltaQuantizer(LloydMaxQuantizer(3)), ConfigError, "codec=.*: a mapping whose _target_"),
+        (lambda: chain(Zero()).check(DIM), Unsupported, "deltas diverge: .* error is 1.00 at head_dim=64"),
+        (lambda: chain(UniformQuantizer(1, "per_token")).check(128), Unsupported, r"deltas diverge: .* is 3\.\d\d"),
+        (
+            lambda: kvq.build_method("kvquant_plus_plus/delta", bits=1),
+            Unsupported,
+            "bits=1: kvquant_plus_plus/delta does 2 to 8 bits",
+        ),
+    ],
+)
+def test_what_it_refuses(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()

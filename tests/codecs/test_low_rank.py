@@ -1,0 +1,168 @@
+"""A low-rank correction of a block's error: by its definition, its bytes, and what it finds where there is nothing."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvq
+from kvq.codecs import (
+    Codec,
+    HuffmanCodec,
+    LloydMaxQuantizer,
+    LowRankCorrection,
+    PackedStore,
+    RandomizedHadamard,
+    TokenNorm,
+    UndoRope,
+    UniformQuantizer,
+)
+from kvq.codecs.low_rank import exact_svd, randomized_svd
+from kvq.errors import ConfigError, Unsupported
+from tests.properties import examples
+
+NOISE = {128: (0.16, 0.30), 360: (0.11, 0.21), 2048: (0.08, 0.16)}
+"""Share of the error that ranks 4 and 8 take away at 64 channels where errors are independent, by tokens."""
+
+
+def states(*shape, seed=101):
+    """Never the seed of a rotation (0) or of a start (3)."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def base(bits=2):
+    return Codec(
+        {"norm": TokenNorm(), "rotation": RandomizedHadamard(0)}, ["norm", "rotation"], LloydMaxQuantizer(bits)
+    )
+
+
+def corrected(inner, **settings):
+    return Codec({}, [], LowRankCorrection(inner, **settings))
+
+
+def squared(codec, x):
+    return float((codec.decode(codec.encode(x)) - x).square().sum() / x.square().sum())
+
+
+@pytest.mark.parametrize("tokens", NOISE)
+def test_noise_has_a_low_rank_part_too(tokens):
+    """A gain over these figures is structure; below them, there is none."""
+    x = states(1, 6, tokens, 64)
+    plain, found = squared(base(), x), {}
+    for svd in ("exact", "randomized"):
+        found[svd] = [1 - squared(corrected(base(), rank=rank, svd=svd), x) / plain for rank in (4, 8)]
+        print(f"T={tokens} D=64 {svd}: rank 4 {found[svd][0]:.1%}, rank 8 {found[svd][1]:.1%} of the error")
+    for shares in found.values():
+        assert shares == pytest.approx(NOISE[tokens], abs=0.013)
+    # A flat spectrum is the hardest for random directions.
+    assert all(0.9 * best < near <= best for best, near in zip(*found.values(), strict=True))
+
+
+def test_structure_is_found():
+    """Values whose errors share two directions: most of the error goes, at 2 bits."""
+    x = states(1, 2, 128, 64)
+    shared = 6 * torch.bmm(states(128, 2, seed=7)[None], states(2, 64, seed=8)[None])
+    codec = Codec({}, [], UniformQuantizer(2, "per_token"))
+    found = {rank: squared(corrected(codec, rank=rank), x + shared) for rank in (1, 4)}
+    assert found[4] < found[1] < squared(codec, x + shared)
+
+
+def test_by_the_definition():
+    """Head by head and block by block, with numpy's decomposition and factors in fp16."""
+    x, inner, rank = states(2, 3, 40, 16), Codec({}, [], UniformQuantizer(2, "per_token")), 3
+    found = corrected(inner, rank=rank, svd="exact").encode(x, 20)
+    out = corrected(inner, rank=rank, svd="exact").decode(found)
+    for sequence in range(2):
+        for head in range(3):
+            for start in (0, 20):
+                part = (slice(sequence, sequence + 1), slice(head, head + 1), slice(start, start + 20))
+                coded = inner.decode(inner.encode(x[part]))[0, 0].numpy()
+                u, s, v = np.linalg.svd(x[part][0, 0].numpy() - coded)
+                for column in range(rank):
+                    left = [np.float64(np.float16(np.float32(value * s[column]))) for value in u[:, column]]
+                    right = [np.float64(np.float16(np.float32(value))) for value in v[column]]
+                    for token in range(20):
+                        for channel in range(16):
+                            coded[token, channel] += left[token] * right[channel]
+                np.testing.assert_allclose(out[part][0, 0].numpy(), coded, rtol=0, atol=2e-3)
+
+
+@settings(max_examples=examples(24), deadline=None)
+@given(data=st.data())
+def test_bytes_and_blocks(data):
+    """Any shape: factors of 2 bytes a number; a block decodes alone as among others; ranks beyond the block's."""
+    size = data.draw(st.sampled_from([1, 7, 70]))
+    heads, tokens = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3 * size))
+    dim = data.draw(st.sampled_from([8, 16]))
+    rank, svd = data.draw(st.integers(1, 20)), data.draw(st.sampled_from(["exact", "randomized"]))
+    inner = base(data.draw(st.integers(1, 4)))
+    codec = corrected(inner, rank=rank, svd=svd)
+    x = states(2, heads, tokens, dim, seed=data.draw(st.integers(200, 299))).float()
+    x[:, :, ::4] = 0
+    packed = codec.encode(x, size)
+    whole = codec.decode(packed)
+    lengths = [min(size, tokens - start) for start in range(0, tokens, size)]
+    factors = sum(2 * min(rank, length, dim) * (length + dim) for length in lengths) * 2 * heads
+    assert packed.nbytes == inner.encode(x, size).nbytes + factors
+    assert bool(torch.isfinite(whole).all())
+    store = None
+    for start, length in zip(range(0, tokens, size), lengths, strict=True):
+        alone = codec.encode(x[:, :, start : start + length])
+        torch.testing.assert_close(codec.decode(alone), whole[:, :, start : start + length], rtol=1e-5, atol=1e-6)
+        store = store or PackedStore(alone)
+        if start:
+            store.append(alone)
+    for name, part in packed.parts.items():  # the same bits; products of factors round by their strides
+        assert torch.equal(store.packed.parts[name], part), name
+    torch.testing.assert_close(codec.decode(store.packed), whole, rtol=1e-5, atol=1e-6)
+    if min(rank, *x.shape[-2:]) == dim:  # all of the error is corrected, up to the rounding of factors
+        assert float((whole - x).norm()) < 5e-3 * float(x.norm()) + 1e-6
+
+
+def test_randomized_is_near_exact_and_leaves_the_generator_alone():
+    x = states(3, 90, 32) * torch.linspace(3, 0.1, 32, dtype=torch.float64)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    near = randomized_svd(x, 4, 10, 2, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    full = exact_svd(x, 4)
+    errors = [(x - torch.bmm(*factors)).square().sum((1, 2)) for factors in (near, full)]
+    assert bool((errors[0] < 1.01 * errors[1]).all())
+    assert bool((errors[0] >= errors[1] * (1 - 1e-12)).all())
+
+
+def test_bits():
+    """Rank 4 at 128 tokens of 128 channels costs 1.0 bit; indices can be coded too."""
+    x = states(1, 4, 256, 128).float()
+    for name, bits in (("low_rank", 1.0), ("low_rank_exact", 1.0), ("low_rank_8", 2.0)):
+        method = kvq.build_method(f"kvquant_plus_plus/{name}", 2)
+        assert [codec.encode(x, 128).bits_per_element for codec in (method.key, method.value)] == [2.125 + bits] * 2
+    codec = corrected(base(4))
+    coded = HuffmanCodec({}, [], codec.quantizer)
+    assert torch.equal(coded.decode(coded.encode(x, 128)), codec.decode(codec.encode(x, 128)))
+    assert coded.encode(x, 128).nbytes < 0.97 * codec.encode(x, 128).nbytes
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: LowRankCorrection(base(), rank=0), ConfigError, "rank=0: at least 1"),
+        (lambda: LowRankCorrection(base(), svd="fast"), ConfigError, "svd=fast: one of exact, randomized"),
+        (lambda: LowRankCorrection(base(), oversample=-1), ConfigError, "oversample=-1"),
+        (lambda: LowRankCorrection(base(), seed=-1), ConfigError, "seed=-1"),
+        (
+            lambda: LowRankCorrection(HuffmanCodec({}, [], LloydMaxQuantizer(2))),
+            Unsupported,
+            "a low-rank correction takes a kvq.codecs.Codec, not a HuffmanCodec",
+        ),
+        (
+            lambda: LowRankCorrection(Codec({"u": UndoRope()}, ["u"], LloydMaxQuantizer(2))),
+            Unsupported,
+            "a low-rank correction has no token positions",
+        ),
+    ],
+)
+def test_what_it_refuses(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()

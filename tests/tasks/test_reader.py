@@ -1,0 +1,178 @@
+"""Reading and writing through the cache against one token at a time, and shared prompts against each on its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from kvq.cache import KVCache
+from kvq.config.tasks import Prefill
+from kvq.errors import Unsupported
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
+from kvq.models import LoadedModel
+from kvq.tasks.reader import Reader, Sampler, answer_text, check_prefill, stop_at
+from tests.data.byte_tokenizer import byte_tokenizer
+from tests.random_models import in_double_precision, random_llama, token_ids
+
+METHODS = {
+    "fp16": [],
+    "identity": ["residual.size=16"],
+    "zero": ["residual.size=16"],
+    "kivi": ["residual.size=16"],
+    "nsn": ["residual.size=16"],
+    "rtn": ["residual.size=0"],
+}
+
+
+def never(_tokens: object) -> bool:
+    return False
+
+
+def method_of(name: str) -> Method:
+    return build_method(name, bits=2, head_dim=32, overrides=METHODS[name])
+
+
+@torch.no_grad()
+def one_at_a_time(loaded: LoadedModel, method: Method, tokens: Tensor, whole: int) -> Tensor:
+    """Logits behind each token from position `whole` on; the first `whole` are one prefill."""
+    cache, rows = KVCache(loaded.model, method), []
+    if whole:
+        loaded.model(input_ids=tokens[:, :whole], past_key_values=cache, use_cache=True)
+    for column in tokens[:, whole:].split(1, dim=1):
+        rows.append(loaded.model(input_ids=column, past_key_values=cache).logits)  # noqa: PERF401
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize("name", ["fp16", "kivi", "nsn", "rtn"])
+@pytest.mark.parametrize("prefill", Prefill)
+@pytest.mark.parametrize("length", [1, 33])
+def test_prompt_and_continuation_are_token_by_token(
+    name: str, prefill: Prefill, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = in_double_precision(random_llama(), monkeypatch)
+    method = method_of(name)
+    tokens = token_ids(length + 19, batch=2)
+    expected = torch.log_softmax(
+        one_at_a_time(loaded, method, tokens[:, :-1], length - 1 if prefill is Prefill.whole else 0)[:, -19:], -1
+    ).gather(-1, tokens[:, length:, None])[..., 0]
+    reader = Reader(loaded, method, prefill)
+    cache, logits = reader.begin(tokens[:, :length])
+    found, likeliest = reader.log_probs(cache, logits, tokens[:, length:])
+    assert found.shape == likeliest.shape == (2, 19)
+    assert (found - expected).abs().max() < 1e-6
+    assert cache.get_seq_length() == length + 18
+
+
+@pytest.mark.parametrize("name", ["fp16", "kivi", "zero"])
+def test_writing_is_generate(name: str) -> None:
+    loaded, method, tokens = random_llama(), method_of(name), token_ids(40)
+    reader = Reader(loaded, method, Prefill.whole)
+    cache, logits = reader.begin(tokens)
+    rows = reader.write(cache, logits, 20, never)
+    # transformers, whose prefill includes the last token: it takes over from the second new token on.
+    other, _ = reader.begin(tokens)
+    start = torch.cat([tokens, torch.tensor([rows[0][:1]])], 1)
+    expected = loaded.model.generate(start, past_key_values=other, max_new_tokens=19, attention_mask=start > -1)
+    assert rows[0] == expected[0, 40:].tolist()
+    assert len(rows[0]) == 20
+
+
+def test_rows_of_a_batch_are_the_same_alone_and_end_on_their_own() -> None:
+    loaded, method, tokens = random_llama(), method_of("kivi"), token_ids(30, batch=3)
+    reader = Reader(loaded, method, Prefill.whole)
+    alone = [reader.write(*reader.begin(row[None]), 12, never)[0] for row in tokens]
+    assert reader.write(*reader.begin(tokens), 12, never) == alone
+    stop = alone[1][3]
+    cut = [row[: row.index(stop) + 1] if stop in row else row for row in alone]
+    assert reader.write(*reader.begin(tokens), 12, lambda row: row[-1] == stop) == cut
+    assert len(cut[1]) <= 4
+
+
+PROMPTS = [[1, 2, 3], [5], [1, 2, 3, *range(20, 45)], [1, 2, 3], [1, 2, 3, *range(20, 40), 7, 7, 7], [1, 9]]
+
+
+@pytest.mark.parametrize("name", ["fp16", "kivi", "nsn"])
+@pytest.mark.parametrize("prefill", Prefill)
+def test_shared_prompts_give_the_numbers_of_prompts_on_their_own(
+    name: str, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, method = in_double_precision(random_llama(), monkeypatch), method_of(name)
+    reader = Reader(loaded, method, prefill)
+    answer, seen = token_ids(21, seed=5), []
+    for index, cache, logits in reader.each(PROMPTS):
+        found, _ = reader.log_probs(cache, logits, answer)
+        alone, _ = reader.log_probs(*reader.begin(torch.tensor([PROMPTS[index]])), answer)
+        assert (found - alone).abs().max() < 1e-6, index
+        seen.append(index)
+    assert sorted(seen) == list(range(len(PROMPTS)))
+
+
+def test_what_prompts_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, read = random_llama(), []
+    plain = LoadedModel.hidden_states
+
+    def counting(self: LoadedModel, tokens: Tensor, cache: KVCache) -> Tensor:
+        read.append(tokens.numel())
+        return plain(self, tokens, cache)
+
+    monkeypatch.setattr(LoadedModel, "hidden_states", counting)
+    reader = Reader(loaded, method_of("kivi"), Prefill.chunked)
+    for _ in reader.each(PROMPTS):
+        pass
+    # [5], [1], then behind it [2, 3] and [9], then 20 tokens that two share, and the ends of those two.
+    assert sum(read) == 1 + 1 + 2 + 1 + 20 + 5 + 3
+    read.clear()
+    for _ in Reader(loaded, method_of("kivi"), Prefill.whole).each(PROMPTS):
+        pass
+    assert sum(read) == sum(map(len, PROMPTS)) - 3  # the two equal ones
+
+
+def test_residual_none_has_no_order_to_read_a_prompt_in() -> None:
+    method = build_method("rtn", bits=4, head_dim=32, overrides=["residual=none"])
+    check_prefill(method, Prefill.whole)
+    with pytest.raises(Unsupported, match=r"use task\.prefill=whole"):
+        check_prefill(method, Prefill.chunked)
+
+
+class Nucleus(LogitsProcessor):
+    """The definition, by a loop."""
+
+    def __init__(self, top_p: float) -> None:
+        self.top_p = top_p
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        out = torch.full_like(scores, -torch.inf)
+        for row in range(scores.shape[0]):
+            total = 0.0
+            for token in scores[row].argsort(descending=True).tolist():
+                if total >= self.top_p:
+                    break
+                total += float(torch.softmax(scores[row], -1)[token])
+                out[row, token] = scores[row, token]
+        return out
+
+
+def test_sampling_draws_from_the_nucleus_at_its_temperature() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.5, -1.0, -3.0]])
+    sampler = Sampler(temperature=0.7, top_p=0.9, top_k=None, seed=3)
+    drawn = torch.cat([sampler(logits) for _ in range(4000)])
+    kept = LogitsProcessorList([Nucleus(0.9)])(torch.zeros(1, 1), logits.double() / 0.7)
+    expected = torch.softmax(kept, -1)[0]
+    counts = torch.bincount(drawn, minlength=5) / 4000
+    assert (counts[expected == 0] == 0).all()
+    assert (counts - expected).abs().max() < 0.03
+    again = Sampler(temperature=0.7, top_p=0.9, top_k=None, seed=3)
+    assert torch.cat([again(logits) for _ in range(20)]).tolist() == drawn[:20].tolist()
+    assert int(Sampler(temperature=1.0, top_p=None, top_k=1, seed=0)(logits)) == 0
+
+
+def test_an_answer_ends_at_its_stop_text() -> None:
+    tokenizer = byte_tokenizer()
+    ends = stop_at(tokenizer, [10], ["END", ""])
+    said = tokenizer.encode("so it goes END")
+    assert [ends(said[: count + 1]) for count in range(len(said))] == [False] * (len(said) - 1) + [True]
+    assert stop_at(tokenizer, [said[3]], [])(said[:4])
+    assert answer_text(tokenizer, said, ["END"]) == "so it goes "
