@@ -152,8 +152,9 @@ def _backend(method: MethodConfig) -> dict[str, Any]:
 
 
 def _more(method: MethodConfig) -> dict[str, Any]:
-    """Eviction and plan of a method; no entry without them."""
-    parts = {"eviction": method.eviction, "plan": method.plan}
+    """Eviction, plan and detection of sinks; no entry without them, nor for a detection in full precision."""
+    detection = None if method.is_full_precision else method.sink_detection
+    parts = {"eviction": method.eviction, "plan": method.plan, "sink_detection": detection}
     return {name: part for name, part in parts.items() if part is not None}
 
 

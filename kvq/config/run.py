@@ -206,6 +206,7 @@ class MethodConfig:
     `backend`: another library's cache in the place of codecs, which are then null (a `BackendConfig` once checked).
     `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8.
     `sink_tokens`: so many first tokens stay in full precision. `kept_keys`: and the keys of these, in some layers.
+    `sink_detection`: or those that this finds (`kvq.methods.detected`), wherever they stand.
     """
 
     name: str = MISSING
@@ -224,6 +225,7 @@ class MethodConfig:
     sink_tokens: int = 0
     gqa_compensation: bool = False
     kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
+    sink_detection: Any = None
     eviction: Any = None
     plan: Any = None
 

@@ -21,6 +21,7 @@ from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.config.identity import canonical_method
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
+from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys
@@ -125,6 +126,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         eviction=eviction,
         plan=plan,
         kept_keys=_kept_keys(method, codecs["key"]),
+        sink_detection=_sink_detection(method),
         by_layer=by_layer,
         settings=canonical_method(method),
         gqa=_gqa(method, codecs),
@@ -159,6 +161,16 @@ def _check_alone(name: str, codecs: Mapping[str, Codec | None], residual: Residu
             raise Unsupported(
                 f"residual.size=0 under sliding ({side}s): tokens of {name} share statistics; a size of at least 1"
             )
+
+
+def _sink_detection(method: MethodConfig) -> SinkDetection | None:
+    found = _part(method.name, "method.sink_detection", method.sink_detection, SinkDetection)
+    others = (method.sink_tokens, method.kept_keys.texts, method.plan, method.eviction, method.backend)
+    if found is not None and any(others):
+        raise ConfigError(
+            f"method.sink_detection of {method.name}: not beside sink_tokens, kept_keys, a plan, eviction or a backend"
+        )
+    return found
 
 
 def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:

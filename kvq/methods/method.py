@@ -18,6 +18,7 @@ from kvq.config.bits import Bits, mean_label
 from kvq.config.residual import Residual
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import form_of
+from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys, numbered
@@ -48,6 +49,7 @@ class Method:
         bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.bind.bind`); empty
             for a method without calibration.
         kept_keys: tokens whose keys stay in full precision.
+        sink_detection: finds tokens that stay in full precision.
         by_layer: the method at the bits of each layer, where these have bits of their own; `key`, `value` and `bits`
             are then those of the first.
         settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
@@ -68,6 +70,7 @@ class Method:
     eviction: Eviction | None = None
     plan: MixedPrecision | None = None
     kept_keys: KeptKeys | None = None
+    sink_detection: SinkDetection | None = None
     by_layer: Sequence[Method] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     gqa: GqaCompensation | None = None
@@ -157,7 +160,7 @@ class Method:
 
     def check_packed(self) -> None:
         """Raise `Unsupported` where attention cannot read the method's codes."""
-        for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers", "kept_keys"):
+        for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers", "kept_keys", "sink_detection"):
             if getattr(self, name):
                 raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
         for method in (self, *self.by_layer):
@@ -201,7 +204,7 @@ class Method:
         return layers if self.eviction is None else self.eviction.layers(layers, config)
 
     def _compensated(self, config: Any) -> Method:
-        """The method with the bits of its codecs raised for a model whose query heads share KV heads, in every layer."""
+        """The method with the bits of its codecs raised, in every layer, as query heads of the model share KV heads."""
         assert self.gqa is not None
         codecs: dict[str, Any] = {side: self.gqa.codec(getattr(self, side), config) for side in ("key", "value")}
         by_layer = tuple(method._compensated(config) for method in self.by_layer)
@@ -212,6 +215,8 @@ class Method:
         label, kept = f"layer {layer} {side}s", self.kept_keys
         if kept is not None and side == "key" and kept.holds(layer, layers):
             return kept.side(codec, residual, label, keep_decoded)
+        if self.sink_detection is not None:
+            return self.sink_detection.side(codec, residual, label, keep_decoded)
         return side_of(codec, residual, label, keep_decoded, self.sink_tokens)
 
 

@@ -47,7 +47,7 @@ def _flushes(method: Method, length: int, chunk: int | None) -> list[tuple[int, 
 
 def check_codecs_alone(method: Method, task: str) -> None:
     """Raise `Unsupported` for a method with more than codecs, in a task that applies codecs without a cache."""
-    if method.plan is not None or method.eviction is not None or method.kept_keys is not None:
+    if any(part is not None for part in (method.plan, method.eviction, method.kept_keys, method.sink_detection)):
         raise Unsupported(f"task={task}: tries codecs alone; {method.name} also chooses tokens in a cache")
     if method.gqa is not None:
         raise Unsupported(

@@ -81,6 +81,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "calibration",
         "sink_tokens",
         "kept_keys",
+        "sink_detection",
         "gqa_compensation",
     }
 
