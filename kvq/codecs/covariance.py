@@ -18,11 +18,11 @@ Moments = Float[Tensor, "heads dim dim"]
 
 
 def bit_reversal(order: int) -> Int[Tensor, " order"]:
-    """Each index from 0 to `order` - 1, a power of two, with its bits in reverse."""
+    """The rank of each index from 0 to `order` - 1 by its bits in reverse; of a power of two, those bits themselves."""
     index, out = torch.arange(order), torch.zeros(order, dtype=torch.long)
-    for _ in range(order.bit_length() - 1):
+    for _ in range((order - 1).bit_length()):
         out, index = 2 * out + index % 2, index // 2
-    return out
+    return out.argsort().argsort()
 
 
 def covariance_rotation(moments: Moments) -> Moments:
@@ -32,7 +32,7 @@ def covariance_rotation(moments: Moments) -> Moments:
     positive, because a sign is free and changes R. P moves column D - 1 - j to the bit-reversed position of j.
 
     Args:
-        moments: symmetric, `[heads, dim, dim]`; dim is a power of two.
+        moments: symmetric, `[heads, dim, dim]`, of a dim that has a Hadamard matrix.
     """
     dim = moments.shape[-1]
     vectors = torch.linalg.eigh((moments.double() + moments.double().mT) / 2).eigenvectors
@@ -68,9 +68,9 @@ class CovarianceRotation(Calibrated, Stage):
 
     @override
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a head dim that is no power of two, or not that of the calibration."""
-        if head_dim.bit_count() != 1:
-            raise Unsupported(f"head_dim={head_dim}: a power of two, for the bit-reversed order of channels")
+        """Raises: Unsupported: a head dim without a Hadamard matrix, or not that of the calibration."""
+        if not hadamard.has_order(head_dim):
+            raise Unsupported(f"head_dim={head_dim}: no Hadamard matrix of this order")
         self.check_shape(head_dim)
 
     @override

@@ -173,9 +173,14 @@ def test_without_queries_there_are_no_moments() -> None:
         fit_codec(codec, torch.zeros(1, 4, 8), None, None, 0, torch.eye(8)[None])
 
 
-def test_a_head_dim_is_a_power_of_two() -> None:
-    with pytest.raises(Unsupported, match="head_dim=80: a power of two"):
-        build_method("oscar_covariance", head_dim=80)
+def test_head_dims_that_are_no_power_of_two() -> None:
+    """Ranks of reversed bits are a permutation, so R stays orthogonal where Paley has a Hadamard matrix."""
+    assert bit_reversal(6).tolist() == [0, 3, 2, 5, 1, 4]  # 000 100 010 110 001 101
+    rows = torch.randn(90, 80, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = covariance_rotation((rows.mT @ rows)[None])[0]
+    assert float((found @ found.mT - torch.eye(80, dtype=torch.float64)).abs().max()) < 1e-12
+    with pytest.raises(Unsupported, match="head_dim=22: no Hadamard matrix of this order"):
+        build_method("oscar_covariance", head_dim=22)
 
 
 @pytest.mark.parametrize("preset", ["oscar_covariance", "oscar_covariance/shared"])

@@ -45,6 +45,7 @@ FAMILIES = {
     "cq": "codes of keys before their rotary embedding",
     "gear": "codes of SparseLowRank",
     "kvquant": "codes of keys before their rotary embedding",
+    "oscar_covariance": "stage 'rotation'",
     "polarquant": "codes of PolarQuantizer",
     "qjl": "codes of SketchQuantizer",
     "rotatekv": "stage '(heads|order)'",
