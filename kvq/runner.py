@@ -87,7 +87,12 @@ class Prepared:
     @property
     def needs_calibration(self) -> bool:
         """Whether the method has tables to fit and no file holds them yet."""
-        return self.method.is_calibrated and not files.file_of(self.inputs).is_file()
+        return self.calibrates and not files.file_of(self.inputs).is_file()
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the method has tables that are fitted to a text."""
+        return self.method.is_calibrated and not self.config.task.calibrates_itself
 
 
 def run(config: Config) -> Record:
@@ -157,7 +162,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         with timed(clock, "load"):
             device = inputs.device
         method, calibration = prepared.method, None
-        if method.is_calibrated:
+        if prepared.calibrates:
             with timed(clock, "calibrate"):
                 method, calibration = fitted(inputs, method)
         torch.manual_seed(config.seed)

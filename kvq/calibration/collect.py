@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
@@ -31,8 +31,8 @@ class LayerStates:
     """One layer's calibration tokens: `key` and `value` as a cache gets them, `[heads, tokens, head_dim]`.
 
     `gradients`: of the loss (nats, summed over a sample) at both; `rope`: the rotations of the keys. `queries`: second
-    moments of the queries that read the keys, `[heads, head_dim, head_dim]` in fp64: means over tokens and over the
-    query heads of a KV head (None: not collected).
+    moments of the queries that read the keys, after RoPE, `[heads, head_dim, head_dim]` in fp64: means over tokens and
+    over the query heads of a KV head (None: not collected).
     """
 
     key: Tensor
@@ -57,8 +57,9 @@ class LayerStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of states and gradients."""
-        return sum(part.numel() * part.element_size() for part in (self.key, self.value, *self.gradients.values()))
+        """Bytes of states, gradients and moments."""
+        parts = (self.key, self.value, *self.gradients.values(), self.queries)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 class _Recorder(DynamicCache):
@@ -120,17 +121,16 @@ def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
 
 
 @contextmanager
-def _queries(loaded: LoadedModel, layers: int, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call `see` with the queries `[batch, heads, tokens, head_dim]` that read the keys of each of `layers` layers."""
+def _queries(loaded: LoadedModel, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `see` with the queries of each layer `[batch, query heads, tokens, head_dim]` within this context.
 
-    def shown(caller: Any, query: Tensor, *_others: Any) -> None:
-        if caller.layer_idx < layers:  # later layers read the keys of others
-            see(int(caller.layer_idx), query)
-
+    Raises:
+        Unsupported: attention outside of transformers' attention interface.
+    """
     families = {type(module).__module__: module for module in attentions(loaded.model.base_model)}
     with ExitStack() as hooked:
         for module in families.values():
-            hooked.callback(hook_interface(module, shown))
+            hooked.callback(hook_interface(module, lambda caller, query, *_: see(int(caller.layer_idx), query)))
         yield
 
 
@@ -165,8 +165,7 @@ def collect(
     """
     layers: dict[int, _Pieces] = {}
     ropes: dict[int, list[Rope]] = {}
-    sums: dict[int, Tensor] = {}
-    expected = len(styles_of(loaded.model))
+    moments: dict[int, Tensor] = {}
     generator = torch.Generator().manual_seed(seed ^ _TOKENS_STREAM)
     length = windows.shape[1]
     each = length if tokens is None else min(length, max(1, tokens // len(windows)))
@@ -187,20 +186,30 @@ def collect(
             return states["key"], states["value"]
 
         def add(index: int, query: Tensor, positions: Tensor = positions) -> None:
-            heads = layers[index]["key"][-1].shape[0]
-            seen = (
-                query.detach()[0].unflatten(0, (heads, -1)).index_select(-2, positions.to(query.device)).flatten(1, 2)
-            )
-            moment = (seen.double().mT @ seen.double()).cpu() / (seen.shape[1] * len(windows))
-            sums[index] = sums[index] + moment if index in sums else moment
+            if index in layers:  # else it reads the keys of another layer
+                heads = layers[index]["key"][-1].shape[0]
+                moments[index] = moments.get(index, 0) + _moment(query[0], heads, positions) / len(windows)
 
-        with _ropes(loaded) as found, _queries(loaded, expected, add) if queries else nullcontext():
+        with _ropes(loaded) as found, _queries(loaded, add) if queries else nullcontext():
             loss(loaded, window, see, gradients)
         for index, rope in found.items():
             ropes.setdefault(index, []).append(rope.at(positions))
+    expected = len(styles_of(loaded.model))
     if len(layers) != expected:
         raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {len(layers)} of {expected} layers away")
-    return {index: _joined(index, layers.pop(index), ropes.get(index), sums.get(index)) for index in sorted(layers)}
+    if queries and (hidden := sorted(layers.keys() - moments.keys())):
+        kind = type(loaded.model).__name__
+        raise Unsupported(f"model: layer {hidden[0]} of {kind} attends in a way that kvq cannot see")
+    return {index: _joined(index, layers.pop(index), ropes.get(index), moments.get(index)) for index in sorted(layers)}
+
+
+@torch.no_grad()
+def _moment(
+    query: Float[Tensor, "query_heads tokens dim"], heads: int, positions: Int[Tensor, " kept"]
+) -> Float[Tensor, "heads dim dim"]:
+    """Mean of q qᵀ in fp64 over the tokens at `positions` and the query heads of each KV head."""
+    seen = query.unflatten(0, (heads, -1)).index_select(-2, positions.to(query.device)).flatten(1, 2).double()
+    return (seen.mT @ seen).cpu() / seen.shape[1]
 
 
 def _joined(index: int, layer: _Pieces, ropes: list[Rope] | None, queries: Tensor | None) -> LayerStates:

@@ -4,6 +4,7 @@ from kvq.codecs.block_float import BlockFloatQuantizer
 from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, LevelsQuantizer, SignedMaxQuantizer
 from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
+from kvq.codecs.channel_groups import ChannelGroups, PairWidths
 from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
@@ -29,6 +30,7 @@ from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.stages import Hadamard, RandomizedHadamard, RandomRotation, Scope, Stage, TokenNorm
 from kvq.codecs.token_groups import ChannelRoot, PlannedCodec, TokenSplit, TokenTiers
 from kvq.codecs.turboquant import InnerProductQuantizer, Sketch
+from kvq.codecs.variance_balance import Imbalance, VarianceBalance
 from kvq.codecs.vector import VectorQuantizer
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "Calibrated",
     "CalibratedChannelSplit",
     "Center",
+    "ChannelGroups",
     "ChannelOrder",
     "ChannelRoot",
     "ChannelScale",
@@ -57,6 +60,7 @@ __all__ = [
     "Hadamard",
     "HalfAwayQuantizer",
     "HuffmanCodec",
+    "Imbalance",
     "InnerProductQuantizer",
     "LayerScale",
     "LearnedRotation",
@@ -66,6 +70,7 @@ __all__ = [
     "NonUniformQuantizer",
     "Packed",
     "PackedStore",
+    "PairWidths",
     "Passthrough",
     "PlannedCodec",
     "PolarQuantizer",
@@ -90,6 +95,7 @@ __all__ = [
     "TokenTiers",
     "UndoRope",
     "UniformQuantizer",
+    "VarianceBalance",
     "VectorQuantizer",
     "Zero",
     "ZeroPoint",

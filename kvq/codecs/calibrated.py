@@ -27,13 +27,18 @@ class Calibrated:
     """Mixin of stages and quantizers with tables per layer.
 
     Attributes:
+        is_calibrated: there are tables to fit; False for a quantizer around a codec that has none.
         wants_gradients: `fit` weights by squared gradients of the loss (the diagonal of the Fisher information).
-        wants_moments: `fit_moments` fits to the second moments that count for the side, instead of `fit` to states.
+        wants_moments: `fit` takes `moments`, the second moments that count for the side (`kvq.calibration.collect`).
+        wants_pairs: of the moments, `fit` reads the energies of RoPE pairs alone, so a stage that turns these may
+            precede the part; no other stage may precede one that takes moments.
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
     """
 
+    is_calibrated = True
     wants_gradients = False
     wants_moments = False
+    wants_pairs = False
     learned = False
     _tables: Mapping[str, Tensor] | None = None
     _shape: tuple[int, int] | None = None
@@ -42,10 +47,6 @@ class Calibrated:
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """Tables from the states of one layer and the gradients of the loss at them, in nats per unit."""
         raise NotImplementedError(f"{type(self).__name__} is not fitted to states")
-
-    def fit_moments(self, moments: Moments) -> Tables:
-        """Tables from second moments of the calibration tokens of one layer (`kvq.calibration.collect`)."""
-        raise NotImplementedError(f"{type(self).__name__} is not fitted to moments")
 
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
         """A copy for one layer of `heads` KV heads; without tables, one that only checks shapes."""
@@ -86,7 +87,7 @@ class Calibrated:
 def calibrated_parts(codec: Codec) -> dict[str, Calibrated]:
     """The calibrated stages by name, and the quantizer, in the order of encoding."""
     parts: dict[str, Stage | Quantizer] = {**dict(codec.stages), QUANTIZER: codec.quantizer}
-    return {name: part for name, part in parts.items() if isinstance(part, Calibrated)}
+    return {name: part for name, part in parts.items() if isinstance(part, Calibrated) and part.is_calibrated}
 
 
 def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Codec:
@@ -111,27 +112,31 @@ def fit_codec(
         x: keys or values of one layer as a cache gets them, of all calibration tokens.
         gradients: of the loss at `x`; needed where `wants_gradients`.
         rope: the rotations (RoPE) of the tokens.
-        moments: second moments that count for the side; needed where `wants_moments`.
+        moments: second moments that count for the side, of states as a cache gets them; needed where `wants_moments`.
 
     Raises:
         ConfigError: a stage before a fitted part that is not a rotation of each head (`orthogonal`) or of whole tokens
-            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it. Any stage before a
-            part that is fitted to moments.
+            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it. A part that wants
+            moments without them, or behind a stage (`wants_pairs`: behind another than of RoPE).
     """
     heads, _, head_dim = x.shape
     tables: Tables = {}
     left = set(calibrated_parts(codec))
-    for place, (name, part) in enumerate([*codec.stages, (QUANTIZER, codec.quantizer)]):
+    before: list[Stage] = []
+    for name, part in [*codec.stages, (QUANTIZER, codec.quantizer)]:
         if not left:
             break
-        if isinstance(part, Calibrated):
+        if name in left:
+            assert isinstance(part, Calibrated)
             left.discard(name)
             if part.learned:
                 raise ConfigError(f"stage '{name}' is learned against the loss; no fitted part may precede it")
-            if part.wants_moments and (place or moments is None):
-                raise ConfigError(f"stage '{name}': first in its codec, and fitted on a model's queries")
-            own = gradients if part.wants_gradients else None
-            found = part.fit_moments(moments) if part.wants_moments else part.fit(x, own, seed)  # type: ignore[arg-type]
+            wanted: dict[str, Moments] = {}
+            if part.wants_moments:
+                if moments is None or not all(part.wants_pairs and stage.uses_rope for stage in before):
+                    raise ConfigError(f"stage '{name}': first in its codec, and fitted on a model's queries")
+                wanted = {"moments": moments}
+            found = part.fit(x, gradients if part.wants_gradients else None, seed, **wanted)
             tables |= {f"{name}.{key}": table for key, table in found.items()}
             bound = part.bound(found, heads, head_dim)
             part = cast("Stage | Quantizer", bound)
@@ -141,4 +146,5 @@ def fit_codec(
             turned = {"rope": rope} if part.uses_rope else {}
             x = part.forward(x, **turned)[0]
             gradients = None if gradients is None else part.forward(gradients, **turned)[0]
+            before.append(part)
     return tables

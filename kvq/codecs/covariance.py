@@ -10,11 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs import hadamard
-from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.stages import Side, Stage, per_block
 from kvq.errors import ConfigError, Unsupported
-
-Moments = Float[Tensor, "heads dim dim"]
 
 
 def bit_reversal(order: int) -> Int[Tensor, " order"]:
@@ -74,7 +72,8 @@ class CovarianceRotation(Calibrated, Stage):
         self.check_shape(head_dim)
 
     @override
-    def fit_moments(self, moments: Moments) -> Tables:
+    def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
+        assert moments is not None
         return {"rotation": covariance_rotation(moments.mean(0, keepdim=True) if self.shared else moments).float()}
 
     def _apply(self, x: Float[Tensor, "*lead heads tokens dim"], rotation: Moments) -> Tensor:

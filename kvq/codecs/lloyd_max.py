@@ -25,9 +25,10 @@ _NEAR = 200  # Lloyd's steps from a start that may be far from the levels, befor
 
 
 class Start(enum.Enum):
-    """Levels to begin with: the optimal point density, equally probable ones, or draws by squared distance."""
+    """Levels to begin with: the optimal point density, even or equally probable ones, or draws by squared distance."""
 
     density = "density"
+    even = "even"
     quantile = "quantile"
     kmeans_plus_plus = "kmeans_plus_plus"
 
@@ -75,6 +76,7 @@ def levels_from(
 
     All starts lead to the same levels, because the density has one optimum; `steps=0` is the start itself. Draws of
     k-means++ (Arthur and Vassilvitskii 2007) are those of KVQuant++: from samples of a coordinate, both halves folded.
+    Even levels reach to the largest magnitude of as many samples.
     """
     if marginal is Marginal.normal:
         return levels_from(bits, math.inf, start, steps, seed) / dim**0.5
@@ -83,6 +85,8 @@ def levels_from(
     half = 2 ** (bits - 1)
     if start is Start.kmeans_plus_plus:
         levels = _drawn(half, dim, seed)
+    elif start is Start.even:
+        levels = float(np.abs(_samples(dim, seed)[0]).max()) * (2 * np.arange(half) + 1) / (2 * half - 1)
     else:
         levels = _quantile(_centers(half), dim) if start is Start.quantile else _of_density(half, dim)
     for _ in range(_NEAR if steps is None else steps):
@@ -92,14 +96,19 @@ def levels_from(
 
 def _drawn(half: int, dim: float, seed: int) -> Array:
     """2 half samples of a coordinate drawn by k-means++, folded: means of neighbours among their magnitudes."""
-    generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
-    samples = _quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES)
+    samples, generator = _samples(dim, seed)
     chosen = [generator.choice(samples)]
     distance = (samples - chosen[0]) ** 2
     while len(chosen) < 2 * half:
         chosen.append(generator.choice(samples, p=distance / distance.sum()))
         distance = np.minimum(distance, (samples - chosen[-1]) ** 2)
     return np.sort(np.abs(chosen)).reshape(half, 2).mean(1)
+
+
+def _samples(dim: float, seed: int) -> tuple[Array, np.random.Generator]:
+    """Samples of a coordinate, and the generator behind them."""
+    generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
+    return _quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES), generator
 
 
 def _centroids(levels: Array, dim: float) -> Array:
@@ -232,8 +241,8 @@ class LloydMaxQuantizer(Quantizer):
 
     @override
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate has no peak."""
-        if head_dim < 3:
+        """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate of the sphere has no peak."""
+        if head_dim < 3 and self.marginal is Marginal.sphere:
             raise Unsupported(f"head_dim={head_dim}: a Lloyd-Max codebook of the sphere needs at least 3 channels")
 
     @override

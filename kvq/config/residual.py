@@ -61,7 +61,7 @@ class ResidualSide:
             token_group: tokens that share statistics in the side's codec (None: the whole block); used by `sliding`.
         """
         if self.policy is Policy.sliding:
-            return self.size, token_group or self.size
+            return self.size, token_group or max(self.size, 1)
         return 0, max(self.size, 1)
 
     @property

@@ -23,7 +23,9 @@ REFUSED = {
     "kvquant_plus_plus": "codes of InnerProductQuantizer",
 }
 # Codes that attention does not read yet, and methods that are more than codecs behind a residual.
-REFUSED |= dict.fromkeys(["cq", "gear", "kvquant", "polarquant", "rotatekv", "spinquant"], "")
+REFUSED |= dict.fromkeys(
+    ["block_gtq", "cq", "gear", "kitty", "kvarn", "kvquant", "polarquant", "rotatekv", "spinquant"], ""
+)
 REFUSED |= dict.fromkeys(["hqq", "quanto"], "method=.* has backend")
 REFUSED |= dict.fromkeys(["h2o", "snapkv", "streamingllm"], "method=.* has eviction")
 REFUSED |= {"oscar_covariance": "method=oscar_covariance has sink_tokens"}

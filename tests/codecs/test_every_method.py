@@ -214,7 +214,7 @@ def test_keys_and_values_get_their_own_bits(name):
     def coded(codec):
         """Bits asked for, and bits of codes per channel (a split's outlier channels have one more)."""
         parts = in_planes(codec, codec.encode(x, rope=rope)).parts
-        groups = ("high.", "low.", "base.", "delta.")
+        groups = ("0.", *(f"bits{width}." for width in range(1, 9)), "high.", "low.", "base.", "delta.")
         codes = [
             part for name, part in parts.items() if functools.reduce(str.removeprefix, groups, name).startswith(CODES)
         ]

@@ -67,7 +67,7 @@ def golden_of(name: str) -> Golden:
 
 
 def fitting(name: str) -> list[str]:
-    """What makes a method of many layers, a long calibration or a wide window one of three layers and short ones."""
+    """What fits a method of many layers, many kept tokens or a long calibration to three layers and a short prompt."""
     family = name.partition("/")[0]
     if family == "qjl" and name != "qjl/one_sketch":
         return ["method.first_layers.count=1"]
@@ -75,6 +75,8 @@ def fitting(name: str) -> list[str]:
         return ["method.sink_detection.share=0.15"]
     if family == "oscar_covariance":  # 64 sinks and a window of 256 would hold all tokens
         return ["method.sink_tokens=8", "residual.size=32"]
+    if family == "kvarn":
+        return ["method.sink_tokens=8"]
     if family == "turboquant_plus":
         return ["method.full_precision_layers.value=[0]"]
     return ["method.value.stages.rotation.steps=3"] if family == "spinquant" else []

@@ -31,7 +31,7 @@ EXPECTED |= {f"{name}{preset}" for name in ("streamingllm", "h2o", "snapkv") for
 FIXED = {"fp16", "identity", "zero", "q8_0", "q4_0", "fp8"}
 FIXED |= {"polarquant", "polarquant/hadamard", "qjl", "qjl/one_sketch", "qjl/gaussian"}
 FIXED |= {"streamingllm", "streamingllm/prompt", "h2o", "h2o/prompt", "snapkv", "zipcache", "zipcache/released"}
-FIXED |= {name for name in FILES if name.partition("/")[0] in ("cq", "engine")}
+FIXED |= {name for name in FILES if name.partition("/")[0] in ("cq", "engine", "kitty", "kvarn")} - {"kvarn/paper"}
 FIXED |= {"kvquant_plus_plus/product", "kvquant_plus_plus/tiers"}
 NSN = {
     f"nsn/{norm}_{axis}_{grid}": (norm == "norm", axis, grid == "sym")

@@ -58,6 +58,7 @@ def run(*overrides: str, **changes: Any) -> Record:
         ("method=ott method.plan=null", "ott − plan"),
         ("method=kivi task=latency cache.attention=packed", "kivi, packed attention"),
         ("method=kivi task=ppl/nsn", "kivi"),
+        ("method=kvquant_plus_plus/tiers", "kvquant_plus_plus/tiers"),
     ],
 )
 def test_what_departs_from_a_preset_is_said(overrides: str, text: str) -> None:

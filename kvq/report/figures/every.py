@@ -115,6 +115,9 @@ def _losses(table: Table, comparisons: Comparisons) -> Iterator[Drawing]:
     if (engines := losses.engines_table(table, comparisons)) is not None:
         title = f"Engines' formats beside papers' methods: {titled(table)}"
         yield Drawing(file_name(f"engines-{table.slug}"), engines, losses.engines_figure, (title,))
+    for name, numbers in losses.families(table):
+        title = f"Variants of {name} over measured bits: {titled(table)}"
+        yield Drawing(file_name(f"measured-{name}-{table.slug}"), numbers, losses.family_figure, (title,))
     for name, bars in losses.variants(table):
         title = f"Variants of {name}: {titled(table)}"
         yield Drawing(file_name(f"variants-{name}-{table.slug}"), bars, losses.variants_figure, (title,))

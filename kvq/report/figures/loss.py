@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from kvq.report.comparisons import Comparisons, by_bits, effective_bits, frontier, measured_bits
-from kvq.report.figures.style import MARKERS, figure, legend_columns, lines_of, style, symlog
+from kvq.report.figures.style import MARKERS, colour, figure, legend_columns, lines_of, marker, style, symlog
 from kvq.report.palette import ENGINES, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 LOSSES = tuple((name, METRICS[name].title) for name in ("delta_nll", "kl_mean"))
 _USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant", "turboquant")
+_BESIDE = ("kivi", "oscar", "nsnquant", "turboquant")
 _LOSSES = ("delta_nll", "delta_nll_se", "kl_mean")
 _GREY, _FRONT = "#b4b8be", "#333333"
 _BITS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _FEWEST = 3
 _MOST_BARS = 12
 _MOST_PANELS = 4
+_RATES = 6
+"""A method's variants are drawn over measured bits where they have so many different ones, to a tenth of a bit."""
 
 
 class Size(NamedTuple):
@@ -267,5 +270,46 @@ def variants_figure(numbers: pd.DataFrame, title: str) -> Figure:
             axis.axvline(0, color="#999999", linewidth=0.6)
             axis.set_title(f"{bits} bits", loc="left")
         made.supxlabel(f"{METRICS['delta_nll'].title}; effective bits in brackets", fontsize=8)
+        made.suptitle(title, fontsize=8)
+    return made
+
+
+def families(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Methods whose variants differ in measured bits, (method, numbers), with the methods that are compared first."""
+    numbers = pareto_table(table, MEASURED)
+    if numbers.empty:
+        return
+    own = numbers["method"].map(method_of)
+    for method in sorted(set(own) - set(_BESIDE)):
+        part = numbers[own == method]
+        if part["method"].nunique() >= _FEWEST and part[MEASURED.column].round(1).nunique() >= _RATES:
+            yield method, numbers[(own == method) | numbers["method"].isin(_BESIDE)]
+
+
+def family_figure(numbers: pd.DataFrame, title: str) -> Figure:
+    """ΔNLL with standard errors by measured bits: a marker for each variant, lines of the methods compared first."""
+    known = numbers[numbers["delta_nll"].notna()].sort_values(MEASURED.column, kind="stable")
+    usual = [name for name in _BESIDE if (known["method"] == name).any()]
+    looks, variants = lines_of(usual), sorted(set(known["method"]) - set(usual))
+    with style():
+        made = figure(2, 4.6)
+        axis = made.subplots()
+        for index, name in enumerate([*usual, *variants]):
+            part = known[known["method"] == name]
+            if name in looks:
+                look = {**looks[name]._asdict(), "alpha": 0.6, "markersize": 3}
+            else:
+                place = index - len(usual)
+                edge = {"markeredgecolor": _FRONT, "markeredgewidth": 0.5}
+                look = {"color": colour(place), "marker": marker(place + place // 8), "linestyle": "", **edge}
+            error = part["delta_nll_se"].fillna(0)
+            label = name.rpartition("/")[2] if name in variants else name
+            axis.errorbar(part[MEASURED.column], part["delta_nll"], error, **look, capsize=2, label=label)
+        _scales(axis, known, "delta_nll", MEASURED.column)
+        axis.set_xlabel(MEASURED.words)
+        axis.set_ylabel(METRICS["delta_nll"].title)
+        axis.grid(linewidth=0.3)
+        names = [name.rpartition("/")[2] for name in [*usual, *variants]]
+        made.legend(loc="outside lower center", ncols=legend_columns(names, 2))
         made.suptitle(title, fontsize=8)
     return made
