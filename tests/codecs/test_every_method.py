@@ -196,9 +196,12 @@ def test_constant_zero_and_huge_tokens_in_one_sequence_stay_finite(name):
 def test_the_error_falls_with_the_bits(name, group, dtype):
     x, rope = states((1, 2, 64, 64), 0, dtype), rope_table(64, 64)
     lowest, highest = bits_range(name)
+    # What a clip by rank takes away is the same at any bits.
+    ranked = name.partition("/")[0] == "oscar_covariance"
+    unclipped = [f"{side}.stages.clip.share=1" for side in SIDES] if ranked else []
     errors = []
     for bits in range(max(lowest, min(2, highest - 1)), min(4, highest) + 1):
-        method = build(name, x, bits, in_groups(name, group))
+        method = build(name, x, bits, [*in_groups(name, group), *unclipped])
         codecs = [getattr(method, side) for side in SIDES]
         both = [codec.decode(codec.encode(x, rope=rope), rope) for codec in codecs]
         errors.append([float((out.double() - x.double()).square().mean()) for out in both])
