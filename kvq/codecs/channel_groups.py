@@ -150,7 +150,7 @@ class PairWidths(ChannelGroups):
         return {"group": (widths.repeat(1, 2)[:, None] - 1).to(torch.uint8)}
 
 
-def allocated(energies: Sequence[float], mean: float, most: int) -> list[int]:
+def allocated(energies: Sequence[float], mean: float | int, most: int) -> list[int]:
     """Bits of each pair, of which the pair of largest energy / 4^bits gets the next; of equal ones, the first."""
     widths = [1] * len(energies)
     for _ in range(int(len(energies) * mean) - len(energies)):

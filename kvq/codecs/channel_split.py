@@ -168,7 +168,7 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
         self, x: Float[Tensor, "heads tokens dim"], gradients: Float[Tensor, "heads tokens dim"] | None, seed: int
     ) -> Tables:
         """`mask` `[heads, 1, dim]`: 1 for an outlier channel."""
-        spread = x.double().diff(dim=1) if self.differences else x.double()
+        spread = x.double().diff(dim=1) if self.differences and x.shape[1] > 1 else x.double()
         chosen = spread.var(1, correction=0, keepdim=True).topk(self.count(x.shape[-1]), -1).indices
         return {"mask": torch.zeros_like(x[:, :1], dtype=torch.uint8).scatter_(-1, chosen, 1)}
 

@@ -76,7 +76,9 @@ class CovarianceRotation(Calibrated, Stage):
         assert moments is not None
         return {"rotation": covariance_rotation(moments.mean(0, keepdim=True) if self.shared else moments).float()}
 
-    def _apply(self, x: Float[Tensor, "*lead heads tokens dim"], rotation: Moments) -> Tensor:
+    def _apply(
+        self, x: Float[Tensor, "*lead heads tokens dim"], rotation: Float[Tensor, "rotations dim dim"]
+    ) -> Tensor:
         if len(rotation) == 1:
             return per_block(x, rotation[0])
         return torch.stack([per_block(x[..., head, :, :], one) for head, one in enumerate(rotation)], -3)
@@ -107,7 +109,7 @@ class RankClip(Stage):
 
     token_group = 1
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float | int) -> None:
         if not 0 < share <= 1:
             raise ConfigError(f"share={share}: above 0, at most 1")
         self.share = share

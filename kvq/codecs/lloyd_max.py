@@ -40,7 +40,7 @@ class Marginal(enum.Enum):
     normal = "normal"
 
 
-def tail(t: Array, dim: float) -> Array:
+def tail(t: Array, dim: float | int) -> Array:
     """P(T > t), t >= 0, of a coordinate T of a uniform unit vector in `dim` dimensions: f ∝ (1 - t²)^((dim-3)/2).
 
     Here and below, `dim=inf` is the limit of T √dim: N(0, 1).
@@ -50,14 +50,14 @@ def tail(t: Array, dim: float) -> Array:
     return special.betainc((dim - 1) / 2, 0.5, 1 - t**2) / 2
 
 
-def partial_mean(t: Array, dim: float) -> Array:
+def partial_mean(t: Array, dim: float | int) -> Array:
     """E[T; T > t], t >= 0."""
     if math.isinf(dim):
         return density(t, dim)
     return (1 - t**2) ** ((dim - 1) / 2) * density(np.zeros(1), dim) / (dim - 1)
 
 
-def density(t: Array, dim: float) -> Array:
+def density(t: Array, dim: float | int) -> Array:
     """f(t) = (1 - t²)^((dim-3)/2) / B(1/2, (dim-1)/2)."""
     if math.isinf(dim):
         return np.exp(-(t**2) / 2) / math.sqrt(2 * math.pi)
@@ -66,7 +66,7 @@ def density(t: Array, dim: float) -> Array:
 
 def levels_from(
     bits: int,
-    dim: float,
+    dim: float | int,
     start: Start = Start.density,
     steps: int | None = None,
     seed: int = 0,
@@ -94,7 +94,7 @@ def levels_from(
     return fixed_point(lambda found: _centroids(found, dim), levels) if steps is None else levels
 
 
-def _drawn(half: int, dim: float, seed: int) -> Array:
+def _drawn(half: int, dim: float | int, seed: int) -> Array:
     """2 half samples of a coordinate drawn by k-means++, folded: means of neighbours among their magnitudes."""
     samples, generator = _samples(dim, seed)
     chosen = [generator.choice(samples)]
@@ -105,19 +105,19 @@ def _drawn(half: int, dim: float, seed: int) -> Array:
     return np.sort(np.abs(chosen)).reshape(half, 2).mean(1)
 
 
-def _samples(dim: float, seed: int) -> tuple[Array, np.random.Generator]:
+def _samples(dim: float | int, seed: int) -> tuple[Array, np.random.Generator]:
     """Samples of a coordinate, and the generator behind them."""
     generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
     return _quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES), generator
 
 
-def _centroids(levels: Array, dim: float) -> Array:
+def _centroids(levels: Array, dim: float | int) -> Array:
     """The mean of each level's cell."""
     mass, mean = _cells(levels, dim)
     return mean / mass
 
 
-def optimal_levels(bits: int, dim: float) -> Array:
+def optimal_levels(bits: int, dim: float | int) -> Array:
     """The positive half of the least-error codebook with 2^bits levels, ascending; the other half is its mirror image.
 
     Every level is the mean of its cell and every threshold the middle of two levels. Cell probabilities and means are
@@ -132,20 +132,20 @@ def _centers(half: int) -> Array:
     return (np.arange(half) + 0.5) / half
 
 
-def _of_density(half: int, dim: float) -> Array:
+def _of_density(half: int, dim: float | int) -> Array:
     """Levels of the optimal point density f^(1/3): f of another dimension, or N(0, 3)."""
     if math.isinf(dim):
         return _quantile(_centers(half), dim) * 3**0.5
     return _quantile(_centers(half), (dim - 3) / 3 + 3)
 
 
-def _cells(levels: Array, dim: float) -> tuple[Array, Array]:
+def _cells(levels: Array, dim: float | int) -> tuple[Array, Array]:
     """P(cell) and E[T; cell] of each positive level."""
     ends = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [math.inf if math.isinf(dim) else 1.0]])
     return -np.diff(tail(ends, dim)), -np.diff(partial_mean(ends, dim))
 
 
-def _quantile(p: Array, dim: float) -> Array:
+def _quantile(p: Array, dim: float | int) -> Array:
     """t >= 0 with P(|T| < t) = p."""
     if math.isinf(dim):
         return special.ndtri((1 + p) / 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import enum
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -30,6 +30,7 @@ _Kind = TypeVar("_Kind", bound=enum.Enum)
 _Bits = TypeVar("_Bits", bound="_HasBits")
 
 
+@runtime_checkable
 class _HasBits(Protocol):
     bits: int
 

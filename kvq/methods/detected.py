@@ -32,7 +32,7 @@ class SinkDetection:
 
     version: ClassVar[int] = 1
 
-    def __init__(self, share: float = 0.3) -> None:
+    def __init__(self, share: float | int = 0.3) -> None:
         if not 0 < share < 1:
             raise ConfigError(f"share={share}: above 0, below 1")
         self.share = share

@@ -25,7 +25,7 @@ _OTHERS = {
     "oscar_covariance": "#B2456E",
     "kivi_had": "#B8860B",
     "block_gtq": "#00838F",
-    "kitty": "#B5651D",
+    "kitty": "#7B3F00",
     "kvarn": "#C2185B",
     "gear": "#44AA99",
     "zipcache": "#117733",

@@ -93,6 +93,8 @@ def test_it_builds_and_decodes(name):
         pytest.skip(f"needs the extra [{name}]")
     bits = nearest_bits(name)
     x, rope = torch.randn(1, 2, 64, 128, generator=torch.Generator().manual_seed(0)), rope_table(64, 128)
+    if "/delta" in name:  # differences of independent tokens are longer than the tokens
+        x = x[:, :, :1] + 0.15 * x.cumsum(2)
     method = build(name, x, bits)
     assert method.name == name
     assert method.is_full_precision == (name == "fp16")
