@@ -20,6 +20,7 @@ from kvq.errors import KvqError, RecordError, Unsupported
 from kvq.methods.build import method_of
 from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
+from kvq.models.shapes import cache_shape
 from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
@@ -67,6 +68,8 @@ class Prepared:
         """
         for head_dim in self.inputs.head_dims:  # a layer may have one of its own
             method = method_of(self.config, head_dim)
+        if method.by_layer:
+            method.check_layers(sum(layers for layers, _, _ in cache_shape(self.config.model).layers))
         check_decode_mode(self.config.task, method)
         _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)

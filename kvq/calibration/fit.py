@@ -43,9 +43,9 @@ def calibrate(
     torch.manual_seed(settings.seed)
     tensors = learn(loaded, method, windows, head_dims)
     parts = [part for codec in _codecs(method).values() for part in calibrated_parts(codec).values()]
-    wants = any(part.wants_gradients for part in parts), any(part.wants_queries for part in parts)
     shown = windows if _fitted(method) else windows[:1]  # of learned parts alone, for the number of heads
-    states, earlier = _states(loaded, shown, settings, *wants)
+    gradients, queries = any(part.wants_gradients for part in parts), any(part.wants_moments for part in parts)
+    states, earlier = _states(loaded, shown, settings, gradients, queries)
     heads = [layer.key.shape[0] for layer in states.values()]
     for index, layer in tqdm(states.items(), desc="fitting", unit="layer", leave=False, disable=None):
         tensors |= _fit(method, layer, index, len(head_dims), settings.seed, loaded.device)
@@ -99,14 +99,14 @@ def _fit(
     for side in _fitted(method):
         if layer in method.whole_layers(side, layers):
             continue
-        x, gradients, queries = getattr(states, side).to(device), states.gradients.get(side), states.query
+        x, gradients, moments = getattr(states, side).to(device), states.gradients.get(side), states.moments(side)
         found = fit_codec(
-            _codecs(method)[side],
+            method.codec_of(side, layer) or _codecs(method)[side],
             x.float() if x.dtype != torch.float64 else x,
             None if gradients is None else gradients.to(device).float(),
             None if states.rope is None else states.rope.to(device),
             seed,
-            None if queries is None else queries.to(device).float(),
+            None if moments is None else moments.to(device),
         )
         out |= {f"{side}.{layer}.{name}": table.cpu() for name, table in found.items()}
     return out

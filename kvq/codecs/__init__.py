@@ -9,6 +9,7 @@ from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
+from kvq.codecs.covariance import CovarianceRotation, RankClip
 from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.double_quant import DoubleQuant
@@ -49,6 +50,7 @@ __all__ = [
     "ClippedQuantizer",
     "Codec",
     "CoupledQuantizer",
+    "CovarianceRotation",
     "DeltaQuantizer",
     "DoubleQuant",
     "Float8Quantizer",
@@ -77,6 +79,7 @@ __all__ = [
     "Quantizer",
     "RandomRotation",
     "RandomizedHadamard",
+    "RankClip",
     "Rate",
     "Rope",
     "Scope",

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Size, Tensor
 from typing_extensions import override
 
-from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.lloyd_max import MAX_BITS
 from kvq.codecs.quantizers import Parts, Quantizer
@@ -105,8 +105,9 @@ class PairWidths(ChannelGroups):
     """Pairs of channels (i, i + head_dim/2) in groups by the bits that each is given for its energy.
 
     The energy of a pair is the mean of |q_i|² and |k_i|² over the calibration tokens, and for queries over the query
-    heads of the KV head; a rotary embedding does not change it. Every pair begins with 1 bit. The next bit goes to the
-    pair of largest energy / 4^bits with less than `most`, until the mean is reached.
+    heads of the KV head; a rotary embedding of these pairs does not change it, so the diagonal of the queries' second
+    moments after RoPE is enough. Every pair begins with 1 bit. The next bit goes to the pair of largest energy / 4^bits
+    with less than `most`, until the mean is reached.
 
     Args:
         codec: of pairs with 1 bit; those of b bits are encoded by this codec with b - 1 bits more.
@@ -122,7 +123,8 @@ class PairWidths(ChannelGroups):
 
     version: ClassVar[int] = 1
 
-    wants_queries = True
+    wants_moments = True
+    wants_pairs = True
 
     def __init__(self, codec: Codec, bits: float | int, most: int = MAX_BITS) -> None:
         within("most", most, 1, MAX_BITS)
@@ -139,23 +141,13 @@ class PairWidths(ChannelGroups):
         super().check(head_dim)
 
     @override
-    def fit(
-        self,
-        x: Float[Tensor, "heads tokens dim"],
-        gradients: Float[Tensor, "heads tokens dim"] | None,
-        seed: int,
-        queries: Float[Tensor, "shared heads tokens dim"] | None = None,
-    ) -> Tables:
+    def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
         """`group` `[heads, 1, dim]`: the bits of a channel, less 1."""
-        assert queries is not None
-        energy = (_pair_energies(x[None]) + _pair_energies(queries)) / 2
-        widths = torch.tensor([allocated(head, self.bits, self.most) for head in energy.tolist()])
+        assert moments is not None
+        means = (x.double().square().mean(1) + moments.diagonal(dim1=-2, dim2=-1)) / 2
+        low, high = means.chunk(2, -1)
+        widths = torch.tensor([allocated(head, self.bits, self.most) for head in (low + high).tolist()])
         return {"group": (widths.repeat(1, 2)[:, None] - 1).to(torch.uint8)}
-
-
-def _pair_energies(x: Float[Tensor, "shared heads tokens dim"]) -> Float[Tensor, "heads pairs"]:
-    squares = x.double().square()
-    return sum(squares.chunk(2, -1)).mean((0, 2))  # type: ignore[union-attr]
 
 
 def allocated(energies: Sequence[float], mean: float | int, most: int) -> list[int]:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Size, Tensor
 from typing_extensions import override
 
-from kvq.codecs.calibrated import Calibrated, States, Tables, bind_codec, calibrated_parts, fit_codec
+from kvq.codecs.calibrated import Calibrated, Moments, States, Tables, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
 from kvq.errors import Unsupported, at_least, check_seed
@@ -71,6 +71,7 @@ class LowRankCorrection(Calibrated, Quantizer):
         if any(part.learned for part in own.values()):
             raise Unsupported("a low-rank correction takes no learned part inside of it, where no training finds it")
         self.is_calibrated, self.wants_gradients = bool(own), any(part.wants_gradients for part in own.values())
+        self.wants_moments = any(part.wants_moments for part in own.values())
         for setting, given, least in (("rank", rank, 1), ("oversample", oversample, 0), ("iterations", iterations, 0)):
             at_least(setting, given, least)
         check_seed("seed", seed)
@@ -88,9 +89,9 @@ class LowRankCorrection(Calibrated, Quantizer):
         self.base.check(head_dim)
 
     @override
-    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
+    def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
         """The codec's tables."""
-        return fit_codec(self.base, x, gradients, None, seed)
+        return fit_codec(self.base, x, gradients, None, seed, moments)
 
     @override
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:

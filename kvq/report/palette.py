@@ -22,6 +22,7 @@ _OTHERS = {
     "quarot": "#882255",
     "spinquant": "#FA7E61",
     "rotatekv": "#8C6D1F",
+    "oscar_covariance": "#B2456E",
     "kivi_had": "#B8860B",
     "block_gtq": "#00838F",
     "kitty": "#7B3F00",

@@ -20,6 +20,7 @@ from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.known_states import SIDES, Fitted, Found, against, check_known, fingerprint_of, measurement
 from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.stepwise import check_layers_alike
 
 
 def drawn(task: RandomStatesConfig, draw: int) -> Known:
@@ -74,17 +75,20 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a method with more than codecs, with learned parts, or that cannot do the head dim."""
+    """Raise `Unsupported` for more than codecs, parts that a model fits, or a head dim that the method cannot do."""
     task: RandomStatesConfig = inputs.config.task
     check_known(inputs, method, (AdaptiveTiers,), apart=True)
+    if method.by_layer:
+        check_layers_alike(method, task.name)
     for side in SIDES:
         codec = getattr(method, side)
         if codec is None:
             continue
         codec.check(task.head_dim)
         for name, part in calibrated_parts(codec).items():
-            if part.learned or part.wants_gradients:
-                raise Unsupported(f"task={task.name}: {side} of {method.name}: '{name}' needs a model's loss")
+            if part.learned or part.wants_gradients or part.wants_moments:
+                needed = "queries" if part.wants_moments else "loss"
+                raise Unsupported(f"task={task.name}: {side} of {method.name}: '{name}' needs a model's {needed}")
 
 
 def fingerprint(inputs: Inputs) -> str:

@@ -94,24 +94,3 @@ def test_states_that_are_not_numbers_are_refused_by_layer() -> None:
     loaded.model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(DataError, match="layer 1: NaN or infinite values"):
         collect(loaded, token_ids(16, batch=1), None, gradients=False, seed=0)
-
-
-def test_queries_are_those_of_each_key_value_head_after_rope() -> None:
-    """The projections of the query heads, rotated as the keys; their products are attention's logits."""
-    loaded = random_llama()
-    loaded.model.double()
-    window = token_ids(24)[0]
-    seen: dict[int, Tensor] = {}
-    for index, layer in enumerate(loaded.model.model.layers):
-        layer.self_attn.q_proj.register_forward_hook(lambda _m, _i, out, index=index: seen.update({index: out[0]}))
-    states = collect(loaded, window[None], None, gradients=False, seed=0, queries=True)
-    plain = collect(loaded, window[None], None, gradients=False, seed=0)
-    for index, layer in states.items():
-        assert layer.query is not None
-        assert layer.rope is not None
-        heads = layer.key.shape[0]
-        wanted = seen[index].unflatten(-1, (heads, -1, 32)).movedim(0, 2).transpose(0, 1)
-        assert layer.query.shape == wanted.shape
-        assert torch.allclose(layer.rope.turn(layer.query, back=True), wanted, atol=1e-12)
-        assert torch.equal(layer.key, plain[index].key)
-        assert plain[index].query is None

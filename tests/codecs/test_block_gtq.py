@@ -7,6 +7,7 @@ import torch
 from kvq.codecs import (
     ChannelGroups,
     Codec,
+    Hadamard,
     LloydMaxQuantizer,
     PairWidths,
     Passthrough,
@@ -26,6 +27,7 @@ from tests.codecs.test_rope import turned
 
 HEADS, TOKENS, DIM = 2, 16, 48
 PAIRS = DIM // 2
+ZEROS = torch.zeros(1, 4, 8)
 
 
 def uneven(tokens, seed, spread=1.0):
@@ -48,7 +50,9 @@ def fitted(bits, most=4):
     mean = [f"key.quantizer.bits={bits}", f"key.quantizer.most={most}"]
     codec = build_method("block_gtq", bits=1, head_dim=DIM, overrides=mean).key
     keys, queries = calibration()
-    return bind_codec(codec, fit_codec(codec, keys, None, rope_table(64, DIM), 0, queries), HEADS, DIM)
+    rows = queries.transpose(0, 1).flatten(1, 2)
+    moments = rows.mT @ rows / rows.shape[1]
+    return bind_codec(codec, fit_codec(codec, keys, None, rope_table(64, DIM), 0, moments), HEADS, DIM)
 
 
 def widths_of(codec, head):
@@ -175,6 +179,13 @@ def lloyd(bits=1):
             lambda: PairWidths(Codec({"u": UndoRope()}, ["u"], LloydMaxQuantizer(1)), 2),
             Unsupported,
             "a group of channels has no token positions",
+        ),
+        (
+            lambda: fit_codec(
+                Codec({"h": Hadamard()}, ["h"], PairWidths(lloyd(), 2)), ZEROS, None, None, 0, torch.eye(8)[None]
+            ),
+            ConfigError,
+            "stage 'quantizer': first in its codec, and fitted on a model's queries",
         ),
         (lambda: PairWidths(lloyd(), 2).encode(torch.zeros(1, 1, 1, 4), torch.float32), Unsupported, "has no tables"),
     ],

@@ -10,6 +10,7 @@ import kvq
 from kvq.codecs import (
     CalibratedChannelSplit,
     Codec,
+    CovarianceRotation,
     HuffmanCodec,
     LearnedRotation,
     LloydMaxQuantizer,
@@ -20,6 +21,7 @@ from kvq.codecs import (
     UndoRope,
     UniformQuantizer,
     calibrated_parts,
+    fit_codec,
 )
 from kvq.codecs.low_rank import exact_svd, randomized_svd
 from kvq.errors import ConfigError, Unsupported
@@ -201,6 +203,15 @@ def test_a_calibrated_codec_is_corrected():
     assert calibrated_parts(corrected(base())) == {}
     with pytest.raises(Unsupported, match="CalibratedChannelSplit has no tables: calibrate first"):
         kvq.build_method("kvquant_plus_plus/outliers_low_rank", 2).key.encode(later)
+
+
+def test_moments_reach_the_codec_inside():
+    rows = states(2, 64, 8)
+    moments, rotation = rows.mT @ rows, Codec({"r": CovarianceRotation()}, ["r"], UniformQuantizer(2, "per_token"))
+    expected = fit_codec(rotation, rows, None, None, 0, moments)["r.rotation"]
+    assert torch.equal(fit_codec(corrected(rotation), rows, None, None, 0, moments)["quantizer.r.rotation"], expected)
+    assert corrected(rotation).quantizer.wants_moments
+    assert not corrected(base()).quantizer.wants_moments
 
 
 def test_what_is_learned_or_calibrated_elsewhere_is_refused():

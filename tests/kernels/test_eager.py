@@ -50,6 +50,7 @@ FAMILIES = {
     "kitty": "codes of ChannelSplit",
     "kvarn": "stage 'balance'",
     "kvquant": "codes of keys before their rotary embedding",
+    "oscar_covariance": "stage 'rotation'",
     "polarquant": "codes of PolarQuantizer",
     "qjl": "codes of SketchQuantizer",
     "rotatekv": "stage '(heads|order)'",

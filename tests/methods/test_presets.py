@@ -26,6 +26,7 @@ EXPECTED |= {"q8_0", "q4_0", "fp8"}
 EXPECTED |= {"nsnquant", "turboquant", "turboquant_plus", "quanto", "hqq"}
 EXPECTED |= {"oscar/values_without_hadamard", *(f"nsn/arm_{arm}" for arm in "abcd")}
 EXPECTED |= {"polarquant", "qjl", "gear", "ott", "zipcache", "kvquant", "cq", "spinquant", "rotatekv"}
+EXPECTED |= {"oscar_covariance", "oscar_covariance/served", "kivi/kvsink", "rtn/kvsink", "rtn/intactkv"}
 EXPECTED |= {f"{name}{preset}" for name in ("streamingllm", "h2o", "snapkv") for preset in ("", "/kivi")}
 FIXED = {"fp16", "identity", "zero", "q8_0", "q4_0", "fp8"}
 FIXED |= {"polarquant", "polarquant/hadamard", "qjl", "qjl/one_sketch", "qjl/gaussian"}
@@ -69,6 +70,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "arxiv",
         "note",
         "bits_range",
+        "bits_by_layer",
         "key",
         "value",
         "residual",
@@ -80,6 +82,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "calibration",
         "sink_tokens",
         "kept_keys",
+        "sink_detection",
         "gqa_compensation",
     }
 

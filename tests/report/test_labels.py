@@ -26,9 +26,8 @@ COMMITTED = Path(__file__).parents[2] / "results"
 def run(*overrides: str, **changes: Any) -> Record:
     """The record of a run as the command line with these overrides would make it, without its numbers."""
     config = resolve(compose(list(overrides)))
-    bits = config.parsed_bits.label if config.parsed_bits else ""
     names = {"task": config.task.name, "model": config.model.name, "dataset": config.dataset.name}
-    return made.record(config.method.name, bits, settings=canonical(by_names(config)), **(names | changes))
+    return made.record(config.method.name, config.bits_label, settings=canonical(by_names(config)), **(names | changes))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +47,12 @@ def run(*overrides: str, **changes: Any) -> Record:
         ("method=kivi bits=2 method.key.quantizer.bits=8", "kivi, key bits 8"),
         ("method=kivi method.value=null", "kivi, value in full precision"),
         ("method=kivi method.sink_tokens=4", "kivi, sink tokens 4"),
+        ("method=kivi method.bits_by_layer.key=[8,4,4,2]", "kivi, key bits by layer 8, 4, 4, 2"),
+        ("method=kivi bits=2 method.bits_by_layer.value=[4,4,4,4]", "kivi"),
+        (
+            "method=nsn bits=2 method.bits_by_layer.value=[2,4,4,3] method.bits_by_layer.key=[3,3,2,3]",
+            "nsn, key bits by layer 3, 3, 2, 3, value bits by layer 2, 4, 4, 3",
+        ),
         ("method=oscar method.key.order=[norm,hadamard]", "oscar, key order norm, hadamard"),
         ("method=kvquant method.calibration.dataset=pysource", "kvquant, calibrated on pysource"),
         ("method=ott method.plan=null", "ott − plan"),

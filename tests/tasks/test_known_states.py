@@ -186,6 +186,7 @@ def test_a_block_of_a_models_states(tmp_path: Path) -> None:
         ("zipcache", {}, "task=random_states: tries codecs alone; zipcache also chooses"),
         ("kvquant", {}, "its states have no positions, which keys of kvquant are turned by"),
         ("spinquant", {}, "value of spinquant: 'rotation' needs a model's loss"),
+        ("oscar_covariance", {}, "key of oscar_covariance: 'rotation' needs a model's queries"),
         ("rtn", {"against": f"{PLUS}/outliers"}, f"task.against={PLUS}/outliers: a method of codecs alone"),
         (f"{PLUS}/product", {"head_dim": 30}, "head_dim=30"),
     ],
@@ -194,6 +195,12 @@ def test_what_random_states_refuses(name: str, settings: dict[str, Any], said: s
     task = RandomStatesConfig(**settings)
     with pytest.raises(Unsupported, match=said):
         random_states.check(inputs_of(task), build_method(name, 2, 128))
+
+
+def test_drawn_states_have_no_layers() -> None:
+    method = build_method("rtn", 2, 128, overrides=["bits_by_layer.key=[2,3]"])
+    with pytest.raises(Unsupported, match=r"^task=random_states: takes every layer alike; method\.bits_by_layer gives"):
+        random_states.check(inputs_of(RandomStatesConfig()), method)
 
 
 def test_what_model_states_refuses() -> None:
