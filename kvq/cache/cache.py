@@ -109,6 +109,7 @@ class KVCache(WatchfulCache):
             check_replaceable(model)
             use_packed_attention(model)
         self.method: Any = method
+        self.enters = getattr(method, "sink_detection", None) is not None
         self.dtype = dtype
         self._model = weakref.ref(model)
         self._columns: SourceColumns | None = None
@@ -224,6 +225,11 @@ class KVCache(WatchfulCache):
             self._count_candidates()
         for layer in self._own:
             layer.begin(input_ids)
+
+    @override
+    def enter(self, index: int, hidden: Tensor) -> None:
+        if index < len(self._own):
+            self._own[index].enter(hidden)
 
     @override
     def observes(self, module: nn.Module) -> bool:

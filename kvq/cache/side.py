@@ -74,6 +74,9 @@ class CacheSide:
     def begin(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
         """Receive the ids of the next tokens before their states; None: there are no ids."""
 
+    def enter(self, hidden: Float[Tensor, "batch tokens channels"]) -> None:
+        """Receive the hidden states of the next tokens before their keys or values."""
+
     @property
     def _encodes_at_once(self) -> bool:
         return self.residual.policy is Policy.none or self.residual.size == 0

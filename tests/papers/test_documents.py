@@ -35,7 +35,11 @@ UNNUMBERED = {
         "limitation 7",
         *(f"weakness {n}" for n in range(1, 8)),
     },
-    "kvquant_plus_plus_paper": {"section 2", "section 3", "section 5.2", "section 5.3", "section 9"},
+    "kvquant_plus_plus_paper": {
+        *(f"section 2.2.{n}" for n in (1, 3, 5, 9)),
+        *(f"section 3.{n}" for n in range(1, 6)),
+        *(f"section {n}" for n in ("5.2", "5.3", "9.1", "9.2", "9.6")),
+    },
 }
 """What they print without a number, or ask for."""
 
