@@ -24,7 +24,7 @@ from kvq.report.figures.index import kinds
 from kvq.report.tables.cells import DASH
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiment_files import fill as fill_cells
-from kvq.report.tables.experiments import Shown, by_signature, refused
+from kvq.report.tables.experiments import NO_METRIC, Shown, by_signature, refused
 from kvq.report.tables.reference import read_reference, reference_path
 from kvq.results import Store
 
@@ -106,9 +106,10 @@ def _refusal(run: Overrides) -> str:
 
 
 def counted(cells: Sequence[Shown]) -> str:
-    """How many of the cells have a number; a cell that machines share counts once."""
-    found = {tuple(cell.asked.labels.items()): False for cell in cells}
-    found |= {tuple(cell.asked.labels.items()): True for cell in cells if cell.value is not None}
+    """How many of the cells have a number, of those whose runs give one; a cell that machines share counts once."""
+    measurable = [cell for cell in cells if not (cell.reason or "").startswith(NO_METRIC)]
+    found = {tuple(cell.asked.labels.items()): False for cell in measurable}
+    found |= {tuple(cell.asked.labels.items()): True for cell in measurable if cell.value is not None}
     return f"{sum(found.values())} of {len(found)}"
 
 

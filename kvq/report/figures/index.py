@@ -31,6 +31,10 @@ _KINDS = {
     "tni-groups": "Ranges of groups, bounds and errors",
     "distribution-kl": "Closeness to a normal distribution",
     "distribution-layers": "Normalized states by layer",
+    "distribution-covariances": "Covariances of normalized states",
+    "distribution-channels": "Means and deviations of normalized, rotated channels",
+    "distribution-steps": "Channels by steps of NSN",
+    "distribution-magnitudes": "Magnitudes of states by token and channel",
     "distribution-tsne": "Tokens in two dimensions",
     "dispersion": "Dispersion of norms and loss, over models",
 }

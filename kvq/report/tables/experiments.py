@@ -12,6 +12,9 @@ from kvq.report.tables.readings import read_metric, read_statistic
 from kvq.report.tables.reference import Published, Reference
 from kvq.results import Record, is_stale, run_key
 
+NO_METRIC = "the run has no metric"
+"""How the reason of a cell begins that its runs, though done, give no number."""
+
 
 class CellRun(NamedTuple):
     """A run that a cell asks for. `signature` is None where no record can answer; `waits`: what it needs first."""
@@ -191,7 +194,7 @@ def _shown(asked: Asked, published: Published | None, records: _Records, machine
         return Shown(asked, published, reason=reason, missing=missing, machine=machine)
     value = _value(found, asked.metric, experiment.pool, records.by_key)
     if value is None:
-        return Shown(asked, published, reason=f"the run has no metric '{asked.metric}'", machine=machine)
+        return Shown(asked, published, reason=f"{NO_METRIC} '{asked.metric}'", machine=machine)
     alone = found[0] if len(found) == 1 else None
     error = None if alone is None else alone.metrics.get(f"{asked.metric}_se")
     return Shown(

@@ -15,6 +15,7 @@ from kvq.config.diagnostics import (
     SyntheticConfig,
     TniConfig,
 )
+from kvq.report.figures.channels import covariances_table, magnitudes_table, moments_table, one_head, scattered
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
 from kvq.report.figures.distribution import closeness_table
 from kvq.report.figures.drawing import write_drawings
@@ -65,6 +66,10 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
         "tni-groups-kivi_2",
         "distribution-kl",
         "distribution-layers",
+        "distribution-covariances",
+        "distribution-channels",
+        "distribution-steps",
+        "distribution-magnitudes",
         "distribution-tsne",
         "memory",
         "synthetic-neighbour_apart_error",
@@ -95,6 +100,17 @@ def test_tables_are_means_of_samples(store: Store) -> None:
     table = closeness_table(record)
     found = table[(table["side"] == "value") & (table["step"] == "NSN") & table["hadamard"]]
     assert float(found["kl"].iloc[0]) == record.metrics["kl_value_NSN_hadamard"]
+    rows = [row for row in store.samples_of(record) if row["kind"] == "vector" and row["side"] == "value"]
+    last = magnitudes_table(record, store).iloc[-1]
+    assert (last["side"], last["position"]) == ("value", rows[-1]["position"])
+    assert last["channel 3"] == pytest.approx(abs(rows[-1]["values"][3]), abs=5e-4)
+    gamma = covariances_table(record, store).groupby("side")["gamma"].mean()
+    assert gamma["key"] == pytest.approx(record.metrics["key_gamma"])
+    moments = moments_table(record, store)
+    here = scattered(moments)
+    assert set(here["stage"]) == {"NSN+Hadamard"}
+    assert here["deviation"].to_numpy() == pytest.approx(1, abs=1)
+    assert len(one_head(moments)) == 2 * 3 * moments["channel"].nunique()
     table = memory_table([r for r in records if r.task == "memory"], store)
     assert set(table[table["tokens"] == 1024]["measured"]) == {False}
     parts = table[["codes", "scales", "norms", "shift", "other", "residual"]].sum(axis=1)
