@@ -84,6 +84,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
         | _sinks(method)
         | _kept_keys(method)
         | ({"gqa_compensation": True} if method.gqa_compensation else {})
+        | ({"merge_rotation": True} if method.merge_rotation else {})
         | _more(method)
     )
     return found

@@ -22,6 +22,7 @@ from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys, numbered
+from kvq.methods.merged import MergedRotation
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.sinks import side_of
 from kvq.methods.transformers_caches import TransformersLayer
@@ -55,6 +56,7 @@ class Method:
         settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
             method that was put together by hand.
         gqa: bits that are added in a model whose query heads share KV heads.
+        merged: rotates values by the model's weights; `value` then has no such stage.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Method:
     by_layer: Sequence[Method] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     gqa: GqaCompensation | None = None
+    merged: MergedRotation | None = None
 
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
@@ -182,6 +185,8 @@ class Method:
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
         self.check_layers(len(head_dims))
+        if self.merged is not None:
+            self.merged.check(config)
         if self.gqa is not None:
             return self._compensated(config).layers(config, head_dims, keep_decoded, quantized_prefill, packed)
         if packed:
