@@ -101,8 +101,9 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
         own, asked = trained_with_bos(config.model, trained_with), task.pop("bos")
         if own or asked:
             task["bos"] = own if asked is None else asked
-    if "regimes" in task and (not task["regimes"] or config.method.is_full_precision):
-        del task["regimes"]  # none are timed, as before they could be
+    for name in ("regimes", "prefill_steps"):
+        if name in task and (not task[name] or config.method.is_full_precision):
+            del task[name]  # nothing of it is timed, as before it could be
     return task
 
 
