@@ -98,11 +98,8 @@ def _turned(rows: Float[Tensor, "rows channels"], matrix: Float[Tensor, "dim dim
 
 
 def _projections(model: nn.Module, layers: int) -> list[tuple[nn.Linear, nn.Linear]]:
-    found = [
-        (module.v_proj, module.o_proj)
-        for module in model.modules()
-        if all(_is_plain(getattr(module, name, None)) for name in ("v_proj", "o_proj"))
-    ]
+    both = ((_plain(module, "v_proj"), _plain(module, "o_proj")) for module in model.modules())
+    found = [(v, o) for v, o in both if v is not None and o is not None]
     if len(found) != layers:
         raise Unsupported(
             f"method.merge_rotation: {type(model).__name__} has v_proj and o_proj in {len(found)} of {layers} layers"
@@ -110,9 +107,10 @@ def _projections(model: nn.Module, layers: int) -> list[tuple[nn.Linear, nn.Line
     return found
 
 
-def _is_plain(part: object) -> bool:
+def _plain(module: nn.Module, name: str) -> nn.Linear | None:
     """A matrix of floating-point numbers; quantized weights are none."""
-    return isinstance(part, nn.Linear) and part.weight.is_floating_point()
+    part = getattr(module, name, None)
+    return part if isinstance(part, nn.Linear) and part.weight.is_floating_point() else None
 
 
 def _head_dim(config: Any) -> int:

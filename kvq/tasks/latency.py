@@ -39,8 +39,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         for regime in () if method.is_full_precision else task.regimes:
             of_regime, regime_units = _regime(regime, name, here)
             metrics, units = metrics | of_regime, units | regime_units
-        for found, into in zip(step_metrics(name, here), (metrics, units), strict=True):
-            into.update(found)  # type: ignore[arg-type]
+        of_steps, step_units = step_metrics(name, here)
+        metrics, units = metrics | of_steps, units | step_units
         metrics[f"cache_bytes_{name}"], units[f"cache_bytes_{name}"] = float(here[0]["cache_bytes"]), "bytes"
     return Measurement(metrics, units, rows)
 

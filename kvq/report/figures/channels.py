@@ -63,7 +63,7 @@ def covariances_figure(table: pd.DataFrame, title: str) -> Figure:
 def moments_table(record: Record, store: Store) -> pd.DataFrame:
     """Per side, layer, head, stage and channel: mean and deviation over the tokens of the first window."""
     rows = rows_of(record, store, "moments").drop(columns=["kind"], errors="ignore")
-    rows = rows.assign(channel=[list(range(len(values))) for values in rows["mean"]])
+    rows["channel"] = rows["mean"].map(lambda values: list(range(len(values))))
     table = rows.explode(["channel", "mean", "deviation"], ignore_index=True)
     names = ["side", "layer", "head", "stage", "channel", "mean", "deviation"]
     return table[names].astype({"channel": int, "mean": float, "deviation": float})
