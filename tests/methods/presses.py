@@ -14,7 +14,7 @@ import torch
 
 def kept(name: str, weights: torch.Tensor, keys: torch.Tensor, ratio: float, settings: dict[str, int]) -> list:
     """Tokens by KV head, ascending. `weights`: `[1, heads, queries, tokens]`; `ratio`: the share that is dropped."""
-    import kvpress  # noqa: PLC0415
+    import kvpress
 
     press = getattr(kvpress, name)(compression_ratio=ratio, **settings)
     config = types.SimpleNamespace(num_attention_heads=weights.shape[1], num_key_value_heads=keys.shape[1])

@@ -1,4 +1,4 @@
-"""SnapKV and StreamingLLM against the presses of the same names in kvpress, where it is installed (without its requirements)."""
+"""SnapKV and StreamingLLM against the presses of the same names in kvpress, where it can be imported."""
 
 from __future__ import annotations
 
