@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvq.report.figures import channels, distribution, memory, shift, states, tni, valley
+from kvq.report.figures import channels, distribution, memory, shift, states, throughput, tni, valley
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing
 from kvq.report.isolated import made_of, noted
@@ -164,6 +164,13 @@ def _memory(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     yield Drawing("memory", table, memory.memory_figure, (f"Bytes of the cache: {model_name(group[0].model)}",))
 
 
+def _throughputs(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    table = throughput.throughput_table(group, store)
+    if not table.empty:
+        title = f"Throughput and memory by batch: {model_name(group[0].model)} on {group[0].config.get('machine')}"
+        yield Drawing("throughput", table, throughput.throughput_figure, (title,))
+
+
 def _planes(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table = errors.plane_table(_quantized(group), store)
     if table.empty:
@@ -208,6 +215,7 @@ MAKERS: dict[str, Maker] = {
     "tni": _norms,
     "distribution": _distributions,
     "memory": _memory,
+    "throughput": _throughputs,
     "synthetic": _planes,
     "random_states": _drawn_states,
     "model_states": _model_states,

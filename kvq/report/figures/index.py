@@ -20,6 +20,7 @@ _KINDS = {
     "calibration-shift": "Calibrated on one text, tested on another",
     "niah": "Needles found, by depth and length",
     "memory": "Bytes of the cache",
+    "throughput": "Throughput and peak memory by batch",
     "error-places": "Errors by layer and position",
     "error-steps": "Errors by stages of a method",
     "synthetic": "Errors on made-up keys: low sinks and outlier channels",

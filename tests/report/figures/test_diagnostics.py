@@ -23,6 +23,7 @@ from kvq.report.figures.error import steps_table
 from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.memory import memory_table
 from kvq.report.figures.states import bars_figure, bars_table, layers_figure, layers_table, states_of
+from kvq.report.figures.throughput import throughput_table
 from kvq.report.figures.valley import (
     dispersion_correlations,
     dispersion_table,
@@ -115,6 +116,37 @@ def test_tables_are_means_of_samples(store: Store) -> None:
     assert set(table[table["tokens"] == 1024]["measured"]) == {False}
     parts = table[["codes", "scales", "norms", "shift", "other", "residual"]].sum(axis=1)
     assert parts.tolist() == table["total"].tolist()
+
+
+def test_throughput_by_batch(tmp_path: Path) -> None:
+    """Medians of repeats, references of the first run alone, and where a batch does not fit."""
+    store = Store(tmp_path)
+    for method, seconds in (("nsnquant", 0.5), ("kivi", 1.0)):
+        rows = [
+            {
+                "batch": batch,
+                "tokens": 20,
+                "subject": subject,
+                "repeat": repeat,
+                "fits": fits,
+                **({"prefill_seconds": 0.5, "decode_seconds": seconds + repeat} if fits else {}),
+                **({"prefill_peak_bytes": 2**30, "decode_peak_bytes": batch * 2**30} if fits else {}),
+            }
+            for batch in (1, 4)
+            for subject in ("method", "dynamic", "kept")
+            for repeat in range(3)
+            if (fits := (batch, subject) != (4, "dynamic")) or not repeat
+        ]
+        settings = made.config(method, "2", {"name": "throughput", "new_tokens": 5})
+        store.put(made.record(method, "2", settings=settings, task="throughput", metrics={"largest_batch": 4.0}), rows)
+    table = throughput_table(sorted(store.scan()[0], key=lambda record: record.method), store)
+    assert table["method"].tolist() == ["kivi 2", "kivi 2", *2 * ["full precision"], "nsnquant 2", "nsnquant 2"]
+    known = table.set_index(["method", "batch"])
+    assert known.loc[("nsnquant 2", 4), "tokens_per_second"] == 4 * 5 / (0.5 + 1.5)
+    assert known.loc[("kivi 2", 4), "peak_bytes"] == 4 * 2**30
+    assert not known.loc[("full precision", 4), "fits"]
+    paths = drawn(store, tmp_path / "figures")
+    assert {path.suffix for path in paths if path.stem.startswith("throughput")} == {".csv", ".pdf", ".png"}
 
 
 def test_a_valley_is_found_beyond_noise_alone(tmp_path: Path) -> None:
