@@ -47,8 +47,9 @@ class Watch:
         def watched(*given: Any, **named: Any) -> Any:
             start = self._now()
             out = call(*given, **named)
+            took = self._now() - start
             for kind in kinds:
-                self.seconds[kind] += self._now() - start
+                self.seconds[kind] += took
             return out
 
         return watched

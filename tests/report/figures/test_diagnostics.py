@@ -169,7 +169,8 @@ def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
         metrics = {"key_cv_layer0": 0.5, "value_cv_layer0": spread, "key_cv": 0.5 - spread, "value_cv": spread}
         settings = made.config("fp16", "", {"name": "tni"}, model=model)
         store.put(made.record("fp16", settings=settings, task="tni", model=f"m{index}", metrics=metrics))
-        settings = made.config("nsn", "3", model=model)
+        # A cache in a dtype of its own changes no states.
+        settings = made.config("nsn", "3", model={**model, "cache_dtype": "float16"})
         costs = {"delta_nll": spread, "delta_perplexity": 10 * spread}
         store.put(made.record("nsn", "3", settings=settings, model=f"m{index}", metrics=costs, baseline_key="b" * 64))
         # A second text of the same model, without dispersion of its own, is no further pair.
