@@ -35,7 +35,7 @@ REVIEW = {
     "residual",
     "weight_quantized",
 }
-WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure8", "oscar/token_norms", "oscar/tni_error"}
+WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure11", "nsnquant/figure8", "oscar/token_norms", "oscar/tni_error"}
 """What a paper tells or draws without a number that could stand in the published figures."""
 
 

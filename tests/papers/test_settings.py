@@ -50,7 +50,18 @@ READ: dict[str, Callable[[Config], Any]] = {
             *("windows", "context", "stride", "scoring", "prompt", "max_windows", "prefill", "tasks", "subsets"),
             *("buckets", "limit", "max_length", "chat_template", "num_fewshot", "generation", "repeats", "benchmark"),
             *("states", "tokens", "head_dim", "drift", "jumps", "against", "against_bits", "layers", "held_out"),
-            *("mode", "planted", "lengths", "depths", "batches", "contexts", "new_tokens", "chunk", "regimes"),
+            *(
+                "mode",
+                "planted",
+                "lengths",
+                "depths",
+                "batches",
+                "contexts",
+                "new_tokens",
+                "chunk",
+                "regimes",
+                "vectors",
+            ),
         )
     },
 }
@@ -159,6 +170,8 @@ ROWS = [
     Row("nsnquant/figure4", "NSNQuant, section 4.5: ShareGPT-like, 161 in, 338 out",
         {"task": "throughput", "prompt": 161, "new_tokens": 338,
          "batches": [1, 4, 16, 64, 128, 256, 512, 1024, 2048]}),
+    Row("nsnquant/figure11", "NSNQuant, appendix G.2: 10 samples of 2048 tokens, 2000 tokens drawn",
+        {"task": "distribution", "windows": 10, "context": 2048, "vectors": 2000}),
     *(Row("nsnquant/figure8", "NSNQuant, Figure 8: as Figure 4, by residual; the sizes of Table 7",
           {"task": "throughput", "prompt": 161, "new_tokens": 338, "residual": {size}, "attention": "packed"},
           {"setting": f"residual {size}"}) for size in (32, 64, 128)),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEPS = ("N", "NS", "NSN")
-_MOST_VECTORS, _FEWEST_VECTORS = 400, 8
+_MOST_VECTORS, _FEWEST_VECTORS = 10_000, 8  # of a side: as many as NSNQuant draws of five corpora
 
 
 def closeness_table(record: Record) -> pd.DataFrame:
