@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from kvq.cache.observe import Attended, hook_interface
 from kvq.cache.sources import SourceColumns
 from kvq.errors import Unsupported
+from kvq.models.layers import window_of
 
 _CACHE_NAMES = ("past_key_values", "layer_past")
 _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
@@ -180,17 +181,27 @@ def check_distances(module: Any, arguments: dict[str, Any], seen: int, shuffled:
         raise Unsupported(
             f"model: {type(module).__name__} weighs tokens by their distance (ALiBi), which the method does not keep"
         )
-    window = _window(module)
+    window = window_of(module.config, int(module.layer_idx))
     if shuffled and window is not None and seen > window:
         raise Unsupported(
             f"model: {type(module).__name__} sees {window} tokens back, which the method does not keep; {seen} came"
         )
 
 
-def _window(module: Any) -> int | None:
-    config = module.config
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
-        return None
-    window: int | None = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-    return window
+def check_window(module: Any, arguments: dict[str, Any], columns: int, window: int) -> None:
+    """Raise `Unsupported` where a model does not attend as its window says: what has left it is no longer there."""
+    mask = arguments.get("attention_mask")
+    way = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
+    if isinstance(mask, Tensor) and mask.shape[-1] != columns:
+        given = f"masks {mask.shape[-1]} tokens"
+    elif mask is None and way in _MASKED and columns >= window:
+        given = "has no mask"
+    else:
+        return
+    raise Unsupported(f"model: {type(module).__name__} {given}, where its window of {window} leaves {columns}")
+
+
+def layer_number(module: Any, arguments: dict[str, Any]) -> int:
+    """The number of the layer that an attention works for: an argument where layers share a module (Zamba)."""
+    given = arguments.get("layer_idx")
+    return int(module.layer_idx if given is None else given)

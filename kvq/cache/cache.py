@@ -14,28 +14,32 @@ from typing_extensions import override
 
 from kvq.cache import files
 from kvq.cache.allocated import allocated_bytes
-from kvq.cache.attention import WatchfulCache, check_distances, says_candidates, unmasked, watch
+from kvq.cache.attention import (
+    WatchfulCache,
+    check_distances,
+    check_window,
+    layer_number,
+    says_candidates,
+    unmasked,
+    watch,
+)
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
-from kvq.cache.rotary import RopeTable, angles, styles_of
-from kvq.cache.side import Recompression
+from kvq.cache.rotary import RopeTable, angles, styles_of_whole
 from kvq.cache.sources import SourceColumns
-from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models.head_dims import head_dims_of
+from kvq.cache.states import LASTING, StatefulCache, StateLayer, states_of
+from kvq.cache.store import Recompression
+from kvq.errors import ConfigError, Unsupported
+from kvq.models.layers import KvLayer, kv_layers_of, window_of
 
 ATTENTIONS = ("dense", "packed")
 
 
-def _styles_of(model: nn.Module) -> Any:
-    """`styles_of`. Non-finite weights make the probe fail; then the error names the weights instead."""
-    try:
-        return styles_of(model)
-    except Unsupported:
-        for name, weight in model.named_parameters():
-            if not bool(torch.isfinite(weight).all()):
-                raise DataError(f"model: its weights {name} hold NaN or infinite numbers") from None
-        raise
+def _placed(held: Sequence[KvLayer], own: Sequence[Layer], states: dict[int, StateLayer]) -> list[Any]:
+    """All layers in the model's order; a state stands where a layer has no keys and values."""
+    found: dict[int, Any] = states | {layer.index: one for layer, one in zip(held, own, strict=True)}
+    return [found[index] for index in sorted(found)]
 
 
 @runtime_checkable
@@ -43,13 +47,13 @@ class GivesLayers(Protocol):
     """What a cache asks of a method (`kvq.methods.method.Method`)."""
 
     def layers(
-        self, config: Any, head_dims: Sequence[int], keep_decoded: bool, quantized_prefill: bool, packed: bool
+        self, config: Any, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool, packed: bool
     ) -> Sequence[Layer]:
         """An empty layer for each attention of a model that has keys and values of its own.
 
         Args:
             config: its transformers text configuration.
-            head_dims: channels per head of each layer.
+            held: what each of these caches.
             keep_decoded, quantized_prefill: as `KVCache` has them.
             packed: layers hand over codes, for attention that reads these.
 
@@ -66,7 +70,7 @@ def _lasting(model: nn.Module, attentions: list[nn.Module]) -> str | None:
     return None if reason is None else f"model: {reason}"
 
 
-class KVCache(WatchfulCache):
+class KVCache(StatefulCache, WatchfulCache):
     """A quantized cache for `model.generate(**inputs, past_key_values=kvq.KVCache(model, method))`.
 
     Args:
@@ -104,22 +108,27 @@ class KVCache(WatchfulCache):
             raise ConfigError("attention=packed: reads codes; keep_decoded=true is for attention=dense")
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         packed = attention == "packed"
-        layers = method.layers(config, head_dims_of(config), keep_decoded, quantized_prefill, packed)
+        held = kv_layers_of(config)
+        self._states = states_of(model, [layer.index for layer in held])
+        own = method.layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
             check_replaceable(model)
             use_packed_attention(model)
         self.method: Any = method
         self.dtype = dtype
         self._model = weakref.ref(model)
-        self._columns: SourceColumns | None = None
-        super().__init__(layers=list(layers))
-        self._lasting = _lasting(model, watch(model))
+        self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
+        self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
+        self._columns: dict[int | None, SourceColumns | None] = {}
+        super().__init__(layers=_placed(held, own, self._states))
+        watched = watch(model)
+        self._lasting = f"model: {LASTING}" if self._states else _lasting(model, watched)
         self._told: int | None = None
         self._candidates: int | None = None
         self._tables: list[RopeTable] = []
         self._groups: list[int] = []
         if any(side.uses_rope for side in self._sides()):
-            styles = _styles_of(model)
+            styles = styles_of_whole(model)
             self._groups = [group for _, group in styles]
             self._tables = [
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())
@@ -134,6 +143,7 @@ class KVCache(WatchfulCache):
 
         Both casts to and from `dtype` are here, so that no layer, codec or policy knows of them.
         """
+        self._check_dims(key_states, layer_idx)
         if self.dtype is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         stored = key_states.to(self.dtype), value_states.to(self.dtype)
@@ -142,35 +152,52 @@ class KVCache(WatchfulCache):
         keys, values = (part.to(key_states.dtype) if isinstance(part, Tensor) else part for part in read)
         return keys, values
 
+    def _check_dims(self, keys: Tensor, index: int) -> None:
+        known = self._held[index][1].head_dim if index in self._held else None
+        if known != keys.shape[3]:
+            raise Unsupported(
+                f"model: layer {index} caches keys of {keys.shape[3]} channels per head; its configuration says {known}"
+            )
+
     @property
     def one_by_one(self) -> bool:
         """Each query of a chunk reads what it would if the chunk's tokens came one per forward."""
-        return any(layer.one_by_one for layer in self._own)
+        return any(layer.one_by_one for layer in self.kv_layers)
 
     @one_by_one.setter
     def one_by_one(self, value: bool) -> None:
-        for layer in self._own:
+        for layer in self.kv_layers:
             layer.one_by_one = value
 
     def _share_tables(self) -> None:
-        for layer, group in zip(self._own, self._groups, strict=True):
+        for layer, group in zip(self.kv_layers, self._groups, strict=True):
             layer.key.rope = layer.value.rope = self._tables[group]
 
     @override
     def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
-        index, layers = int(module.layer_idx), self._own  # type: ignore[arg-type]
-        if index >= len(layers):  # it reads the keys and values of an earlier layer
-            return self._columns
+        index, tokens = layer_number(module, arguments), hidden.shape[1]
+        if index not in self._held:
+            if index in self._states:
+                return None
+            # It reads the keys and values of an earlier layer with the same window.
+            return self._columns.get(self._windows[index], self._columns.get(None))
+        layer, seen = self._layer(index), self._layer(index).get_seq_length()
         if self.recording:
-            self._expect(layers[index], hidden.shape[1])
-        if not layers[index].keeps_order:
-            check_distances(module, arguments, layers[index].get_seq_length() + hidden.shape[1], layers[index].shuffled)
+            self._expect(layer, tokens)
+        if layer.window is not None:
+            check_window(module, arguments, layer.get_mask_sizes(tokens)[0], layer.window)
+        if not layer.keeps_order:
+            check_distances(module, arguments, seen + tokens, layer.shuffled)
         if self._tables:
-            self._tables[self._groups[index]].extend(
-                layers[index].get_seq_length(), hidden.shape[1], angles(module, arguments), hidden
-            )
-        self._columns = layers[index].announce(hidden.shape[1], hidden.device, self._columns)
-        return self._columns
+            place = self._held[index][0]
+            self._tables[self._groups[place]].extend(seen, tokens, angles(module, arguments), hidden)
+        known = self._columns.get(layer.window)
+        found = self._columns[layer.window] = layer.announce(tokens, hidden.device, known)
+        return found
+
+    def _layer(self, index: int) -> Layer:
+        found: Layer = self.layers[index]  # type: ignore[assignment]
+        return found
 
     @override
     def activate_past_recording(self) -> None:
@@ -183,7 +210,7 @@ class KVCache(WatchfulCache):
         Raises:
             Unsupported: a method that cannot take tokens back, or a model that does not tell candidates from a prompt.
         """
-        lasting = next(filter(None, (layer.lasting for layer in self._own)), None)
+        lasting = next(filter(None, (layer.lasting for layer in self.kv_layers)), None)
         if lasting is not None:
             lasting = f"method={self.method.name} cannot take tokens back ({lasting})"
         reason = lasting or self._lasting
@@ -199,7 +226,7 @@ class KVCache(WatchfulCache):
 
     def _record(self, on: bool) -> None:
         self.recording = on
-        for layer in self._own:
+        for layer in self.kv_layers:
             layer.record(on)
 
     @override
@@ -220,19 +247,21 @@ class KVCache(WatchfulCache):
 
     @override
     def begin(self, input_ids: Tensor | None) -> None:
+        if input_ids is not None and self.get_seq_length():
+            self.check_part(self._model(), input_ids.shape[1])
         if self.recording:
             self._count_candidates()
-        for layer in self._own:
+        for layer in self.kv_layers:
             layer.begin(input_ids)
 
     @override
     def observes(self, module: nn.Module) -> bool:
         index = int(module.layer_idx)  # type: ignore[arg-type]
-        return index < len(self._own) and self._own[index].observes
+        return index in self._held and self._layer(index).observes
 
     @override
     def observe(self, module: nn.Module, attended: Attended) -> None:
-        self._own[int(module.layer_idx)].observe(attended)  # type: ignore[arg-type]
+        self._layer(int(module.layer_idx)).observe(attended)  # type: ignore[arg-type]
 
     def reset(self) -> None:
         """Forget everything."""
@@ -243,19 +272,23 @@ class KVCache(WatchfulCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. Raises: ConfigError, Unsupported: as `KVCacheLayer.crop`."""
-        for layer in self._own:
+        if tokens_to_remove and self._states:
+            raise Unsupported(f"crop({tokens_to_remove}): model: {LASTING}")
+        for layer in self.kv_layers:
             layer.check_crop(tokens_to_remove)  # check all layers before any of them changes
-        super().crop(tokens_to_remove)
+        for layer in self.kv_layers:
+            layer.crop(tokens_to_remove)
         for table in self._tables:
             table.keep(self.get_seq_length())
 
     @property
-    def _own(self) -> list[Layer]:
-        return self.layers  # type: ignore[return-value]
+    def kv_layers(self) -> list[Any]:
+        """The layers with keys and values of their own (`Layer`)."""
+        return [self.layers[index] for index in self._held]
 
     def _sides(self, which: str | None = None) -> list[Any]:
         names = ("key", "value") if which is None else (which,)
-        return [getattr(layer, name) for layer in self._own for name in names]
+        return [getattr(layer, name) for layer in self.kv_layers for name in names]
 
     @property
     def packed_bytes(self) -> int:
@@ -264,8 +297,8 @@ class KVCache(WatchfulCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything attention needs: packed prefixes and full-precision residuals."""
-        return self.packed_bytes + sum(side.residual_bytes for side in self._sides())
+        """Bytes of everything the next token needs: packed prefixes, full-precision residuals, and states."""
+        return self.packed_bytes + sum(side.residual_bytes for side in self._sides()) + self.state_bytes
 
     @property
     def nbytes_allocated(self) -> int:
@@ -285,7 +318,7 @@ class KVCache(WatchfulCache):
     @property
     def effective_bits(self) -> float:
         """Stored bits per element of all tokens seen so far, residual included; evicted tokens count with 0 bits."""
-        sides = [(layer, side) for layer in self._own for side in (layer.key, layer.value)]
+        sides = [(layer, side) for layer in self.kv_layers for side in (layer.key, layer.value)]
         elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
         return 8 * self.nbytes / elements if elements else 0.0
 
@@ -319,8 +352,10 @@ class KVCache(WatchfulCache):
         model = self._model()
         if model is None:
             raise Unsupported("cache.save: its model is gone, which the file has to name")
-        about = {**files.identity(model, self.method, len(self._own)), "label": self.method.label}
-        files.write(Path(path), about, self._own, self._tables, self.dtype)
+        if self._states:
+            raise Unsupported("cache.save: a file holds keys and values alone, not the states of other layers")
+        about = {**files.identity(model, self.method, len(self.kv_layers)), "label": self.method.label}
+        files.write(Path(path), about, self.kv_layers, self._tables, self.dtype)
 
     @classmethod
     def load(
@@ -344,17 +379,20 @@ class KVCache(WatchfulCache):
                 version than the file's, named by what differs. No tensor is larger than the file.
             ConfigError, Unsupported: as `KVCache`.
         """
-        path, layers = Path(path), len(head_dims_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
+        path, layers = Path(path), len(kv_layers_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
         given: Any = method
         dtype = files.dtype_of(path, files.identity(model, given, layers))
         cache = cls(model, method, keep_decoded, quantized_prefill, attention, dtype)
-        files.read(path, model, cache._own, cache._tables, cache._groups)
+        files.read(path, model, cache.kv_layers, cache._tables, cache._groups)
         return cache
 
     def fork(self) -> KVCache:
         """A copy that shares the tokens held so far and grows independently, for many questions on one context."""
         other = copy.copy(self)
-        other.layers = [layer.fork() for layer in self._own]
+        other._states = {index: state.fork() for index, state in self._states.items()}
+        held = [layer for _, layer in self._held.values()]
+        other.layers = _placed(held, [layer.fork() for layer in self.kv_layers], other._states)
+        other._columns = {}
         if self._tables:
             other._tables = [table.fork() for table in self._tables]
             other._share_tables()

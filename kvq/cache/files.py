@@ -18,7 +18,7 @@ from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.state import Reader, Writer
 from kvq.errors import DataError, RecordError
-from kvq.models.head_dims import head_dims_of
+from kvq.models.layers import head_dims_of, kv_layers_of
 from kvq.models.weights import weights_name
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
@@ -146,9 +146,9 @@ def read(path: Path, model: nn.Module, layers: Sequence[Layer], tables: Sequence
     if states is not None:
         for index, table in enumerate(tables):
             table.read(given.part(f"rope.{index}", devices[list(groups).index(index)]))
-    for index, (layer, head_dim) in enumerate(zip(layers, head_dims_of(config), strict=True)):
-        given.sizes["head_dim"] = head_dim
-        layer.read(given.part(f"layers.{index}", devices[index]))
+    for index, (layer, kv) in enumerate(zip(layers, kv_layers_of(config), strict=True)):
+        given.sizes["head_dim"] = kv.head_dim
+        layer.read(given.part(f"layers.{index}", devices[kv.index]))
     given.finish()
     held = [layer.get_seq_length() for layer in layers]
     if (

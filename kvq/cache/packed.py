@@ -46,9 +46,13 @@ class Held(abc.ABC):
 
 @dataclass(frozen=True)
 class PackedKeys(Held):
-    """Stored keys; the values that belong to them are `PackedStates`."""
+    """Stored keys; the values that belong to them are `PackedStates`.
+
+    `hidden`: so many first tokens have left the window and are not read.
+    """
 
     states: PackedStates
+    hidden: int = 0
 
     @override
     def attend(
@@ -59,7 +63,7 @@ class PackedKeys(Held):
                 raise Unsupported(f"cache.attention=packed: {type(module).__name__} hands over {name}")
         scaling = given.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        first = first_seen(mask, self.states.tokens, given.get("sliding_window"))
+        first = self.hidden + first_seen(mask, self.states.tokens - self.hidden, given.get("sliding_window"))
         out = attend(query, self.states, values, scaling, first, given.get("softcap"))
         return out.transpose(1, 2).contiguous()
 
@@ -113,13 +117,16 @@ class PackedLayer(KVCacheLayer):
             return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return PackedKeys(self.key.append_packed(key_states)), self.value.append_packed(value_states)
+        hidden = self._hidden
+        read = PackedKeys(self.key.append_packed(key_states), hidden), self.value.append_packed(value_states)
+        self._leave()
+        return read
 
 
 def packed_layer(like: KVCacheLayer) -> PackedLayer:
     """An empty `PackedLayer` with the settings of `like`."""
     key, value = (PackedSide(side.codec, side.residual, side.label) for side in (like.key, like.value))
-    return PackedLayer(key, value, like.quantized_prefill)
+    return PackedLayer(key, value, like.quantized_prefill, like.window)
 
 
 def check_replaceable(model: nn.Module) -> None:

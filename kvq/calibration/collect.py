@@ -14,11 +14,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
 
-from kvq.cache.attention import attentions, named_arguments
+from kvq.cache.attention import attentions, layer_number, named_arguments
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
 from kvq.errors import DataError, Unsupported
 from kvq.models import LoadedModel
+from kvq.models.layers import places_of
 
 LOGIT_CHUNK = 256
 """Positions whose logits are in memory at once."""
@@ -44,14 +45,15 @@ class LayerStates:
 
 
 class _Recorder(DynamicCache):
-    """A cache that passes the states of every update through `see`."""
+    """A cache that passes the states of every update through `see`; layers are numbered among those with keys."""
 
-    def __init__(self, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
-        self._see = see
+    def __init__(self, config: Any, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(config=config)
+        self._see, self._places = see, places_of(config.get_text_config())
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        return super().update(*self._see(layer_idx, key_states, value_states), layer_idx, *args, **kwargs)
+        states = self._see(self._places[layer_idx], key_states, value_states)
+        return super().update(*states, layer_idx, *args, **kwargs)
 
 
 def loss(
@@ -66,7 +68,7 @@ def loss(
     """
     with torch.set_grad_enabled(backward):
         tokens = tokens.to(loaded.device)
-        hidden = loaded.hidden_states(tokens[None], _Recorder(see))
+        hidden = loaded.hidden_states(tokens[None], _Recorder(loaded.model.config, see))
         leaf = hidden.detach().requires_grad_(backward)
         total = 0.0
         for low in range(0, len(tokens) - 1, LOGIT_CHUNK):
@@ -85,12 +87,12 @@ def loss(
 @contextmanager
 def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
     """The rotations of each layer's keys in the forward that runs within this context."""
-    styles, found = styles_of(loaded.model), {}
+    styles, found, places = styles_of(loaded.model), {}, places_of(loaded.text_config)
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = int(module.layer_idx)
-        table = angles(module, named_arguments(module, args, kwargs))
-        if index < len(styles) and (style := styles[index][0]) is not None and table is not None:
+        arguments = named_arguments(module, args, kwargs)
+        index, table = places.get(layer_number(module, arguments)), angles(module, arguments)
+        if index is not None and (style := styles[index][0]) is not None and table is not None:
             found[index] = style.rope(table[0][:1].detach(), table[1][:1].detach()).to("cpu")
 
     hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(loaded.model.base_model)]

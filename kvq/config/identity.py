@@ -10,7 +10,7 @@ from typing import Any
 from kvq.config.backend import MODE
 from kvq.config.composing import full_precision
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import Attention, Config, MethodConfig, OutliersConfig, trained_with_bos
+from kvq.config.run import Attention, Config, MethodConfig, OutliersConfig, WindowLayers, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
@@ -62,6 +62,7 @@ def canonical(
             "task": _task(config, trained_with),
             "seed": config.seed,
             **_attention(config),
+            **_window_layers(config),
             **({"machine": dataset_fingerprint} if is_timed(config.task) else {}),
         }
     )
@@ -184,6 +185,12 @@ def _attention(config: Config) -> dict[str, Any]:
         is_timed(config.task) and config.cache.attention is Attention.packed and not config.method.is_full_precision
     )
     return {"attention": config.cache.attention} if packed else {}
+
+
+def _window_layers(config: Config) -> dict[str, Any]:
+    """Window layers that stay in full precision; no entry by default, so that older keys stay valid."""
+    kept = config.cache.window_layers is WindowLayers.keep and not config.method.is_full_precision
+    return {"window_layers": config.cache.window_layers} if kept else {}
 
 
 def _bare_side(side: ResidualSide) -> dict[str, Any]:

@@ -253,17 +253,26 @@ class Attention(enum.StrEnum):
     packed = "packed"
 
 
+class WindowLayers(enum.StrEnum):
+    """What becomes of layers that attend to a window of tokens: quantized as the others, or kept in full precision."""
+
+    quantize = "quantize"
+    keep = "keep"
+
+
 @dataclass
 class CacheConfig:
     """`keep_decoded`: also keep the decoded copy, for speed; results are the same, and no memory is saved.
 
     `attention`: what a task that measures speed decodes with; scores always come from dense attention.
     `dtype`: of what the cache keeps in full precision, baseline and residual alike; None = the model's default.
+    `window_layers`: see `WindowLayers`; they hold no more than their window and part of a block either way.
     """
 
     keep_decoded: bool = False
     attention: Attention = Attention.dense
     dtype: Dtype | None = None
+    window_layers: WindowLayers = WindowLayers.quantize
 
     def __post_init__(self) -> None:
         _check_stored("cache.dtype", self.dtype)

@@ -77,6 +77,7 @@ class KeptSide(CacheSide):
     """
 
     version: ClassVar[int] = 1
+    drops: ClassVar[bool] = False
     saved: ClassVar[Mapping[str, Field]] = {
         **CacheSide.saved,
         "_chosen": Field("tensor", "batch tokens", torch.bool),

@@ -20,7 +20,7 @@ from kvq.data import hub
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.delta import apply_delta
 from kvq.models.folder import delta_folder, folder_fingerprint, model_folder
-from kvq.models.head_dims import head_dims_of
+from kvq.models.layers import head_dims_of, state_layers_of
 from kvq.models.outliers import implant_outliers
 
 if TYPE_CHECKING:
@@ -46,7 +46,11 @@ class LoadedModel:
 
     def hidden_states(self, tokens: Int[Tensor, "batch tokens"], cache: Any) -> Float[Tensor, "batch tokens hidden"]:
         """Final hidden states of `tokens`, which follow the tokens in `cache`; updates the cache."""
-        output = self.model.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        given: dict[str, Tensor] = {}
+        if state_layers_of(self.text_config):  # some such families number a text from 0 in every forward
+            seen = cache.get_seq_length()
+            given["position_ids"] = torch.arange(seen, seen + tokens.shape[1], device=tokens.device)[None]
+        output = self.model.base_model(input_ids=tokens, past_key_values=cache, use_cache=True, **given)
         return output.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "*lead hidden"]) -> Float[Tensor, "*lead vocab"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvq.models.head_dims import head_dims_of
+from kvq.models.layers import head_dims_of
 from kvq.models.load import text_config_of
 
 if TYPE_CHECKING:

@@ -168,8 +168,8 @@ class Reader:
 
 def room(cache: KVCache, most: int) -> int:
     """How many of `most` tokens one forward may add with the results of one token per forward."""
-    layer = cache.layers[0]
-    sides: list[Any] = [layer.key, layer.value]  # type: ignore[union-attr]
+    layer = cache.kv_layers[0]
+    sides: list[Any] = [layer.key, layer.value]
     quantized = [side for side in sides if side.codec is not None]
     if steps(cache.method):
         return 1

@@ -16,7 +16,7 @@ from kvq.cache.rotary import styles_of
 from kvq.config import PplConfig, Scoring, Windows, conf_dir
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
-from kvq.models.head_dims import head_dims_of
+from kvq.models.layers import head_dims_of
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.reference import ReferenceLogProbs
 from kvq.tasks.scoring import generation_bounds, parallel_method
