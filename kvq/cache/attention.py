@@ -46,11 +46,11 @@ class WatchfulCache(Cache, abc.ABC):
         """Receive the token ids of a forward of the model before any layer runs; None: the model gets embeddings."""
 
     @abc.abstractmethod
-    def observes(self, module: nn.Module) -> bool:
-        """Whether `observe` is to be called with the queries and keys of the coming attention."""
+    def observes(self, index: int) -> bool:
+        """Whether `observe` is to be called with the queries and keys of the coming attention of a layer."""
 
     @abc.abstractmethod
-    def observe(self, module: nn.Module, attended: Attended) -> None:
+    def observe(self, index: int, attended: Attended) -> None:
         """Receive the queries of an attention and the keys that they read."""
 
 
@@ -100,8 +100,8 @@ def _announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         return None
     given = named_arguments(module, args, kwargs)
     columns = cache.announce(module, given, given["hidden_states"])
-    if cache.observes(module):
-        _observe(module, cache)
+    if cache.observes(index := layer_number(module, given)):
+        _observe(module, cache, index)
     if columns is None and not cache.recording:
         return None
     reason = unmasked(module)
@@ -139,14 +139,14 @@ def _ask(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         cache.asked(kwargs.get("logits_to_keep"))
 
 
-def _observe(module: Any, cache: WatchfulCache) -> None:
-    """Call the cache's `observe` with the attention of this forward of `module`."""
+def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
+    """Call the cache's `observe` with the attention of this forward of `module`, for layer `index`."""
     seen = []
 
     def see(caller: Any, query: Tensor, key: Tensor, _value: Tensor, arguments: dict[str, Any]) -> None:
         if caller is module:
             seen.append(True)
-            cache.observe(module, Attended.of(module, query, key, arguments))
+            cache.observe(index, Attended.of(module, query, key, arguments))
 
     undo = hook_interface(module, see)
 
@@ -175,13 +175,13 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     cache.begin(kwargs.get("input_ids", args[0] if args else None))
 
 
-def check_distances(module: Any, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
+def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
     """Raise `Unsupported` for an attention that goes by how far back a token stands, which the layer does not keep."""
     if arguments.get("alibi") is not None:
         raise Unsupported(
             f"model: {type(module).__name__} weighs tokens by their distance (ALiBi), which the method does not keep"
         )
-    window = window_of(module.config, int(module.layer_idx))
+    window = window_of(module.config, index)
     if shuffled and window is not None and seen > window:
         raise Unsupported(
             f"model: {type(module).__name__} sees {window} tokens back, which the method does not keep; {seen} came"

@@ -112,6 +112,8 @@ class KVCache(StatefulCache, WatchfulCache):
         self._states = states_of(model, [layer.index for layer in held])
         own = method.layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
+            if getattr(config, "kv_lora_rank", None):
+                raise Unsupported("attention=packed: the model expands the latent that it caches before it attends")
             check_replaceable(model)
             use_packed_attention(model)
         self.method: Any = method
@@ -187,7 +189,7 @@ class KVCache(StatefulCache, WatchfulCache):
         if layer.window is not None:
             check_window(module, arguments, layer.get_mask_sizes(tokens)[0], layer.window)
         if not layer.keeps_order:
-            check_distances(module, arguments, seen + tokens, layer.shuffled)
+            check_distances(module, index, arguments, seen + tokens, layer.shuffled)
         if self._tables:
             place = self._held[index][0]
             self._tables[self._groups[place]].extend(seen, tokens, angles(module, arguments), hidden)
@@ -255,13 +257,12 @@ class KVCache(StatefulCache, WatchfulCache):
             layer.begin(input_ids)
 
     @override
-    def observes(self, module: nn.Module) -> bool:
-        index = int(module.layer_idx)  # type: ignore[arg-type]
+    def observes(self, index: int) -> bool:
         return index in self._held and self._layer(index).observes
 
     @override
-    def observe(self, module: nn.Module, attended: Attended) -> None:
-        self._layer(int(module.layer_idx)).observe(attended)  # type: ignore[arg-type]
+    def observe(self, index: int, attended: Attended) -> None:
+        self._layer(index).observe(attended)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -19,6 +19,7 @@ from kvq.cache.rotary import RopeTable
 from kvq.cache.state import Reader, Writer
 from kvq.errors import DataError, RecordError
 from kvq.models.layers import head_dims_of, kv_layers_of
+from kvq.models.placing import device_of
 from kvq.models.weights import weights_name
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
@@ -166,4 +167,4 @@ def read(path: Path, model: nn.Module, layers: Sequence[Layer], tables: Sequence
 def _devices(model: nn.Module) -> dict[int, torch.device]:
     """Where each attention computes, by its layer."""
     found = attentions(getattr(model, "base_model", model))
-    return {int(module.layer_idx): next(module.parameters()).device for module in found}  # type: ignore[arg-type]
+    return {int(module.layer_idx): device_of(module) for module in found}  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from kvq.cache.observe import Attended
 from kvq.cache.side import CacheSide
 from kvq.cache.sources import Departures, SourceColumns, columns_of
 from kvq.cache.state import Field, Reader, Writer
-from kvq.cache.window import clipped, drop, outside, skip
+from kvq.cache.window import clipped, drop, outside
 from kvq.errors import ConfigError, Unsupported
 
 
@@ -205,14 +205,6 @@ class KVCacheLayer(Layer):
         return read
 
     def _append(self, key_states: Tensor, value_states: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-        prompt = key_states.shape[2]
-        gone = outside(prompt, self.window)
-        if gone and not self.get_seq_length() and not self.quantized_prefill:
-            gone = skip((self.key, self.value), gone, prompt)
-            if gone:  # the prompt attends in full precision to what the layer does not keep
-                for side, states in ((self.key, key_states), (self.value, value_states)):
-                    side.append(states[:, :, gone:])
-                return key_states, value_states
         keys = self.key.append(key_states, self.quantized_prefill)
         values = self.value.append(value_states, self.quantized_prefill)
         return keys[:, :, hidden:], values[:, :, hidden:]
@@ -344,7 +336,7 @@ class KVCacheLayer(Layer):
     def _check_sides(self, remove: int) -> None:
         if remove and self.key.dropped > outside(self.get_seq_length() - remove, self.window):
             raise Unsupported(
-                f"{self.key.label}: cannot remove {remove} tokens, when they came others left the window of {self.window} "
+                f"{self.key.label}: cannot remove {remove} tokens, others left the window of {self.window} then "
                 "(fork() the cache before the tokens instead)"
             )
         for side in (self.key, self.value):

@@ -17,6 +17,7 @@ from kvq.cache.state import Field, Reader, Writer
 from kvq.codecs import Growable
 from kvq.codecs.rope import Rope
 from kvq.errors import DataError, Unsupported
+from kvq.models.placing import device_of
 
 PROBE_TOKENS = 24
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -202,8 +203,8 @@ def _probe(model: Any) -> list[tuple[Style | None, int]]:
     hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(base)]
     recorder = _Recorder(model.config)
     try:
-        embedding = model.get_input_embeddings().weight
-        tokens = torch.arange(1, PROBE_TOKENS + 1, device=embedding.device) % embedding.shape[0]
+        embedding = model.get_input_embeddings()
+        tokens = torch.arange(1, PROBE_TOKENS + 1, device=device_of(embedding)) % embedding.weight.shape[0]
         base(input_ids=tokens[None], past_key_values=recorder, use_cache=True)
     finally:
         for hook in hooks:

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from kvq.errors import Unsupported
 from kvq.models.layers import state_layers_of
+from kvq.models.placing import device_of
 
 LASTING = "a layer keeps a state of fixed size, from which tokens cannot be taken back (fork() the cache before)"
 """The reason why `crop` is refused."""
@@ -75,7 +76,12 @@ class StateLayer(LinearAttentionLayer):
 
     def fork(self) -> StateLayer:
         """A copy that changes independently: models write into their states."""
-        return copy.deepcopy(self)
+        other = copy.copy(self)
+        for name, held in vars(self).items():
+            if isinstance(held, dict):
+                setattr(other, name, dict(held))
+        other._each(torch.clone)
+        return other
 
 
 class StatefulCache(Cache):
@@ -179,8 +185,8 @@ def reads_in_parts(model: nn.Module) -> bool:
 @torch.no_grad()
 def _probe(model: Any) -> bool:
     base = getattr(model, "base_model", model)
-    embedding = model.get_input_embeddings().weight
-    tokens = torch.arange(1, _PROBE_CUTS[-1] + 1, device=embedding.device)[None] % embedding.shape[0]
+    embedding = model.get_input_embeddings()
+    tokens = torch.arange(1, _PROBE_CUTS[-1] + 1, device=device_of(embedding))[None] % embedding.weight.shape[0]
     whole = base(input_ids=tokens, use_cache=False).last_hidden_state
     cache, parts = DynamicCache(config=model.config), []
     for start, end in itertools.pairwise(_PROBE_CUTS):

@@ -8,12 +8,10 @@ columns either way: those that transformers' own sliding layers return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvq.cache.side import CacheSide
 from kvq.cache.sources import Departures
-from kvq.cache.store import UNIT
-from kvq.config.residual import PrefillBlock
 
 
 def outside(tokens: int, window: int | None) -> int:
@@ -23,22 +21,12 @@ def outside(tokens: int, window: int | None) -> int:
 
 def drop(sides: Sequence[CacheSide], tokens: int) -> None:
     """Forget as many of the first `tokens` tokens held as all sides can."""
-    _together(sides, tokens, _droppable)
-
-
-def skip(sides: Sequence[CacheSide], tokens: int, prompt: int) -> int:
-    """Count as dropped those of the first `tokens` of a prompt, of `prompt` tokens, that all sides need not add."""
-    return _together(sides, tokens, lambda side, most: _skippable(side, most, prompt))
-
-
-def _together(sides: Sequence[CacheSide], tokens: int, able: Callable[[CacheSide, int], int]) -> int:
     before = tokens + 1
     while before > tokens:  # until no side has to give less than another
-        before, tokens = tokens, min(able(side, tokens) for side in sides)
+        before, tokens = tokens, min(_droppable(side, tokens) for side in sides)
     if tokens:
         for side in sides:
             side.drop(tokens)
-    return tokens
 
 
 def _droppable(side: CacheSide, tokens: int) -> int:
@@ -46,20 +34,8 @@ def _droppable(side: CacheSide, tokens: int) -> int:
         return 0
     if side.codec is None:
         return min(tokens, side.residual_tokens)
+    # Tokens that wait for their block are part of its statistics.
     return 0 if side._store is None else side._store.droppable(tokens)
-
-
-def _skippable(side: CacheSide, tokens: int, prompt: int) -> int:
-    if not side.drops:
-        return 0
-    if side.codec is None:
-        return tokens
-    if side._encodes_at_once or side.codec.fits_first_tokens:
-        return 0
-    if side.residual.prefill_block is PrefillBlock.whole:
-        return tokens
-    step = UNIT if side._group == 1 else side._group
-    return min(tokens, side._leaving(prompt, first=True)) // step * step
 
 
 def clipped(moves: Departures, hidden: int) -> Departures:

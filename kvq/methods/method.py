@@ -184,10 +184,13 @@ class Method:
                 raise Unsupported(f"quantized_prefill: method={self.name} attends to a prefill in full precision")
             return [TransformersLayer(self.backend, self.residual.key, f"layer {one.index}") for one in held]
         # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
-        windows = [None if self.plan or self.eviction else one.window for one in held]
+        if self.plan or self.eviction:
+            if getattr(config, "kv_lora_rank", None):
+                raise Unsupported(f"method={self.name}: goes by keys that the model expands from the latent it caches")
+            held = [replace(one, window=None) for one in held]
         layers = [
-            KVCacheLayer(*self._sides(place, held, keep_decoded), quantized_prefill, window)
-            for place, window in enumerate(windows)
+            KVCacheLayer(*self._sides(place, held, keep_decoded), quantized_prefill, one.window)
+            for place, one in enumerate(held)
         ]
         if packed:
             return [packed_layer(layer) for layer in layers]
@@ -206,6 +209,8 @@ class Method:
         label, kept = f"layer {held[place].index} {side}s", self.kept_keys
         if codec is not None and kept is not None and side == "key" and kept.holds(place, count):
             return kept.side(codec, residual, label, keep_decoded)
+        if held[place].window is not None and not self.sink_tokens and codec is not None and not codec.stores_lists:
+            residual = residual.in_blocks()
         return side_of(codec, residual, label, keep_decoded, self.sink_tokens)
 
 

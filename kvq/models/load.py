@@ -22,6 +22,7 @@ from kvq.models.delta import apply_delta
 from kvq.models.folder import delta_folder, folder_fingerprint, model_folder
 from kvq.models.layers import head_dims_of, state_layers_of
 from kvq.models.outliers import implant_outliers
+from kvq.models.placing import device_of, loading
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
@@ -205,11 +206,12 @@ def shape_of(config: ModelConfig) -> tuple[list[int], int | None]:
 def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     """Load `model.path` in `model.dtype`, apply its delta, implant outliers when asked, check what scoring relies on.
 
-    With `model.device_map` transformers places the layers itself. A checkpoint with quantized weights keeps its own
-    dtype. A model of text and images is loaded whole and reads text.
+    With `model.device_map` transformers places the layers itself, within `model.max_memory`. A checkpoint of quantized
+    weights keeps its own dtype; others are quantized by `model.load_in`. A model of text and images is loaded whole and
+    reads text.
 
     Raises:
-        ConfigError: an unknown embedded model, or a device that is not there.
+        ConfigError: an unknown embedded model, a device that is not there, or as `kvq.models.placing.loading`.
         DataError: the model cannot be loaded (missing folder, no network), or its files are not exactly its weights.
         Unsupported: its logits are more than the output embedding of its last hidden states, or outliers are to be
             implanted into quantized weights.
@@ -218,12 +220,7 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
 
     where = pick_device(device)
     whole = _from_hub(config, AutoConfig)
-    quantized = getattr(whole, "quantization_config", None) is not None
-    if quantized and config.outliers:
-        raise Unsupported(f"model.outliers: the weights of {config.path} are quantized")
-    settings: dict[str, Any] = {"dtype": "auto" if quantized else getattr(torch, config.dtype.value)}
-    if config.device_map is not None or quantized:
-        settings["device_map"] = config.device_map or {"": where}
+    settings = loading(config, whole, where)
     with _without_warnings():  # shapes that differ are reported with the rest, instead of raised without names
         model, found = _from_hub(
             config, _class_for(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
@@ -234,7 +231,7 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     model = model.eval().requires_grad_(False)
     if "device_map" not in settings:
         model = model.to(where)
-    loaded = LoadedModel(model, model.get_input_embeddings().weight.device)
+    loaded = LoadedModel(model, device_of(model.get_input_embeddings()))
     try:  # a configuration that loads may still describe no model that runs
         expected = _check_logits(loaded)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:

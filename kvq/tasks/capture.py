@@ -55,6 +55,8 @@ def capture(
             is more than a softmax over earlier tokens.
         DataError: states that are not finite.
     """
+    if getattr(loaded.text_config, "kv_lora_rank", None):
+        raise Unsupported("model: its attention reads keys expanded from a latent; what a cache holds is the latent")
     base = loaded.model.base_model
     modules = attentions(base)
     styles, places = styles_of(loaded.model), places_of(loaded.text_config)

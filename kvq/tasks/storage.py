@@ -29,7 +29,8 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
 
     Where indices have Huffman codes, also the mean length of their code words and the Shannon entropy of their
     frequencies in each block, over keys and values. Where packed tokens are encoded again: how many were (each of a
-    head, and as often as it was), and the relative squared difference between their decoded forms before and after. Where layers keep states of fixed size: their bytes, and their part of the effective bits.
+    head, and as often as it was), and the relative squared difference between their decoded forms before and after.
+    Where layers keep states of fixed size: their bytes, and their part of the effective bits.
     """
     stored = {
         "bits_per_element": cache.bits_per_element,
