@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -36,9 +36,9 @@ from kvq.models.layers import KvLayer, kv_layers_of, window_of
 ATTENTIONS = ("dense", "packed")
 
 
-def _placed(held: Sequence[KvLayer], own: Sequence[Layer], states: dict[int, StateLayer]) -> list[Any]:
+def _placed(held: Sequence[KvLayer], own: Sequence[Layer], states: Mapping[int, StateLayer]) -> list[Any]:
     """All layers in the model's order; a state stands where a layer has no keys and values."""
-    found: dict[int, Any] = states | {layer.index: one for layer, one in zip(held, own, strict=True)}
+    found: dict[int, Any] = {**states} | {layer.index: one for layer, one in zip(held, own, strict=True)}
     return [found[index] for index in sorted(found)]
 
 
@@ -74,7 +74,7 @@ class KVCache(StatefulCache, WatchfulCache):
     """A quantized cache for `model.generate(**inputs, past_key_values=kvq.KVCache(model, method))`.
 
     Args:
-        model: a causal LM whose attention layers each cache keys and values of one head_dim.
+        model: a causal LM some of whose layers cache keys and values (`docs/models.md`).
         method: from `kvq.build_method`.
         keep_decoded: keep the decoded copy beside the packed one: faster, bit-identical, no memory saved.
         quantized_prefill: attention in a prefill already reads complete blocks in decoded form. The default attends at

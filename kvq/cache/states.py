@@ -10,7 +10,7 @@ import copy
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,16 +42,12 @@ class StateLayer(LinearAttentionLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of the states held."""
-        return sum(state.numel() * state.element_size() for state in self._held())
-
-    def _held(self) -> Iterator[Tensor]:
-        for name in _PARTS:
-            part = getattr(self, name)
-            yield from (state for state in (part.values() if isinstance(part, dict) else [part]) if state is not None)
+        parts = [part for name in _PARTS for part in getattr(self, name).values() if part is not None]
+        return sum(part.numel() * part.element_size() for part in parts)
 
     def reset(self) -> None:
         """Forget everything, also the shapes."""
-        type(self).__init__(self, getattr(self, "number_of_states", 1))
+        vars(self).update(vars(StateLayer(self.number_of_states)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch entries in a new order (beam search)."""
@@ -67,12 +63,8 @@ class StateLayer(LinearAttentionLayer):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         for name in _PARTS:
-            part = getattr(self, name)
-            if isinstance(part, dict):
-                changed = {key: None if state is None else change(state) for key, state in part.items()}
-                setattr(self, name, changed)
-            elif part is not None:
-                setattr(self, name, change(part))
+            states = getattr(self, name)
+            setattr(self, name, {key: None if state is None else change(state) for key, state in states.items()})
 
     def fork(self) -> StateLayer:
         """A copy that changes independently: models write into their states."""
@@ -154,7 +146,7 @@ def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
         layers: numbers of the layers with keys and values of their own.
 
     Raises:
-        Unsupported: a family with a cache of its own in the place of transformers'.
+        Unsupported: a family with a cache of its own in the place of transformers', or an old transformers.
     """
     config = model.config.get_text_config()
     with_state = state_layers_of(config)
@@ -164,9 +156,11 @@ def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
     for kind in vars(family).values():
         if isinstance(kind, type) and issubclass(kind, Cache | CacheLayerMixin) and kind.__module__ == family.__name__:
             raise Unsupported(f"model: {type(model).__name__} takes a cache of its own ({kind.__name__}) and no other")
-    counts = {"number_of_states": count} if (count := getattr(config, "number_of_conv_states", None)) else {}
-    wanted = {*with_state, *range(config.num_hidden_layers)} - set(layers) | set(with_state)
-    return {index: StateLayer(**counts) for index in sorted(wanted)}
+    if set(with_state) & set(layers) and not hasattr(Cache, "get_conv_state"):
+        raise Unsupported(f"model: {type(model).__name__} has states beside keys; this needs a newer transformers")
+    count = getattr(config, "number_of_conv_states", 1)
+    wanted = set(range(config.num_hidden_layers)) - set(layers) | set(with_state)
+    return {index: StateLayer(count) for index in sorted(wanted)}
 
 
 _PROBED: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
