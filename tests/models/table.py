@@ -1,7 +1,8 @@
 """`python -m tests.models.table [FAMILY ...]`: measures the families and writes the tables of docs/models.md.
 
 Of every family a random small model reads 43 tokens in double precision under KIVI at 2 bits with a sliding residual of
-8 tokens, of keys and of values apart: one by one, in chunks of whole residuals, and in chunks of 7 tokens.
+8 tokens, of both sides (`key`), and of values behind blocks of keys (`value`): one by one, in chunks of whole residuals,
+and in chunks of 7 tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def rows() -> str:
         "",
         f"Measured with transformers {measured['transformers']}.",
         "",
-        "| family | what its layers cache (how many) | Δ, keys slide | Δ, values slide | Δ to full precision |",
+        "| family | what its layers cache (how many) | Δ, keys and values slide | Δ, values slide | Δ to full precision |",
         "|---|---|---:|---:|---:|",
     ]
     lines = [
@@ -81,12 +82,11 @@ def rows() -> str:
 
 def main() -> None:
     """Measure the families named, or all, and write data and page."""
-    data = json.loads(MEASURED.read_text("utf-8")) if MEASURED.exists() else {"families": {}}
-    data["transformers"] = transformers.__version__
     for name in sys.argv[1:] or [*FAMILIES, *MORE]:
         row: dict[str, Any] = {"held": held(family(name).text_config), **measure(name)}
         print(name, row, flush=True)
-        data["families"][name] = row
+        data = json.loads(MEASURED.read_text("utf-8")) if MEASURED.exists() else {"families": {}}
+        data["families"][name], data["transformers"] = row, transformers.__version__
         MEASURED.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", "utf-8")
     before, after = PAGE.read_text("utf-8").split(MARK)[0], PAGE.read_text("utf-8").partition("\n## What is refused")[2]
     PAGE.write_text(f"{before}{rows()}\n\n## What is refused{after}", "utf-8")

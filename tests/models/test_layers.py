@@ -23,7 +23,8 @@ SIDES = ("residual.key", "residual.value")
 
 
 def kivi(*overrides: str, side: str = "residual"):
-    given = ["residual.size=8", f"{side}.policy=sliding", "key.quantizer.group_size=4", *overrides]
+    policies = [f"{side}.policy=sliding"] if side == "residual" else ["residual.policy=block", f"{side}.policy=sliding"]
+    given = ["residual.size=8", *policies, "key.quantizer.group_size=4", *overrides]
     return kvq.build_method("kivi", bits=2, head_dim=32, overrides=given)
 
 
