@@ -1,8 +1,8 @@
 """`python -m tests.models.table [FAMILY ...]`: measures the families and writes the tables of docs/models.md.
 
 Of every family a random small model reads 43 tokens in double precision under KIVI at 2 bits with a sliding residual of
-8 tokens, of both sides (`key`), and of values behind blocks of keys (`value`): one by one, in chunks of whole residuals,
-and in chunks of 7 tokens.
+8 tokens, of both sides (`key`), and of values behind blocks of keys (`value`): one by one, in whole residuals
+at a time, and in chunks of 7 tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def rows() -> str:
         "",
         f"Measured with transformers {measured['transformers']}.",
         "",
-        "| family | what its layers cache (how many) | Δ, keys and values slide | Δ, values slide | Δ to full precision |",
+        "| family | what its layers cache (how many) | Δ, both slide | Δ, values slide | Δ to full precision |",
         "|---|---|---:|---:|---:|",
     ]
     lines = [

@@ -91,8 +91,8 @@ def test_states_are_counted_under_their_own_name() -> None:
 
 
 @torch.no_grad()
-def test_batches_and_beams_of_hybrids() -> None:
-    loaded, tokens = family("qwen3_next"), token_ids(20, batch=2)
+def test_batches_and_beams_of_hybrids(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, tokens = in_double_precision(family("qwen3_next"), monkeypatch), token_ids(20, batch=2)
     one = kivi()
     both = KVCache(loaded.model, one)
     loaded.hidden_states(tokens, both)
@@ -101,7 +101,7 @@ def test_batches_and_beams_of_hybrids() -> None:
     loaded.hidden_states(tokens[[1, 1, 0]], alone)
     step = tokens[:1, :1].expand(3, 1)
     got, expected = (loaded.hidden_states(step, cache) for cache in (both, alone))
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got, expected, atol=1e-9, rtol=0)
     both.reset()
     assert both.nbytes == both.get_seq_length() == 0
     beams = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
