@@ -77,7 +77,9 @@ def rows() -> str:
         f"| `{name}` | {row['held']} | {row['key']:.0e} | {row['value']:.0e} | {row['quantized']:.2f} |"
         for name, row in sorted(measured["families"].items())
     ]
-    return "\n".join([*head, *lines])
+    missing = [f"`{name}`" for name in (*FAMILIES, *MORE) if name not in measured["families"]]
+    rest = ["", f"Families of the tests that are not in the table yet: {', '.join(missing)}."] if missing else []
+    return "\n".join([*head, *lines, *rest])
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ ROWS = json.loads(MEASURED.read_text("utf-8"))["families"]
 
 
 def test_the_page_has_the_measured_families() -> None:
-    assert ROWS.keys() == {*FAMILIES, *MORE}
+    assert ROWS
+    assert ROWS.keys() <= {*FAMILIES, *MORE}
     assert rows() in PAGE.read_text("utf-8")
 
 
