@@ -104,7 +104,13 @@ def test_batches_and_beams_of_hybrids(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(got, expected, atol=1e-9, rtol=0)
     both.reset()
     assert both.nbytes == both.get_seq_length() == 0
-    beams = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    beams = {
+        "attention_mask": torch.ones_like(tokens),
+        "max_new_tokens": 6,
+        "num_beams": 3,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     plain = loaded.model.generate(tokens, **beams)
     cache = KVCache(loaded.model, kvq.build_method("identity", bits=3, head_dim=32))
     assert torch.equal(loaded.model.generate(tokens, past_key_values=cache, **beams), plain)
@@ -233,7 +239,7 @@ def test_crops_of_a_window() -> None:
     loaded.hidden_states(tokens[:, :10], short)
     short.crop(-3)
     assert short.get_seq_length() == 7
-    long = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    long = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     expected = loaded.model.generate(tokens, **long)
     for given in (one, kvq.build_method("identity", bits=3, head_dim=32, overrides=["residual.size=8"])):
         held = KVCache(loaded.model, given)
