@@ -40,7 +40,7 @@ report: figures ## write results/report.html: tables, an interactive plot, figur
 screenshot: setup ## take docs/report.png of the report of the committed records; needs chromium and chromedriver
 	$(BIN)/python experiments/screenshot.py
 
-docs: setup ## fill the numbers of README.md and docs/findings.md from the records (fails where a finding no longer holds); build site/
+docs: setup ## fill the numbers of README.md and docs from the records (fails where a finding no longer holds); build site/
 	$(BIN)/python experiments/readme.py
 	$(BIN)/python experiments/findings.py
 	$(BIN)/python experiments/citations.py
@@ -49,7 +49,7 @@ docs: setup ## fill the numbers of README.md and docs/findings.md from the recor
 wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project mine --workspace"); what is there stays
 	$(BIN)/python -m kvq.report.wandb $(WANDB)
 
-test: setup ## set up and run the quick half of the tests: nine minutes on two idle cores (TEST_ARGS="-n 2": in two processes)
+test: setup ## set up and run the quick half of the tests: a quarter of an hour on two cores (TEST_ARGS="-n 2": in two processes)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 test-long: setup ## run what the quick half leaves out: long properties, 100 kills, all notebooks, compilers, training

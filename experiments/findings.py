@@ -1,10 +1,11 @@
-"""Fill the numbers of docs/findings.in.md from the records, into docs/findings.md: `python experiments/findings.py`.
+"""Fill the numbers of docs/*.in.md from the records, into docs/*.md: `python experiments/findings.py`.
 
-A place is `{{nsnquant 2}}`: a method, bits (`-`: none), then words that narrow the runs down to one. `name=value` is a
-field of the record (`model`) or of its configuration (`task.scoring`); `a|b` allows both; a word alone is an alias.
-`metric=` names what is read, `as=` its format. The metric `rows.error` is the mean of a column of the run's samples,
-over the rows that `row.side=key` leaves. `a minus b`, `a over b` and `a paired b` (difference by windows ± standard
-error) join two places; `b` begins with the words of `a`. Lines of their own, which the page does not have:
+A place is `{{nsnquant 2}}`: a method, bits (`-`: none), then words that narrow the runs down to one. `name=value` is
+a field of the record (`model`) or of its configuration (`task.scoring`); `a|b` allows both; a word alone is an alias.
+`metric=` names what is read, `as=` its format, `else=` what stands where no run was measured. The metric `rows.error`
+is the mean of a column of the run's samples, over the rows that `row.side=key` leaves. `a minus b`, `a over b` and `a
+paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`. Lines of their
+own, which the page does not have:
 
     <!-- alias: outliers = model=tiny_outliers -->
     <!-- use: task=ppl metric=delta_nll as=.3f -->     words of every place until the next such line
@@ -25,18 +26,22 @@ from kvq.results import Record, Store, is_stale
 from kvq.results.statistics import delta_nll_of_samples
 
 ROOT = Path(__file__).parents[1]
-TEMPLATE, PAGE = ROOT / "docs" / "findings.in.md", ROOT / "docs" / "findings.md"
+TEMPLATES = tuple(sorted((ROOT / "docs").glob("*.in.md")))
 LINE = re.compile(r" *<!-- (alias|use|claim): (.+?) -->\n")
 PLACE = re.compile(r"\{\{(.+?)\}\}", re.S)
 JOINED = re.compile(r"\s+(minus|over|paired)\s+")
 ITEM = re.compile(r"^(- .+\n(?:  .+\n)*)", re.M)
 _OWN = ("method", "bits", "model", "dataset", "task")
-_SAID = ("metric", "as")
+_SAID = ("metric", "as", "else")
 Words = dict[str, str]
 
 
 class NoSuchRun(ValueError):
     """A place that no record, or more than one, answers."""
+
+
+class NotMeasured(NoSuchRun):
+    """A place that no record answers."""
 
 
 class Findings:
@@ -66,6 +71,15 @@ class Findings:
 
     def shown(self, place: str) -> str:
         """What stands in a place."""
+        try:
+            return self._shown(place)
+        except NotMeasured:
+            first, _, _ = self._parts(place)
+            if "else" not in first:
+                raise
+            return first["else"]
+
+    def _shown(self, place: str) -> str:
         first, join, second = self._parts(place)
         form = (second or first).get("as", ".3f")
         if join != "paired":
@@ -126,7 +140,7 @@ class Findings:
         if len(found) > 1:
             found = [run for run in found if not is_stale(run)] or found
         if len(found) != 1:
-            raise NoSuchRun(f"{wanted}: {len(found)} records; one is needed")
+            raise (NoSuchRun if found else NotMeasured)(f"{wanted}: {len(found)} records; one is needed")
         return found[0]
 
 
@@ -153,17 +167,25 @@ def _field(record: Record, name: str) -> str:
     return "null" if found is None else str(found).replace(" ", "")
 
 
+def page_of(template: Path) -> Path:
+    """The page that a template becomes: docs/findings.md of docs/findings.in.md."""
+    return template.with_name(template.name.replace(".in.md", ".md"))
+
+
 def main() -> int:
-    """Write the page; 1 where a claim no longer holds or a place has no run."""
-    findings = Findings(ROOT / "results")
-    try:
-        PAGE.write_text(findings.page(TEMPLATE.read_text(encoding="utf-8")), encoding="utf-8")
-    except NoSuchRun as error:
-        print(f"{TEMPLATE.name}: {error}", file=sys.stderr)
-        return 1
-    for claim in findings.failed:
-        print(f"{TEMPLATE.name}: the records do not bear out: {claim}", file=sys.stderr)
-    return 1 if findings.failed else 0
+    """Write the pages; 1 where a claim no longer holds or a place has no run."""
+    failed = 0
+    for template in TEMPLATES:
+        findings = Findings(ROOT / "results")
+        try:
+            page_of(template).write_text(findings.page(template.read_text(encoding="utf-8")), encoding="utf-8")
+        except NoSuchRun as error:
+            print(f"{template.name}: {error}", file=sys.stderr)
+            failed = 1
+        for claim in findings.failed:
+            print(f"{template.name}: the records do not bear out: {claim}", file=sys.stderr)
+            failed = 1
+    return failed
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from kvq.errors import KvqError, RecordError, Unsupported
 from kvq.methods.build import method_of
 from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
+from kvq.models.shapes import cache_shape
 from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
@@ -67,6 +68,8 @@ class Prepared:
         """
         for head_dim in self.inputs.head_dims:  # a layer may have one of its own
             method = method_of(self.config, head_dim)
+        if method.by_layer:
+            method.check_layers(sum(layers for layers, _, _ in cache_shape(self.config.model).layers))
         check_decode_mode(self.config.task, method)
         _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)
@@ -84,7 +87,12 @@ class Prepared:
     @property
     def needs_calibration(self) -> bool:
         """Whether the method has tables to fit and no file holds them yet."""
-        return self.method.is_calibrated and not files.file_of(self.inputs).is_file()
+        return self.calibrates and not files.file_of(self.inputs).is_file()
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the method has tables that are fitted to a text."""
+        return self.method.is_calibrated and not self.config.task.calibrates_itself
 
 
 def run(config: Config) -> Record:
@@ -154,7 +162,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         with timed(clock, "load"):
             device = inputs.device
         method, calibration = prepared.method, None
-        if method.is_calibrated:
+        if prepared.calibrates:
             with timed(clock, "calibrate"):
                 method, calibration = fitted(inputs, method)
         torch.manual_seed(config.seed)

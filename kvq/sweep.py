@@ -81,7 +81,7 @@ class SweepPlan:
 
     def _count(self, config: Config, state: str, why: str) -> None:
         self._counts[state] += 1
-        bits = config.parsed_bits.label if config.parsed_bits else "fixed"
+        bits = config.bits_label or "fixed"
         name = f"{config.method.name} bits={bits}  {config.model.name} {config.dataset.name} {config.task.name}"
         print(f"{state:<12}{name}  {why}")
 

@@ -25,7 +25,8 @@ def fitted(codec: Codec, x: Tensor) -> Codec:
     if any(isinstance(part, LearnedRotation) for part in parts.values()):
         tables = {f"{name}.rotation": part.begin(dim).float() for name, part in parts.items()}  # type: ignore[attr-defined]
     else:
-        tables = fit_codec(codec, flat, None, rope_table(tokens, dim), 0)
+        moments = flat.double().mT @ flat.double() / tokens
+        tables = fit_codec(codec, flat, None, rope_table(tokens, dim), 0, moments)
     return bind_codec(codec, tables, heads, dim)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from kvq.cache import KVCache
+from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from tests.random_models import VOCABULARY
 
@@ -249,3 +253,20 @@ def family(name: str, head_dim: int = 32, seed: int = 0) -> LoadedModel:
     given = {"experts_implementation": "eager"} if any("experts" in setting for setting in settings) else {}
     model = AutoModelForCausalLM.from_config(config, **given)
     return LoadedModel(model.eval().requires_grad_(False), torch.device("cpu"))
+
+
+def generates_greedily(loaded: LoadedModel, make: Callable[[], Method], tokens: Tensor, steps: int) -> KVCache:
+    """`generate` writes what feeding its own tokens back one by one gives; returns the cache of `generate`."""
+    settings = {
+        "attention_mask": torch.ones_like(tokens),
+        "max_new_tokens": steps,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    cache, again = KVCache(loaded.model, make()), KVCache(loaded.model, make())
+    out = loaded.model.generate(tokens, past_key_values=cache, **settings)
+    piece = tokens
+    for step in range(steps):
+        piece = loaded.model(piece, past_key_values=again).logits[:, -1].argmax(-1, keepdim=True)
+        assert torch.equal(piece[:, 0], out[:, tokens.shape[1] + step])
+    return cache

@@ -20,6 +20,10 @@ NAMES = [
     (["method=nns"], "method=nns: unknown method; .*Did you mean 'nsn'"),
     (["method=oscar/tokn_scope"], "Did you mean 'oscar/token_scope'"),
     (["method=3"], "method=3: unknown method"),
+    (
+        ["method=kvpress"],
+        "^method=kvpress: its release 0.5.5 requires transformers<5.3, and its presses read cache_pos",
+    ),
     (["task=[1,2]"], r"task=\[1,2\]: unknown task"),
     (["model=[null]"], r"model=\[null\]: unknown model"),
     (["task=pll"], "task=pll: unknown task; .*Did you mean 'ppl'"),

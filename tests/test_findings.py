@@ -1,4 +1,4 @@
-"""docs/findings.md says what the records say."""
+"""docs/findings.md and docs/engines.md say what the records say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.results import made
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = runpy.run_path(str(ROOT / "experiments" / "findings.py"))
-Findings, PLACE, TEMPLATE = SCRIPT["Findings"], SCRIPT["PLACE"], SCRIPT["TEMPLATE"]
+Findings, PLACE = SCRIPT["Findings"], SCRIPT["PLACE"]
+TEMPLATE = ROOT / "docs" / "findings.in.md"
 
 PRINTED = {"1.25", "2.25", "5.395", "5.285", "5.36", "5.29", "5.09"}
 """Decimals of the page that no record holds: nominal bits and the papers' figures."""
@@ -32,12 +33,29 @@ def findings(tmp_path: Path) -> Any:
 USE = "<!-- use: task=ppl metric=delta_nll as=.3f -->\n"
 
 
-def test_the_page_is_what_the_records_say() -> None:
+@pytest.mark.parametrize("name", ["engines", "findings"])
+def test_the_page_is_what_the_records_say(name: str) -> None:
     """`python experiments/findings.py` writes it; a claim that fails is a sentence to change."""
+    template = ROOT / "docs" / f"{name}.in.md"
+    assert template in SCRIPT["TEMPLATES"]
     findings = Findings(ROOT / "results")
-    page = findings.page(TEMPLATE.read_text(encoding="utf-8"))
+    page = findings.page(template.read_text(encoding="utf-8"))
     assert findings.failed == []
-    assert page == (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert page == SCRIPT["page_of"](template).read_text(encoding="utf-8")
+    assert SCRIPT["page_of"](template) == ROOT / "docs" / f"{name}.md"
+
+
+def test_every_format_of_the_engines_page_has_a_place_for_its_loss() -> None:
+    """Its rows read the preset that they name, or say below the table whose numbers they show."""
+    text = (ROOT / "docs" / "engines.in.md").read_text(encoding="utf-8")
+    rows = [row for row in text.splitlines() if row.startswith("| ") and "`engine/" in row]
+    assert len(rows) > 35
+    for row in rows:
+        named = re.findall(r"`(engine/[\w/]+)`", row)
+        (place,) = PLACE.findall(row)
+        assert place.endswith(" - paired fp16 -"), row
+        read = set(place.partition(" ")[0].split("|"))
+        assert named[0] in read or read == {"engine/vllm_fp8"}, row
 
 
 def test_no_measured_decimal_is_typed_by_hand() -> None:
@@ -65,6 +83,13 @@ def test_lines_are_settings_and_paragraphs_wrap(findings: Any) -> None:
 def test_a_claim_that_does_not_hold_is_named(findings: Any) -> None:
     assert findings.page(USE + "<!-- claim: kivi 2 < nsn 2 -->\nSo.\n") == "So.\n"
     assert findings.failed == ["kivi 2 < nsn 2: 0.2 < 0.05"]
+
+
+def test_a_run_that_is_not_measured_has_a_dash_where_the_place_says_so(findings: Any) -> None:
+    text = USE + "{{cq - else=–}} {{qjl - else=–}} {{qjl - else=– paired cq -}}\n"
+    assert findings.page(text) == "0.100 – –\n"
+    with pytest.raises(SCRIPT["NoSuchRun"], match="2 records"):
+        findings.page(USE + "{{nsn 2|3 else=–}}\n")
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,11 @@ SHAPES = [(1, 64, 2, 128), (2, 128, 1, 128), (8, 64, 3, 128), (8, 128, 1, 64), (
 CELLS = {name: cells[2] for name, cells in ROWS.items()}
 EVICTION = re.compile(r"as `fp16`, of (\d+/\d+) of the (?:tokens|prompt)")
 DATA = re.compile(r"(.+) \(depends on the data: (?:(\w) is .{5,}|.{10,})\)")
+FITTED = re.compile(r"(.+) \(depends on the calibration: (\w) is .{10,}\)")
 EVICTING = [name for name, cell in CELLS.items() if EVICTION.fullmatch(cell)]
 BY_DATA = [name for name, cell in CELLS.items() if DATA.fullmatch(cell)]
-CLOSED = [name for name in METHODS if name not in (*EVICTING, *BY_DATA, "fp16", "identity")]
+BY_CALIBRATION = [name for name, cell in CELLS.items() if FITTED.fullmatch(cell)]
+CLOSED = [name for name in METHODS if name not in (*EVICTING, *BY_DATA, *BY_CALIBRATION, "fp16", "identity")]
 
 
 def measured(name, bits, fitted, x, block):
@@ -64,21 +66,38 @@ def test_bits_that_depend_on_the_data_do(name):
     assert measured(name, 2, x, x.half(), 64) != measured(name, 2, x, other.half(), 64)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", [name for name in BY_DATA if DATA.fullmatch(CELLS[name])[2]])
-def test_formulas_of_what_the_data_decide(name, shape):
-    """Such a formula has a letter for the share of entries that are kept apart, which is counted."""
-    formula, letter = DATA.fullmatch(CELLS[name]).groups()
+def stored(name, shape):
+    """For each width: the letters of a formula, and keys and values of `shape` as they are stored."""
     heads, block, blocks, dim = shape
     x = random_states(heads, dim, block * blocks)
     rope = rope_table(block * blocks, dim)
     for bits in widths(name):
         method = build(name, x, bits)
-        for side, codec in enumerate((method.key, method.value)):
-            packed = codec.encode(x.half(), block, rope=rope)
-            share = Fraction(int(packed.parts["outlier.count"].sum()), x.numel())
-            names = {"b": bits, "D": dim, "H": heads, "R": block, letter: share}
+        both = [codec.encode(x.half(), block, rope=rope) for codec in (method.key, method.value)]
+        yield {"b": bits, "D": dim, "H": heads, "R": block}, both
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in BY_DATA if DATA.fullmatch(CELLS[name])[2]])
+def test_formulas_of_what_the_data_decide(name, shape):
+    """Such a formula has a letter for the share of entries that are kept apart, which is counted."""
+    formula, letter = DATA.fullmatch(CELLS[name]).groups()
+    for names, both in stored(name, shape):
+        for side, packed in enumerate(both):
+            elements = packed.tokens * names["H"] * names["D"]
+            names[letter] = Fraction(int(packed.parts["outlier.count"].sum()), elements)
             assert packed.bits_per_element == pytest.approx(float(closed_forms(formula, names)[side]), abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", BY_CALIBRATION)
+def test_formulas_of_what_the_calibration_decides(name, shape):
+    """Such a formula has a letter for the number of norms of a key, which are counted."""
+    formula, letter = FITTED.fullmatch(CELLS[name]).groups()
+    for names, both in stored(name, shape):
+        names[letter] = Fraction(sum(part.endswith("norm.scale") for part in both[0].parts), names["H"])
+        expected = tuple(map(float, closed_forms(formula, names)))
+        assert tuple(packed.bits_per_element for packed in both) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 16), (torch.float32, 32)])

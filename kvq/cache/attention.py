@@ -16,6 +16,7 @@ from kvq.cache.observe import Attended, hook_interface
 from kvq.cache.sources import SourceColumns
 from kvq.errors import Unsupported
 from kvq.models.layers import window_of
+from kvq.models.placing import base_of
 
 _CACHE_NAMES = ("past_key_values", "layer_past")
 _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
@@ -25,6 +26,8 @@ _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
 class WatchfulCache(Cache, abc.ABC):
     """A cache whose `announce` runs before each attention (a forward pre-hook)."""
 
+    enters = False
+    """`enter` is to be called."""
     recording = False
     """Each forward can be undone; its last tokens may be candidates, which attend as if fed one by one."""
 
@@ -46,6 +49,10 @@ class WatchfulCache(Cache, abc.ABC):
         """Receive the token ids of a forward of the model before any layer runs; None: the model gets embeddings."""
 
     @abc.abstractmethod
+    def enter(self, index: int, hidden: Tensor) -> None:
+        """Receive the states `[batch, tokens, channels]` that enter layer `index`, before its norm and attention."""
+
+    @abc.abstractmethod
     def observes(self, index: int) -> bool:
         """Whether `observe` is to be called with the queries and keys of the coming attention of a layer."""
 
@@ -56,10 +63,11 @@ class WatchfulCache(Cache, abc.ABC):
 
 def watch(model: nn.Module) -> list[nn.Module]:
     """Register the hooks on a model and its attentions, once; they ignore other caches. Returns the attentions."""
-    base: nn.Module = getattr(model, "base_model", model)  # also called where the output embedding is left out
+    base: nn.Module = base_of(model)  # also called where the output embedding is left out
     hooks: list[tuple[nn.Module, Any]] = [(model, _ask), (base, _begin)]
     found = attentions(base)
     hooks += [(module, _announce) for module in found]
+    hooks += [(module, _enter) for module in base.modules() if any(child in found for child in module.children())]
     for module, hook in hooks:
         if hook not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -94,8 +102,20 @@ def named_arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return {**given, **given.pop("kwargs", {})}
 
 
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchfulCache | None:
+    return next((item for item in (*kwargs.values(), *args) if isinstance(item, WatchfulCache)), None)
+
+
+def _enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = _cache_of(args, kwargs)
+    if cache is not None and cache.enters:
+        attention = next(child for child in layer.children() if hasattr(child, "layer_idx"))
+        given = named_arguments(layer, args, kwargs)
+        cache.enter(layer_number(attention, given), given["hidden_states"])
+
+
 def _announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    cache = next((item for item in (*kwargs.values(), *args) if isinstance(item, WatchfulCache)), None)
+    cache = _cache_of(args, kwargs)
     if cache is None:
         return None
     given = named_arguments(module, args, kwargs)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from kvq.cache import files
-from kvq.cache.allocated import allocated_bytes
 from kvq.cache.attention import (
     WatchfulCache,
     check_distances,
@@ -23,13 +22,13 @@ from kvq.cache.attention import (
     unmasked,
     watch,
 )
+from kvq.cache.counted import CountedCache
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.rotary import RopeTable, angles, styles_of_whole
 from kvq.cache.sources import SourceColumns
-from kvq.cache.states import LASTING, StatefulCache, StateLayer, states_of
-from kvq.cache.store import Recompression
+from kvq.cache.states import LASTING, StateLayer, states_of
 from kvq.errors import ConfigError, Unsupported
 from kvq.models.layers import KvLayer, kv_layers_of, window_of
 
@@ -70,7 +69,7 @@ def _lasting(model: nn.Module, attentions: list[nn.Module]) -> str | None:
     return None if reason is None else f"model: {reason}"
 
 
-class KVCache(StatefulCache, WatchfulCache):
+class KVCache(CountedCache, WatchfulCache):
     """A quantized cache for `model.generate(**inputs, past_key_values=kvq.KVCache(model, method))`.
 
     Args:
@@ -117,6 +116,7 @@ class KVCache(StatefulCache, WatchfulCache):
             check_replaceable(model)
             use_packed_attention(model)
         self.method: Any = method
+        self.enters = getattr(method, "sink_detection", None) is not None
         self.dtype = dtype
         self._model = weakref.ref(model)
         self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
@@ -257,6 +257,11 @@ class KVCache(StatefulCache, WatchfulCache):
             layer.begin(input_ids)
 
     @override
+    def enter(self, index: int, hidden: Tensor) -> None:
+        if index in self._held:
+            self._layer(index).enter(hidden)
+
+    @override
     def observes(self, index: int) -> bool:
         return index in self._held and self._layer(index).observes
 
@@ -283,57 +288,9 @@ class KVCache(StatefulCache, WatchfulCache):
             table.keep(self.get_seq_length())
 
     @property
+    @override
     def kv_layers(self) -> list[Any]:
-        """The layers with keys and values of their own (`Layer`)."""
         return [self.layers[index] for index in self._held]
-
-    def _sides(self, which: str | None = None) -> list[Any]:
-        names = ("key", "value") if which is None else (which,)
-        return [getattr(layer, name) for layer in self.kv_layers for name in names]
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed prefixes."""
-        return sum(side.packed_bytes for side in self._sides())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything the next token needs: packed prefixes, full-precision residuals, and states."""
-        return self.packed_bytes + sum(side.residual_bytes for side in self._sides()) + self.state_bytes
-
-    @property
-    def nbytes_allocated(self) -> int:
-        """Bytes of all memory that the cache keeps alive.
-
-        Besides `nbytes`: reserved rows, which save a copy at every token; the decoded copy (`keep_decoded`); the angles
-        of rotary embeddings that codecs undo; attention scores of tokens; and the last update, where `crop` can undo
-        it. Constants of a method are shared by its caches and not counted.
-        """
-        return allocated_bytes(self, self.method)
-
-    @property
-    def bits_per_element(self) -> float:
-        """Stored bits per element of packed keys and values; a side that packs none counts in full precision."""
-        return self.side_bits()
-
-    @property
-    def effective_bits(self) -> float:
-        """Stored bits per element of all tokens seen so far, residual included; evicted tokens count with 0 bits."""
-        sides = [(layer, side) for layer in self.kv_layers for side in (layer.key, layer.value)]
-        elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
-        return 8 * self.nbytes / elements if elements else 0.0
-
-    def side_bits(self, which: str | None = None) -> float:
-        """Stored bits per element of `key`, `value` or both: of packed tokens, or of full precision if none are."""
-        sides = [side for side in self._sides(which) if side.tokens]
-        elements = sum(side.elements_per_token for side in sides)
-        return sum(side.bits_per_element * side.elements_per_token for side in sides) / elements if sides else 0.0
-
-    @property
-    def recompression(self) -> Recompression | None:
-        """What encoding packed tokens again has changed, over all layers; None: the method never does."""
-        found = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
-        return Recompression(*map(sum, zip(*found, strict=True))) if found else None
 
     def check_finite(self) -> None:
         """Raise `DataError` naming the first layer whose full-precision states are NaN or infinite."""

@@ -63,6 +63,9 @@ class Layer(CacheLayerMixin):
     def begin(self, tokens: Tensor | None) -> None:
         """Hear which tokens come next, `[batch, tokens]`, before their states do (None: nobody knows)."""
 
+    def enter(self, hidden: Tensor) -> None:
+        """Receive the states `[batch, tokens, channels]` that enter the layer, before `update`."""
+
     def observe(self, attended: Attended) -> None:
         """Receive the queries and keys of an attention, after `update`."""
 
@@ -178,6 +181,11 @@ class KVCacheLayer(Layer):
     @override
     def begin(self, tokens: Tensor | None) -> None:
         self.key.begin(tokens)
+
+    @override
+    def enter(self, hidden: Tensor) -> None:
+        self.key.enter(hidden)
+        self.value.enter(hidden)
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

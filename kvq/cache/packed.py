@@ -28,6 +28,7 @@ from kvq.codecs import Codec
 from kvq.config.residual import PrefillBlock, ResidualSide
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, attend, fused
+from kvq.models.placing import base_of
 
 PREFIX = "kvq_"
 ORIGINALS = ("sdpa", "eager")
@@ -145,14 +146,14 @@ def use_packed_attention(model: nn.Module) -> None:
         if PREFIX + name not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(PREFIX + name, _function(name))
             AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    base = getattr(model, "base_model", model)
+    base = base_of(model)
     for config in [config for config, _ in _configs(model)] + [base.config]:
         if config._attn_implementation in ORIGINALS:
             config._attn_implementation = PREFIX + config._attn_implementation
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
-    for module in attentions(getattr(model, "base_model", model)):
+    for module in attentions(base_of(model)):
         yield getattr(module, "config", None), module
 
 

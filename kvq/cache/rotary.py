@@ -17,7 +17,7 @@ from kvq.cache.state import Field, Reader, Writer
 from kvq.codecs import Growable
 from kvq.codecs.rope import Rope
 from kvq.errors import DataError, Unsupported
-from kvq.models.placing import device_of
+from kvq.models.placing import base_of, device_of
 
 PROBE_TOKENS = 24
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -79,6 +79,11 @@ class RopeTable:
         assert self._parts is not None
         cos, sin = self._parts
         return Rope(cos.view, sin.view, self.style is not None and self.style.interleaved)
+
+    def behind(self, tokens: int) -> Rope:
+        """The rotations without those of the first `tokens` tokens."""
+        rope = self.rope
+        return rope.narrow(tokens, rope.tokens - tokens) if tokens else rope
 
     def extend(self, held: int, queries: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         """Cover `queries` tokens after the `held` ones; an earlier layer of the group may have done so already.
@@ -193,7 +198,7 @@ def styles_of_whole(model: nn.Module) -> list[tuple[Style | None, int]]:
 
 @torch.no_grad()
 def _probe(model: Any) -> list[tuple[Style | None, int]]:
-    base = getattr(model, "base_model", model)
+    base = base_of(model)
     calls: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -64,6 +64,9 @@ class CacheSide:
     def begin(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
         """Receive the ids of the next tokens before their states; None: there are no ids."""
 
+    def enter(self, hidden: Float[Tensor, "batch tokens channels"]) -> None:
+        """Receive the hidden states of the next tokens before their keys or values."""
+
     @property
     def _encodes_at_once(self) -> bool:
         return self.residual.policy is Policy.none or self.residual.size == 0
@@ -240,10 +243,7 @@ class CacheSide:
     @property
     def _turns(self) -> Rope | None:
         """The rotations of the tokens held, from the first on."""
-        if not self.uses_rope or self.rope is None:
-            return None
-        rope = self.rope.rope
-        return rope.narrow(self.dropped, rope.tokens - self.dropped) if self.dropped else rope
+        return None if not self.uses_rope or self.rope is None else self.rope.behind(self.dropped)
 
     def _hold(self, states: Tensor) -> None:
         if self._full is None:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from kvq.errors import Unsupported
 from kvq.models.layers import state_layers_of
-from kvq.models.placing import device_of
+from kvq.models.placing import base_of, device_of
 
 LASTING = "a layer keeps a state of fixed size, from which tokens cannot be taken back (fork() the cache before)"
 """The reason why `crop` is refused."""
@@ -178,7 +178,7 @@ def reads_in_parts(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _probe(model: Any) -> bool:
-    base = getattr(model, "base_model", model)
+    base = base_of(model)
     embedding = model.get_input_embeddings()
     tokens = torch.arange(1, _PROBE_CUTS[-1] + 1, device=device_of(embedding))[None] % embedding.weight.shape[0]
     whole = base(input_ids=tokens, use_cache=False).last_hidden_state

@@ -93,6 +93,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
             missing = [part for part in calibrated_parts(codec) if not any(n.startswith(f"{part}.") for n in tables)]
             if missing and layer not in kept:
                 raise Unsupported(f"calibration of method={calibration.method}: has no tables for {prefix}{missing[0]}")
-            codecs.append(None if layer in kept else bind_codec(codec, tables, heads, dim))
+            its_codec = method.codec_of(side, layer) or codec
+            codecs.append(None if layer in kept else bind_codec(its_codec, tables, heads, dim))
         bound[side] = codecs
     return dataclasses.replace(method, bound=bound)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
 
 from kvq.cache.attention import attentions, layer_number, named_arguments
+from kvq.cache.observe import hook_interface
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
 from kvq.errors import DataError, Unsupported
 from kvq.models import LoadedModel
 from kvq.models.layers import places_of
+from kvq.models.placing import base_of
 
 LOGIT_CHUNK = 256
 """Positions whose logits are in memory at once."""
@@ -30,18 +32,36 @@ _TOKENS_STREAM = 0x746F6B65
 class LayerStates:
     """One layer's calibration tokens: `key` and `value` as a cache gets them, `[heads, tokens, head_dim]`.
 
-    `gradients`: of the loss (nats, summed over a sample) at both; `rope`: the rotations of the keys.
+    `gradients`: of the loss (nats, summed over a sample) at both; `rope`: the rotations of the keys. `queries`: second
+    moments of the queries that read the keys, after RoPE, `[heads, head_dim, head_dim]` in fp64: means over tokens and
+    over the query heads of a KV head (None: not collected).
     """
 
     key: Tensor
     value: Tensor
     gradients: dict[str, Tensor] = field(default_factory=dict)
     rope: Rope | None = None
+    queries: Tensor | None = None
+
+    def moments(self, side: str) -> Tensor | None:
+        """Second moments that count for `key` or `value`, `[heads, head_dim, head_dim]` in fp64.
+
+        Keys: those of the queries, C. Values: those of the values with a weight of each token, k C k over its mean.
+
+        Source: OSCAR (arXiv 2605.17757), as its released calibration has them.
+        """
+        if self.queries is None or side == "key":
+            return self.queries
+        key, value = self.key.double(), self.value.double()
+        weights = (key @ self.queries * key).sum(-1, keepdim=True)
+        weights = weights / weights.mean(-2, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        return (value * weights).mT @ value / value.shape[-2]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of states and gradients."""
-        return sum(part.numel() * part.element_size() for part in (self.key, self.value, *self.gradients.values()))
+        """Bytes of states, gradients and moments."""
+        parts = (self.key, self.value, *self.gradients.values(), self.queries)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 class _Recorder(DynamicCache):
@@ -95,12 +115,34 @@ def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
         if index is not None and (style := styles[index][0]) is not None and table is not None:
             found[index] = style.rope(table[0][:1].detach(), table[1][:1].detach()).to("cpu")
 
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(loaded.model.base_model)]
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(base_of(loaded.model))]
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _queries(loaded: LoadedModel, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `see` with the queries of each layer `[batch, query heads, tokens, head_dim]` within this context.
+
+    Raises:
+        Unsupported: attention outside of transformers' attention interface, or to keys that a latent is expanded to.
+    """
+    if getattr(loaded.text_config, "kv_lora_rank", None):
+        raise Unsupported("model: its queries read keys expanded from a latent; what a cache holds is the latent")
+    places = places_of(loaded.text_config)
+
+    def show(caller: Any, query: Tensor, *_: Any) -> None:
+        if caller.layer_idx in places:  # else it reads the keys of another layer
+            see(places[caller.layer_idx], query)
+
+    families = {type(module).__module__: module for module in attentions(base_of(loaded.model))}
+    with ExitStack() as hooked:
+        for module in families.values():
+            hooked.callback(hook_interface(module, show))
+        yield
 
 
 class _Pieces(dict[str, list[Tensor]]):
@@ -111,7 +153,12 @@ class _Pieces(dict[str, list[Tensor]]):
 
 
 def collect(
-    loaded: LoadedModel, windows: Int[Tensor, "samples length"], tokens: int | None, gradients: bool, seed: int
+    loaded: LoadedModel,
+    windows: Int[Tensor, "samples length"],
+    tokens: int | None,
+    gradients: bool,
+    seed: int,
+    queries: bool = False,
 ) -> dict[int, LayerStates]:
     """States on all windows of every layer that computes keys, and their gradients by one backward pass per window.
 
@@ -120,13 +167,16 @@ def collect(
 
     Args:
         tokens: number of tokens kept, at the same positions in every layer, drawn by `seed`; None: all.
+        queries: also collect the second moments of the queries at these positions.
 
     Raises:
         DataError: states or gradients that are not finite.
-        Unsupported: attentions that do not put their keys into the cache they are given.
+        Unsupported: attentions that do not put their keys into the cache they are given, or whose queries cannot be
+            seen.
     """
     layers: dict[int, _Pieces] = {}
     ropes: dict[int, list[Rope]] = {}
+    moments: dict[int, Tensor] = {}
     generator = torch.Generator().manual_seed(seed ^ _TOKENS_STREAM)
     length = windows.shape[1]
     each = length if tokens is None else min(length, max(1, tokens // len(windows)))
@@ -146,17 +196,33 @@ def collect(
                     part.register_hook(partial(layer.add, f"{name}_gradient", positions=positions))
             return states["key"], states["value"]
 
-        with _ropes(loaded) as found:
+        def add(index: int, query: Tensor, positions: Tensor = positions) -> None:
+            heads = layers[index]["key"][-1].shape[0]
+            moments[index] = moments.get(index, 0) + _moment(query[0], heads, positions) / len(windows)
+
+        with _ropes(loaded) as found, _queries(loaded, add) if queries else nullcontext():
             loss(loaded, window, see, gradients)
         for index, rope in found.items():
             ropes.setdefault(index, []).append(rope.at(positions))
     expected = len(styles_of(loaded.model))
     if len(layers) != expected:
         raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {len(layers)} of {expected} layers away")
-    return {index: _joined(index, layers.pop(index), ropes.get(index)) for index in sorted(layers)}
+    if queries and (hidden := sorted(layers.keys() - moments.keys())):
+        kind = type(loaded.model).__name__
+        raise Unsupported(f"model: layer {hidden[0]} of {kind} attends in a way that kvq cannot see")
+    return {index: _joined(index, layers.pop(index), ropes.get(index), moments.get(index)) for index in sorted(layers)}
 
 
-def _joined(index: int, layer: _Pieces, ropes: list[Rope] | None) -> LayerStates:
+@torch.no_grad()
+def _moment(
+    query: Float[Tensor, "query_heads tokens dim"], heads: int, positions: Int[Tensor, " kept"]
+) -> Float[Tensor, "heads dim dim"]:
+    """Mean of q qᵀ in fp64 over the tokens at `positions` and the query heads of each KV head."""
+    seen = query.unflatten(0, (heads, -1)).index_select(-2, positions.to(query.device)).flatten(1, 2).double()
+    return (seen.mT @ seen).cpu() / seen.shape[1]
+
+
+def _joined(index: int, layer: _Pieces, ropes: list[Rope] | None, queries: Tensor | None) -> LayerStates:
     parts = {name: torch.cat(layer.pop(name), -2) for name in list(layer)}
     gradients = {name.removesuffix("_gradient"): parts.pop(name) for name in list(parts) if name.endswith("_gradient")}
     for name, part in gradients.items():
@@ -166,4 +232,4 @@ def _joined(index: int, layer: _Pieces, ropes: list[Rope] | None) -> LayerStates
     if ropes:
         cos, sin = (torch.cat([getattr(rope, name) for rope in ropes], 1) for name in ("cos", "sin"))
         rope = Rope(cos, sin, ropes[0].interleaved)
-    return LayerStates(parts["key"], parts["value"], gradients, rope)
+    return LayerStates(parts["key"], parts["value"], gradients, rope, queries)

@@ -25,6 +25,7 @@ from kvq.results.tensor_files import dump, read_tensors
 from kvq.results.versions import versions_of_parts
 
 FOLDER = "calibration"
+_NOT_FITTED = ("sink_tokens", "kept_keys", "sink_detection")
 _FORMAT = "kvq-calibration-2"
 
 
@@ -45,7 +46,7 @@ def file_of(inputs: Inputs) -> Path:
     The name includes a hash of the fitting code, so tables of an earlier version of the code are never read.
     """
     whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
-    method = {name: item for name, item in whole["method"].items() if name not in ("sink_tokens", "kept_keys")}
+    method = {name: item for name, item in whole["method"].items() if name not in _NOT_FITTED}
     # Sinks and kept keys do not change the tables, so methods with equal codecs share them.
     outside = {
         name: version for name, version in versions_of_parts(whole["method"]).items() if isinstance(version, str)

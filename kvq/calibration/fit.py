@@ -42,9 +42,10 @@ def calibrate(
     head_dims = head_dims_of(loaded.text_config)
     torch.manual_seed(settings.seed)
     tensors = learn(loaded, method, windows, head_dims)
-    wants = [part.wants_gradients for codec in _codecs(method).values() for part in calibrated_parts(codec).values()]
+    parts = [part for codec in _codecs(method).values() for part in calibrated_parts(codec).values()]
     shown = windows if _fitted(method) else windows[:1]  # of learned parts alone, for the number of heads
-    states, earlier = _states(loaded, shown, settings, any(wants))
+    gradients, queries = any(part.wants_gradients for part in parts), any(part.wants_moments for part in parts)
+    states, earlier = _states(loaded, shown, settings, gradients, queries)
     heads = [layer.key.shape[0] for layer in states.values()]
     for index, layer in tqdm(states.items(), desc="fitting", unit="layer", leave=False, disable=None):
         tensors |= _fit(method, layer, index, len(head_dims), settings.seed, loaded.device)
@@ -63,14 +64,16 @@ _Collected = tuple[dict[int, LayerStates], float]
 _kept: dict[tuple[object, ...], _Collected] = {}
 
 
-def _states(loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, gradients: bool) -> _Collected:
+def _states(
+    loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, gradients: bool, queries: bool
+) -> _Collected:
     """States of every layer, and the seconds of collecting them; the methods of a sweep share small enough states."""
     text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-    name = (weights_name(loaded.model), loaded.device, text, settings.tokens, settings.seed, gradients)
+    name = (weights_name(loaded.model), loaded.device, text, settings.tokens, settings.seed, gradients, queries)
     if name not in _kept:
         _kept.clear()
         start = time.perf_counter()
-        states = collect(loaded, windows, settings.tokens, gradients, settings.seed)
+        states = collect(loaded, windows, settings.tokens, gradients, settings.seed, queries)
         if sum(layer.nbytes for layer in states.values()) > _KEPT_BYTES:
             return states, 0.0
         _kept[name] = states, time.perf_counter() - start
@@ -96,13 +99,14 @@ def _fit(
     for side in _fitted(method):
         if layer in method.whole_layers(side, layers):
             continue
-        x, gradients = getattr(states, side).to(device), states.gradients.get(side)
+        x, gradients, moments = getattr(states, side).to(device), states.gradients.get(side), states.moments(side)
         found = fit_codec(
-            _codecs(method)[side],
+            method.codec_of(side, layer) or _codecs(method)[side],
             x.float() if x.dtype != torch.float64 else x,
             None if gradients is None else gradients.to(device).float(),
             None if states.rope is None else states.rope.to(device),
             seed,
+            None if moments is None else moments.to(device),
         )
         out |= {f"{side}.{layer}.{name}": table.cpu() for name, table in found.items()}
     return out

@@ -49,7 +49,8 @@ def learn(
     if found is None or method.value is None:
         return {}
     name, stage = found
-    rest = method.value.rebuilt(method.value.stages[1:])
+    codecs = [method.codec_of("value", index) or method.value for index in range(len(head_dims))]
+    rest = [codec.rebuilt(codec.stages[1:]) for codec in codecs]
     kept = method.whole_layers("value", len(head_dims))
     rotations = {index: stage.begin(dim) for index, dim in enumerate(head_dims) if index not in kept}
     for step in tqdm(range(stage.steps), desc="learning rotations", unit="step", leave=False, disable=None):
@@ -58,7 +59,7 @@ def learn(
         def see(index: int, key: Tensor, value: Tensor, leaves: dict[int, Tensor] = leaves) -> tuple[Tensor, Tensor]:
             if index not in leaves:
                 return key, value
-            return key, _quantized(value, leaves[index].to(value.device), rest).to(value.dtype)
+            return key, _quantized(value, leaves[index].to(value.device), rest[index]).to(value.dtype)
 
         loss(loaded, windows[step % len(windows)], see, backward=True)
         for index, leaf in leaves.items():

@@ -121,7 +121,7 @@ def check(inputs: Inputs, method: Method) -> None:
         ConfigError: no text to calibrate on, or windows longer than the model takes.
         Unsupported: a task that reads no weights.
     """
-    if not method.is_calibrated:
+    if not method.is_calibrated or inputs.config.task.calibrates_itself:
         return
     settings, longest = inputs.config.method.calibration, inputs.longest_context
     if not inputs.reads_weights:

@@ -1,18 +1,22 @@
 """Tensor maths of quantization: packing, stages, quantizers and the chain that joins them. No transformers here."""
 
-from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, SignedMaxQuantizer
+from kvq.codecs.block_float import BlockFloatQuantizer
+from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, LevelsQuantizer, SignedMaxQuantizer
 from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
+from kvq.codecs.channel_groups import ChannelGroups, PairWidths
 from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
+from kvq.codecs.covariance import CovarianceRotation, RankClip
 from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.gear import SparseLowRank
 from kvq.codecs.huffman import HuffmanCodec, Rate
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
+from kvq.codecs.layer_scale import LayerScale
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, optimal_levels
 from kvq.codecs.low_rank import LowRankCorrection, Svd
 from kvq.codecs.nsnquant import Center, ChannelScale, ChannelShift
@@ -26,15 +30,18 @@ from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.stages import Hadamard, RandomizedHadamard, RandomRotation, Scope, Stage, TokenNorm
 from kvq.codecs.token_groups import ChannelRoot, PlannedCodec, TokenSplit, TokenTiers
 from kvq.codecs.turboquant import InnerProductQuantizer, Sketch
+from kvq.codecs.variance_balance import Imbalance, VarianceBalance
 from kvq.codecs.vector import VectorQuantizer
 
 __all__ = [
     "ApplyRope",
     "Axis",
+    "BlockFloatQuantizer",
     "BlockRun",
     "Calibrated",
     "CalibratedChannelSplit",
     "Center",
+    "ChannelGroups",
     "ChannelOrder",
     "ChannelRoot",
     "ChannelScale",
@@ -43,6 +50,7 @@ __all__ = [
     "ClippedQuantizer",
     "Codec",
     "CoupledQuantizer",
+    "CovarianceRotation",
     "DeltaQuantizer",
     "DoubleQuant",
     "Float8Quantizer",
@@ -52,13 +60,17 @@ __all__ = [
     "Hadamard",
     "HalfAwayQuantizer",
     "HuffmanCodec",
+    "Imbalance",
     "InnerProductQuantizer",
+    "LayerScale",
     "LearnedRotation",
+    "LevelsQuantizer",
     "LloydMaxQuantizer",
     "LowRankCorrection",
     "NonUniformQuantizer",
     "Packed",
     "PackedStore",
+    "PairWidths",
     "Passthrough",
     "PlannedCodec",
     "PolarQuantizer",
@@ -67,6 +79,7 @@ __all__ = [
     "Quantizer",
     "RandomRotation",
     "RandomizedHadamard",
+    "RankClip",
     "Rate",
     "Rope",
     "Scope",
@@ -82,6 +95,7 @@ __all__ = [
     "TokenTiers",
     "UndoRope",
     "UniformQuantizer",
+    "VarianceBalance",
     "VectorQuantizer",
     "Zero",
     "ZeroPoint",

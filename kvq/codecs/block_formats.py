@@ -1,7 +1,10 @@
-"""Formats with one scale per block of values: llama.cpp's q4_0 and q8_0, and 8-bit floating point."""
+"""Formats of inference engines: llama.cpp's q4_0, q8_0 and IQ4_NL, and 8-bit floating point."""
 
 from __future__ import annotations
 
+import enum
+import itertools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -9,12 +12,17 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from kvq.codecs.grids import Halves, SideDtype
+from kvq.codecs.levels import looked_up
 from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import Axis, Parts, Quantizer, UniformQuantizer, to_stored
+from kvq.codecs.quantizers import Axis, Parts, Quantizer, UniformQuantizer, choice, to_stored
 from kvq.errors import ConfigError, Unsupported
 
-_FP8 = torch.float8_e4m3fn
-_FP8_MAX = torch.finfo(_FP8).max
+
+def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, "*lead groups size"]:
+    """The channels in groups of `size` (None: all); a short last group gets zeros, which are never the largest."""
+    size = min(size or x.shape[-1], x.shape[-1])
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
 
 class SignedMaxQuantizer(Quantizer):
@@ -52,15 +60,10 @@ class SignedMaxQuantizer(Quantizer):
     def indices(self) -> dict[str, int]:
         return {"codes": self.bits}
 
-    def _grouped(self, x: Tensor) -> Tensor:
-        """View `[..., groups, group_size]`; a short last group gets zeros, which never are its largest value."""
-        size = min(self.group_size or x.shape[-1], x.shape[-1])
-        return torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
-
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes (`codes.<plane>`) and `scale` `[..., heads, tokens, groups]`, signed, in fp16."""
-        groups = self._grouped(x)
+        groups = in_groups(x, self.group_size)
         scale = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -self._middle
         # Halves go up, as in ggml, not to the even code.
         codes = groups.div(scale.masked_fill(scale == 0, 1)).add_(self._middle + 0.5).floor_()
@@ -70,7 +73,7 @@ class SignedMaxQuantizer(Quantizer):
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * (code - 2^(b-1))`, from the stored scale."""
-        groups = self._grouped(unpack_parts(parts, self.bits, shape[-2]).to(dtype))
+        groups = in_groups(unpack_parts(parts, self.bits, shape[-2]).to(dtype), self.group_size)
         out = groups.sub(self._middle).mul_(parts["scale"].to(dtype).unsqueeze(-1))
         return out.flatten(-2)[..., : shape[-1]]
 
@@ -94,37 +97,157 @@ class HalfAwayQuantizer(UniformQuantizer):
     version: ClassVar[int] = 1
 
     def __init__(self, bits: int, group_size: int | None = None) -> None:
-        super().__init__(bits, Axis.per_token, group_size, symmetric=True)
+        super().__init__(bits, Axis.per_token, group_size, symmetric=True, halves=Halves.away, reciprocal=True)
 
-    @staticmethod
-    @override
-    def _rounded(x: Tensor, scale: Tensor) -> Tensor:
-        steps = x * scale.reciprocal().masked_fill(scale == 0, 0)
-        whole = steps.trunc()
-        # Not trunc(x + 1/2): the largest number below 1/2 would go up.
-        return whole + (steps - whole).abs().ge(0.5) * steps.sign()
+
+class Float8(enum.Enum):
+    """8-bit floats: e4m3 (3 mantissa bits, largest 448, no infinities) and e5m2 (2 mantissa bits, largest 57344)."""
+
+    e4m3 = "e4m3"
+    e5m2 = "e5m2"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The dtype of torch."""
+        return torch.float8_e4m3fn if self is Float8.e4m3 else torch.float8_e5m2
+
+
+class FloatScale(enum.Enum):
+    """The values that share the scale of an 8-bit float.
+
+    `block`: all heads, tokens and channels of a block, so that no sequence of a batch depends on its neighbours.
+    `token`: the channels of a token in a head. `none`: there is no scale, values are cast as they are.
+    """
+
+    block = "block"
+    token = "token"
+    none = "none"
 
 
 class Float8Quantizer(Quantizer):
-    """8-bit floating point (e4m3: 4 exponent and 3 mantissa bits, largest 448) with one scale per tensor.
+    """8-bit floating point, with scale max|x| / (largest number of the format).
 
-    The tensor is a block: all heads, tokens and channels of one batch entry, so that no sequence of a batch depends on
-    its neighbours. scale = max|x| / 448; codes use the unrounded scale, which is stored in fp16, so a block of H heads,
-    T tokens and D channels has 8 + 16 / (H T D) bits per element.
+    Args:
+        format: see `Float8`.
+        scale: see `FloatScale`. With a scale per block of H heads, T tokens and D channels in fp16 an element takes
+            8 + 16 / (H T D) bits, with one per token and head in fp32 8 + 32 / D, without any 8.
+        least_scale: scales below it become it.
+        saturate: clamp to the largest number before the cast; else overflow is torch's: e4m3 saturates, e5m2 becomes
+            infinite.
+        side_dtype: dtype of stored scales, see `SideDtype`. Codes use the unrounded scale.
+
+    A scale that is fixed, per layer or per head is the stage `LayerScale` before this quantizer with `scale: none`.
+
+    Raises:
+        ConfigError: an unknown name, a negative least scale.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv 2209.05433), Table 1.
     """
 
     version: ClassVar[int] = 1
 
+    def __init__(
+        self,
+        format: Float8 | str = Float8.e4m3,  # noqa: A002 - the name of the setting
+        scale: FloatScale | str = FloatScale.block,
+        least_scale: float = 0.0,
+        saturate: bool = True,
+        side_dtype: SideDtype | str = SideDtype.float16,
+    ) -> None:
+        self.format, self.scale = choice(Float8, format, "format"), choice(FloatScale, scale, "scale")
+        self.side_dtype = choice(SideDtype, side_dtype, "side_dtype")
+        if least_scale < 0:
+            raise ConfigError(f"least_scale={least_scale}: at least 0")
+        self.least_scale, self.saturate = least_scale, saturate
+
+    @property
+    def token_group(self) -> int | None:  # type: ignore[override]
+        """None where a block shares a scale, else 1."""
+        return None if self.scale is FloatScale.block else 1
+
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`values` in float8_e4m3fn, shaped as `x`, and `scale` `[..., 1, 1, 1]` in fp16."""
-        scale = x.abs().amax((-3, -2, -1), keepdim=True) / _FP8_MAX
-        values = x.div(scale.masked_fill(scale == 0, 1)).clamp_(-_FP8_MAX, _FP8_MAX)
-        return {"values": values.to(_FP8), "scale": to_stored(scale, torch.float16)}
+        """`values` in the format's dtype, shaped as `x`, and `scale`: `[..., 1, 1, 1]` or `[..., heads, tokens, 1]`."""
+        limit = torch.finfo(self.format.torch).max
+        side: Parts = {}
+        if self.scale is not FloatScale.none:
+            over = (-3, -2, -1) if self.scale is FloatScale.block else (-1,)
+            scale = x.abs().amax(over, keepdim=True) / limit
+            if self.least_scale:
+                scale = scale.clamp_min(self.least_scale)
+            x = x.div(scale.masked_fill(scale == 0, 1))
+            side = {"scale": to_stored(scale, self.side_dtype.torch)}
+        values = x.clamp(-limit, limit) if self.saturate else x
+        return {"values": values.to(self.format.torch), **side}
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * value`, from the stored scale."""
-        return parts["values"].to(dtype) * parts["scale"].to(dtype)
+        values = parts["values"].to(dtype)
+        return values * parts["scale"].to(dtype) if "scale" in parts else values
+
+
+class LevelsQuantizer(Quantizer):
+    """The nearest of fixed levels, with a signed scale that maps a group's largest value by magnitude to the first one.
+
+    Per token and group, with m the value of largest magnitude (the first of them) and v the levels: d = m / v_0, code =
+    the nearest v to x / d (of two, the higher). With `refit`, the stored scale is then the one of least squared error
+    weighted with x²: d = Σ x² v x / Σ x² v². IQ4_NL of ggml has 16 levels, groups of 32 and 4.5 bits.
+
+    Args:
+        levels: 2 to 256 ascending numbers, the first of them negative.
+        group_size: channels that share a scale; None = the whole head_dim. A short last group has its own scale.
+        refit: see above; the codes are not chosen again.
+        least: a group whose values are all smaller in magnitude is stored as zeros.
+
+    Raises:
+        ConfigError: levels that are not ascending, a group size below 1.
+
+    Source: `quantize_row_iq4_nl_ref` of ggml, without its trials of several scales, which a cache does not make.
+    """
+
+    version: ClassVar[int] = 1
+
+    token_group = 1
+
+    def __init__(
+        self, levels: Sequence[float], group_size: int | None = None, refit: bool = True, least: float = 1e-15
+    ) -> None:
+        ascending = all(low < high for low, high in itertools.pairwise(levels))
+        if not (2 <= len(levels) <= 256 and ascending and levels[0] < 0):
+            raise ConfigError(f"levels={list(levels)}: 2 to 256 ascending numbers, the first of them negative")
+        if group_size is not None and group_size < 1:
+            raise ConfigError(f"group_size={group_size}: at least 1, or null for the whole head_dim")
+        self.levels, self.group_size, self.refit, self.least = tuple(map(float, levels)), group_size, refit, least
+        self.bits = (len(levels) - 1).bit_length()
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Codes (`codes.<plane>`) and `scale` `[..., heads, tokens, groups]`, signed, in fp16."""
+        groups = in_groups(x, self.group_size)
+        levels = groups.new_tensor(self.levels)
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        scale = (largest / levels[0]).masked_fill(largest.abs() < self.least, 0)
+        steps = groups.div(scale.masked_fill(scale == 0, 1)).contiguous()
+        codes = torch.bucketize(steps, (levels[1:] + levels[:-1]) / 2, right=True)
+        if self.refit:
+            chosen, weight = looked_up(levels, codes), groups.square()
+            top = (weight * chosen * groups).sum(-1, keepdim=True)
+            bottom = (weight * chosen.square()).sum(-1, keepdim=True)
+            scale = (top / bottom.masked_fill(bottom == 0, 1)).masked_fill(scale == 0, 0)
+        stored = {"scale": to_stored(scale.squeeze(-1), torch.float16)}
+        return pack_parts(codes.flatten(-2)[..., : x.shape[-1]], self.bits) | stored
+
+    @override
+    def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """`scale * level`, from the stored scale."""
+        codes = unpack_parts(parts, self.bits, shape[-2])
+        values = in_groups(
+            looked_up(torch.tensor(self.levels, dtype=dtype, device=codes.device), codes), self.group_size
+        )
+        return (values * parts["scale"].to(dtype).unsqueeze(-1)).flatten(-2)[..., : shape[-1]]

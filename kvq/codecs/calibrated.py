@@ -18,6 +18,7 @@ from kvq.errors import ConfigError, Unsupported
 
 Tables = dict[str, Tensor]
 States = Float[Tensor, "heads tokens head_dim"]
+Moments = Float[Tensor, "heads head_dim head_dim"]
 QUANTIZER = "quantizer"
 """Name of the quantizer among a codec's calibrated parts; stages have their own names."""
 
@@ -26,11 +27,18 @@ class Calibrated:
     """Mixin of stages and quantizers with tables per layer.
 
     Attributes:
+        is_calibrated: there are tables to fit; False for a quantizer around a codec that has none.
         wants_gradients: `fit` weights by squared gradients of the loss (the diagonal of the Fisher information).
+        wants_moments: `fit` takes `moments`, the second moments that count for the side (`kvq.calibration.collect`).
+        wants_pairs: of the moments, `fit` reads the energies of RoPE pairs alone, so a stage that turns these may
+            precede the part; no other stage may precede one that takes moments.
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
     """
 
+    is_calibrated = True
     wants_gradients = False
+    wants_moments = False
+    wants_pairs = False
     learned = False
     _tables: Mapping[str, Tensor] | None = None
     _shape: tuple[int, int] | None = None
@@ -79,7 +87,7 @@ class Calibrated:
 def calibrated_parts(codec: Codec) -> dict[str, Calibrated]:
     """The calibrated stages by name, and the quantizer, in the order of encoding."""
     parts: dict[str, Stage | Quantizer] = {**dict(codec.stages), QUANTIZER: codec.quantizer}
-    return {name: part for name, part in parts.items() if isinstance(part, Calibrated)}
+    return {name: part for name, part in parts.items() if isinstance(part, Calibrated) and part.is_calibrated}
 
 
 def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Codec:
@@ -95,29 +103,40 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
     return codec.rebuilt(stages, bound.get(QUANTIZER))  # type: ignore[arg-type]
 
 
-def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | None, seed: int) -> Tables:
+def fit_codec(
+    codec: Codec, x: States, gradients: States | None, rope: Rope | None, seed: int, moments: Moments | None = None
+) -> Tables:
     """Tables of every calibrated part that is fitted to states, each on the output of the stages before it.
 
     Args:
         x: keys or values of one layer as a cache gets them, of all calibration tokens.
         gradients: of the loss at `x`; needed where `wants_gradients`.
         rope: the rotations (RoPE) of the tokens.
+        moments: second moments that count for the side, of states as a cache gets them; needed where `wants_moments`.
 
     Raises:
         ConfigError: a stage before a fitted part that is not a rotation of each head (`orthogonal`) or of whole tokens
-            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it.
+            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it. A part that wants
+            moments without them, or behind a stage (`wants_pairs`: behind another than of RoPE).
     """
     heads, _, head_dim = x.shape
     tables: Tables = {}
     left = set(calibrated_parts(codec))
+    before: list[Stage] = []
     for name, part in [*codec.stages, (QUANTIZER, codec.quantizer)]:
         if not left:
             break
-        if isinstance(part, Calibrated):
+        if name in left:
+            assert isinstance(part, Calibrated)
             left.discard(name)
             if part.learned:
                 raise ConfigError(f"stage '{name}' is learned against the loss; no fitted part may precede it")
-            found = part.fit(x, gradients if part.wants_gradients else None, seed)
+            wanted: dict[str, Moments] = {}
+            if part.wants_moments:
+                if moments is None or not all(part.wants_pairs and stage.uses_rope for stage in before):
+                    raise ConfigError(f"stage '{name}': first in its codec, and fitted on a model's queries")
+                wanted = {"moments": moments}
+            found = part.fit(x, gradients if part.wants_gradients else None, seed, **wanted)
             tables |= {f"{name}.{key}": table for key, table in found.items()}
             bound = part.bound(found, heads, head_dim)
             part = cast("Stage | Quantizer", bound)
@@ -127,4 +146,5 @@ def fit_codec(codec: Codec, x: States, gradients: States | None, rope: Rope | No
             turned = {"rope": rope} if part.uses_rope else {}
             x = part.forward(x, **turned)[0]
             gradients = None if gradients is None else part.forward(gradients, **turned)[0]
+            before.append(part)
     return tables

@@ -1,7 +1,8 @@
-"""Outlier channels in a codec of their own: chosen in each block by energy, or by a calibration."""
+"""Outlier channels in a codec of their own: chosen in each block by their size, or by a calibration."""
 
 from __future__ import annotations
 
+import enum
 from typing import ClassVar
 
 import torch
@@ -12,9 +13,28 @@ from typing_extensions import override
 from kvq.codecs.calibrated import Calibrated, Tables
 from kvq.codecs.codec import Codec
 from kvq.codecs.packing import pack, unpack
-from kvq.codecs.quantizers import Parts
+from kvq.codecs.quantizers import Parts, choice
 from kvq.codecs.split import TwoWaySplit
-from kvq.errors import Unsupported, at_least
+from kvq.errors import ConfigError, Unsupported, at_least
+
+_BYTE = 255
+
+
+class Criterion(enum.Enum):
+    """What ranks the channels of a block: the sum of their squares, or their mean magnitude (Kitty)."""
+
+    energy = "energy"
+    mean_abs = "mean_abs"
+
+
+class Choice(enum.Enum):
+    """How the choice of a block is stored: `mask`, a bit for each channel, or `byte`, as Kitty's code does.
+
+    The byte of an outlier channel is its place among them, that of another channel the number of outliers.
+    """
+
+    mask = "mask"
+    byte = "byte"
 
 
 class _TwoChannelGroups(TwoWaySplit):
@@ -43,27 +63,39 @@ class _TwoChannelGroups(TwoWaySplit):
 class ChannelSplit(_TwoChannelGroups):
     """Two codecs: one for the outlier channels of a block, one for the others.
 
-    Outliers are the `outliers` channels with the largest sums of squares, chosen per head and block. The choice takes
-    one bit per channel (`mask`), which is stored and counted.
+    Outliers are the `outliers` largest channels, chosen per head and block. The choice is stored and counted.
 
     Args:
         outliers: channels per head in the first group.
         high: codec of the outlier channels (more bits).
         low: codec of the others.
+        criterion: see `Criterion`.
+        stored: see `Choice`.
 
     Raises:
-        ConfigError: no channel in the first group.
+        ConfigError: no channel in the first group, or too many for a byte; an unknown name.
         Unsupported: a codec that needs token positions or stores lists.
 
-    Source: TurboQuant (arXiv 2504.19874), section 4.3, whose outlier channels have one more bit.
+    Source: TurboQuant (arXiv 2504.19874), section 4.3, whose outlier channels have one more bit; Kitty (arXiv
+    2511.18643), whose boosted channels have 4 bits instead of 2.
     """
 
     version: ClassVar[int] = 1
 
-    def __init__(self, outliers: int, high: Codec, low: Codec) -> None:
+    def __init__(
+        self,
+        outliers: int,
+        high: Codec,
+        low: Codec,
+        criterion: Criterion | str = Criterion.energy,
+        stored: Choice | str = Choice.mask,
+    ) -> None:
         at_least("outliers", outliers, 1)
         super().__init__(high, low)
         self.outliers = outliers
+        self.criterion, self.stored = choice(Criterion, criterion, "criterion"), choice(Choice, stored, "stored")
+        if self.stored is Choice.byte and outliers > _BYTE:
+            raise ConfigError(f"outliers={outliers}: at most {_BYTE} with stored=byte")
         self.bits = low.quantizer.bits if hasattr(low.quantizer, "bits") else None
 
     @override
@@ -73,15 +105,26 @@ class ChannelSplit(_TwoChannelGroups):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`mask` `[..., heads, 1, ceil(dim / 8)]` and the parts of both codecs."""
-        chosen = x.square().sum(-2, keepdim=True).topk(self.outliers, -1).indices
+        """`mask` `[..., heads, 1, ceil(dim / 8)]`, or `place` `[..., heads, 1, dim]`, and the parts of both codecs."""
+        by_energy = self.criterion is Criterion.energy
+        size = x.square().sum(-2, keepdim=True) if by_energy else x.abs().mean(-2, keepdim=True)
+        chosen = size.topk(self.outliers, -1).indices
         mask = torch.zeros_like(x[..., :1, :], dtype=torch.uint8).scatter_(-1, chosen, 1)
-        return {"mask": pack(mask.mT, 1)[0].mT} | self._encode_mask(x, mask, self.outliers)
+        if self.stored is Choice.mask:
+            kept = {"mask": pack(mask.mT, 1)[0].mT}
+        else:
+            place = torch.where(mask == 1, mask.cumsum(-1) - 1, self.outliers)
+            kept = {"place": place.to(torch.uint8)}
+        return kept | self._encode_mask(x, mask, self.outliers)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """Both groups of channels, each channel in its own place."""
-        return self._decode_mask(parts, unpack([parts["mask"].mT], 1, shape[-1]).mT, self.outliers, shape, dtype)
+        if self.stored is Choice.mask:
+            mask = unpack([parts["mask"].mT], 1, shape[-1]).mT
+        else:
+            mask = (parts["place"] < self.outliers).to(torch.uint8)
+        return self._decode_mask(parts, mask, self.outliers, shape, dtype)
 
 
 class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
@@ -93,20 +136,22 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
         high: codec of the outlier channels (more bits).
         low: codec of the others.
         outliers: channels per head in the first group; None: a quarter of the head's.
+        differences: variances are those of the differences of consecutive tokens, for codecs of deltas.
 
     Raises:
         ConfigError: no channel in the first group.
         Unsupported: a codec that needs token positions or stores lists.
 
-    Source: KVQuant++ (`OutlierKVQuant`): a quarter of the channels at min(b + 1, 4) bits, the others at max(b - 1, 1).
+    Source: KVQuant++ (`OutlierKVQuant`): a quarter of the channels at min(b + 1, 4) bits, the others at max(b - 1, 1);
+    section 3.2 for differences.
     """
 
     version: ClassVar[int] = 1
 
-    def __init__(self, high: Codec, low: Codec, outliers: int | None = None) -> None:
+    def __init__(self, high: Codec, low: Codec, outliers: int | None = None, differences: bool = False) -> None:
         at_least("outliers", outliers, 1)
         super().__init__(high, low)
-        self.outliers = outliers
+        self.outliers, self.differences = outliers, differences
 
     def count(self, head_dim: int) -> int:
         """Outlier channels of a head."""
@@ -123,7 +168,8 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
         self, x: Float[Tensor, "heads tokens dim"], gradients: Float[Tensor, "heads tokens dim"] | None, seed: int
     ) -> Tables:
         """`mask` `[heads, 1, dim]`: 1 for an outlier channel."""
-        chosen = x.double().var(1, correction=0, keepdim=True).topk(self.count(x.shape[-1]), -1).indices
+        spread = x.double().diff(dim=1) if self.differences and x.shape[1] > 1 else x.double()
+        chosen = spread.var(1, correction=0, keepdim=True).topk(self.count(x.shape[-1]), -1).indices
         return {"mask": torch.zeros_like(x[:, :1], dtype=torch.uint8).scatter_(-1, chosen, 1)}
 
     def _mask(self, like: Float[Tensor, "*lead heads tokens dim"]) -> Tensor:

@@ -191,11 +191,15 @@ class Codec:
         return y
 
 
-def check_nested(codec: Codec, outer: str) -> None:
-    """Raise `Unsupported` for a codec that cannot be a part of a quantizer, `outer`: it has blocks and no positions."""
+def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
+    """Raise `Unsupported` for a codec that cannot be a part of a quantizer, `outer`: it has blocks and no positions.
+
+    `binds`: the quantizer hands a calibration on to the codec's own parts.
+    """
     if codec.uses_rope:
         raise Unsupported(f"a {outer} has no token positions: put undo_rope and apply_rope around the {outer}")
-    if any(hasattr(part, "bound") for part in (*(stage for _, stage in codec.stages), codec.quantizer)):
+    parts = (*(stage for _, stage in codec.stages), codec.quantizer)
+    if not binds and any(getattr(part, "is_calibrated", False) for part in parts):
         raise Unsupported(f"a {outer} takes no calibrated part inside of it, where no calibration finds it")
     if codec.stores_lists:
         kind = type(codec).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from functools import lru_cache
 from typing import ClassVar
 
@@ -21,42 +22,51 @@ from kvq.errors import Unsupported, at_least, check_seed
 MAX_BITS = 8
 _SAMPLES = 100_000  # of a coordinate, from which k-means++ draws
 _NEAR = 200  # Lloyd's steps from a start that may be far from the levels, before the solver
-_GAUSSIAN = 2**20  # channels at which a coordinate is as good as normal
 
 
 class Start(enum.Enum):
-    """Levels to begin with: the optimal point density, equally probable ones, or draws by squared distance."""
+    """Levels to begin with: the optimal point density, even or equally probable ones, or draws by squared distance."""
 
     density = "density"
+    even = "even"
     quantile = "quantile"
     kmeans_plus_plus = "kmeans_plus_plus"
 
 
 class Marginal(enum.Enum):
-    """The density of a coordinate that levels are for: on the sphere, or normal with variance 1 / head_dim."""
+    """The density of a coordinate: of the uniform unit vector, or N(0, 1/head_dim), its limit (vLLM, LMDeploy)."""
 
     sphere = "sphere"
-    gaussian = "gaussian"
+    normal = "normal"
 
 
-def tail(t: Array, dim: int) -> Array:
-    """P(T > t), t >= 0, of a coordinate T of a uniform unit vector in `dim` dimensions: f ∝ (1 - t²)^((dim-3)/2)."""
+def tail(t: Array, dim: float | int) -> Array:
+    """P(T > t), t >= 0, of a coordinate T of a uniform unit vector in `dim` dimensions: f ∝ (1 - t²)^((dim-3)/2).
+
+    Here and below, `dim=inf` is the limit of T √dim: N(0, 1).
+    """
+    if math.isinf(dim):
+        return special.ndtr(-t)
     return special.betainc((dim - 1) / 2, 0.5, 1 - t**2) / 2
 
 
-def partial_mean(t: Array, dim: int) -> Array:
+def partial_mean(t: Array, dim: float | int) -> Array:
     """E[T; T > t], t >= 0."""
+    if math.isinf(dim):
+        return density(t, dim)
     return (1 - t**2) ** ((dim - 1) / 2) * density(np.zeros(1), dim) / (dim - 1)
 
 
-def density(t: Array, dim: int) -> Array:
+def density(t: Array, dim: float | int) -> Array:
     """f(t) = (1 - t²)^((dim-3)/2) / B(1/2, (dim-1)/2)."""
+    if math.isinf(dim):
+        return np.exp(-(t**2) / 2) / math.sqrt(2 * math.pi)
     return (1 - t**2) ** ((dim - 3) / 2) / special.beta(0.5, (dim - 1) / 2)
 
 
 def levels_from(
     bits: int,
-    dim: int,
+    dim: float | int,
     start: Start = Start.density,
     steps: int | None = None,
     seed: int = 0,
@@ -66,26 +76,27 @@ def levels_from(
 
     All starts lead to the same levels, because the density has one optimum; `steps=0` is the start itself. Draws of
     k-means++ (Arthur and Vassilvitskii 2007) are those of KVQuant++: from samples of a coordinate, both halves folded.
+    Even levels reach to the largest magnitude of as many samples.
     """
-    if marginal is Marginal.gaussian:
-        return levels_from(bits, _GAUSSIAN, start, steps, seed) * np.sqrt(_GAUSSIAN / dim)
+    if marginal is Marginal.normal:
+        return levels_from(bits, math.inf, start, steps, seed) / dim**0.5
     if start is Start.density and steps is None:
         return optimal_levels(bits, dim)
     half = 2 ** (bits - 1)
-    centers = (np.arange(half) + 0.5) / half
     if start is Start.kmeans_plus_plus:
         levels = _drawn(half, dim, seed)
+    elif start is Start.even:
+        levels = float(np.abs(_samples(dim, seed)[0]).max()) * (2 * np.arange(half) + 1) / (2 * half - 1)
     else:
-        levels = _quantile(centers, dim if start is Start.quantile else (dim - 3) / 3 + 3)
+        levels = _quantile(_centers(half), dim) if start is Start.quantile else _of_density(half, dim)
     for _ in range(_NEAR if steps is None else steps):
         levels = _centroids(levels, dim)
     return fixed_point(lambda found: _centroids(found, dim), levels) if steps is None else levels
 
 
-def _drawn(half: int, dim: int, seed: int) -> Array:
+def _drawn(half: int, dim: float | int, seed: int) -> Array:
     """2 half samples of a coordinate drawn by k-means++, folded: means of neighbours among their magnitudes."""
-    generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
-    samples = _quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES)
+    samples, generator = _samples(dim, seed)
     chosen = [generator.choice(samples)]
     distance = (samples - chosen[0]) ** 2
     while len(chosen) < 2 * half:
@@ -94,35 +105,50 @@ def _drawn(half: int, dim: int, seed: int) -> Array:
     return np.sort(np.abs(chosen)).reshape(half, 2).mean(1)
 
 
-def _centroids(levels: Array, dim: int) -> Array:
+def _samples(dim: float | int, seed: int) -> tuple[Array, np.random.Generator]:
+    """Samples of a coordinate, and the generator behind them."""
+    generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
+    return _quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES), generator
+
+
+def _centroids(levels: Array, dim: float | int) -> Array:
     """The mean of each level's cell."""
     mass, mean = _cells(levels, dim)
     return mean / mass
 
 
-def optimal_levels(bits: int, dim: int) -> Array:
+def optimal_levels(bits: int, dim: float | int) -> Array:
     """The positive half of the least-error codebook with 2^bits levels, ascending; the other half is its mirror image.
 
     Every level is the mean of its cell and every threshold the middle of two levels. Cell probabilities and means are
-    closed forms, and the solver starts from the optimal point density f^(1/3). `dim` >= 3.
+    closed forms, and the solver starts from the optimal point density f^(1/3). `dim` >= 3, or `inf`: of N(0, 1).
 
-    Source: TurboQuant (arXiv 2504.19874), section 3.1; Max 1960, Lloyd 1982.
+    Source: TurboQuant (arXiv 2504.19874), section 3.1; Max 1960 (Table I: N(0, 1)), Lloyd 1982.
     """
-    half = 2 ** (bits - 1)
-    # f^(1/3) is the density of the same family in another dimension.
-    start = _quantile((np.arange(half) + 0.5) / half, (dim - 3) / 3 + 3)
-
-    return fixed_point(lambda levels: _centroids(levels, dim), start)
+    return fixed_point(lambda levels: _centroids(levels, dim), _of_density(2 ** (bits - 1), dim))
 
 
-def _cells(levels: Array, dim: int) -> tuple[Array, Array]:
+def _centers(half: int) -> Array:
+    return (np.arange(half) + 0.5) / half
+
+
+def _of_density(half: int, dim: float | int) -> Array:
+    """Levels of the optimal point density f^(1/3): f of another dimension, or N(0, 3)."""
+    if math.isinf(dim):
+        return _quantile(_centers(half), dim) * 3**0.5
+    return _quantile(_centers(half), (dim - 3) / 3 + 3)
+
+
+def _cells(levels: Array, dim: float | int) -> tuple[Array, Array]:
     """P(cell) and E[T; cell] of each positive level."""
-    ends = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
+    ends = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [math.inf if math.isinf(dim) else 1.0]])
     return -np.diff(tail(ends, dim)), -np.diff(partial_mean(ends, dim))
 
 
-def _quantile(p: Array, dim: float) -> Array:
+def _quantile(p: Array, dim: float | int) -> Array:
     """t >= 0 with P(|T| < t) = p."""
+    if math.isinf(dim):
+        return special.ndtri((1 + p) / 2)
     return np.sqrt(special.betaincinv(0.5, (dim - 1) / 2, p))
 
 
@@ -162,6 +188,7 @@ class LloydMaxQuantizer(Quantizer):
         gain: see `Gain`; folds into the token norm before this quantizer.
         least, most: bounds of the sum of both (None: none).
         start, steps, seed, marginal: of the codebook, see `levels_from`; by default the optimal one of the sphere.
+        unit: decoded tokens are scaled to norm 1 (vLLM's "norm correction"); the stored norm stays that of the token.
 
     Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation).
 
@@ -187,6 +214,7 @@ class LloydMaxQuantizer(Quantizer):
         steps: int | None = None,
         seed: int = 5,
         marginal: Marginal | str = Marginal.sphere,
+        unit: bool = False,
     ) -> None:
         self.bits = bits + extra_bits
         if least is not None:
@@ -200,6 +228,7 @@ class LloydMaxQuantizer(Quantizer):
         check_seed("seed", seed)
         self.start, self.marginal = choice(Start, start, "start"), choice(Marginal, marginal, "marginal")
         self._built: _Built = (self.start, steps, seed, self.marginal)
+        self.unit = unit
 
     @override
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
@@ -212,8 +241,8 @@ class LloydMaxQuantizer(Quantizer):
 
     @override
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate has no peak."""
-        if head_dim < 3:
+        """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate of the sphere has no peak."""
+        if head_dim < 3 and self.marginal is Marginal.sphere:
             raise Unsupported(f"head_dim={head_dim}: a Lloyd-Max codebook of the sphere needs at least 3 channels")
 
     @override
@@ -227,4 +256,5 @@ class LloydMaxQuantizer(Quantizer):
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """The levels."""
         codes = unpack_parts(parts, self.bits, shape[-2])
-        return looked_up(_tables(self.bits, shape[-1], dtype, codes.device, self._built)[0], codes)
+        x = looked_up(_tables(self.bits, shape[-1], dtype, codes.device, self._built)[0], codes)
+        return torch.nn.functional.normalize(x, dim=-1) if self.unit else x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import ClassVar
 
@@ -11,9 +12,10 @@ from jaxtyping import Float
 from torch import Size, Tensor
 from typing_extensions import override
 
+from kvq.codecs.calibrated import Calibrated, Moments, States, Tables, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
-from kvq.errors import at_least, check_seed
+from kvq.errors import Unsupported, at_least, check_seed
 
 Blocks = Float[Tensor, "blocks tokens dim"]
 Factors = tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]
@@ -29,10 +31,11 @@ class Svd(enum.Enum):
     randomized = "randomized"
 
 
-class LowRankCorrection(Quantizer):
+class LowRankCorrection(Calibrated, Quantizer):
     """A codec, and for each head of a block the largest singular vectors of its error R = x - x̂.
 
-    Decodes to x̂ + U V for U = U_r Σ_r and V = V_rᵀ, both in fp16, from the truncated decomposition of R.
+    Decodes to x̂ + U V for U = U_r Σ_r and V = V_rᵀ, both in fp16, from the truncated decomposition of R. It is
+    calibrated where the codec is: the codec's tables are its tables.
 
     Args:
         base: codec whose error is corrected, its stages included.
@@ -47,7 +50,7 @@ class LowRankCorrection(Quantizer):
 
     Raises:
         ConfigError: an unknown decomposition, a rank below 1, negative numbers.
-        Unsupported: a codec that needs token positions or stores lists.
+        Unsupported: a codec that needs token positions, stores lists, or has a part that is learned.
 
     Source: KVQuant++, section 3.4. Halko, Martinsson and Tropp 2011 for the randomized decomposition.
     """
@@ -63,7 +66,12 @@ class LowRankCorrection(Quantizer):
         iterations: int = 2,
         seed: int = 3,
     ) -> None:
-        check_nested(base, "low-rank correction")
+        check_nested(base, "low-rank correction", binds=True)
+        own = calibrated_parts(base)
+        if any(part.learned for part in own.values()):
+            raise Unsupported("a low-rank correction takes no learned part inside of it, where no training finds it")
+        self.is_calibrated, self.wants_gradients = bool(own), any(part.wants_gradients for part in own.values())
+        self.wants_moments = any(part.wants_moments for part in own.values())
         for setting, given, least in (("rank", rank, 1), ("oversample", oversample, 0), ("iterations", iterations, 0)):
             at_least(setting, given, least)
         check_seed("seed", seed)
@@ -79,6 +87,19 @@ class LowRankCorrection(Quantizer):
     @override
     def check(self, head_dim: int) -> None:
         self.base.check(head_dim)
+
+    @override
+    def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
+        """The codec's tables."""
+        return fit_codec(self.base, x, gradients, None, seed, moments)
+
+    @override
+    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
+        """A copy around the codec with its tables."""
+        other = super().bound(tables, heads, head_dim)
+        assert isinstance(other, LowRankCorrection)
+        other.base = bind_codec(self.base, tables, heads, head_dim)
+        return other
 
     def _factors(self, rest: Blocks) -> Factors:
         rank = min(self.rank, *rest.shape[-2:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import enum
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvq.codecs import hadamard
 from kvq.codecs.double_quant import DoubleQuant
 from kvq.codecs.quantizers import choice
-from kvq.errors import Unsupported
+from kvq.errors import ConfigError, Unsupported
 
 Side = dict[str, Tensor]
 
@@ -93,37 +93,97 @@ def per_block(
 
 
 class Hadamard(_Rotation):
-    """`x H_D / sqrt(D)` (QuaRot, arXiv 2404.00456), in Sylvester's order where D is a power of two; orthonormal."""
+    """`x H_n / sqrt(n)` (QuaRot, arXiv 2404.00456), in Sylvester's order where n is a power of two; orthonormal.
+
+    Args:
+        block: channels n that are rotated together, consecutive ones; None = the head dim; `power_of_two` = the largest
+            power of two that divides it.
+        interleaved: the even and the odd ones of 2n consecutive channels are rotated apart (ExLlamaV2).
+        normalized: divide by sqrt(n); else `x H_n`, undone by `y H_nᵀ / n`; stored scales are then larger by sqrt(n).
+
+    Raises:
+        ConfigError: a block below 1, `interleaved` without a block.
+    """
 
     version: ClassVar[int] = 1
 
+    def __init__(
+        self,
+        block: int | Literal["power_of_two"] | None = None,
+        interleaved: bool = False,
+        normalized: bool = True,
+    ) -> None:
+        if isinstance(block, int) and block < 1:
+            raise ConfigError(f"block={block}: at least 1, power_of_two, or null for the head dim")
+        if interleaved and not isinstance(block, int):
+            raise ConfigError("interleaved=true: with block=<a number>")
+        self.block, self.interleaved, self.normalized = block, interleaved, normalized
+        self.orthogonal = normalized
+
+    def block_size(self, head_dim: int) -> int:
+        """Channels that are rotated together."""
+        if isinstance(self.block, str):
+            return head_dim & -head_dim
+        return head_dim if self.block is None else self.block
+
     @override
     def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: head dims that are no power of two, nor one times 12, 20 or 28."""
-        if not hadamard.has_order(head_dim):
+        """Raises: Unsupported: orders that are no power of two, nor one times 12, 20 or 28; blocks that do not fit."""
+        size = self.block_size(head_dim)
+        span = size * (1 + self.interleaved)
+        if head_dim % span:
+            raise Unsupported(f"head_dim={head_dim}: no multiple of {span}, the channels of a Hadamard block")
+        if not hadamard.has_order(size):
             raise Unsupported(
-                f"head_dim={head_dim}: no Hadamard matrix of this order here; powers of two, and 12, 20 and 28 times "
-                "one, have one"
+                f"head_dim={head_dim}: no Hadamard matrix of {'this order' if size == head_dim else f'order {size}'} "
+                "here; powers of two, and 12, 20 and 28 times one, have one"
             )
 
     @override
     def matrix(self, head_dim: int, like: Tensor) -> Tensor:
         self.check(head_dim)
-        return _hadamard(head_dim, like.dtype, like.device)
+        return _hadamard(
+            head_dim, self.block_size(head_dim), self.interleaved, self.normalized, like.dtype, like.device
+        )
+
+    @override
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        x = super().inverse(y, side)
+        return x if self.normalized else x / self.block_size(y.shape[-1])
+
+
+class Draw(enum.Enum):
+    """How a random sign is drawn from torch's generator: an integer below 2, or a Bernoulli variable (vLLM)."""
+
+    integer = "integer"
+    bernoulli = "bernoulli"
 
 
 class RandomizedHadamard(Hadamard):
-    """A fixed random sign per channel, then `Hadamard` (RHT). `seed` is independent of data seeds."""
+    """A fixed random sign per channel, then `Hadamard` (RHT). `seed` is independent of data seeds.
+
+    Args:
+        seed: of the signs.
+        draw: see `Draw`.
+        block, interleaved, normalized: as `Hadamard`.
+    """
 
     version: ClassVar[int] = 1
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+    def __init__(
+        self,
+        seed: int = 0,
+        block: int | Literal["power_of_two"] | None = None,
+        interleaved: bool = False,
+        normalized: bool = True,
+        draw: Draw | str = Draw.integer,
+    ) -> None:
+        super().__init__(block, interleaved, normalized)
+        self.seed, self.draw = seed, choice(Draw, draw, "draw")
 
     @override
     def matrix(self, head_dim: int, like: Tensor) -> Tensor:
-        self.check(head_dim)
-        return _randomized_hadamard(head_dim, self.seed, like.dtype, like.device)
+        return _signs(head_dim, self.seed, self.draw, like.dtype, like.device) * super().matrix(head_dim, like)
 
 
 class RandomRotation(_Rotation):
@@ -140,15 +200,24 @@ class RandomRotation(_Rotation):
 
 
 @lru_cache(maxsize=64)
-def _hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim dim"]:
-    return (hadamard.matrix(dim) / dim**0.5).to(device=device, dtype=dtype)
+def _hadamard(
+    dim: int, block: int, interleaved: bool, normalized: bool, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "dim dim"]:
+    matrix = hadamard.matrix(block) / (block**0.5 if normalized else 1)
+    if interleaved:
+        matrix = torch.kron(matrix, torch.eye(2, dtype=matrix.dtype))
+    matrix = torch.block_diag(*[matrix] * (dim // len(matrix)))
+    return matrix.to(device=device, dtype=dtype)
 
 
 @lru_cache(maxsize=64)
-def _randomized_hadamard(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim dim"]:
+def _signs(dim: int, seed: int, draw: Draw, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim 1"]:
     generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (dim, 1), generator=generator) * 2 - 1
-    return signs.to(device=device, dtype=dtype) * _hadamard(dim, dtype, device)
+    if draw is Draw.integer:
+        ones = torch.randint(0, 2, (dim, 1), generator=generator)
+    else:
+        ones = torch.bernoulli(torch.full((dim, 1), 0.5), generator=generator)
+    return (ones * 2 - 1).to(device=device, dtype=dtype)
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvq.errors import ConfigError
@@ -24,6 +24,51 @@ class Bits:
     def label(self) -> str:
         """`"3"` when both sides agree, else `"k3v2"`."""
         return str(self.key) if self.key == self.value else f"k{self.key}v{self.value}"
+
+
+def mean_label(layers: Sequence[Bits]) -> str:
+    """The label of layers with bits of their own: means over the layers, such as `"3.25"` or `"k4v2.5"`."""
+    key, value = (
+        f"{round(sum(bits) / len(bits), 3):g}" for bits in zip(*((b.key, b.value) for b in layers), strict=True)
+    )
+    return key if key == value else f"k{key}v{value}"
+
+
+@dataclass
+class BitsByLayerConfig:
+    """Bits of each layer, keys and values apart, in the place of `bits`; of an empty side, `bits` holds in all layers.
+
+    `at`: the method's settings at the bits that occur, by their labels; `kvq.config.resolve` writes them.
+
+    Raises:
+        ConfigError: a number outside 1-16, or sides of different lengths.
+    """
+
+    key: list[int] = field(default_factory=list)
+    value: list[int] = field(default_factory=list)
+    at: Any = None
+
+    def __bool__(self) -> bool:
+        return bool(self.key or self.value)
+
+    def __post_init__(self) -> None:
+        for side in ("key", "value"):
+            given = getattr(self, side)
+            if any(not MIN_BITS <= number <= MAX_BITS for number in given):
+                raise ConfigError(
+                    f"method.bits_by_layer.{side}={given}: a whole number {MIN_BITS}-{MAX_BITS} for each layer"
+                )
+        if self.key and self.value and len(self.key) != len(self.value):
+            raise ConfigError(
+                f"method.bits_by_layer: {len(self.key)} layers of keys and {len(self.value)} of values; as many of both"
+            )
+
+    def layers(self, bits: Bits) -> list[Bits]:
+        """Bits of each layer; `bits`: of the run, for a side that has none of its own."""
+        count = len(self.key or self.value)
+        return [
+            Bits(*pair) for pair in zip(self.key or [bits.key] * count, self.value or [bits.value] * count, strict=True)
+        ]
 
 
 def parse_bits(given: Any) -> Bits:

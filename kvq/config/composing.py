@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -13,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import outside
-from kvq.config.bits import Bits, parse_bits
+from kvq.config.bits import Bits, BitsByLayerConfig, parse_bits
 from kvq.config.logger import LOGGERS
 from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged, merged_part
-from kvq.config.run import Config
+from kvq.config.run import Config, MethodConfig
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError, did_you_mean
@@ -34,7 +35,10 @@ def register() -> None:
 
 
 def _kvbits(side: str, *, _root_: DictConfig) -> int:
-    bits = _bits_of(_root_)
+    bits, method = _bits_of(_root_), _root_.get("method")
+    own = OmegaConf.select(method, f"bits_by_layer.{side}") if OmegaConf.is_config(method) else None
+    if own:  # the settings of the method are those of its first layer
+        return int(own[0])
     return {"key": bits.key, "value": bits.value}[side]
 
 
@@ -121,7 +125,26 @@ def resolve(cfg: DictConfig) -> Config:
     if not isinstance(config, Config):
         raise ConfigError(f"configuration of type {type(config).__name__}: its defaults must begin with config_schema")
     _typed("task", config.task)
+    _compose_layers(cfg, config)
     return config
+
+
+def _compose_layers(cfg: DictConfig, config: Config) -> None:
+    """Compose the method at the bits of its layers, where these have bits of their own."""
+    by_layer = config.method.bits_by_layer
+    if by_layer.at is not None:
+        raise ConfigError("method.bits_by_layer.at: follows from key and value; set those")
+    if by_layer:
+        by_layer.at = {bits.label: _method_at(cfg, bits) for bits in by_layer.layers(parse_bits(config.bits))}
+
+
+def _method_at(cfg: DictConfig, bits: Bits) -> MethodConfig:
+    whole = copy.deepcopy(cfg)
+    whole.bits = bits.label
+    whole.method.bits_by_layer = BitsByLayerConfig()
+    method = OmegaConf.to_object(whole.method)
+    assert isinstance(method, MethodConfig)
+    return method
 
 
 @functools.cache

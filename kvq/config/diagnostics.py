@@ -13,6 +13,14 @@ from kvq.config.task import TaskConfig
 from kvq.errors import ConfigError, at_least, check_seed
 
 
+class Drawn(enum.StrEnum):
+    """`gaussian`: independent numbers; `sphere`: their directions; `drifting`: a walk of Gaussian steps."""
+
+    gaussian = "gaussian"
+    sphere = "sphere"
+    drifting = "drifting"
+
+
 class Arms(enum.StrEnum):
     """Which stages of a method are applied: every prefix of their order, or every subset of them."""
 
@@ -175,4 +183,95 @@ class SyntheticConfig(DiagnosticConfig):
             at_least(f"task.{setting}", min(given), least)
 
 
-SCHEMAS = {kind.name: kind for kind in (TniConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig)}
+@dataclass
+class KnownStatesConfig(DiagnosticConfig):
+    """Errors beside those of another method on the same states, which are one block.
+
+    Attributes:
+        against: the other method; null: none.
+        against_bits: of the other method; null: the run's.
+    """
+
+    against: str | None = None
+    against_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("task.against_bits", self.against_bits, 1)
+        if self.against_bits is not None and self.against is None:
+            raise ConfigError(f"task.against_bits={self.against_bits}: bits of task.against, which is null")
+
+
+@dataclass
+class RandomStatesConfig(KnownStatesConfig):
+    """Drawn keys and values.
+
+    Attributes:
+        states: their distribution.
+        tokens, heads, head_dim: of a draw.
+        draws: number of draws.
+        seed: of the draws, apart from those of rotations.
+        drift: steps of drifting states, relative to their start; `jumps`: tokens at which they start anew.
+        fit_tokens: tokens drawn apart, to which calibrated tables and codebooks of a sequence are fitted.
+        queries: Gaussian queries whose products with keys are compared.
+        sharpness: factor on the two queries whose attention weighs errors; one ranks tokens, the other is held out.
+    """
+
+    reads_weights: ClassVar[bool] = False
+    calibrates_itself: ClassVar[bool] = True
+    name: str = "random_states"
+    states: Drawn = Drawn.gaussian
+    tokens: int = 360
+    heads: int = 2
+    head_dim: int = 64
+    draws: int = 8
+    seed: int = 0
+    drift: float = 0.15
+    jumps: list[int] = field(default_factory=list)
+    fit_tokens: int = 2048
+    queries: int = 64
+    sharpness: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for setting, least in (
+            *(("tokens", 2), ("heads", 1), ("head_dim", 3), ("draws", 1), ("drift", 0), ("fit_tokens", 2)),
+            *(("queries", 1), ("sharpness", 0)),
+        ):
+            at_least(f"task.{setting}", getattr(self, setting), least)
+        check_seed("task.seed", self.seed)
+        if self.draws > 1000:
+            raise ConfigError(f"task.draws={self.draws}: at most 1000")
+        outside = [token for token in self.jumps if not 0 < token < self.tokens]
+        if outside or (self.jumps and self.states is not Drawn.drifting):
+            raise ConfigError(f"task.jumps={self.jumps}: tokens of drifting states, 1 to {self.tokens - 1}")
+
+
+@dataclass
+class ModelStatesConfig(KnownStatesConfig, CaptureConfig):
+    """A block of a model's states: the tokens of each window but its last `held_out`, whose queries are held out.
+
+    `layers`: those that are measured; null: all.
+    """
+
+    name: str = "model_states"
+    context: int = 160
+    held_out: int = 32
+    layers: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("task.held_out", self.held_out, 1)
+        if self.layers is not None and (not self.layers or min(self.layers) < 0):
+            raise ConfigError(f"task.layers={self.layers}: a list of layers from 0 on, or null for all")
+        if self.held_out > self.context - 2:
+            raise ConfigError(f"task.held_out={self.held_out}: at most task.context={self.context} less 2")
+
+
+SCHEMAS = {
+    kind.name: kind
+    for kind in (
+        *(TniConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig),
+        *(RandomStatesConfig, ModelStatesConfig),
+    )
+}

@@ -21,6 +21,12 @@ _FEW = 10
 # Launcher -> the extra that installs it.
 LAUNCHERS = {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers", "ray": "ray"}
 
+# Methods of other packages that kvq cannot run, and why.
+CANNOT_RUN = {
+    "kvpress": "its release 0.5.5 requires transformers<5.3, and its presses read cache_position, which attentions "
+    "are no longer given; kvq's own are snapkv, h2o and streamingllm"
+}
+
 
 def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
     """Group -> choice -> its one-line description (the first comment of the file); presets are named with a slash.
@@ -88,6 +94,8 @@ def _reason(error: BaseException, named: bool = False) -> str:
 def unknown_choice(group: str, name: str, config_dir: str | Path | None = None) -> str:
     """One line for a choice that a group does not have."""
     options = list(choices(config_dir).get(group, {}))
+    if group == "method" and name in CANNOT_RUN:
+        return f"method={name}: {CANNOT_RUN[name]}"
     allowed = f"one of {', '.join(options)}" if len(options) <= _FEW else "`python run.py --help` lists all"
     return f"{group}={name}: unknown {group}; {allowed}.{did_you_mean(name, options)}"
 

@@ -27,7 +27,8 @@ def canonical(
 ) -> dict[str, Any]:
     """The settings that decide a run's numbers, as plain JSON values; the run's key is a hash of them.
 
-    Left out are names, labels and notes, `bits` itself (the codecs have theirs), device, threads, folders, batch size,
+    Left out are names, labels and notes, `bits` itself (the codecs have theirs, those of the
+    first layer where layers have bits of their own), device, threads, folders, batch size,
     `plan` and `force`, null stages, settings without effect (a stride between disjoint windows) and the residual of a
     side that is not quantized. So an alias is the same run, and full precision is one run whatever `bits` and
     `residual` say. Fingerprints replace weights and text, and `calibration_fingerprint` the calibration text (None: not
@@ -79,6 +80,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
     found: dict[str, Any] = _plain(
         codecs
         | _kept_layers(method, codecs)
+        | _bits_by_layer(method)
         | _backend(method)
         | _first_layers(method)
         | _sinks(method)
@@ -120,7 +122,7 @@ def names(config: Config) -> dict[str, Any]:
         "model": config.model.name,
         "dataset": config.dataset.name,
         "method": named.method.name,
-        "bits": named.parsed_bits.label if named.parsed_bits else "",
+        "bits": named.bits_label,
     }
 
 
@@ -147,6 +149,13 @@ def _kept_layers(method: MethodConfig, codecs: Mapping[str, Any]) -> dict[str, A
     return {"full_precision_layers": kept} if any(kept.values()) else {}
 
 
+def _bits_by_layer(method: MethodConfig) -> dict[str, Any]:
+    """Bits of each layer, by side; no entry for a side whose layers have the same, which its codec says."""
+    sides = {side: getattr(method.bits_by_layer, side) for side in ("key", "value")}
+    own = {side: bits for side, bits in sides.items() if len(set(bits)) > 1}
+    return {"bits_by_layer": own} if own else {}
+
+
 def _backend(method: MethodConfig) -> dict[str, Any]:
     """The backend (transformers' cache) and its mode; no entry without one."""
     backend = method.backend
@@ -154,8 +163,9 @@ def _backend(method: MethodConfig) -> dict[str, Any]:
 
 
 def _more(method: MethodConfig) -> dict[str, Any]:
-    """Eviction and plan of a method; no entry without them."""
-    parts = {"eviction": method.eviction, "plan": method.plan}
+    """Eviction, plan and detection of sinks; no entry without them, nor for a detection in full precision."""
+    detection = None if method.is_full_precision else method.sink_detection
+    parts = {"eviction": method.eviction, "plan": method.plan, "sink_detection": detection}
     return {name: part for name, part in parts.items() if part is not None}
 
 

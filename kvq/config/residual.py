@@ -13,7 +13,8 @@ class Policy(enum.StrEnum):
 
     `none`: at once, in blocks of `size`. `block`: a buffer of `size` tokens is quantized whole each time it is full.
     `sliding`: the newest `size` tokens stay; those before them leave as soon as a codec's group of them is complete
-    (one by one where each token has its own statistics, `size` at a time where a whole block shares them).
+    (one by one where each token has its own statistics, `size` at a time where a whole block shares them). `sliding` of
+    size 0 is how serving engines store: a token is quantized when it is written, and its own query reads it decoded.
     """
 
     none = "none"
@@ -64,8 +65,21 @@ class ResidualSide:
             token_group: tokens that share statistics in the side's codec (None: the whole block); used by `sliding`.
         """
         if self.policy is Policy.sliding:
-            return self.size, token_group or self.size
+            return self.size, token_group or max(self.size, 1)
         return 0, max(self.size, 1)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Every token is quantized as it is written (`sliding` of size 0)."""
+        return self.policy is Policy.sliding and self.size == 0
+
+    def at_once(self) -> ResidualSide:
+        """The side under `Residual.at_once`."""
+        if self.keeps_nothing:
+            return self
+        if self.size == 0:
+            raise ConfigError("residual.size=0: token by token, which scoring=parallel cannot be; give a block size")
+        return replace(self, policy=Policy.none)
 
 
 @dataclass(frozen=True)
@@ -76,21 +90,20 @@ class Residual:
     value: ResidualSide
 
     def at_once(self) -> Residual:
-        """The same blocks under policy `none`, for `parallel` scoring.
+        """The same blocks under policy `none`, for `parallel` scoring; a side that keeps nothing is at once already.
 
         Raises:
-            ConfigError: a size of 0, which means token by token and has no block.
+            ConfigError: `block` of size 0, which means token by token and has no block.
         """
-        if 0 in (self.key.size, self.value.size):
-            raise ConfigError("residual.size=0: token by token, which scoring=parallel cannot be; give a block size")
-        return Residual(*(replace(side, policy=Policy.none) for side in (self.key, self.value)))
+        return Residual(self.key.at_once(), self.value.at_once())
 
 
 def effective_residual(default: ResidualConfig, override: ResidualConfig) -> Residual:
     """The method's default under the run's override; in each, a side's own setting wins over the common one.
 
     Raises:
-        ConfigError: no policy or size anywhere, or a size below 1 (below 0 under `block`, where 0 is token by token).
+        ConfigError: no policy or size anywhere, or a size below 1 (below 0 under `block`, where 0 is token by token,
+            and under `sliding`, where 0 keeps nothing).
     """
     return Residual(key=_side("key", default, override), value=_side("value", default, override))
 
@@ -102,7 +115,7 @@ def _side(name: str, default: ResidualConfig, override: ResidualConfig) -> Resid
     prefill = next((layer.prefill_block for layer in layers if layer.prefill_block is not None), PrefillBlock.size)
     if policy is None:
         raise ConfigError(f"method.residual.policy: the method sets none for its {name}s; one of {', '.join(Policy)}")
-    least = 0 if policy is Policy.block else 1
+    least = 1 if policy is Policy.none else 0
     if size is None or size < least:
         given = "null" if size is None else size
         raise ConfigError(f"residual.size={given} ({name}s): a number of tokens, at least {least} under {policy}")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from kvq.config.backend import backend_of
-from kvq.config.bits import Bits, parse_bits
+from kvq.config.bits import Bits, BitsByLayerConfig, mean_label, parse_bits
 from kvq.config.calibration import CalibrationConfig
 from kvq.config.diagnostics import DiagnosticConfig
 from kvq.config.layout import LayoutConfig
@@ -226,13 +226,15 @@ class KeptKeysConfig:
 class MethodConfig:
     """A method: one codec each for keys and values (None = full precision), and its default residual.
 
-    `bits_range` is the lowest and highest `bits` it can do; None = a fixed rate, whatever `bits` says.
+    `bits_range` is the lowest and highest `bits` it can do; None = a fixed rate, whatever `bits` says. `bits_by_layer`:
+    bits of each layer, in the place of `bits`.
     `eviction`: which tokens a layer keeps (`kvq.methods.eviction`; None = all). `plan`: which ones it treats apart
     (`kvq.methods.plan`).
     `full_precision_layers`: layers whose keys or values are not quantized, by side; negative ones count from the end.
     `backend`: another library's cache in the place of codecs, which are then null (a `BackendConfig` once checked).
     `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8.
     `sink_tokens`: so many first tokens stay in full precision. `kept_keys`: and the keys of these, in some layers.
+    `sink_detection`: or those that this finds (`kvq.methods.detected`), wherever they stand.
     """
 
     name: str = MISSING
@@ -240,6 +242,7 @@ class MethodConfig:
     arxiv: str | None = None
     note: str | None = None
     bits_range: list[int] | None = None
+    bits_by_layer: BitsByLayerConfig = field(default_factory=BitsByLayerConfig)
     key: Any = None
     value: Any = None
     residual: ResidualConfig = field(default_factory=ResidualConfig)
@@ -250,6 +253,7 @@ class MethodConfig:
     sink_tokens: int = 0
     gqa_compensation: bool = False
     kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
+    sink_detection: Any = None
     eviction: Any = None
     plan: Any = None
 
@@ -350,6 +354,14 @@ class Config:
     def parsed_bits(self) -> Bits | None:
         """Bits of keys and values; None for a fixed-rate method, which ignores `bits`."""
         return None if self.method.bits_range is None else parse_bits(self.bits)
+
+    @property
+    def bits_label(self) -> str:
+        """Bits as a record's name has them, means where layers have bits of their own; empty for a fixed rate."""
+        bits, by_layer = self.parsed_bits, self.method.bits_by_layer
+        if bits is None:
+            return ""
+        return mean_label(by_layer.layers(bits)) if by_layer else bits.label
 
     @property
     def cache_dtype(self) -> Dtype | None:

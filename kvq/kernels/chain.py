@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Codec, Gain, Hadamard, Scope, TokenNorm, UniformQuantizer, plane_widths
-from kvq.codecs.quantizers import Axis, ZeroPoint, scale_for_integer_zero, to_stored
+from kvq.codecs.grids import scale_for_integer_zero
+from kvq.codecs.quantizers import Axis, ZeroPoint, to_stored
 from kvq.codecs.stages import Stage
 from kvq.kernels.form import is_rotation
 
@@ -64,7 +65,7 @@ class Chain:
     @property
     def signs(self) -> bool:
         """Entries of the rotation are all of one magnitude, so that its signs are exact in any dtype."""
-        return isinstance(self.rotation, Hadamard)
+        return isinstance(self.rotation, Hadamard) and self.rotation.block is None
 
 
 def chain_of(codec: Codec) -> Chain | None:
@@ -77,9 +78,10 @@ def chain_of(codec: Codec) -> Chain | None:
             rotation = stage
         else:
             return None
-    if type(codec.quantizer) is not UniformQuantizer or codec.quantizer.bits > 8:
+    quantizer = codec.quantizer
+    if type(quantizer) is not UniformQuantizer or quantizer.bits > 8 or not quantizer.is_plain:
         return None
-    return Chain(rotation, norm, rms, codec.quantizer)
+    return Chain(rotation, norm, rms, quantizer)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from kvq.codecs.packed import BlockRun, Packed
 from kvq.codecs.quantizers import Axis, ZeroPoint
 from kvq.errors import Unsupported
 from kvq.kernels.cpu_loops import Grid, loops_for, weights_of
-from kvq.kernels.form import Form, PackedStates, form_of
+from kvq.kernels.form import Form, PackedStates, folds, form_of
 
 SEGMENTS = 64
 """Largest number of segments per side; blocks whose bytes and groups are not contiguous are one each."""
@@ -125,7 +125,7 @@ class _Side:
             raise Unsupported(f"cache.attention=packed: {reason}")
         assert states.codec is not None
         quantizer = states.codec.quantizer
-        assert isinstance(quantizer, UniformQuantizer)
+        assert folds(quantizer)
         low = "symmetric" if quantizer.symmetric else quantizer.zero_point.name
         dim = states.shape[2]
         channels = min(quantizer.group_size or dim, dim) if quantizer.axis is Axis.per_token else dim
@@ -157,7 +157,7 @@ def unfit(states: PackedStates) -> str | None:
     if states.codec is None or not states.packed:
         return "nothing is packed"
     form, quantizer = form_of(states.codec), states.codec.quantizer
-    if not isinstance(quantizer, UniformQuantizer):
+    if not folds(quantizer):
         return f"{type(quantizer).__name__} has no loops for a CPU"
     if form.shifts or quantizer.bits > 8:
         return f"shifts and {quantizer.bits} bits have no loops for a CPU"

@@ -17,7 +17,7 @@ from kvq.codecs.nsnquant import ChannelShift
 from kvq.codecs.packing import unpack_parts
 from kvq.codecs.quantizers import Axis, ZeroPoint
 from kvq.codecs.stages import restored
-from kvq.kernels.form import Form, PackedStates, form_of, turned_scores
+from kvq.kernels.form import Form, PackedStates, folds, form_of, turned_scores
 from kvq.kernels.pieces import TILE, Piece, pieces
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
@@ -203,7 +203,11 @@ def _offset(name: str, stage: ChannelShift, piece: Piece, dim: int, kind: torch.
 
 def _decoded(form: Form, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
     """The decoded values of a piece, for a quantizer that treats tokens independently."""
-    blocks = {name: part for name, part in piece.blocks.items() if name in ("scale", "values") or name[:6] == "codes."}
+    blocks = {
+        name: part
+        for name, part in piece.blocks.items()
+        if name in ("scale", "zero_point", "values") or name[:6] == "codes."
+    }
     lead = next(iter(blocks.values())).shape[:3]
     return form.codec.quantizer.decode(blocks, torch.Size((*lead, piece.tokens, dim)), kind)
 
@@ -224,7 +228,7 @@ def grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dty
 def _code_scores(form: Form, piece: Piece, query: Float[Tensor, "batch 1 heads group dim"]) -> Tensor:
     """`q · y_t` as `[batch, blocks, heads, group, tokens]`."""
     quantizer, kind, dim = form.codec.quantizer, query.dtype, query.shape[-1]
-    if not isinstance(quantizer, UniformQuantizer):
+    if not folds(quantizer):
         return query @ _decoded(form, piece, dim, kind).mT
     codes, (scale, low) = _codes(quantizer, piece, kind), grid(quantizer, piece.blocks, kind)
     if quantizer.axis is Axis.per_channel:
@@ -241,7 +245,7 @@ def _code_scores(form: Form, piece: Piece, query: Float[Tensor, "batch 1 heads g
 def _code_mix(form: Form, piece: Piece, weights: Tensor, dim: int) -> Float[Tensor, "batch heads group dim"]:
     """`Σ w_t y_t` over a piece, from `weights` `[batch, blocks, heads, group, tokens]`."""
     quantizer, kind = form.codec.quantizer, weights.dtype
-    if not isinstance(quantizer, UniformQuantizer):
+    if not folds(quantizer):
         return (weights @ _decoded(form, piece, dim, kind)).sum(1)
     codes, (scale, low) = _codes(quantizer, piece, kind), grid(quantizer, piece.blocks, kind)
     if quantizer.axis is Axis.per_channel:

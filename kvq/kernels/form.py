@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import (
+    BlockFloatQuantizer,
     Codec,
+    Float8Quantizer,
     HalfAwayQuantizer,
+    LevelsQuantizer,
     LloydMaxQuantizer,
     Packed,
     Passthrough,
@@ -31,6 +35,7 @@ from kvq.codecs import (
     VectorQuantizer,
 )
 from kvq.codecs.nsnquant import ChannelShift
+from kvq.codecs.quantizers import Quantizer
 from kvq.codecs.rope import ApplyRope, UndoRope
 from kvq.codecs.stages import Stage, restored
 from kvq.errors import Unsupported
@@ -41,9 +46,12 @@ QUANTIZERS = (
     LloydMaxQuantizer,
     VectorQuantizer,
     SignedMaxQuantizer,
+    LevelsQuantizer,
+    BlockFloatQuantizer,
+    Float8Quantizer,
     Passthrough,
 )
-"""Uniform grids are folded into the query and the weights; the others are decoded one piece at a time."""
+"""Affine grids are folded into the query and the weights (`folds`); the others are decoded one piece at a time."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +175,14 @@ def form_of(codec: Codec) -> Form:
     if codec.stores_lists:
         raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
     quantizer = codec.quantizer
-    if type(quantizer) not in QUANTIZERS:
+    if type(quantizer) not in QUANTIZERS or (not folds(quantizer) and quantizer.token_group != 1):
         raise Unsupported(f"cache.attention=packed: codes of {type(quantizer).__name__} cannot be scored as they are")
     return Form(codec, tuple(rotations), norms, tuple(shifts))
+
+
+def folds(quantizer: Quantizer) -> TypeGuard[UniformQuantizer]:
+    """Codes stand for `lo + scale * code`, which the query and the weights can absorb."""
+    return isinstance(quantizer, UniformQuantizer) and quantizer.is_affine
 
 
 def is_rotation(stage: Stage) -> bool:

@@ -15,7 +15,7 @@ from kvq.codecs import BlockRun, Packed, UniformQuantizer, plane_widths
 from kvq.codecs.quantizers import Axis
 from kvq.errors import Unsupported
 from kvq.kernels import triton_loops
-from kvq.kernels.form import Form, PackedStates, form_of
+from kvq.kernels.form import Form, PackedStates, folds, form_of
 
 TILE = 32
 """Tokens that a program holds in registers."""
@@ -61,7 +61,7 @@ def unfit(states: PackedStates) -> str | None:
     if states.codec is None or not states.packed:
         return "nothing is packed"
     form, quantizer = form_of(states.codec), states.codec.quantizer
-    if not isinstance(quantizer, UniformQuantizer) or quantizer.bits > 8:
+    if not folds(quantizer) or quantizer.bits > 8:
         return f"{type(quantizer).__name__} has no Triton kernel"
     if form.shifts or any(norm.double_quant is not None for norm in form.norms.values()):
         return "shifts and double quantized norms have no Triton kernel"
@@ -84,7 +84,7 @@ def _sides(states: PackedStates) -> Iterator[_Side]:
         raise Unsupported(f"cache.attention=packed: {reason}")
     assert states.codec is not None
     form, quantizer = form_of(states.codec), states.codec.quantizer
-    assert isinstance(quantizer, UniformQuantizer)
+    assert folds(quantizer)
     for packed in states.packed:
         for run, views in packed.by_run():
             if _unfit_run(quantizer, run) is not None:

@@ -20,8 +20,9 @@ from kvq.config import Config, MethodConfig, compose, outside, resolve
 from kvq.config.bits import Bits, parse_bits
 from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.config.identity import canonical_method
-from kvq.config.residual import ResidualConfig, effective_residual
+from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
+from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys
@@ -92,9 +93,12 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         ConfigError: an unknown argument or stage, or a value that is not allowed.
         Unsupported: bits outside `bits_range`, a head dim that a stage cannot do, or a backend that is not installed.
     """
+    by_layer = _by_layer(method, residual, bits, head_dim)
     given = None
     if method.bits_range is not None:
         given = parse_bits(bits)
+        if method.bits_by_layer:
+            given = method.bits_by_layer.layers(given)[0]
         lowest, highest = method.bits_range
         for side, number in (("keys", given.key), ("values", given.value)):
             if not lowest <= number <= highest:
@@ -104,6 +108,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     effective = effective_residual(method.residual, residual)
     if method.backend is not None and given is not None:
         check_backend(method.name, method.backend, given, effective)
+    _check_alone(method.name, codecs, effective)
     eviction = _part(method.name, "method.eviction", method.eviction, Eviction)  # type: ignore[type-abstract]
     plan = _part(method.name, "method.plan", method.plan, MixedPrecision)  # type: ignore[type-abstract]
     if plan is not None:
@@ -123,12 +128,51 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         eviction=eviction,
         plan=plan,
         kept_keys=_kept_keys(method, codecs["key"]),
+        sink_detection=_sink_detection(method),
+        by_layer=by_layer,
         settings=canonical_method(method),
         gqa=_gqa(method, codecs),
     )
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built
+
+
+def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> tuple[Method, ...]:
+    """The method at the bits of each layer; none where all layers have those of the run."""
+    asked = method.bits_by_layer
+    if not asked:
+        return ()
+    if method.bits_range is None:
+        raise ConfigError(f"method.bits_by_layer: {method.name} stores at a fixed rate and takes no bits")
+    lowest, highest = method.bits_range
+    for side in ("key", "value"):
+        own = getattr(asked, side)
+        if any(not lowest <= number <= highest for number in own):
+            raise Unsupported(f"method.bits_by_layer.{side}={own}: {method.name} does {lowest} to {highest} bits")
+        parts = [(getattr(at, side), at.backend) for at in asked.at.values()]
+        if len(set(own)) > 1 and all(part == parts[0] for part in parts):
+            raise ConfigError(f"method.bits_by_layer.{side}: {side}s of {method.name} do not follow `bits`")
+    built = {label: instantiate_method(at, residual, label, head_dim) for label, at in asked.at.items()}
+    return tuple(built[layer.label] for layer in asked.layers(parse_bits(bits)))
+
+
+def _check_alone(name: str, codecs: Mapping[str, Codec | None], residual: Residual) -> None:
+    for side, codec in codecs.items():
+        if codec is not None and getattr(residual, side).keeps_nothing and codec.token_group != 1:
+            raise Unsupported(
+                f"residual.size=0 under sliding ({side}s): tokens of {name} share statistics; a size of at least 1"
+            )
+
+
+def _sink_detection(method: MethodConfig) -> SinkDetection | None:
+    found = _part(method.name, "method.sink_detection", method.sink_detection, SinkDetection)
+    others = (method.sink_tokens, method.kept_keys.texts, method.plan, method.eviction, method.backend)
+    if found is not None and any(others):
+        raise ConfigError(
+            f"method.sink_detection of {method.name}: not beside sink_tokens, kept_keys, a plan, eviction or a backend"
+        )
+    return found
 
 
 def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:

@@ -14,11 +14,12 @@ from kvq.cache.packed import packed_layer
 from kvq.cache.side import CacheSide
 from kvq.codecs import Codec, calibrated_parts
 from kvq.config.backend import BackendConfig
-from kvq.config.bits import Bits
+from kvq.config.bits import Bits, mean_label
 from kvq.config.residual import Residual
 from kvq.config.run import WindowLayers
-from kvq.errors import Unsupported
+from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import form_of
+from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys, numbered
@@ -50,6 +51,9 @@ class Method:
         bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.bind.bind`); empty
             for a method without calibration.
         kept_keys: tokens whose keys stay in full precision.
+        sink_detection: finds tokens that stay in full precision.
+        by_layer: the method at the bits of each layer, where these have bits of their own; `key`, `value` and `bits`
+            are then those of the first.
         settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
             method that was put together by hand.
         gqa: bits that are added in a model whose query heads share KV heads.
@@ -69,9 +73,18 @@ class Method:
     eviction: Eviction | None = None
     plan: MixedPrecision | None = None
     kept_keys: KeptKeys | None = None
+    sink_detection: SinkDetection | None = None
+    by_layer: Sequence[Method] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     gqa: GqaCompensation | None = None
     window_layers: WindowLayers = WindowLayers.quantize
+
+    def check_layers(self, layers: int) -> None:
+        """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
+        if self.by_layer and len(self.by_layer) != layers:
+            raise ConfigError(
+                f"method.bits_by_layer: {len(self.by_layer)} numbers for a model with {layers} layers; one for each"
+            )
 
     def codec(self, side: str, layer: int, layers: int) -> Codec | None:
         """The codec of `key` or `value` in one of `layers` layers; None where that layer stays in full precision.
@@ -99,14 +112,17 @@ class Method:
 
     def codec_of(self, side: str, layer: int) -> Codec | None:
         """The codec of `key` or `value` for a layer, whether or not that layer stays in full precision."""
+        if self.by_layer:
+            return self.by_layer[layer].codec_of(side, layer)
         early = None if self.first_layers is None or layer >= self.first_layers.count else self.first_layers
         own: Codec | None = None if early is None else getattr(early, side)
         return own or getattr(self, side)
 
     @property
     def label(self) -> str:
-        """Name and bits."""
-        return f"{self.name} {self.bits.label if self.bits else ''}".strip()
+        """Name and bits, means where layers have bits of their own."""
+        bits = [method.bits for method in self.by_layer or (self,) if method.bits is not None]
+        return f"{self.name} {mean_label(bits) if bits else ''}".strip()
 
     def identity(self, layers: int) -> dict[str, Any]:
         """What decides how it stores the states of a model of `layers` layers, as JSON data.
@@ -150,11 +166,12 @@ class Method:
 
     def check_packed(self) -> None:
         """Raise `Unsupported` where attention cannot read the method's codes."""
-        for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers", "kept_keys"):
+        for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers", "kept_keys", "sink_detection"):
             if getattr(self, name):
                 raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
-        for codec in filter(None, (self.key, self.value)):
-            form_of(codec)
+        for method in (self, *self.by_layer):
+            for codec in filter(None, (method.key, method.value)):
+                form_of(codec)
 
     def layers(
         self,
@@ -167,22 +184,24 @@ class Method:
         """The layers of a cache under this method, as `kvq.cache.cache.GivesLayers` has it.
 
         Raises:
-            ConfigError: kept keys without token ids, or parts that do not go together.
+            ConfigError: kept keys without token ids, bits for another number of layers, parts that do not go together.
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
+        self.check_layers(len(held))
         if self.gqa is not None:
-            codecs = {side: self.gqa.codec(getattr(self, side), config) for side in ("key", "value")}
-            own = replace(self, gqa=None, **codecs)  # type: ignore[arg-type]
-            return own.layers(config, held, keep_decoded, quantized_prefill, packed)
+            return self._compensated(config).layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
             self.check_packed()
         for codec, dims in ((self.key, [one.head_dim for one in held]), (self.value, [one.value_dim for one in held])):
-            for head_dim in set(dims) if codec is not None else ():
-                codec.check(head_dim)
+            if codec is not None:
+                for head_dim in set(dims):
+                    codec.check(head_dim)
         if self.backend is not None:
             if quantized_prefill:
                 raise Unsupported(f"quantized_prefill: method={self.name} attends to a prefill in full precision")
-            return [TransformersLayer(self.backend, self.residual.key, f"layer {one.index}") for one in held]
+            backends = [method.backend or self.backend for method in self.by_layer or [self] * len(held)]
+            own = zip(backends, held, strict=True)
+            return [TransformersLayer(backend, self.residual.key, f"layer {one.index}") for backend, one in own]
         # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
         if self.plan or self.eviction:
             if getattr(config, "kv_lora_rank", None):
@@ -198,6 +217,13 @@ class Method:
             return self.plan.layers(self.name, layers, keep_decoded)
         return layers if self.eviction is None else self.eviction.layers(layers, config)
 
+    def _compensated(self, config: Any) -> Method:
+        """The method with the bits of its codecs raised, in every layer, as query heads of the model share KV heads."""
+        assert self.gqa is not None
+        codecs: dict[str, Any] = {side: self.gqa.codec(getattr(self, side), config) for side in ("key", "value")}
+        by_layer = tuple(method._compensated(config) for method in self.by_layer)
+        return replace(self, gqa=None, by_layer=by_layer, **codecs)
+
     def _sides(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> tuple[CacheSide, CacheSide]:
         key, value = (self._side(side, place, held, keep_decoded) for side in ("key", "value"))
         return key, value
@@ -209,6 +235,8 @@ class Method:
         label, kept = f"layer {held[place].index} {side}s", self.kept_keys
         if codec is not None and kept is not None and side == "key" and kept.holds(place, count):
             return kept.side(codec, residual, label, keep_decoded)
+        if self.sink_detection is not None:
+            return self.sink_detection.side(codec, residual, label, keep_decoded)
         if held[place].window is not None and not self.sink_tokens and codec is not None and not codec.stores_lists:
             residual = residual.in_blocks()
         return side_of(codec, residual, label, keep_decoded, self.sink_tokens)

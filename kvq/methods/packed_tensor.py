@@ -49,6 +49,8 @@ class PackedTensor:
             raise ConfigError(f"side={side}: key or value")
         if isinstance(method, str):
             method = build_method(method, bits, x.shape[-1], overrides)
+        if method.by_layer:
+            raise Unsupported("method.bits_by_layer: a tensor has no layer; give `bits`")
         codec = getattr(method, side)
         if codec is None:
             raise Unsupported(f"method={method.name}: its {side}s stay in full precision")

@@ -298,21 +298,11 @@ class DeferredSide(CacheSide):
             self._flush(self.begins)
 
 
-class SaliencyLayer(AttendedLayer):
-    """Keys and values of one layer, whose tokens get bits by the attention they receive from probe queries."""
+class PlannedLayer(AttendedLayer):
+    """Keys and values of one layer, whose blocks are encoded once the attention to them has been observed."""
 
     lasting = "attention received cannot be taken back"
     setting = "method.plan"
-
-    def __init__(self, like: KVCacheLayer, plan: Saliency, keep_decoded: bool) -> None:
-        key, value = (
-            DeferredSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value)
-        )
-        for side in (key, value):
-            if not isinstance(side.codec, PlannedCodec) or not isinstance(side.codec.quantizer, TokenSplit):
-                raise ConfigError("method.plan: Saliency needs a PlannedCodec over a TokenSplit for keys and values")
-        super().__init__(key, value, False)
-        self.plan = plan
 
     @property
     @override
@@ -324,6 +314,20 @@ class SaliencyLayer(AttendedLayer):
         """As `KVCacheLayer.update`; blocks are encoded in `observe`."""
         refuse_moves(self, key_states.shape[2])
         return super().update(key_states, value_states, *args, **kwargs)
+
+
+class SaliencyLayer(PlannedLayer):
+    """Keys and values of one layer, whose tokens get bits by the attention they receive from probe queries."""
+
+    def __init__(self, like: KVCacheLayer, plan: Saliency, keep_decoded: bool) -> None:
+        key, value = (
+            DeferredSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value)
+        )
+        for side in (key, value):
+            if not isinstance(side.codec, PlannedCodec) or not isinstance(side.codec.quantizer, TokenSplit):
+                raise ConfigError("method.plan: Saliency needs a PlannedCodec over a TokenSplit for keys and values")
+        super().__init__(key, value, False)
+        self.plan = plan
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Start and length of the blocks that the tokens held belong to, also of those that are not complete."""

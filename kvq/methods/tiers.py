@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, UInt8
@@ -21,8 +21,7 @@ from kvq.codecs.by_token import by_token, together, token_widths
 from kvq.codecs.rope import Rope
 from kvq.codecs.token_groups import TIER_BITS
 from kvq.errors import ConfigError
-from kvq.methods.attended import AttendedLayer
-from kvq.methods.plan import DeferredSide, MixedPrecision, refuse_moves
+from kvq.methods.plan import DeferredSide, MixedPrecision, PlannedLayer
 
 Tiers = UInt8[Tensor, "batch heads tokens"]
 States = Float[Tensor, "batch heads tokens head_dim"]
@@ -295,11 +294,8 @@ class TierSide(DeferredSide):
         self._full = Growable(states[:, :, gone:].clone()) if gone < states.shape[2] else None
 
 
-class TierLayer(AttendedLayer):
+class TierLayer(PlannedLayer):
     """Keys and values of one layer, whose tokens move between tiers by the attention they receive."""
-
-    lasting = "attention received cannot be taken back"
-    setting = "method.plan"
 
     def __init__(self, like: KVCacheLayer, plan: AdaptiveTiers, keep_decoded: bool) -> None:
         key, value = (TierSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value))
@@ -318,11 +314,6 @@ class TierLayer(AttendedLayer):
 
     @property
     @override
-    def observes(self) -> bool:
-        return True
-
-    @property
-    @override
     def _summed(self) -> int:
         return self.key.tokens
 
@@ -336,12 +327,6 @@ class TierLayer(AttendedLayer):
         packed = self.key.packed_tokens
         if self.value.packed_tokens != packed or (packed and not self.key.store.tiers.equal(self.value.store.tiers)):
             raise given.error("keys and values have other tiers")
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `KVCacheLayer.update`; blocks are encoded in `observe`."""
-        refuse_moves(self, key_states.shape[2])
-        return super().update(key_states, value_states, *args, **kwargs)
 
     @override
     def observe(self, attended: Attended) -> None:

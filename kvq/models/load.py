@@ -22,7 +22,7 @@ from kvq.models.delta import apply_delta
 from kvq.models.folder import delta_folder, folder_fingerprint, model_folder
 from kvq.models.layers import head_dims_of, state_layers_of
 from kvq.models.outliers import implant_outliers
-from kvq.models.placing import device_of, loading
+from kvq.models.placing import base_of, device_of, loading
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
@@ -51,7 +51,7 @@ class LoadedModel:
         if state_layers_of(self.text_config):  # some such families number a text from 0 in every forward
             seen = cache.get_seq_length()
             given["position_ids"] = torch.arange(seen, seen + tokens.shape[1], device=tokens.device)[None]
-        output = self.model.base_model(input_ids=tokens, past_key_values=cache, use_cache=True, **given)
+        output = base_of(self.model)(input_ids=tokens, past_key_values=cache, use_cache=True, **given)
         return output.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "*lead hidden"]) -> Float[Tensor, "*lead vocab"]:
@@ -258,7 +258,7 @@ def _check_logits(loaded: LoadedModel) -> Tensor:
     """Check logits of a few tokens; refuse models that do more after the last hidden state than a matrix product."""
     tokens = torch.arange(16, device=loaded.device)[None] % loaded.text_config.vocab_size
     expected = loaded.model(input_ids=tokens, use_cache=False).logits
-    hidden = loaded.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    hidden = base_of(loaded.model)(input_ids=tokens, use_cache=False).last_hidden_state
     if not torch.allclose(loaded.logits(hidden), expected, rtol=1e-3, atol=1e-3, equal_nan=True):
         name = type(loaded.model).__name__
         raise Unsupported(

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 _ON_LOADING = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
 
 
+def base_of(model: nn.Module) -> Any:
+    """The model below its output embedding; of some families (Llama 4) `base_model` is the whole."""
+    base, inner = getattr(model, "base_model", model), getattr(model, "model", None)
+    return inner if base is model and isinstance(inner, nn.Module) else base
+
+
 def loading(config: ModelConfig, whole: Any, where: torch.device) -> dict[str, Any]:
     """The settings of `from_pretrained` that say in what form and where weights are loaded.
 

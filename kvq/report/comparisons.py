@@ -126,15 +126,24 @@ def effective_bits(record: Record) -> float | None:
     return record.metrics.get("effective_bits", record.metrics.get("bits_per_element"))
 
 
-def frontier(records: Sequence[Record], comparisons: Comparisons) -> set[str]:
-    """Keys of runs on the Pareto frontier of effective bits and loss, judged beyond noise.
+def measured_bits(record: Record) -> float | None:
+    """Bits per element of a run's packed tokens, without those of its residual."""
+    return record.metrics.get("bits_per_element")
+
+
+def frontier(
+    records: Sequence[Record],
+    comparisons: Comparisons,
+    bits_of: Callable[[Record], float | None] = effective_bits,
+) -> set[str]:
+    """Keys of runs on the Pareto frontier of bits and loss, judged beyond noise.
 
     Run A beats run B if its loss is lower by more than `NOISE` paired standard errors. Runs are visited by increasing
     bits. A run is on the frontier if it beats the previous run on the frontier and no run with at most its bits beats
     it; of two runs that differ within noise, the one with fewer bits is on it. The first run of the frontier also has
     to beat some run with at least its bits.
     """
-    sized = [(bits, record) for record in records if (bits := effective_bits(record)) is not None]
+    sized = [(bits, record) for record in records if (bits := bits_of(record)) is not None]
     sized.sort(key=lambda pair: (pair[0], pair[1].metrics.get("nll", 0.0), pair[1].key))
     best: list[Record] = []
     for bits, record in sized:

@@ -11,9 +11,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvq.config.bits import Bits
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
+from kvq.report.comparisons import parse_label
 from kvq.report.departures import SIDES, departures, joined, said
 from kvq.report.isolated import line
+from kvq.report.palette import ENGINES
 from kvq.report.presets import presets
 from kvq.report.settings import flatten
 from kvq.results import Broken, Record, Store
@@ -64,7 +67,8 @@ def named(record: Record) -> str:
 
 def is_variant(record: Record) -> bool:
     """Whether a run is a preset's variant (`kvquant/pysource`) or departs from its preset, not a method of its own."""
-    return ("/" in record.method and record.method not in RATES) or bool(method_departures(record))
+    plain = "/" not in record.method.removeprefix(f"{ENGINES}/") or record.method in RATES
+    return not plain or bool(method_departures(record))
 
 
 def method_departures(record: Record) -> list[str]:
@@ -74,8 +78,21 @@ def method_departures(record: Record) -> list[str]:
         return []  # a record of another package's settings
     task = record.config.get("task")
     scoring = task.get("scoring") if isinstance(task, Mapping) else None
-    preset = presets().method(record.method, record.bits, scoring if isinstance(scoring, str) else None)
+    preset = presets().method(
+        record.method,
+        _preset_bits(record.bits, method.get("bits_by_layer")),
+        scoring if isinstance(scoring, str) else None,
+    )
     return _overridden(record) if preset is None else departures(record.config, preset)
+
+
+def _preset_bits(bits: str, by_layer: Any) -> str:
+    """Bits at which a run's codecs are those of its preset: of the first layer, where layers have bits of their own."""
+    parsed = parse_label(bits)
+    if parsed is None or not isinstance(by_layer, Mapping):
+        return bits
+    key, value = (next(iter(by_layer.get(side) or ()), mean) for side, mean in zip(SIDES, parsed, strict=True))
+    return Bits(int(key), int(value)).label
 
 
 def _overridden(record: Record) -> list[str]:

@@ -22,7 +22,11 @@ _OTHERS = {
     "quarot": "#882255",
     "spinquant": "#FA7E61",
     "rotatekv": "#8C6D1F",
+    "oscar_covariance": "#B2456E",
     "kivi_had": "#B8860B",
+    "block_gtq": "#00838F",
+    "kitty": "#7B3F00",
+    "kvarn": "#C2185B",
     "gear": "#44AA99",
     "zipcache": "#117733",
     "ott": "#999933",
@@ -40,17 +44,45 @@ _OTHERS = {
     "quanto": "#B07D62",
     "hqq": "#9C6644",
 }
+ENGINES = "engine"
+"""The folder of presets of inference engines' cache formats, each of which is a method of its own."""
+# By the beginning of a preset's name: the engine's name and colour.
+_ENGINES = {
+    "exllama2": ("ExLlamaV2", "#8E6C8A"),
+    "exllama3": ("ExLlamaV3", "#C43C8E"),
+    "llamacpp": ("llama.cpp", "#2F7F5F"),
+    "lmdeploy": ("LMDeploy", "#B5651D"),
+    "mlx": ("MLX", "#7F7F7F"),
+    "sglang": ("SGLang", "#D1495B"),
+    "tensorrt": ("TensorRT-LLM", "#6A9A1F"),
+    "vllm": ("vLLM", "#3C6FD1"),
+}
 # Of methods outside the package, by a hash of their names.
 _OWN = ("#E15759", "#4E79A7", "#F28E2B", "#76B7B2", "#59A14F", "#B07AA1", "#9C755F", "#86785F")
 
 
 def method_of(label: str) -> str:
-    """The method of a label, which may also have changed settings and bits."""
+    """The method of a label, which may also have a variant, changed settings and bits."""
+    folder, slash, rest = label.partition("/")
+    if folder == ENGINES and slash:
+        return f"{folder}/{method_of(rest)}"
     return re.split(r"[/ ,]", label, maxsplit=1)[0]
+
+
+def engine_of(label: str) -> str | None:
+    """The engine whose cache format a label names: "llama.cpp" of `engine/llamacpp_q4_0`; None of other methods."""
+    method = method_of(label)
+    if not method.startswith(f"{ENGINES}/"):
+        return None
+    name = method.removeprefix(f"{ENGINES}/").partition("_")[0]
+    return _ENGINES[name][0] if name in _ENGINES else name
 
 
 def colour_of(label: str) -> str:
     """The colour of a label's method, as #RRGGBB; it is readable on white and on a dark page."""
     method = method_of(label)
+    engines = dict(_ENGINES.values())
+    if (engine := engine_of(method)) in engines:
+        return engines[engine]
     own = _OWN[zlib.crc32(method.encode()) % len(_OWN)]
     return FIRST.get(method) or _OTHERS.get(method, own)

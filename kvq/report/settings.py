@@ -28,4 +28,6 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     """Leaves of nested settings as (dotted name, JSON text), in the order of the mapping."""
     if isinstance(value, Mapping):
         return [leaf for name, item in value.items() for leaf in flatten(item, f"{prefix}.{name}" if prefix else name)]
-    return [(prefix, value if isinstance(value, str) and value.strip() == value != "" else json.dumps(value))]
+    # A record's mappings are sorted by name, a preset's are not, and a list may hold some.
+    plain = isinstance(value, str) and value.strip() == value != ""
+    return [(prefix, value if plain else json.dumps(value, sort_keys=True))]

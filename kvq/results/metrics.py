@@ -49,6 +49,14 @@ def _share(
     return Metric(name, "fraction", title, short, digits, 100.0, signed, better, "quality")
 
 
+def _less(name: str, title: str) -> Iterable[Metric]:
+    """By how much an error is below another method's, on average, and in the draws or layers of least and most."""
+    for kind in ("", "least", "most"):
+        known = f"{name}_reduction_{kind}".removesuffix("_")
+        words = f"{title}: less than the other's (%)" + (f", {kind}" if kind else "")
+        yield Metric(known, "fraction", words, f"{kind} less%".lstrip(), 1, 100.0, True, "higher")
+
+
 def _count(name: str, unit: str, title: str) -> Metric:
     return Metric(name, unit, title, name, 0)
 
@@ -111,6 +119,21 @@ METRICS = {
         _count("image_tokens", "tokens", "Image tokens"),
         Metric("prefill_tokens_per_second", "tokens/s", "Prefill (tokens/s)", "Prefill", 0, better="higher"),
         Metric("decode_tokens_per_second", "tokens/s", "Decode (tokens/s)", "Decode", 1, better="higher"),
+        Metric("key_mse", "1", "Squared error of keys", "K MSE", 5, better="lower"),
+        *_less("key_mse", "Squared error of keys"),
+        Metric("key_ip_error", "1", "Squared error of keys' inner products", "K ip", 4, better="lower"),
+        Metric("key_ranking_error", "1", "Relative error of keys by the ranking query", "K rank.", 4, better="lower"),
+        *_less("key_ranking_error", "Error of keys by the ranking query"),
+        Metric("key_held_out_error", "1", "Relative error of keys by held-out queries", "K held", 4, better="lower"),
+        *_less("key_held_out_error", "Error of keys by held-out queries"),
+        Metric("value_mse", "1", "Squared error of values", "V MSE", 5, better="lower"),
+        *_less("value_mse", "Squared error of values"),
+        Metric("index_saved", "fraction", "Saved by the Huffman code (%)", "Saved%", 1, 100.0, better="higher"),
+        Metric("correction_share", "fraction", "Numbers of the correction (% of the states)", "Corr.%", 1, 100.0),
+        Metric("key_tier_error", "1", "Relative error in the first tier", "Tier", 4, better="lower"),
+        Metric("key_demoted_error", "1", "then in the second", "Down", 4, better="lower"),
+        Metric("key_promoted_error", "1", "then in the first again", "Up", 4, better="lower"),
+        _count("places", "places", "Draws or layers"),
         _count("calibration_bytes", "bytes", "Tables of the calibration (bytes)"),
         Metric("calibration_bits", "bits", "Tables of the calibration (bits/element)", "Cal."),
         Metric("calibration_seconds", "s", "Calibration (s)", "Cal. s", 1, better="lower"),

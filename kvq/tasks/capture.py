@@ -23,6 +23,7 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.models.layers import places_of
+from kvq.models.placing import base_of
 from kvq.tasks.stepwise import check_codecs_alone
 from kvq.tasks.windows import cut_windows
 
@@ -57,7 +58,7 @@ def capture(
     """
     if getattr(loaded.text_config, "kv_lora_rank", None):
         raise Unsupported("model: its attention reads keys expanded from a latent; what a cache holds is the latent")
-    base = loaded.model.base_model
+    base = base_of(loaded.model)
     modules = attentions(base)
     styles, places = styles_of(loaded.model), places_of(loaded.text_config)
     tables: dict[int, tuple[Tensor, Tensor] | None] = {}

@@ -15,13 +15,13 @@ from kvq.codecs import Codec, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.diagnostics.layout import KINDS, by_kind, layout, plain_bytes
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, cache_shape
 from kvq.results.journal import Journal
 from kvq.tasks.measurement import Baseline, Measurement, Task
-from kvq.tasks.stepwise import check_codecs_alone
+from kvq.tasks.stepwise import check_codecs_alone, check_layers_alike
 
 FP16 = torch.float16
 """Dtype of the papers' reference and of the residual here, whatever the model's dtype."""
@@ -29,7 +29,7 @@ FP16 = torch.float16
 
 def schedule(residual: ResidualSide, codec: Codec, tokens: int) -> tuple[int, int | None, bool]:
     """Packed tokens after a prompt of `tokens`, their block size (None: one block), and whether each is independent."""
-    if residual.policy is Policy.none or not residual.size:
+    if residual.policy is Policy.none or (not residual.size and not residual.keeps_nothing):
         whole = residual.prefill_block is PrefillBlock.whole or not residual.size
         return tokens, None if whole else residual.size, False
     kept, group = residual.schedule(codec.token_group)
@@ -123,8 +123,7 @@ def check(inputs: Inputs, method: Method) -> None:
     """
     task: MemoryConfig = inputs.config.task
     check_codecs_alone(method, task.name)
-    if method.first_layers is not None:
-        raise Unsupported(f"task=memory: counts every layer alike; the first layers of {method.name} have other codecs")
+    check_layers_alike(method, task.name)
     shape = cache_shape(inputs.config.model)
     if shape.others:
         raise Unsupported(

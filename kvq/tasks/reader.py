@@ -175,7 +175,10 @@ def room(cache: KVCache, most: int) -> int:
         return 1
     if not quantized:
         return min(most, FULL_PRECISION_CHUNK - cache.get_seq_length() % FULL_PRECISION_CHUNK)
-    if any(side.residual.policy is Policy.none or side.residual.size == 0 for side in quantized):
+    if any(
+        side.residual.policy is Policy.none or (side.residual.size == 0 and not side.residual.keeps_nothing)
+        for side in quantized
+    ):
         return 1
     if any(side.residual.policy is Policy.sliding for side in quantized):
         return min(most, FULL_PRECISION_CHUNK)  # a token leaves full precision at every step, so no cut avoids copies

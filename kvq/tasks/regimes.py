@@ -70,7 +70,7 @@ CODECS: dict[Regime, type[PerHeadCodec | CompiledCodec]] = {
 
 def check_regimes(method: Method, regimes: list[Regime]) -> None:
     """Raise `Unsupported`, in one line, for a method with more than two codecs and a residual."""
-    for name in ("backend", "plan", "eviction", "first_layers", "is_calibrated"):
+    for name in ("backend", "plan", "eviction", "first_layers", "by_layer", "is_calibrated"):
         if regimes and getattr(method, name):
             raise Unsupported(
                 f"task.regimes: method={method.name} ({name}) has no past that can be decoded in each way"

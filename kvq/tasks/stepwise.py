@@ -45,18 +45,29 @@ def _flushes(method: Method, length: int, chunk: int | None) -> list[tuple[int, 
     return list(itertools.pairwise(sorted(cuts | {length})))
 
 
-def check_codecs_alone(method: Method, task: str) -> None:
-    """Raise `Unsupported` for a method with more than codecs, in a task that applies codecs without a cache."""
-    if method.plan is not None or method.eviction is not None or method.kept_keys is not None:
+def check_codecs_alone(method: Method, task: str, apart: bool = False) -> None:
+    """Raise `Unsupported` for a method with more than codecs, in a task that applies codecs without a cache.
+
+    `apart`: the task has tokens to which a method is fitted, and others.
+    """
+    if any(part is not None for part in (method.plan, method.eviction, method.kept_keys, method.sink_detection)):
         raise Unsupported(f"task={task}: tries codecs alone; {method.name} also chooses tokens in a cache")
     if method.gqa is not None:
         raise Unsupported(
             f"task={task}: tries codecs alone; {method.name} adds bits by the query heads of a cache's model"
         )
-    if method.fits_first_tokens:
+    if method.fits_first_tokens and not apart:
         raise Unsupported(
             f"task={task}: tries codecs on tokens that {method.name} would be fitted to; none are held out"
         )
+
+
+def check_layers_alike(method: Method, task: str) -> None:
+    """Raise `Unsupported` for a method whose layers have codecs of their own, in a task that tries one for all."""
+    if method.first_layers is not None:
+        raise Unsupported(f"task={task}: takes every layer alike; the first layers of {method.name} have other codecs")
+    if method.by_layer:
+        raise Unsupported(f"task={task}: takes every layer alike; method.bits_by_layer gives layers bits of their own")
 
 
 def check_at_once(method: Method, scoring: Scoring) -> None:

@@ -19,7 +19,7 @@ from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import block_of
 from kvq.tasks.measurement import Baseline, Measurement, Task
-from kvq.tasks.stepwise import check_codecs_alone
+from kvq.tasks.stepwise import check_codecs_alone, check_layers_alike
 
 
 def cell(codec: Codec, task: SyntheticConfig, block: int | None, lowness: float, outliers: float) -> dict[str, float]:
@@ -79,6 +79,8 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a method of values alone, or a head dim that the method cannot do."""
     task: SyntheticConfig = inputs.config.task
     check_codecs_alone(method, task.name)
+    if method.by_layer:
+        check_layers_alike(method, task.name)
     if method.key is None and not method.is_full_precision:
         raise Unsupported(f"task=synthetic: {method.name} leaves keys in full precision")
     if method.key is not None:

@@ -53,8 +53,8 @@ def test_generate(model, name):
     assert out.shape == (2, 19)
     assert cache.get_seq_length() == 18
     assert torch.equal(out, greedy(model, tokens, KVCache(model, method(name))))
-    # gear's factors of 6 tokens are larger than they; rotatekv keeps the first 20.
-    if quantizes(name) and name not in ("identity", "gear", "rotatekv"):
+    # gear's factors of 6 tokens are larger than they; the others keep more first tokens than there are.
+    if quantizes(name) and name not in ("identity", "gear", "kitty", "kvarn", "oscar_covariance", "rotatekv"):
         # turboquant_plus leaves the values of the outer layers, here all, in full precision.
         assert cache.side_bits("key") < 16
 

@@ -23,9 +23,12 @@ REFUSED = {
     "kvquant_plus_plus": "codes of InnerProductQuantizer",
 }
 # Codes that attention does not read yet, and methods that are more than codecs behind a residual.
-REFUSED |= dict.fromkeys(["cq", "gear", "kvquant", "polarquant", "rotatekv", "spinquant"], "")
+REFUSED |= dict.fromkeys(
+    ["block_gtq", "cq", "gear", "kitty", "kvarn", "kvquant", "polarquant", "rotatekv", "spinquant"], ""
+)
 REFUSED |= dict.fromkeys(["hqq", "quanto"], "method=.* has backend")
 REFUSED |= dict.fromkeys(["h2o", "snapkv", "streamingllm"], "method=.* has eviction")
+REFUSED |= {"oscar_covariance": "method=oscar_covariance has sink_tokens"}
 REFUSED |= {"ott": "method=ott has plan", "qjl": "method=qjl has first_layers", "zipcache": "method=zipcache has plan"}
 
 
@@ -88,6 +91,16 @@ def test_residuals(residual, whole, monkeypatch):
         dense, _ = steps(model, chosen, tokens, prompt)
         packed, _ = steps(model, chosen, tokens, prompt, attention="packed")
         torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llamacpp_q4_1", "vllm_fp8", "sglang_fp4", "vllm_turboquant_3bit_nc"])
+def test_engines_keep_nothing_in_full_precision(name, monkeypatch):
+    model = exact(llama(), monkeypatch)
+    chosen, tokens = kvq.build_method(f"engine/{name}"), token_ids(45)
+    dense, held = steps(model, chosen, tokens)
+    packed, other = steps(model, chosen, tokens, attention="packed")
+    assert held.nbytes == other.nbytes == other.packed_bytes
+    torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
 
 
 def test_sliding_window_and_softcap(monkeypatch):

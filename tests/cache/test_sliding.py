@@ -150,3 +150,13 @@ def test_crop_where_nothing_left_since():
     one.crop(2)
     for token in more.split(1, 2):
         assert torch.equal(one.append(token), short.append(token))
+
+
+def test_full_precision_beside_a_method_that_keeps_nothing():
+    """The baseline of such a method has its residual and no codec."""
+    held = CacheSide(None, ResidualSide(Policy.sliding, 0, PrefillBlock.size), "layer 0 values")
+    x = states(9)
+    for start in (0, 4, 8):
+        seen = held.append(x[:, :, start : start + 4])
+    assert torch.equal(seen, x)
+    assert held.packed_tokens == 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -129,3 +130,14 @@ def block(heads: int, tokens: int, dim: int, seed: int = 0, dtype: torch.dtype =
 
     x = normal(1, heads, tokens, dim) + 2 * normal(1, heads, 1, dim)
     return (x * torch.exp(normal(1, heads, tokens, 1) / 2)).to(dtype)
+
+
+def merged(weights: list[float]) -> float:
+    """The sum of the weights of all of Huffman's merges: bits of all code words; their mean if weights are shares."""
+    heap, total = list(weights), 0
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        joined = heapq.heappop(heap) + heapq.heappop(heap)
+        total += joined
+        heapq.heappush(heap, joined)
+    return total

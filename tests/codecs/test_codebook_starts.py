@@ -55,6 +55,27 @@ def test_quantiles_are_equally_probable():
     np.testing.assert_allclose(levels, expected, rtol=0.02)
 
 
+def test_even_levels_reach_to_the_largest_sample():
+    """Equal steps up to the largest of 100,000 samples of a coordinate, which is about 4.4 deviations away."""
+    for bits in (1, 3):
+        levels = levels_from(bits, 64, Start.even, 0)
+        whole = np.concatenate([-levels[::-1], levels])
+        np.testing.assert_allclose(np.diff(whole), 2 * levels[-1] / (2**bits - 1))
+        assert 3.7 < levels[-1] * 8 < 5.2
+
+
+def test_channels_of_largest_variance_of_differences():
+    """Channels that jump from token to token, not those that go far, slowly."""
+    x = states(1, 1, 200, 16).float().cumsum(2)
+    x[..., :4] = torch.linspace(-50, 50, 200)[:, None] + 0.01 * x[..., :4]
+    x[..., 4:8] += 5 * states(1, 1, 200, 4, seed=903).float()
+    groups = split(rotation=RandomRotation).quantizer
+    for differences, chosen in ((False, range(4)), (True, range(4, 8))):
+        codec = Codec({}, [], CalibratedChannelSplit(groups.high, groups.low, differences=differences))
+        mask = fitted(codec, x).quantizer.tables["mask"]
+        assert mask.flatten().nonzero().flatten().tolist() == list(chosen)
+
+
 @pytest.mark.parametrize(("dim", "gap"), [(8, 0.01), (128, 1e-4)])
 def test_the_sphere_has_less_error_than_its_normal_limit(dim, gap):
     """The levels of N(0, 1/D) in place of the exact ones cost more where there are few channels."""
@@ -122,9 +143,13 @@ def test_outlier_channels_help_at_fewer_bits():
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: LloydMaxQuantizer(2, start="kmeans"), ConfigError, "start=kmeans: one of density, quantile, kmeans"),
+        (
+            lambda: LloydMaxQuantizer(2, start="kmeans"),
+            ConfigError,
+            "start=kmeans: one of density, even, quantile, kmeans",
+        ),
         (lambda: LloydMaxQuantizer(2, steps=-1), ConfigError, "steps=-1: at least 0"),
-        (lambda: LloydMaxQuantizer(2, marginal="normal"), ConfigError, "marginal=normal: one of sphere, gaussian"),
+        (lambda: LloydMaxQuantizer(2, marginal="gaussian"), ConfigError, "marginal=gaussian: one of sphere, normal"),
         (lambda: LloydMaxQuantizer(8, 1), Unsupported, "bits=9"),
         (lambda: split(0), ConfigError, "outliers=0: at least 1"),
         (lambda: split().check(3), Unsupported, "outliers=0: head_dim=3 leaves no other channels"),

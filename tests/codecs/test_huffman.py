@@ -1,6 +1,5 @@
 """Huffman coding of indices: the same reconstruction, real bytes, and the figures of the sphere's codebook."""
 
-import heapq
 import math
 
 import numpy as np
@@ -30,6 +29,7 @@ from kvq.errors import Unsupported
 from kvq.kernels import form_of
 from kvq.results.metrics import METRICS
 from kvq.tasks.storage import STORED, storage_metrics
+from tests.codecs.oracles import merged
 from tests.properties import examples
 from tests.random_models import llama, token_ids
 
@@ -49,13 +49,7 @@ def words_of(weights):
     heap = [weight for weight in weights if weight]
     if len(heap) == 1:
         return heap[0]  # a word of one bit
-    heapq.heapify(heap)
-    total = 0
-    while len(heap) > 1:
-        merged = heapq.heappop(heap) + heapq.heappop(heap)
-        total += merged
-        heapq.heappush(heap, merged)
-    return total
+    return merged(heap)
 
 
 def test_figures_of_the_paper():

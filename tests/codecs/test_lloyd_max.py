@@ -1,6 +1,5 @@
 """Scalar codebooks of the sphere's marginal: optimality and the published errors."""
 
-import heapq
 import itertools
 import math
 
@@ -14,7 +13,7 @@ from scipy import integrate
 from kvq.codecs import Codec, LloydMaxQuantizer, RandomRotation, TokenNorm, optimal_levels
 from kvq.codecs.lloyd_max import cell_probabilities, density, partial_mean, relative_mse, tail
 from kvq.errors import Unsupported
-from tests.codecs.oracles import block
+from tests.codecs.oracles import block, merged
 from tests.properties import examples
 
 MSE_128 = {1: 0.3609, 2: 0.1160, 3: 0.03397, 4: 0.009315, 5: 0.002451, 6: 0.000630, 7: 0.0001598, 8: 0.0000402}
@@ -69,14 +68,7 @@ def test_entropy_of_the_codes():
 
 def huffman(p):
     """Mean code length: the sum of the weights of all joins."""
-    heap = [float(v) for v in p]
-    heapq.heapify(heap)
-    total = 0.0
-    while len(heap) > 1:
-        joined = heapq.heappop(heap) + heapq.heappop(heap)
-        total += joined
-        heapq.heappush(heap, joined)
-    return total
+    return merged([float(v) for v in p])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])

@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 import kvq
 from kvq.codecs import (
+    CalibratedChannelSplit,
     Codec,
+    CovarianceRotation,
     HuffmanCodec,
+    LearnedRotation,
     LloydMaxQuantizer,
     LowRankCorrection,
     PackedStore,
@@ -17,9 +20,12 @@ from kvq.codecs import (
     TokenNorm,
     UndoRope,
     UniformQuantizer,
+    calibrated_parts,
+    fit_codec,
 )
 from kvq.codecs.low_rank import exact_svd, randomized_svd
 from kvq.errors import ConfigError, Unsupported
+from tests.calibrated import fitted
 from tests.properties import examples
 
 NOISE = {128: (0.16, 0.30), 360: (0.11, 0.21), 2048: (0.08, 0.16)}
@@ -166,3 +172,52 @@ def test_bits():
 def test_what_it_refuses(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
+
+
+def outlier_channels(x, bits=2, rank=None):
+    """Calibrated outlier channels fitted to `x`, with a correction of this rank around them."""
+
+    def group(seed, extra, **bounds):
+        stages = {"norm": TokenNorm(), "rotation": RandomizedHadamard(seed)}
+        return Codec(stages, list(stages), LloydMaxQuantizer(bits, extra, **bounds))
+
+    split = Codec({}, [], CalibratedChannelSplit(group(0, 1, most=4), group(2, -1, least=1)))
+    return fitted(split if rank is None else corrected(split, rank=rank), x)
+
+
+def test_a_calibrated_codec_is_corrected():
+    """The base has the tables of the calibration: base and factors are those of the parts one after the other."""
+    x, later = (states(1, 2, 128, 32, seed=seed).float() for seed in (301, 302))
+    x[..., ::4] *= 5
+    later[..., ::4] *= 5
+    plain, codec = outlier_channels(x), outlier_channels(x, rank=4)
+    assert set(calibrated_parts(codec)) == {"quantizer"}
+    assert torch.equal(codec.quantizer.base.quantizer.tables["mask"], plain.quantizer.tables["mask"])
+    rest = later - plain.decode(plain.encode(later))
+    left, right = randomized_svd(rest[0], 4, 10, 2, 3)
+    expected = plain.decode(plain.encode(later)) + torch.bmm(left.half().float(), right.half().float())[None]
+    packed = codec.encode(later)
+    torch.testing.assert_close(codec.decode(packed), expected, rtol=0, atol=2e-3)
+    assert packed.nbytes == plain.encode(later).nbytes + 2 * 2 * 4 * (128 + 32)
+    assert squared(codec, later) < squared(plain, later)
+    assert calibrated_parts(corrected(base())) == {}
+    with pytest.raises(Unsupported, match="CalibratedChannelSplit has no tables: calibrate first"):
+        kvq.build_method("kvquant_plus_plus/outliers_low_rank", 2).key.encode(later)
+
+
+def test_moments_reach_the_codec_inside():
+    rows = states(2, 64, 8)
+    moments, rotation = rows.mT @ rows, Codec({"r": CovarianceRotation()}, ["r"], UniformQuantizer(2, "per_token"))
+    expected = fit_codec(rotation, rows, None, None, 0, moments)["r.rotation"]
+    assert torch.equal(fit_codec(corrected(rotation), rows, None, None, 0, moments)["quantizer.r.rotation"], expected)
+    assert corrected(rotation).quantizer.wants_moments
+    assert not corrected(base()).quantizer.wants_moments
+
+
+def test_what_is_learned_or_calibrated_elsewhere_is_refused():
+    learned = Codec({"rotation": LearnedRotation()}, ["rotation"], UniformQuantizer(2, "per_token"))
+    with pytest.raises(Unsupported, match="a low-rank correction takes no learned part inside of it"):
+        corrected(learned)
+    inner = Codec({}, [], CalibratedChannelSplit(base(), base()))
+    with pytest.raises(Unsupported, match="a split takes no calibrated part inside of it"):
+        CalibratedChannelSplit(corrected(inner), base())

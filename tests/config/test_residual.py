@@ -55,6 +55,13 @@ def test_no_residual_under_block_quantizes_everything_as_it_comes() -> None:
     assert effective_residual(DEFAULT, ResidualConfig(size=0)).key.size == 0
 
 
+def test_nothing_is_kept_under_sliding_of_size_0() -> None:
+    residual = effective_residual(DEFAULT, ResidualConfig(policy=Policy.sliding, size=0))
+    assert residual.key.keeps_nothing
+    assert residual.at_once() == residual
+    assert not effective_residual(DEFAULT, ResidualConfig(size=0)).key.keeps_nothing
+
+
 def test_at_once_keeps_the_blocks() -> None:
     residual = effective_residual(DEFAULT, ResidualConfig(value=ResidualSideConfig(size=32))).at_once()
     assert {residual.key.policy, residual.value.policy} == {Policy.none}

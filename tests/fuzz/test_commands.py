@@ -42,6 +42,8 @@ TASKS = [
     "latency",
     "tni",
     "synthetic",
+    "random_states",
+    "model_states",
     "longbench",
     "lm_eval",
     "multimodal",

@@ -67,10 +67,16 @@ def golden_of(name: str) -> Golden:
 
 
 def fitting(name: str) -> list[str]:
-    """What makes a method of many layers, or of a long calibration, one of three layers and a short one."""
+    """What fits a method of many layers, many kept tokens or a long calibration to three layers and a short prompt."""
     family = name.partition("/")[0]
     if family == "qjl" and name != "qjl/one_sketch":
         return ["method.first_layers.count=1"]
+    if name.endswith("/kvsink"):  # no token of a random model is as extreme as a sink
+        return ["method.sink_detection.share=0.15"]
+    if family == "oscar_covariance":  # 64 sinks and a window of 256 would hold all tokens
+        return ["method.sink_tokens=8", "residual.size=32"]
+    if family == "kvarn":
+        return ["method.sink_tokens=8"]
     if family == "turboquant_plus":
         return ["method.full_precision_layers.value=[0]"]
     return ["method.value.stages.rotation.steps=3"] if family == "spinquant" else []

@@ -44,6 +44,8 @@ CASES: dict[str, list[str]] = {
     "distribution": ["task=distribution", *_CAPTURED, "method=fp16"],
     "memory": ["task=memory", "task.lengths=[64,300]", "task.measured=100"],
     "synthetic": ["task=synthetic", "task.tokens=32", "task.head_dim=32", "task.repeats=2"],
+    "random_states": ["task=random_states", "task.tokens=32", "task.head_dim=32", "task.draws=2", "task.against=nsn"],
+    "model_states": ["task=model_states", "task.context=96", "task.held_out=32", "task.windows=2", "task.against=nsn"],
 }
 
 
@@ -113,5 +115,6 @@ _FILES: dict[str, Callable[[Path], list[str]]] = {
     "lm_eval": _lm_eval,
     "multimodal": _multimodal,
     "synthetic": lambda _: [],
+    "random_states": lambda _: [],
     "generate": _model,
 }

@@ -34,6 +34,8 @@ REFUSED = {
     "kvquant_plus_plus/low_rank_8": "codes of LowRankCorrection",
     "kvquant_plus_plus/low_rank_exact": "codes of LowRankCorrection",
     "kvquant_plus_plus/outliers": "codes of CalibratedChannelSplit",
+    "kvquant_plus_plus/outliers_low_rank": "codes of LowRankCorrection",
+    "kvquant_plus_plus/delta_outliers": "codes of CalibratedChannelSplit",
     "kvquant_plus_plus/product": "PrefillCodec stores lists",
     "turboquant/outliers": "codes of ChannelSplit",
     "turboquant/prod": "codes of InnerProductQuantizer",
@@ -42,17 +44,36 @@ REFUSED = {
 }
 # With their presets.
 FAMILIES = {
+    "block_gtq": "codes of",
     "cq": "codes of keys before their rotary embedding",
     "gear": "codes of SparseLowRank",
+    "kitty": "codes of ChannelSplit",
+    "kvarn": "stage 'balance'",
     "kvquant": "codes of keys before their rotary embedding",
+    "oscar_covariance": "stage 'rotation'",
     "polarquant": "codes of PolarQuantizer",
     "qjl": "codes of SketchQuantizer",
     "rotatekv": "stage '(heads|order)'",
     "spinquant": "stage 'rotation'",
     "zipcache": "codes of TokenSplit",
 }
+ENGINES = {
+    "exllama2": "stage 'hadamard'",  # not orthonormal
+    "lmdeploy_42": "codes of InnerProductQuantizer",
+    "tensorrt": "stage 'scale'",
+    "vllm_fp8/calibrated": "stage 'scale'",
+    "vllm_int4": "stage 'hadamard'",
+    "vllm_nvfp4": "stage 'scale'",
+}
 REFUSED |= {
-    f"kvquant_plus_plus/delta{kind}": "codes of DeltaQuantizer" for kind in ("", "_mse", "_every", "_threshold")
+    name: reason
+    for name in METHODS
+    for start, reason in ENGINES.items()
+    if name.startswith(f"engine/{start}") and not name.endswith("/uncalibrated")
+}
+REFUSED |= {
+    f"kvquant_plus_plus/delta{kind}": "codes of DeltaQuantizer"
+    for kind in ("", "_mse", "_prod", "_every", "_threshold", "_threshold_low")
 }
 REFUSED |= {f"kvquant_plus_plus/attention{kind}": "codes of TokenSplit" for kind in ("", "_mse")}
 REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers"}

@@ -47,6 +47,19 @@ def test_methods(name, bits, dtype):
             assert check(codec, x) <= 1e-4
 
 
+@pytest.mark.parametrize("block", [32, "power_of_two"])
+def test_a_rotation_of_blocks_of_channels(block):
+    codec = Codec({"turn": Hadamard(block)}, ["turn"], UniformQuantizer(4, "per_token", 32))
+    assert check(codec, states(1, 2, 77, 192, seed=3)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings", [{"halves": "up"}, {"reciprocal": True}, {"least_scale": 1e-6}, {"side_dtype": "bfloat16"}]
+)
+def test_grids_of_engines_are_left_to_the_codec(settings):
+    assert fused(Codec({}, [], UniformQuantizer(4, "per_token", 32, **settings))).chain is None
+
+
 @pytest.mark.parametrize("name", ["kivi", "nsn", "oscar", "quarot"])
 def test_blocks_are_on_their_own(name):
     """Many blocks and a short last one are what each is alone."""

@@ -8,7 +8,7 @@ from kvq.cache import KVCache
 from kvq.errors import Unsupported
 from kvq.methods.plan import Saliency
 from kvq.tasks.scoring import generation_bounds
-from tests.families import family
+from tests.families import family, generates_greedily
 from tests.random_models import in_double_precision, llama, random_llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
@@ -180,14 +180,7 @@ def test_salient_tokens_are_closer_and_every_byte_counts(model):
 @pytest.mark.parametrize("make", [ott, zipcache])
 def test_generate_on_every_family_that_can(name, make):
     loaded = family(name)
-    tokens = token_ids(17, batch=2)
-    settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    cache, again = KVCache(loaded.model, make(size=8)), KVCache(loaded.model, make(size=8))
-    out = loaded.model.generate(tokens, past_key_values=cache, **settings)
-    piece = tokens
-    for step in range(6):
-        piece = loaded.model(piece, past_key_values=again).logits[:, -1].argmax(-1, keepdim=True)
-        assert torch.equal(piece[:, 0], out[:, 17 + step])
+    cache = generates_greedily(loaded, lambda: make(size=8), token_ids(17, batch=2), 6)
     assert cache.get_seq_length() == 22
     assert cache.layers[0].key.packed_tokens > 0
 

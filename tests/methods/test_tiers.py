@@ -19,7 +19,7 @@ from kvq.results.metrics import units_of
 from kvq.tasks.scoring import generation_bounds
 from kvq.tasks.stepwise import check_at_once, check_codecs_alone
 from kvq.tasks.storage import storage_metrics
-from tests.families import family
+from tests.families import family, generates_greedily
 from tests.properties import examples
 from tests.random_models import in_double_precision, llama, random_llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
@@ -227,14 +227,7 @@ def test_forks_go_their_own_way_and_sequences_are_selected(model):
 @pytest.mark.parametrize("name", ["mistral", "qwen3", "gemma3", "gpt2"])
 def test_generate_on_families(name):
     loaded = family(name)
-    tokens = token_ids(17, batch=2)
-    settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    cache, again = KVCache(loaded.model, tiers(size=8)), KVCache(loaded.model, tiers(size=8))
-    out = loaded.model.generate(tokens, past_key_values=cache, **settings)
-    piece = tokens
-    for step in range(8):
-        piece = loaded.model(piece, past_key_values=again).logits[:, -1].argmax(-1, keepdim=True)
-        assert torch.equal(piece[:, 0], out[:, 17 + step])
+    cache = generates_greedily(loaded, lambda: tiers(size=8), token_ids(17, batch=2), 8)
     assert cache.layers[0].key.packed_tokens == 24
 
 

@@ -32,8 +32,9 @@ HEAD_DIMS = {"gemma4": {32, 64}}
 
 @functools.cache
 def method(name: str, *overrides: str, size: int = 8) -> Method:
-    """At 3 bits, or the nearest it can do."""
-    given = [f"residual.size={size}", *overrides]
+    """At 3 bits, or the nearest it can do, and with fewer sinks than there are tokens here."""
+    sinks = ["sink_tokens=2"] if name in ("kitty", "kvarn") else []
+    given = [f"residual.size={size}", *sinks, *overrides]
     return kvq.build_method(name, bits=nearest_bits(name), head_dim=32, overrides=given)
 
 

@@ -29,6 +29,8 @@ READ: dict[str, Callable[[Config], Any]] = {
     "policy": lambda c: {getattr(c.effective_residual, side).policy.value for side in _sides(c)},
     "groups": lambda c: tuple(_quantizer(c, side).get("group_size") for side in _sides(c)),
     "outliers": lambda c: {_quantizer(c, side)["outliers"] for side in _sides(c)},
+    "anchors": lambda c: {tuple(_quantizer(c, s)[f"anchor_{n}"] for n in ("every", "threshold")) for s in _sides(c)},
+    "rank": lambda c: {_quantizer(c, side)["rank"] for side in _sides(c)},
     "qnorm": lambda c: {_quantizer(c, side)["qnorm"] for side in _sides(c)},
     "clip": lambda c: {_quantizer(c, side)["clip"] for side in _sides(c)},
     "coupled": lambda c: {(_quantizer(c, side)["channels"], _quantizer(c, side)["code_bits"]) for side in _sides(c)},
@@ -43,6 +45,7 @@ READ: dict[str, Callable[[Config], Any]] = {
         for name in (
             *("windows", "context", "stride", "scoring", "prompt", "max_windows", "prefill", "tasks", "subsets"),
             *("buckets", "limit", "max_length", "chat_template", "num_fewshot", "generation", "repeats", "benchmark"),
+            *("states", "tokens", "head_dim", "drift", "jumps", "against", "against_bits", "layers", "held_out"),
             *("mode", "planted", "lengths", "depths", "batches", "contexts", "new_tokens", "chunk", "regimes"),
         )
     },
@@ -158,6 +161,49 @@ ROWS = [
     Row("kvquant_plus_plus/5_2 kvquant_plus_plus/5_3", "KVQuant++, section 5.1: 50 chunks, 128 quantized, 64 scored",
         {"scoring": "continuation", "windows": "disjoint", "prompt": 128, "context": 192, "max_windows": 50,
          "dataset": "wikitext2"}),
+    *(Row("kvquant_plus_plus/5_2", "KVQuant++, section 5.1: calibrated on 8 contexts of 128; bits",
+          {"calibration": ("wikitext2", 8, 128), "bits": bits}, {"method": f"OutlierKVQuant {bits}-bit"})
+      for bits in "234"),
+    *(Row("kvquant_plus_plus/5_3", "KVQuant++, sections 5.1 and 5.3: 8 contexts of 128; rank 4",
+          {"calibration": ("wikitext2", 8, 128), "bits": bits, "rank": {4}},
+          {"method": f"OutlierKVQuant {bits}-bit + rank-4 correction"}) for bits in "234"),
+    Row("kvquant_plus_plus/2_2_1", "KVQuant++, section 2.2.1: 100k samples at d=64",
+        {"task": "random_states", "states": "sphere", "head_dim": 64, "tokens": 1563}),
+    *(Row("kvquant_plus_plus/2_2_1", "KVQuant++, section 2.2.1: bits", {"bits": bits},
+          {"method": lambda label, bits=bits: label.endswith(f", {bits}-bit")}) for bits in "1234"),
+    Row("kvquant_plus_plus/2_2_5", "KVQuant++, section 2.2.5: b=4, d=128",
+        {"task": "random_states", "states": "gaussian", "head_dim": 128, "bits": "4"}),
+    Row("kvquant_plus_plus/2_2_9 kvquant_plus_plus/3_2", "KVQuant++, sections 2.2.9 and 3.2: d=64, T=50, 0.15",
+        {"task": "random_states", "states": "drifting", "head_dim": 64, "tokens": 50, "drift": 0.15, "jumps": []}),
+    *(Row("kvquant_plus_plus/2_2_9 kvquant_plus_plus/3_2", "KVQuant++, section 3.2: 2.5 bits are those of 3",
+          {"bits": bits}, {"method": lambda label, own=own: label.endswith(own)})
+      for own, bits in ((", 3-bit", "3"), (", 2-bit", "2"), (", 2.5-bit", "3"))),
+    Row("kvquant_plus_plus/3_2", "KVQuant++, section 3.2: against 2 bits", {"against_bits": 2},
+        {"metric": "reduction of the MSE of values against 2 bits, %"}),
+    Row("kvquant_plus_plus/3_1 kvquant_plus_plus/3_2_layers kvquant_plus_plus/3_3",
+        "KVQuant++, sections 3.1 to 3.3: distilgpt2 at 3 bits", {"model": "distilgpt2", "bits": "3"}),
+    *(Row("kvquant_plus_plus/3_1 kvquant_plus_plus/3_2_layers", "KVQuant++, sections 3.1 and 3.2: layers",
+          {"layers": layers}, {"setting": setting})
+      for setting, layers in (("six layers", None), ("layer 2", [2]), ("layers 1 and 2", [1, 2]), ("layer 5", [5]))),
+    Row("kvquant_plus_plus/3_3", "KVQuant++, section 3.3: 12 tokens, layer 0",
+        {"layers": [0], "context": 13, "held_out": 1}),
+    Row("kvquant_plus_plus/3_4", "KVQuant++, section 3.4: d=64", {"task": "random_states", "head_dim": 64}),
+    Row("kvquant_plus_plus/3_4", "KVQuant++, section 3.4: T=360", {"tokens": 360},
+        {"setting": "head dim 64, 360 tokens"}),
+    *(Row("kvquant_plus_plus/3_4", "KVQuant++, section 3.4: rank", {"rank": {rank}, "bits": bits},
+          {"method": f"rank {rank}, {bits}-bit"}) for rank, bits in ((4, "2"), (8, "2"), (4, "3"), (8, "3"), (4, "4"))),
+    Row("kvquant_plus_plus/3_5", "KVQuant++, section 3.5: M=16, b=8 at d=64", {"head_dim": 64, "coupled": {(4, 8)}},
+        {"method": "product, 2-bit"}),
+    Row("kvquant_plus_plus/3_5 kvquant_plus_plus/3_1_drawn kvquant_plus_plus/3_3_drawn", "ours: Gaussian states",
+        {"task": "random_states", "states": "gaussian"}),
+    *(Row("kvquant_plus_plus/9_2", "KVQuant++, section 9.2: tokens of a block at d=128",
+          {"task": "latency", "contexts": [tokens], "rank": {4}}, {"setting": f"{tokens} tokens"})
+      for tokens in (32, 64, 128, 256, 512)),
+    Row("kvquant_plus_plus/9_6", "KVQuant++, section 9.6: T=30, 3 bits, drift at 15",
+        {"task": "random_states", "states": "drifting", "tokens": 30, "jumps": [15], "bits": "3"}),
+    *(Row("kvquant_plus_plus/9_6", "KVQuant++, section 9.6: anchors", {"anchors": {anchors}}, {"method": label})
+      for label, anchors in (("one anchor, 3-bit", (None, 0)), ("an anchor every 32 tokens, 3-bit", (32, 0)),
+                             ("anchors by a threshold of 0.4, 3-bit", (None, 0.4)))),
     Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro oscar/niah oscar/niah_depth", "OScaR's released "
         "qwen3.py: a prompt attends to its own keys and values, which are packed behind it", {"prefill": "whole"}),
     Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro oscar/niah oscar/niah_depth oscar/efficiency "
@@ -209,7 +255,8 @@ ROWS = [
         {"weights": "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4"}, {"model": "weights in 4 bits (AWQ)"}),
     Row("oscar/weight_quantized", "OScaR's review, weakness 6", {"weights": "meta-llama/Llama-3.1-8B-Instruct"},
         {"model": "weights in 16 bits"}),
-    Row("embedded/decoding embedded/extensions", "ours", {"scoring": "generation", "windows": "sliding"}),
+    Row("embedded/decoding embedded/engines embedded/extensions", "ours",
+        {"scoring": "generation", "windows": "sliding"}),
     Row("embedded/methods embedded/nsnquant_steps", "ours", {"scoring": "parallel", "windows": "disjoint"}),
 ]  # fmt: skip
 KNOWN = choices()
@@ -231,9 +278,8 @@ def fits(labels: Mapping[str, str], wanted: Mapping[str, Any] | None) -> bool:
 
 
 WITHOUT_RUNS = {
-    "kvquant_plus_plus/section_2",
-    "kvquant_plus_plus/section_3",
-    "kvquant_plus_plus/section_9",
+    "kvquant_plus_plus/2_2_3",
+    "kvquant_plus_plus/9_1",
     "oscar/longbench_e_tasks",
 }
 """Tables of published figures alone: nothing in them can be run here."""

@@ -23,6 +23,7 @@ RUNS = {
     "regimes": ("model=qwen2_7b", "task=latency/nsn_dequantization", "method=nsn", "bits=3"),
     "items": ("model=tiny_outliers", "task=lm_eval/aime24", "method=ott", "bits=2", "residual.size=64"),
     "evicted": ("model=tiny", "task=niah", "method=snapkv/kivi", "bits=4"),
+    "bits by layer": ("model=tiny", "method=kivi", "method.bits_by_layer.key=[8,4,4,2]"),
     "another library": ("model=tiny", "method=hqq", "bits=2"),
 }  # fmt: skip
 TEXTS = {("model", "fingerprint"), ("dataset", "fingerprint"), ("method", "calibration", "fingerprint")}

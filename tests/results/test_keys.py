@@ -35,6 +35,7 @@ def key_of(record: Record) -> str:
     given += [f"bits={record.bits}"] if record.bits else []
     task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] != "task.name" and leaf[1] != "null"]
     given += ["=".join(leaf) for leaf in task]
+    given += ["residual.prefill_block=whole"] if "9_2" in record.provenance.command else []  # KVQuant++, one block
     config = resolve(compose(given))
     calibration = record.config["method"].get("calibration") or {}
     fingerprints = [record.config[group]["fingerprint"] for group in ("model", "dataset")]

@@ -14,6 +14,7 @@ from tests.random_models import in_double_precision, random_llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
 CALIBRATED = ["kvquant", "kvquant/dense", "kvquant/qnorm", "kvquant/sink", "cq", "cq/8c10b", "spinquant", "rotatekv"]
+CALIBRATED += ["block_gtq", "block_gtq/buffer"]
 
 
 def method_of(name: str, *overrides: str) -> Method:

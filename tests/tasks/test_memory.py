@@ -18,6 +18,7 @@ from tests.tasks.diagnosed import DiagnosedInputs, journal
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 METHODS = ("nsn", "kivi", "oscar", "oscar/token_scope", "nsnquant", "turboquant", "turboquant_plus", "rtn", "fp8")
+METHODS += ("engine/llamacpp_q4_0", "engine/vllm_turboquant_3bit_nc", "engine/vllm_fp8_per_token_head")
 
 
 class _Turns:

@@ -53,6 +53,21 @@ def token_by_token(loaded: LoadedModel, method: Method, tokens: Tensor) -> Tenso
     return torch.cat(rows, 1)
 
 
+@pytest.mark.parametrize("name", ["rtn", "q4_0", "turboquant"])
+def test_nothing_kept_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is scored at once: every query reads its own token as it is stored."""
+    loaded = in_double_precision(random_llama(), monkeypatch)
+    method = build_method(name, bits=2, head_dim=32, overrides=["residual.policy=sliding", "residual.size=0"])
+    tokens = token_ids(75)
+    expected = token_by_token(loaded, method, tokens)
+    for chunk in (None, 7, 74):
+        got = chunked(loaded, method, tokens, generation_bounds(method, 74, chunk))
+        assert (got - expected).abs().max() < 1e-6, (name, chunk)
+    at_once = parallel_method(method)
+    assert at_once.residual == method.residual
+    assert (chunked(loaded, at_once, tokens, [(0, 74)]) - expected).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(
     ("length", "residual"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvq.report.figures import distribution, memory, shift, tni, valley
+from kvq.report.figures import distribution, memory, shift, states, tni, valley
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing
 from kvq.report.isolated import made_of, noted
@@ -18,6 +18,7 @@ from kvq.report.settings import PROTOCOL
 from kvq.results import Record, Store, run_key
 
 _FEWEST_WIDTHS = 3
+_KNOWN_STATES = ("random_states", "model_states")
 Made = TypeVar("Made")
 Maker = Callable[[Sequence[Record], Store], Iterable[Drawing]]
 
@@ -79,14 +80,24 @@ def _protocols(records: Iterable[Record]) -> list[list[Record]]:
     """Runs with the same task, model, dataset and seed, by method and bits."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda r: (r.model, r.dataset, label(r), r.bits, r.key)):
-        groups[run_key({name: record.config.get(name) for name in PROTOCOL})].append(record)
+        groups[_protocol(record)].append(record)
     return list(groups.values())
+
+
+def _protocol(record: Record) -> str:
+    """A hash of the settings that the runs of a figure share.
+
+    Known states are compared with another method at the run's own bits, which their fingerprint names.
+    """
+    parts = {name: record.config.get(name) for name in PROTOCOL}
+    if record.task in _KNOWN_STATES:
+        parts["dataset"] = {**(parts["dataset"] or {}), "fingerprint": record.dataset}
+    return run_key(parts)
 
 
 def _suffix(group: Sequence[Record]) -> str:
     first = group[0]
-    name = run_key({name: first.config.get(name) for name in PROTOCOL})[:6]
-    return f"{first.model}-{first.dataset}-{name}"
+    return f"{first.model}-{first.dataset}-{_protocol(first)[:6]}"
 
 
 def _quantized(group: Sequence[Record]) -> list[Record]:
@@ -159,12 +170,30 @@ def _widths(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
         yield Drawing("widths", table, valley.valley_figure, (f"More bits, less loss? {_where(group)}",))
 
 
+def _drawn_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    table = states.bars_table(_quantized(group), store)
+    if not table.empty:
+        title = f"Drawn states: {states.states_of(group[0].config['task'])}"
+        yield Drawing("states-drawn", table, states.bars_figure, (title,))
+
+
+def _model_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    table = states.layers_table(group, store)
+    if not table.empty:
+        words = ", ".join(
+            [f"{model_name(group[0].model)}, {group[0].dataset}", *states.beside(group[0].config["task"])]
+        )
+        yield Drawing("states-layers", table, states.layers_figure, (f"Errors on a block of states: {words}",))
+
+
 MAKERS: dict[str, Maker] = {
     "error": _errors,
     "tni": _norms,
     "distribution": _distributions,
     "memory": _memory,
     "synthetic": _planes,
+    "random_states": _drawn_states,
+    "model_states": _model_states,
     "ppl": _widths,
 }
 

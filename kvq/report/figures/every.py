@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvq.report import command
-from kvq.report.comparisons import by_bits
+from kvq.report.comparisons import Comparisons, by_bits
 from kvq.report.figures import loss as losses
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name
 from kvq.report.figures.drawing import Drawing, cores, write_drawings
@@ -78,18 +78,19 @@ _TOO_FEW = "dispersion and Δperplexity: {} models with records; a rank correlat
 
 
 def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = None) -> Iterator[Drawing]:
-    """What tables show as figures. Needles: a heat map. Perplexity: loss against effective bits, and methods' variants.
+    """What tables show as figures. Needles: a heat map. Perplexity: loss against bits, and methods' variants.
 
     `skipped` takes the reasons of tables whose samples cannot be read; None raises them.
 
     Raises:
         RecordError: samples that are missing, where `skipped` is None.
     """
+    comparisons = Comparisons(store.samples)
     for table in tables.tables:
         grid = _grid(table, store, skipped) if _is_of_needles(table) else None
         if grid is not None and not grid.empty:
             yield Drawing(table.slug, grid, heat_map, (f"Needles found: {titled(table)}",))
-        yield from made_of(table.rows, _made_losses(table), _name, "loss figures", noted(skipped)) or ()
+        yield from made_of(table.rows, _made_losses(table, comparisons), _name, "loss figures", noted(skipped)) or ()
 
 
 def _grid(table: Table, store: Store, skipped: list[str] | None) -> pd.DataFrame | None:
@@ -98,19 +99,25 @@ def _grid(table: Table, store: Store, skipped: list[str] | None) -> pd.DataFrame
     )
 
 
-def _made_losses(table: Table) -> Callable[[list[Row]], list[Drawing]]:
-    return lambda rows: list(_losses(replace(table, rows=tuple(rows))))
+def _made_losses(table: Table, comparisons: Comparisons) -> Callable[[list[Row]], list[Drawing]]:
+    return lambda rows: list(_losses(replace(table, rows=tuple(rows)), comparisons))
 
 
 def _name(row: Row) -> str:
     return f"run {row.record.key[:12]}"
 
 
-def _losses(table: Table) -> Iterator[Drawing]:
+def _losses(table: Table, comparisons: Comparisons) -> Iterator[Drawing]:
     numbers = losses.pareto_table(table)
     if len(numbers) > 1:
         title = f"Loss and bits: {titled(table)}"
         yield Drawing(file_name(f"pareto-{table.slug}"), numbers, losses.pareto_figure, (title,))
+    if (engines := losses.engines_table(table, comparisons)) is not None:
+        title = f"Engines' formats beside papers' methods: {titled(table)}"
+        yield Drawing(file_name(f"engines-{table.slug}"), engines, losses.engines_figure, (title,))
+    for name, numbers in losses.families(table):
+        title = f"Variants of {name} over measured bits: {titled(table)}"
+        yield Drawing(file_name(f"measured-{name}-{table.slug}"), numbers, losses.family_figure, (title,))
     for name, bars in losses.variants(table):
         title = f"Variants of {name}: {titled(table)}"
         yield Drawing(file_name(f"variants-{name}-{table.slug}"), bars, losses.variants_figure, (title,))

@@ -13,6 +13,8 @@ INDEX = "index.md"
 # Headings by the beginning of a figure's name, in the order of the page; what has none comes last.
 _KINDS = {
     "pareto": "Loss against effective bits, with the frontier",
+    "measured": "Variants of a method against measured bits, beside the methods compared first",
+    "engines": "Engines' formats beside papers' methods, against measured bits",
     "variants": "Variants of a method",
     "widths": "Loss by bit width",
     "calibration-shift": "Calibrated on one text, tested on another",
@@ -21,6 +23,8 @@ _KINDS = {
     "error-places": "Errors by layer and position",
     "error-steps": "Errors by stages of a method",
     "synthetic": "Errors on made-up keys: low sinks and outlier channels",
+    "states-drawn": "Errors on drawn states, by configuration",
+    "states-layers": "Errors on a model's states by layer, beside another method",
     "tni-boxes": "Token norms by position",
     "tni-layers": "Token norms by position, as they are",
     "tni-heat": "Token norms by layer and position",

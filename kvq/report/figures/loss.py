@@ -1,69 +1,106 @@
-"""Figures of perplexity runs: loss against effective bits with the frontier, and variants of a method side by side."""
+"""Figures of perplexity runs: loss against bits with the frontier, and variants of a method side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from kvq.report.comparisons import by_bits, effective_bits
-from kvq.report.figures.style import figure, legend_columns, lines_of, style, symlog
-from kvq.report.palette import colour_of
+from kvq.report.comparisons import Comparisons, by_bits, effective_bits, frontier, measured_bits
+from kvq.report.figures.style import MARKERS, colour, figure, legend_columns, lines_of, marker, style, symlog
+from kvq.report.palette import ENGINES, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table
+from kvq.results import Record
 from kvq.results.metrics import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOSSES = tuple((name, METRICS[name].title) for name in ("delta_nll", "kl_mean"))
-SHOWN = 5
-"""Methods drawn in colour; the CSV of a figure has all."""
-_USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant")
+_USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant", "turboquant")
+_BESIDE = ("kivi", "oscar", "nsnquant", "turboquant")
 _LOSSES = ("delta_nll", "delta_nll_se", "kl_mean")
 _GREY, _FRONT = "#b4b8be", "#333333"
 _BITS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _FEWEST = 3
 _MOST_BARS = 12
 _MOST_PANELS = 4
+_RATES = 6
+"""A method's variants are drawn over measured bits where they have so many different ones, to a tenth of a bit."""
 
 
-def pareto_table(table: Table) -> pd.DataFrame:
-    """One line per run: effective bits, losses, whether it is on the frontier, whether it is a variant."""
+class Size(NamedTuple):
+    """Bits per element along an axis: column of the numbers, words, of a record, methods with lines of their own."""
+
+    column: str
+    words: str
+    of: Callable[[Record], float | None]
+    shown: int
+
+
+EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, 5)
+MEASURED = Size("bits_per_element", "measured bits per element, without the residual", measured_bits, 6)
+"""With it, the axis of formats of engines, which have no residual, is that of the rates that papers name."""
+
+
+def pareto_table(table: Table, size: Size = EFFECTIVE, best: Collection[str] | None = None) -> pd.DataFrame:
+    """One line per run: bits, losses, whether it is on the frontier, whether it is a variant.
+
+    Args:
+        table: of a perplexity protocol.
+        size: see `Size`.
+        best: keys of the runs on the frontier (None: those of the table, which is over effective bits).
+    """
     lines: list[dict[str, Any]] = []
     for row in table.rows:
-        metrics, bits = row.record.metrics, effective_bits(row.record)
+        metrics, bits = row.record.metrics, size.of(row.record)
         if row.record.status == "done" and not row.baseline and bits is not None and "delta_nll" in metrics:
             losses = {name: metrics.get(name) for name in _LOSSES}
-            size = {"method": row.name, "bits": row.bits, "effective_bits": bits}
-            lines.append(size | losses | {"frontier": row.best, "variant": row.variant})
-    return pd.DataFrame(lines, columns=["method", "bits", "effective_bits", *_LOSSES, "frontier", "variant"])
+            front = row.best if best is None else row.record.key in best
+            about = {"method": row.name, "bits": row.bits, size.column: bits}
+            lines.append(about | losses | {"frontier": front, "variant": row.variant})
+    return pd.DataFrame(lines, columns=["method", "bits", size.column, *_LOSSES, "frontier", "variant"])
 
 
-def pareto_figure(numbers: pd.DataFrame, title: str) -> Figure:
-    """Two panels, ΔNLL and KL by effective bits: `SHOWN` methods in their colours, the others grey, variants hollow.
+def engines_table(table: Table, comparisons: Comparisons) -> pd.DataFrame | None:
+    """As `pareto_table` over measured bits; None where the table has no formats of engines beside other methods."""
+    rows = [row for row in table.rows if row.record.status == "done" and not row.baseline]
+    if len({engine_of(row.record.method) is None for row in rows}) < 2:
+        return None
+    judged = [row.record for row in rows if not (row.variant or row.within_noise)]
+    return pareto_table(table, MEASURED, frontier(judged, comparisons, measured_bits))
 
-    Bars are standard errors; rings and the line between them are the frontier of ΔNLL beyond noise, over methods.
+
+def pareto_figure(numbers: pd.DataFrame, title: str, size: Size = EFFECTIVE) -> Figure:
+    """Two panels, ΔNLL and KL by bits: a few methods in their colours, the others grey, variants hollow.
+
+    Formats of engines have a marker with a dark edge in the engine's colour. Bars are standard errors; rings and the
+    line between them are the frontier of ΔNLL beyond noise, over methods.
     """
-    names = shown_methods(numbers)
-    looks = lines_of(names)
+    names = shown_methods(numbers, size)
+    looks, engines = lines_of(names), _engines(numbers)
     with style():
-        made = figure(2, 3.5)
+        made = figure(2, 4.2 if engines else 3.5)  # their legend is longer
         axes = made.subplots(1, 2)
         for axis, (loss, name) in zip(axes, LOSSES, strict=True):
-            known = numbers[numbers[loss].notna()].sort_values("effective_bits", kind="stable")
-            others = known[~known["method"].isin(names)]
+            known = numbers[numbers[loss].notna()].sort_values(size.column, kind="stable")
+            others = known[~known["method"].isin([*names, *engines])]
             for variant, fill in ((True, "none"), (False, _GREY)):
                 some = others[others["variant"] == variant]
-                axis.plot(some["effective_bits"], some[loss], "o", color=_GREY, markerfacecolor=fill, markersize=3)
+                axis.plot(some[size.column], some[loss], "o", color=_GREY, markerfacecolor=fill, markersize=3)
+            for method, look in engines.items():
+                part = known[known["method"] == method]
+                error = part["delta_nll_se"].fillna(0) if loss == "delta_nll" else None
+                axis.errorbar(part[size.column], part[loss], error, **look, zorder=2.5)
             for method in names:
                 part = known[known["method"] == method]
                 error = part["delta_nll_se"].fillna(0) if loss == "delta_nll" else None
-                axis.errorbar(part["effective_bits"], part[loss], error, **looks[method]._asdict(), capsize=2)
-            _scales(axis, known, loss)
+                axis.errorbar(part[size.column], part[loss], error, **looks[method]._asdict(), capsize=2)
+            _scales(axis, known, loss, size.column)
             if loss == "delta_nll":
-                _frontier(axis, known, names)
-            axis.set_xlabel("effective bits per element")
+                _frontier(axis, known, names, size.column)
+            axis.set_xlabel(size.words)
             axis.set_ylabel(name)
             axis.grid(linewidth=0.3)
         handles = _handles(numbers, names)
@@ -74,21 +111,42 @@ def pareto_figure(numbers: pd.DataFrame, title: str) -> Figure:
     return made
 
 
-def shown_methods(numbers: pd.DataFrame) -> list[str]:
-    """Five methods with lines of their own: those that the project compares first, then those nearest to the front.
+def engines_figure(numbers: pd.DataFrame, title: str) -> Figure:
+    """`pareto_figure` of an `engines_table`."""
+    return pareto_figure(numbers, title, MEASURED)
 
-    Near is the smallest factor, over a method's runs, between its loss and the lowest of as few or fewer bits.
+
+def _engines(numbers: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Format of an engine -> its marker: the engine's colour and shape, hollow where it is a variant."""
+    found = {name: engine for name in numbers["method"] if (engine := engine_of(name))}
+    order = sorted(set(found.values()))
+    variants = set(numbers["method"][numbers["variant"].astype(bool)])
+    looks = {}
+    for name, engine in found.items():
+        hue, hollow = colour_of(name), name in variants
+        edge = {"markeredgecolor": hue if hollow else _FRONT, "markerfacecolor": "none" if hollow else hue}
+        shape: dict[str, Any] = {"marker": MARKERS[order.index(engine) % len(MARKERS)], "markersize": 5}
+        looks[name] = {"color": hue, "linestyle": "", "markeredgewidth": 0.6, **shape, **edge}
+    return looks
+
+
+def shown_methods(numbers: pd.DataFrame, size: Size = EFFECTIVE) -> list[str]:
+    """Methods with lines of their own: those that the project compares first, then those nearest to the front.
+
+    Formats of engines are not among them. Near is the smallest factor, over a method's runs, between its loss and the
+    lowest of as few or fewer bits.
     """
-    ordered = numbers.sort_values("effective_bits", kind="stable")
+    ordered = numbers.sort_values(size.column, kind="stable")
     losses = ordered["kl_mean"].fillna(ordered["delta_nll"]).clip(lower=1e-6)
     factor = losses / losses.cummin()
     best = factor.groupby(ordered["method"]).min()
-    usual = ordered.groupby("method")[["frontier", "variant"]].any()
+    usual = ordered.groupby("method")["variant"].any()
     ranks = {
-        method: (_USUAL.index(method) if method in _USUAL else len(_USUAL), usual["variant"][method], best[method])
+        method: (_USUAL.index(method) if method in _USUAL else len(_USUAL), usual[method], best[method])
         for method in best.index
+        if engine_of(method) is None
     }
-    return sorted(ranks, key=lambda method: (*ranks[method], method))[:SHOWN]
+    return sorted(ranks, key=lambda method: (*ranks[method], method))[: size.shown]
 
 
 def _handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
@@ -96,7 +154,11 @@ def _handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
     from matplotlib.lines import Line2D
 
     made = [Line2D([], [], **look._asdict(), markersize=4, label=name) for name, look in lines_of(names).items()]
-    others = numbers[~numbers["method"].isin(names)]
+    engines = _engines(numbers)
+    for engine, name in sorted({str(engine_of(name)): name for name in reversed(engines)}.items()):
+        filled = {"markeredgecolor": _FRONT, "markerfacecolor": engines[name]["color"]}
+        made.append(Line2D([], [], **engines[name] | filled, label=f"engine: {engine}"))
+    others = numbers[~numbers["method"].isin([*names, *engines])]
     for variant, fill, text in ((False, _GREY, "other methods"), (True, "none", "variants and ablations")):
         if (others["variant"] == variant).any():
             made.append(Line2D([], [], color=_GREY, marker="o", markerfacecolor=fill, linestyle="", label=text))
@@ -106,10 +168,10 @@ def _handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
     return made
 
 
-def _scales(axis: Any, known: pd.DataFrame, loss: str) -> None:
+def _scales(axis: Any, known: pd.DataFrame, loss: str, column: str) -> None:
     """Bits by powers of two, losses by powers of ten."""
     symlog(axis, known[loss])
-    low, high = float(known["effective_bits"].min()), float(known["effective_bits"].max())
+    low, high = float(known[column].min()), float(known[column].max())
     axis.set_xscale("log", base=2)
     axis.set_xlim(0.8 * low, 1.1 * high)
     ticks = [tick for tick in _BITS if 0.8 * low <= tick <= 1.1 * high]
@@ -117,35 +179,35 @@ def _scales(axis: Any, known: pd.DataFrame, loss: str) -> None:
     axis.minorticks_off()
 
 
-def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str]) -> None:
+def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str) -> None:
     """Rings, the line between them, and beside each ring the run's name."""
     ring = known[known["frontier"]]
     if ring.empty:
         return
     front: dict[str, Any] = {"color": _FRONT, "linewidth": 0.8, "zorder": 3}
-    axis.plot(ring["effective_bits"], ring["delta_nll"], drawstyle="steps-post", **front)
+    axis.plot(ring[column], ring["delta_nll"], drawstyle="steps-post", **front)
     size: dict[str, Any] = {"markersize": 8, "markeredgewidth": 0.8}
-    axis.plot(ring["effective_bits"], ring["delta_nll"], "o", markerfacecolor="none", **size, **front)
-    axis.set_xlim(left=0.55 * float(known["effective_bits"].min()))  # room for the names
+    axis.plot(ring[column], ring["delta_nll"], "o", markerfacecolor="none", **size, **front)
+    axis.set_xlim(left=0.55 * float(known[column].min()))  # room for the names
     axis.get_ylim()  # matplotlib computes the limits now
-    places = ring[["effective_bits", "delta_nll"]].to_numpy(dtype=float)
+    places = ring[[column, "delta_nll"]].to_numpy(dtype=float)
     points = (axis.transScale + axis.transLimits).transform(places) * _PANEL
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points.tolist()]
     for (x, y), (_, run) in zip(points.tolist(), ring.iterrows(), strict=True):
-        text = f"{run['method']} {run['bits']}".removesuffix(" fixed")
+        text = f"{run['method']} {run['bits']}".removesuffix(" fixed").removeprefix(f"{ENGINES}/")
         boxes = [_box(x, y, text, *side) for side in _SIDES]
         side = next((i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)), 0)
         taken.append(boxes[side])
         across, up = _SIDES[side]
         axis.annotate(
             text,
-            (run["effective_bits"], run["delta_nll"]),
+            (run[column], run["delta_nll"]),
             (across, up),
             textcoords="offset points",
             ha="right" if across < 0 else "left",
             va="center",
             fontsize=_NAME,
-            color=colour_of(run["method"]) if run["method"] in named else "black",
+            color=colour_of(run["method"]) if run["method"] in named or engine_of(run["method"]) else "black",
         )
 
 
@@ -172,7 +234,7 @@ def variants(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
     groups: dict[str, dict[str, list[Row]]] = {}
     for row in table.rows:
         if row.record.status == "done" and not row.baseline and "delta_nll" in row.record.metrics:
-            widths = groups.setdefault(row.record.method.partition("/")[0], {})
+            widths = groups.setdefault(method_of(row.record.method), {})
             widths.setdefault(row.record.bits, []).append(row)
     for method, widths in sorted(groups.items()):
         lines = [
@@ -208,5 +270,46 @@ def variants_figure(numbers: pd.DataFrame, title: str) -> Figure:
             axis.axvline(0, color="#999999", linewidth=0.6)
             axis.set_title(f"{bits} bits", loc="left")
         made.supxlabel(f"{METRICS['delta_nll'].title}; effective bits in brackets", fontsize=8)
+        made.suptitle(title, fontsize=8)
+    return made
+
+
+def families(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Methods whose variants differ in measured bits, (method, numbers), with the methods that are compared first."""
+    numbers = pareto_table(table, MEASURED)
+    if numbers.empty:
+        return
+    own = numbers["method"].map(method_of)
+    for method in sorted(set(own) - set(_BESIDE)):
+        part = numbers[own == method]
+        if part["method"].nunique() >= _FEWEST and part[MEASURED.column].round(1).nunique() >= _RATES:
+            yield method, numbers[(own == method) | numbers["method"].isin(_BESIDE)]
+
+
+def family_figure(numbers: pd.DataFrame, title: str) -> Figure:
+    """ΔNLL with standard errors by measured bits: a marker for each variant, lines of the methods compared first."""
+    known = numbers[numbers["delta_nll"].notna()].sort_values(MEASURED.column, kind="stable")
+    usual = [name for name in _BESIDE if (known["method"] == name).any()]
+    looks, variants = lines_of(usual), sorted(set(known["method"]) - set(usual))
+    with style():
+        made = figure(2, 4.6)
+        axis = made.subplots()
+        for index, name in enumerate([*usual, *variants]):
+            part = known[known["method"] == name]
+            if name in looks:
+                look = {**looks[name]._asdict(), "alpha": 0.6, "markersize": 3}
+            else:
+                place = index - len(usual)
+                edge = {"markeredgecolor": _FRONT, "markeredgewidth": 0.5}
+                look = {"color": colour(place), "marker": marker(place + place // 8), "linestyle": "", **edge}
+            error = part["delta_nll_se"].fillna(0)
+            label = name.rpartition("/")[2] if name in variants else name
+            axis.errorbar(part[MEASURED.column], part["delta_nll"], error, **look, capsize=2, label=label)
+        _scales(axis, known, "delta_nll", MEASURED.column)
+        axis.set_xlabel(MEASURED.words)
+        axis.set_ylabel(METRICS["delta_nll"].title)
+        axis.grid(linewidth=0.3)
+        names = [name.rpartition("/")[2] for name in [*usual, *variants]]
+        made.legend(loc="outside lower center", ncols=legend_columns(names, 2))
         made.suptitle(title, fontsize=8)
     return made

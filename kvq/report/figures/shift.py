@@ -12,6 +12,7 @@ import pandas as pd
 from kvq.report.comparisons import loss_change
 from kvq.report.figures.style import colour, figure, marker, style, symlog
 from kvq.report.labels import label
+from kvq.report.palette import method_of
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import METRICS
 
@@ -61,7 +62,7 @@ def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
 
 def _is_variant(record: Record, runs: Sequence[Record]) -> bool:
     """Whether the method that it varies is among runs of the same text, at the same bits."""
-    plain = record.method.partition("/")[0]
+    plain = method_of(record.method)
     others = (other for other in runs if label(other) == plain and other.bits == record.bits)
     return label(record) != plain and any(_place(other) == _place(record) for other in others)
 

@@ -172,6 +172,10 @@ def read_metric(record: Record, metric: str) -> float | None:
         return 1000 * seconds
     if (ratio := metrics.get(metric.removeprefix("overhead in percent of "))) is not None:
         return 100 * (ratio - 1)
+    if (share := metrics.get(metric.removeprefix("percent of "))) is not None:
+        return 100 * share
+    if (share := metrics.get(metric.removeprefix("factor of "))) is not None and share < 1:
+        return 1 / (1 - share)
     return None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from kvq.report.comparisons import Comparisons, widths
 from kvq.report.labels import cache_dtype
+from kvq.report.palette import engine_of
 from kvq.report.settings import settings_of
 from kvq.report.tables.cells import UNQUANTIZED
 from kvq.report.tables.layout import Row
@@ -53,8 +54,10 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
 
 def _variants(rows: Sequence[Row]) -> Iterator[str]:
     if any(row.best for row in rows) and any(row.variant for row in rows):
+        formats = any(engine_of(row.record.method) for row in rows)
+        slash = "names with a slash, but for formats of engines," if formats else "names with a slash,"
         yield (
-            "The frontier is over methods: ablations, variants and calibrations on another text (names with a slash, "
+            f"The frontier is over methods: ablations, variants and calibrations on another text ({slash} "
             "settings that depart from a preset) take no part in it."
         )
 

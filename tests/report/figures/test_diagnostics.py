@@ -11,15 +11,17 @@ from kvq.config.diagnostics import (
     DistributionConfig,
     ErrorConfig,
     MemoryConfig,
+    RandomStatesConfig,
     SyntheticConfig,
     TniConfig,
 )
-from kvq.report.figures.diagnostics import embedding_drawings
+from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
 from kvq.report.figures.distribution import closeness_table
 from kvq.report.figures.drawing import write_drawings
 from kvq.report.figures.error import steps_table
 from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.memory import memory_table
+from kvq.report.figures.states import bars_figure, bars_table, layers_figure, layers_table, states_of
 from kvq.report.figures.valley import (
     dispersion_correlations,
     dispersion_table,
@@ -42,6 +44,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
         put(store, folder, TniConfig(**small), method)
         synthetic = SyntheticConfig(head_dim=32, lowness=[1.0, 10.0], outliers=[0.0, 5.0], repeats=1)
         put(store, folder, synthetic, method)
+        put(store, folder, RandomStatesConfig(tokens=32, head_dim=32, draws=2), method)
         put(store, folder, MemoryConfig(lengths=[128, 512, 1024], measured=512), method, path="distilbert/distilgpt2")
     for dataset in ("pydocs", "pysource"):
         put(store, folder, DistributionConfig(signs=1, codebooks=["finetuned"], **small), "fp16", dataset)
@@ -66,6 +69,7 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
         "memory",
         "synthetic-neighbour_apart_error",
         "synthetic-sink_error",
+        "states-drawn",
     )
     for kind in kinds:
         assert any(stem.startswith(kind) for stem in stems), kind
@@ -158,3 +162,68 @@ def test_one_command_draws_everything_and_names_what_it_cannot(
     (store.runs / f"{'1' * 64}.json").write_text("[]", encoding="utf-8")
     assert figures_main(["--results", str(tmp_path)]) in (0, 1)
     assert "not a record" in capsys.readouterr().err
+
+
+def of_states(store: Store, task: dict[str, Any], rows: dict[str, list[dict[str, Any]]]) -> list[Any]:
+    """Records of a task on known states, by method with their places."""
+    for method, places in rows.items():
+        settings, metrics = made.config(method, "3", task), {"bits_per_element": 3.25, "key_mse": 0.1}
+        record = made.record(method, "3", settings=settings, task=task["name"], metrics=metrics, baseline_key="b" * 64)
+        store.put(record, [{"kind": "states", "place": at, **place} for at, place in enumerate(places)])
+    return store.scan()[0]
+
+
+def test_bars_of_drawn_states(tmp_path: Path) -> None:
+    """Means over draws with the least and the most; reductions in percent; by attention where tokens are ranked."""
+    task = {
+        "name": "random_states",
+        "states": "drifting",
+        "tokens": 50,
+        "head_dim": 64,
+        "drift": 0.15,
+        "against": "nsn",
+    }
+    place = {"key_mse": 0.1, "key_mse_reduction": 0.2, "key_held_out_error_reduction": -0.5}
+    rows = {"rtn": [place, {**place, "key_mse": 0.3}]}
+    store = Store(tmp_path / "plain")
+    table = bars_table(of_states(store, task, rows), store).set_index("quantity")
+    assert list(table.index) == ["key_mse", "key_mse_reduction"]
+    assert table.loc["key_mse", ["mean", "min", "max"]].tolist() == pytest.approx([0.2, 0.1, 0.3])
+    assert table.loc["key_mse_reduction", "mean"] == pytest.approx(20)
+    assert table["bits_per_element"].unique() == [3.25]
+    assert states_of(task) == "50 drifting tokens of 64 channels, drift 0.15, beside nsn"
+    axes = bars_figure(table.reset_index(), "Drawn").axes
+    assert [axis.get_xlabel() for axis in axes] == ["squared error\nof keys", "keys: less error (%)"]
+    assert [bar.get_width() for bar in axes[0].patches] == pytest.approx([0.2])
+
+
+def test_bars_by_layer(tmp_path: Path) -> None:
+    task = {"name": "model_states", "against": "turboquant/prod_keys", "against_bits": None}
+    places = [
+        {"key_ranking_error_reduction": r, "key_held_out_error_reduction": h} for r, h in ((0.6, -0.1), (0.5, 0.2))
+    ]
+    store = Store(tmp_path / "layers")
+    itself = [dict.fromkeys(places[0], 0.0)] * 2
+    table = layers_table(of_states(store, task, {"rtn": places, "kivi": places, "nsn": itself}), store)
+    assert table["layer"].tolist() == [0, 1, 0, 1]
+    assert table["key_held_out_error_reduction"].tolist() == pytest.approx([-10, 20, -10, 20])
+    axes = layers_figure(table, "By layer").axes
+    assert [len(axis.patches) for axis in axes] == [4, 4]
+    assert [bar.get_height() for bar in axes[0].patches][:2] == pytest.approx([60, 50])
+    bare = Store(tmp_path / "bare")
+    assert layers_table(of_states(bare, task, {"rtn": [{"key_mse": 1.0}]}), bare).empty
+    one = Store(tmp_path / "one")
+    assert layers_table(of_states(one, task, {"rtn": places[:1]}), one).empty
+
+
+def test_runs_beside_a_method_at_their_own_bits_share_a_figure(tmp_path: Path) -> None:
+    """Their fingerprints differ, because they name that method at other bits."""
+    store = Store(tmp_path)
+    for bits in ("2", "3"):
+        task = {"name": "random_states", "states": "gaussian", "tokens": 8, "head_dim": 4, "against": "nsn"}
+        settings = made.config("rtn", bits, task, dataset={"fingerprint": f"drawn states, against {bits}"})
+        record = made.record("rtn", bits, settings=settings, task="random_states", baseline_key="b" * 64)
+        store.put(record, [{"kind": "states", "place": 0, "key_mse": 0.1}])
+    [drawing] = diagnostic_drawings(store.scan()[0], store)
+    assert drawing.stem.startswith("states-drawn-tiny-pydocs-")
+    assert len(drawing.table) == 2

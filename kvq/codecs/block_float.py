@@ -1,0 +1,131 @@
+"""4-bit floating point with a scale for each group of channels: NVFP4, its form "four over six", and SGLang's FP4."""
+
+from __future__ import annotations
+
+import enum
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.codecs.block_formats import in_groups
+from kvq.codecs.grids import Halves
+from kvq.codecs.levels import looked_up
+from kvq.codecs.packing import pack_parts, unpack_parts
+from kvq.codecs.quantizers import Parts, Quantizer, choice
+from kvq.errors import ConfigError
+
+_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_NEGATIVE = 8  # the bit of the sign
+_LEAST = 1e-10  # of a scale that is a power of two
+
+
+class BlockScale(enum.Enum):
+    """The byte of a group's scale: e4m3, or an exponent of 2 with bias 127 (e8m0)."""
+
+    e4m3 = "e4m3"
+    e8m0 = "e8m0"
+
+
+class BlockFloatQuantizer(Quantizer):
+    """e2m1 numbers (0, .5, 1, 1.5, 2, 3, 4, 6 and a sign), with one byte of scale per group of a token's channels.
+
+    e4m3: S = e4m3(max|x| / 6), code = e2m1(x / S), all 0 where S is 0. e8m0: S = 2^ceil(log2(max|x| / 6)), with a
+    quotient of at least 1e-10. Groups of 16 take 4 + 8/16 bits. NVFP4's number per layer is the stage `LayerScale`.
+
+    Args:
+        group_size: channels that share a scale. A short last group has its own.
+        scale: see `BlockScale`.
+        halves: of codes halfway between two: `even` (the even code, IEEE) or `up` (the larger magnitude).
+        four_over_six: also try S = e4m3(max|x| / 4) and keep it where the sum of squared errors is smaller; the trial
+            rounds halves up, whatever `halves` says.
+
+    Raises:
+        ConfigError: an unknown name, a group size below 1, settings that do not belong together.
+
+    Source: NVFP4 as in vLLM (pull request 45187 for "four over six"), FP4 as in SGLang's `kvfp4_tensor`.
+    """
+
+    version: ClassVar[int] = 1
+
+    token_group = 1
+    bits = 4
+
+    def __init__(
+        self,
+        group_size: int = 16,
+        scale: BlockScale | str = BlockScale.e4m3,
+        halves: Halves | str = Halves.even,
+        four_over_six: bool = False,
+    ) -> None:
+        if group_size < 1:
+            raise ConfigError(f"group_size={group_size}: at least 1")
+        self.group_size, self.four_over_six = group_size, four_over_six
+        self.scale, self.halves = choice(BlockScale, scale, "scale"), choice(Halves, halves, "halves")
+        if self.halves not in (Halves.even, Halves.up):
+            raise ConfigError(f"halves={self.halves.name}: even or up")
+        if four_over_six and self.scale is not BlockScale.e4m3:
+            raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale.name}")
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.bits}
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Codes (`codes.0`) and `scale` `[..., heads, tokens, groups]`, one byte each."""
+        groups = in_groups(x, self.group_size)
+        largest = groups.abs().amax(-1, keepdim=True)
+        if self.scale is BlockScale.e8m0:
+            exponent = (largest / 6).clamp_min_(_LEAST).log2_().ceil_()
+            scale, stored = torch.exp2(exponent), exponent.add(127).to(torch.uint8)
+        else:
+            stored = _e4m3(largest / 6)
+            if self.four_over_six:
+                other = _e4m3(largest / 4)
+                closer = _error(groups, other) < _error(groups, stored)
+                stored = torch.where(closer, other.to(x.dtype), stored.to(x.dtype)).to(torch.float8_e4m3fn)
+            scale = stored.to(x.dtype)
+        codes = _codes(groups, scale, self.halves).flatten(-2)[..., : x.shape[-1]]
+        return pack_parts(codes, self.bits) | {"scale": stored.squeeze(-1)}
+
+    @override
+    def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """`scale * number`."""
+        groups = in_groups(_numbers(unpack_parts(parts, self.bits, shape[-2]), dtype), self.group_size)
+        scale = parts["scale"].to(dtype).unsqueeze(-1)
+        if self.scale is BlockScale.e8m0:
+            scale = torch.exp2(scale - 127)
+        return (groups * scale).flatten(-2)[..., : shape[-1]]
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    """The nearest e4m3 number, saturating."""
+    return x.clamp(max=torch.finfo(torch.float8_e4m3fn).max).to(torch.float8_e4m3fn)
+
+
+def _codes(x: Tensor, scale: Tensor, halves: Halves) -> UInt8[Tensor, "*shape"]:
+    """Index of the nearest e2m1 number to the magnitude of x / scale, 8 more where x < 0; 0 where the scale is 0."""
+    magnitude = x.abs().div_(scale.masked_fill(scale == 0, torch.inf))
+    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    for index, middle in enumerate(_MIDDLES):
+        up = halves is Halves.up or index % 2  # the even neighbour is the higher one
+        codes += magnitude >= middle if up else magnitude > middle
+    return codes + _NEGATIVE * ((x < 0) & (scale != 0)).to(torch.uint8)
+
+
+def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The e2m1 numbers of codes."""
+    levels = (*_LEVELS, *(-level for level in _LEVELS))
+    return looked_up(torch.tensor(levels, dtype=dtype, device=codes.device), codes)
+
+
+def _error(groups: Tensor, stored: Tensor) -> Tensor:
+    """Sum of squared errors of each group under a scale, with halves rounded up."""
+    scale = stored.to(groups.dtype)
+    decoded = _numbers(_codes(groups, scale, Halves.up), groups.dtype) * scale
+    return (groups - decoded).square().sum(-1, keepdim=True)

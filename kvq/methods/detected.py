@@ -1,0 +1,80 @@
+"""Attention sinks that are found by their hidden states, wherever they stand, and stay in full precision."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.cache.side import CacheSide, States
+from kvq.codecs import Codec
+from kvq.config.residual import ResidualSide
+from kvq.errors import ConfigError
+from kvq.methods.kept_rows import Chosen, KeptRows
+
+
+class SinkDetection:
+    """A token is a sink of a layer where one channel has most of the energy of the state that enters the layer.
+
+    That is the extreme activation by which KVSink finds sinks. Each layer judges each token by its own state alone, so
+    a token's form depends on no other token, and nothing is calibrated.
+
+    Args:
+        share: of the state's sum of squares that its largest channel exceeds in a sink.
+
+    Raises:
+        ConfigError: a share that is not between 0 and 1.
+
+    Source: KVSink (arXiv 2508.04257), whose channel and thresholds are not known here.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, share: float | int = 0.3) -> None:
+        if not 0 < share < 1:
+            raise ConfigError(f"share={share}: above 0, below 1")
+        self.share = share
+
+    def sinks(self, hidden: Float[Tensor, "batch tokens channels"]) -> Chosen:
+        """Whether each token is a sink, by the states that enter a layer (before its norm)."""
+        energy = hidden.double().square()
+        return energy.amax(-1) > self.share * energy.sum(-1)
+
+    def side(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool) -> CacheSide:
+        """Keys or values of a layer that keeps its sinks."""
+        if codec is None:
+            return CacheSide(codec, residual, label, keep_decoded)
+        return DetectedSide(codec, residual, label, keep_decoded, self)
+
+
+class DetectedSide(KeptRows):
+    """Keys or values whose detected sinks stay in full precision, and out of the statistics of their block.
+
+    In the codes of a block, a sink is the mean of the block's other tokens, so it moves no range. Its codes count.
+    """
+
+    missing = "method.sink_detection needs the states that enter the layer, which the model did not show"
+
+    def __init__(
+        self, codec: Codec, residual: ResidualSide, label: str, keep_decoded: bool, detection: SinkDetection
+    ) -> None:
+        self._detection = detection
+        super().__init__(codec, residual, label, keep_decoded)
+
+    @override
+    def enter(self, hidden: Tensor) -> None:
+        self.note(self._detection.sinks(hidden))
+
+    @override
+    def _coded(self, states: States, chosen: Chosen, block: int | None) -> States:
+        size = block or states.shape[2]
+        if size == 1 or not bool(chosen.any()):
+            return states
+        out = states.clone()
+        for entry, start in {(entry, token // size * size) for entry, token in chosen.nonzero().tolist()}:
+            sinks, there = chosen[entry, start : start + size], out[entry, :, start : start + size]
+            if not bool(sinks.all()):
+                there[:, sinks] = there[:, ~sinks].mean(1, keepdim=True)
+        return out

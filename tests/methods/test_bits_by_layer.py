@@ -1,0 +1,169 @@
+"""`method.bits_by_layer`: layers with bits of their own are the layers of methods at those bits."""
+
+import json
+
+import pytest
+import torch
+
+from kvq.cache import KVCache
+from kvq.calibration.bind import bind
+from kvq.calibration.fit import calibrate, weights_name
+from kvq.cli import main
+from kvq.config import compose, resolve
+from kvq.config.calibration import CalibrationConfig
+from kvq.config.identity import canonical, names
+from kvq.errors import ConfigError, KvqError, Unsupported
+from kvq.methods.build import build_method
+from kvq.methods.packed_tensor import PackedTensor
+from kvq.methods.transformers_caches import installed
+from kvq.models import LoadedModel
+from kvq.models.layers import kv_layers_of
+from kvq.results import run_key
+from tests import sweeps
+from tests.random_models import llama, save_random_model, token_ids
+from tests.sweeps import small_run
+
+KEYS, VALUES = [4, 2, 3], [2, 2, 4]
+BOTH = [f"bits_by_layer.key={KEYS}", f"bits_by_layer.value={VALUES}"]
+
+
+def key(*overrides):
+    return run_key(canonical(resolve(compose(overrides)), "weights", "text"))
+
+
+def states(tokens=200, dim=128):
+    return torch.randn(2, 1, 2, tokens, dim, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ["kivi", "nsn", "oscar", "quarot", "turboquant", "gear", "rtn", "ott"])
+def test_each_layer_is_that_of_the_method_at_its_bits(name):
+    """Bytes and decoded states of layer i are those of the method at the bits of layer i."""
+    model, (keys, values) = llama(layers=3), states()
+    mixed = KVCache(model, build_method(name, bits=2, overrides=BOTH))
+    stored = 0
+    for index, bits in enumerate(zip(KEYS, VALUES, strict=True)):
+        alone = KVCache(model, build_method(name, bits=bits))
+        for at in range(0, 200, 100):
+            seen = [cache.layers[index].update(keys[:, :, at : at + 100], values[:, :, at : at + 100])
+                    for cache in (mixed, alone)]  # fmt: skip
+        for ours, theirs in zip(*seen, strict=True):
+            assert torch.equal(ours, theirs)
+        for side in ("key", "value"):
+            ours, theirs = (getattr(cache.layers[index], side) for cache in (mixed, alone))
+            assert ours.packed_bytes == theirs.packed_bytes > 0
+            stored += theirs.packed_bytes
+    assert mixed.packed_bytes == stored
+
+
+def test_measured_bits_follow():
+    """RTN stores b + 32/D bits: means over layers of b + 0.25."""
+    cache = KVCache(llama(layers=3), build_method("rtn", bits=2, overrides=BOTH))
+    keys, values = states(256)
+    for layer in cache.layers:
+        layer.update(keys, values)
+    assert cache.side_bits("key") == sum(KEYS) / 3 + 0.25
+    assert cache.side_bits("value") == pytest.approx(sum(VALUES) / 3 + 0.25, abs=1e-12)
+
+
+def test_a_side_without_bits_of_its_own_has_those_of_the_run():
+    method = build_method("kivi", bits="k8v2", overrides=[f"bits_by_layer.key={KEYS}"])
+    assert [method.codec_of("key", layer).quantizer.bits for layer in range(3)] == KEYS
+    assert [method.codec_of("value", layer).quantizer.bits for layer in range(3)] == [2, 2, 2]
+    assert method.label == "kivi k3v2"
+
+
+def test_calibrated_layers_are_fitted_at_their_bits():
+    model = llama(layers=3, head_dim=32, kv_heads=1)
+    loaded, windows = LoadedModel(model, torch.device("cpu")), token_ids(64, seed=2, batch=2)
+    settings = CalibrationConfig(dataset="pydocs", samples=2, length=64)
+    tables = {}
+    for name, overrides in {"mixed": ["bits_by_layer.key=[2,3,4]"], "alone": []}.items():
+        method = build_method("kvquant", bits=3, head_dim=32, overrides=overrides)
+        with torch.enable_grad():
+            tables[name] = calibrate(loaded, method, windows, settings)
+        bound = bind(method, tables[name], weights_name(model), [32] * 3)
+        bits = [bound.codec("key", layer, 3).quantizer.bits for layer in range(3)]
+        assert bits == ([2, 3, 4] if name == "mixed" else [3, 3, 3])
+    mixed, alone = (tables[name].tensors for name in ("mixed", "alone"))
+    same = {name: mixed[name].shape == alone[name].shape and torch.equal(mixed[name], alone[name]) for name in alone}
+    assert all(same[name] for name in same if name.startswith(("key.1.", "value.")))
+    assert not all(same[name] for name in same if name.startswith("key.0."))
+
+
+def test_a_backend_of_transformers_has_bits_by_layer():
+    if not installed("quanto"):
+        pytest.skip("needs the extra [quanto]")
+    method = build_method("quanto", overrides=["bits_by_layer.key=[2,4]", "bits_by_layer.value=[2,4]"])
+    model = llama()
+    layers = method.layers(model.config, kv_layers_of(model.config))
+    assert [layer.backend.bits for layer in layers] == [2, 4]
+
+
+def test_the_key_holds_the_bits_of_layers_and_nothing_where_they_are_alike():
+    plain = key("method=kivi", "bits=4")
+    assert "bits_by_layer" not in canonical(resolve(compose(["method=kivi"])), "", "")["method"]
+    alike = ["method=kivi", "method.bits_by_layer.key=[4,4]", "method.bits_by_layer.value=[4,4]"]
+    assert key(*alike) == key(*alike, "bits=2") == plain
+    mixed = ["method=kivi", "method.bits_by_layer.key=[4,2]", "method.bits_by_layer.value=[2,2]"]
+    assert key(*mixed, "bits=2") == key(*mixed, "bits=8") != plain
+    assert (
+        len({key(*mixed), key(*mixed[:2]), key(*mixed[:1]), key("method=kivi", "method.bits_by_layer.key=[2,4]")}) == 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "label"),
+    [
+        (["bits=k4v2"], "k4v2"),
+        (["method.bits_by_layer.key=[8,4,4,2]"], "k4.5v3"),
+        (["method.bits_by_layer.key=[4,4,3]", "bits=2"], "k3.667v2"),
+        (["method.bits_by_layer.key=[4,2]", "method.bits_by_layer.value=[2,4]"], "3"),
+    ],
+)
+def test_a_record_is_named_by_mean_bits(overrides, label):
+    assert names(resolve(compose(["method=kivi", *overrides])))["bits"] == label
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["bits_by_layer.key=[4,0]"], r"^method.bits_by_layer.key=\[4, 0\]: a whole number 1-16 for each layer$"),
+        (["bits_by_layer.key=[4,9]"], r"^method.bits_by_layer.key=\[4, 9\]: kivi does 1 to 8 bits$"),
+        (["bits_by_layer.key=[4]", "bits_by_layer.value=[4,2]"], "1 layers of keys and 2 of values; as many of both"),
+        (["bits_by_layer.key=[a]"], "bits_by_layer.key"),
+        (["bits_by_layer.keys=[4]"], "keys"),
+        (["bits_by_layer.at=1"], "^method.bits_by_layer.at: follows from key and value"),
+        (["bits_by_layer.key=[4,2]", "key.quantizer.bits=4"], "^method.bits_by_layer.key: keys of kivi do not follow"),
+        (["bits_by_layer.value=[4,2]", "value=null"], "^method.bits_by_layer.value: values of kivi do not follow"),
+    ],
+)
+def test_wrong_bits_are_one_line(overrides, says):
+    with pytest.raises(KvqError, match=says) as caught:
+        build_method("kivi", overrides=overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fixed_rate_has_no_bits():
+    with pytest.raises(ConfigError, match=r"^method.bits_by_layer: cq stores at a fixed rate and takes no bits$"):
+        build_method("cq", overrides=["bits_by_layer.key=[4,2]"])
+
+
+def test_the_number_of_layers_is_checked():
+    method = build_method("kivi", overrides=["bits_by_layer.key=[4,2]"])
+    with pytest.raises(ConfigError, match=r"^method.bits_by_layer: 2 numbers for a model with 3 layers; one for each$"):
+        KVCache(llama(layers=3), method)
+    with pytest.raises(Unsupported, match="a tensor has no layer"):
+        PackedTensor.from_full_precision(torch.zeros(1, 1, 8, 128), method)
+
+
+def test_a_run_on_the_command_line(tmp_path, capsys):
+    """Two layers at 2 and 4 bits: the record has the bits, and a wrong number of layers stops the run at once."""
+    given = [*small_run(tmp_path, save_random_model(tmp_path / "model")), f"results_dir={tmp_path / 'results'}"]
+    given += ["method=kivi/block", "bits=2"]
+    assert main([*given, "method.bits_by_layer.key=[2,4,2]"]) != 0
+    assert "3 numbers for a model with 2 layers" in capsys.readouterr().err
+    assert main([*given, "method.bits_by_layer.key=[2,4]"]) == 0
+    run = sweeps.records(tmp_path / "results")["kivi/block k3v2"]
+    assert run.config["method"]["bits_by_layer"] == {"key": [2, 4]}
+    assert run.metrics["bits_per_element"] == (3 + 5 + 3 + 3) / 4
+    assert json.dumps(run.config)

@@ -1,0 +1,112 @@
+"""Formats of engines in figures: marked by engine, over measured bits, and never taken for variants."""
+
+from pathlib import Path
+
+import pytest
+
+from kvq.report import Table, build_tables
+from kvq.report.comparisons import Comparisons
+from kvq.report.figures import style
+from kvq.report.figures.every import table_drawings
+from kvq.report.figures.loss import engines_figure, engines_table, pareto_table
+from kvq.report.palette import colour_of, engine_of, method_of
+from kvq.results import Store
+from tests.report import sweeps
+
+CONF = Path(__file__).parents[3] / "conf" / "method"
+FORMATS = {
+    "engine/vllm_mine": (0.02, 8.0),
+    "engine/llamacpp_mine": (0.2, 4.5),
+    "engine/llamacpp_mine/unrotated": (0.9, 4.5),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A method with a residual, which costs 0.7 bits, one that all others beat, and three formats of engines."""
+    store = Store(tmp_path)
+    full = sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 16.0)
+    for bits, mean in (("2", 0.5), ("4", 0.2)):
+        run = sweeps.put_run(store, "good", bits, sweeps.losses(mean, 0.001, int(bits)), full, float(bits))
+        longer = run.model_copy(update={"metrics": run.metrics | {"effective_bits": float(bits) + 0.7}})
+        store.put(longer, store.samples(run.key))
+    sweeps.put_run(store, "bad", "8", sweeps.losses(0.95, 0.001, 9), full, 9.0)
+    for seed, (name, (mean, bits)) in enumerate(FORMATS.items()):
+        sweeps.put_run(store, name, "", sweeps.losses(mean, 0.001, 40 + seed), full, bits)
+    return store
+
+
+def table_of(store: Store) -> Table:
+    (table,) = build_tables(store).tables
+    return table
+
+
+def test_the_frontier_is_over_the_bits_of_its_axis(store: Store) -> None:
+    """llama.cpp's format has as much loss as the method at 4: more measured bits, fewer with the other's residual."""
+    table = table_of(store)
+    measured = engines_table(table, Comparisons(store.samples))
+    assert measured is not None
+    effective = pareto_table(table)
+    fronts = [
+        {(run["method"], run["bits"]) for run in found[found["frontier"]].to_dict("records")}
+        for found in (measured, effective)
+    ]
+    assert fronts == [
+        {("good", "2"), ("good", "4"), ("engine/vllm_mine", "fixed")},
+        {("good", "2"), ("engine/llamacpp_mine", "fixed"), ("engine/vllm_mine", "fixed")},
+    ]
+    assert measured.set_index(["method", "bits"])["bits_per_element"]["good", "4"] == 4.0
+    assert effective.set_index(["method", "bits"])["effective_bits"]["good", "4"] == 4.7
+    assert list(measured[measured["variant"]]["method"]) == ["engine/llamacpp_mine/unrotated"]
+
+
+def test_engines_have_marks_of_their_own_and_the_legend_names_them(store: Store) -> None:
+    numbers = engines_table(table_of(store), Comparisons(store.samples))
+    assert numbers is not None
+    made = engines_figure(numbers, "title")
+    (legend,) = made.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "bad",
+        "good",
+        "engine: llama.cpp",
+        "engine: vLLM",
+        "frontier",
+    ]
+    assert made.axes[0].get_xlabel().startswith("measured bits")
+    marks = {
+        (line.get_color(), line.get_marker(), line.get_markerfacecolor() == "none"): list(line.get_xdata())
+        for line in made.axes[0].lines
+        if line.get_color() in {colour_of(name) for name in FORMATS} and line.get_marker() in style.MARKERS
+    }
+    llamacpp, vllm = colour_of("engine/llamacpp_mine"), colour_of("engine/vllm_mine")
+    assert marks == {(vllm, "s", False): [8.0], (llamacpp, "o", False): [4.5], (llamacpp, "o", True): [4.5]}
+
+
+def test_a_table_of_engines_has_the_figure_and_another_has_not(store: Store, tmp_path: Path) -> None:
+    names = [drawing.stem.partition("-")[0] for drawing in table_drawings(build_tables(store), store)]
+    assert names == ["pareto", "engines"]
+    other = Store(tmp_path / "other")
+    sweeps.sweep(other)
+    assert "engines" not in {drawing.stem.partition("-")[0] for drawing in table_drawings(build_tables(other), other)}
+
+
+def test_every_engine_is_known_and_has_one_colour_that_no_method_has() -> None:
+    files = sorted((CONF / "engine").rglob("*.yaml"))
+    names = [path.relative_to(CONF).with_suffix("").as_posix() for path in files]
+    assert len(names) > 40
+    engines = {name: engine_of(name) for name in names}
+    assert set(engines.values()) == {
+        "llama.cpp", "vLLM", "SGLang", "LMDeploy", "TensorRT-LLM", "MLX", "ExLlamaV2", "ExLlamaV3",
+    }  # fmt: skip
+    colours = {engine: {colour_of(name) for name in names if engines[name] == engine} for engine in engines.values()}
+    assert all(len(found) == 1 for found in colours.values())
+    own = set().union(*colours.values())
+    assert len(own) == len(colours)
+    assert not own & ({colour_of(path.stem) for path in CONF.glob("*.yaml")} | set(style.SERIES))
+    assert [engine_of(name) for name in ("kivi", "oscar/cr_only", "engine", "engine/mine_4")] == [
+        None,
+        None,
+        None,
+        "mine",
+    ]
+    assert method_of("engine/mlx_4, residual 64 4") == method_of("engine/mlx_4/x") == "engine/mlx_4"
