@@ -1,11 +1,11 @@
-"""Hooks on a model's forward: they refuse padding and let the cache extend the mask of each attention."""
+"""Hooks on a model's forward: they tell the cache of padding and let the cache extend the mask of each attention."""
 
 from __future__ import annotations
 
 import abc
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +45,11 @@ class WatchfulCache(Cache, abc.ABC):
         """
 
     @abc.abstractmethod
-    def begin(self, input_ids: Tensor | None) -> None:
-        """Receive the token ids of a forward of the model before any layer runs; None: the model gets embeddings."""
+    def begin(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
+        """Receive the token ids of a forward of the model before any layer runs; None: the model gets embeddings.
+
+        `padding`: columns before the first token of each sequence; None: none.
+        """
 
     @abc.abstractmethod
     def enter(self, index: int, hidden: Tensor) -> None:
@@ -187,12 +190,27 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise Unsupported(
             f"attention_mask: of {mask.ndim} dimensions, which hides from the cache who attends to whom; leave it out"
         )
-    if isinstance(mask, Tensor) and not bool(mask.all()):
+    cache.begin(kwargs.get("input_ids", args[0] if args else None), padding_of(mask) if mask is not None else None)
+
+
+def padding_of(mask: Tensor) -> list[int] | None:
+    """How many columns on the left of each sequence are padding, by a mask `[batch, columns]`; None: there is none.
+
+    Raises:
+        Unsupported: a mask that hides other tokens.
+    """
+    if bool(mask.all()):
+        return None
+    seen = mask.bool()
+    first = seen.int().argmax(1)
+    if not torch.equal(seen, torch.arange(seen.shape[1], device=seen.device) >= first[:, None]):
         raise Unsupported(
-            "attention_mask: padding shifts block boundaries and would enter their statistics; "
-            "batch prompts of equal length, or run them one by one"
+            "attention_mask: hides tokens that a cache would keep; only padding on the left of every sequence is left "
+            "out (padding_side=left)"
         )
-    cache.begin(kwargs.get("input_ids", args[0] if args else None))
+    if not bool(seen.any(1).all()):
+        raise Unsupported("attention_mask: a sequence of padding alone; every sequence needs a token in each forward")
+    return [int(count) for count in first]
 
 
 def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:

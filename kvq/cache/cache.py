@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -22,23 +22,17 @@ from kvq.cache.attention import (
     unmasked,
     watch,
 )
-from kvq.cache.counted import CountedCache
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
+from kvq.cache.padded import PaddableCache
 from kvq.cache.rotary import RopeTable, angles, styles_of_whole
 from kvq.cache.sources import SourceColumns
-from kvq.cache.states import LASTING, StateLayer, states_of
+from kvq.cache.states import LASTING, placed, states_of
 from kvq.errors import ConfigError, Unsupported
 from kvq.models.layers import KvLayer, kv_layers_of, window_of
 
 ATTENTIONS = ("dense", "packed")
-
-
-def _placed(held: Sequence[KvLayer], own: Sequence[Layer], states: Mapping[int, StateLayer]) -> list[Any]:
-    """All layers in the model's order; a state stands where a layer has no keys and values."""
-    found: dict[int, Any] = {**states} | {layer.index: one for layer, one in zip(held, own, strict=True)}
-    return [found[index] for index in sorted(found)]
 
 
 @runtime_checkable
@@ -69,7 +63,7 @@ def _lasting(model: nn.Module, attentions: list[nn.Module]) -> str | None:
     return None if reason is None else f"model: {reason}"
 
 
-class KVCache(CountedCache, WatchfulCache):
+class KVCache(PaddableCache, WatchfulCache):
     """A quantized cache for `model.generate(**inputs, past_key_values=kvq.KVCache(model, method))`.
 
     Args:
@@ -122,7 +116,7 @@ class KVCache(CountedCache, WatchfulCache):
         self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
         self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
         self._columns: dict[int | None, SourceColumns | None] = {}
-        super().__init__(layers=_placed(held, own, self._states))
+        super().__init__(layers=placed(held, own, self._states))
         watched = watch(model)
         self._lasting = f"model: {LASTING}" if self._states else _lasting(model, watched)
         self._told: int | None = None
@@ -171,10 +165,6 @@ class KVCache(CountedCache, WatchfulCache):
         for layer in self.kv_layers:
             layer.one_by_one = value
 
-    def _share_tables(self) -> None:
-        for layer, group in zip(self.kv_layers, self._groups, strict=True):
-            layer.key.rope = layer.value.rope = self._tables[group]
-
     @override
     def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         index, tokens = layer_number(module, arguments), hidden.shape[1]
@@ -191,8 +181,7 @@ class KVCache(CountedCache, WatchfulCache):
         if not layer.keeps_order:
             check_distances(module, index, arguments, seen + tokens, layer.shuffled)
         if self._tables:
-            place = self._held[index][0]
-            self._tables[self._groups[place]].extend(seen, tokens, angles(module, arguments), hidden)
+            layer.turn(tokens, angles(module, arguments), hidden)
         known = self._columns.get(layer.window)
         found = self._columns[layer.window] = layer.announce(tokens, hidden.device, known)
         return found
@@ -212,7 +201,7 @@ class KVCache(CountedCache, WatchfulCache):
         Raises:
             Unsupported: a method that cannot take tokens back, or a model that does not tell candidates from a prompt.
         """
-        lasting = next(filter(None, (layer.lasting for layer in self.kv_layers)), None)
+        lasting = next(filter(None, (layer.lasting for layer in self._own)), None)
         if lasting is not None:
             lasting = f"method={self.method.name} cannot take tokens back ({lasting})"
         reason = lasting or self._lasting
@@ -248,12 +237,14 @@ class KVCache(CountedCache, WatchfulCache):
         self._candidates = None if told is None else told - 1
 
     @override
-    def begin(self, input_ids: Tensor | None) -> None:
+    def begin(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
+        if padding != self.padding:
+            self.pad(padding)
         if input_ids is not None and self.get_seq_length():
             self.check_part(self._model(), input_ids.shape[1])
         if self.recording:
             self._count_candidates()
-        for layer in self.kv_layers:
+        for layer in self._own:
             layer.begin(input_ids)
 
     @override
@@ -280,17 +271,12 @@ class KVCache(CountedCache, WatchfulCache):
         """Remove the last `-tokens_to_remove` tokens. Raises: ConfigError, Unsupported: as `KVCacheLayer.crop`."""
         if tokens_to_remove and self._states:
             raise Unsupported(f"crop({tokens_to_remove}): model: {LASTING}")
-        for layer in self.kv_layers:
+        for layer in self._own:
             layer.check_crop(tokens_to_remove)  # check all layers before any of them changes
-        for layer in self.kv_layers:
+        for layer in self._own:
             layer.crop(tokens_to_remove)
         for table in self._tables:
             table.keep(self.get_seq_length())
-
-    @property
-    @override
-    def kv_layers(self) -> list[Any]:
-        return [self.layers[index] for index in self._held]
 
     def check_finite(self) -> None:
         """Raise `DataError` naming the first layer whose full-precision states are NaN or infinite."""
@@ -310,6 +296,8 @@ class KVCache(CountedCache, WatchfulCache):
         model = self._model()
         if model is None:
             raise Unsupported("cache.save: its model is gone, which the file has to name")
+        if self.padding is not None:
+            raise Unsupported("cache.save: a padded batch; save prompts of equal length, or one by one")
         if self._states:
             raise Unsupported("cache.save: a file holds keys and values alone, not the states of other layers")
         about = {**files.identity(model, self.method, len(self.kv_layers)), "label": self.method.label}
@@ -348,10 +336,19 @@ class KVCache(CountedCache, WatchfulCache):
         """A copy that shares the tokens held so far and grows independently, for many questions on one context."""
         other = copy.copy(self)
         other._states = {index: state.fork() for index, state in self._states.items()}
-        held = [layer for _, layer in self._held.values()]
-        other.layers = _placed(held, [layer.fork() for layer in self.kv_layers], other._states)
+        other._put([layer.fork() for layer in self._own])
         other._columns = {}
         if self._tables:
-            other._tables = [table.fork() for table in self._tables]
-            other._share_tables()
+            own = {id(layer.key.rope): layer.key.rope.fork() for layer in self.kv_layers}
+            for layer in other.kv_layers:
+                layer.key.rope = layer.value.rope = own[id(layer.key.rope)]
+            other._tables = [own.get(id(table), table) for table in self._tables]
+        return other
+
+    def sequence(self, row: int) -> KVCache:
+        """A copy of one sequence of the batch, without its padding."""
+        other = self.fork()
+        other.batch_select_indices(torch.tensor([row]))
+        if other.padding is not None:
+            other._open()
         return other

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
 from kvq.cache.observe import Attended
+from kvq.cache.recorded import Recorded
 from kvq.cache.side import CacheSide
 from kvq.cache.sources import Departures, SourceColumns, columns_of
 from kvq.cache.state import Field, Reader, Writer
@@ -34,6 +34,10 @@ class Layer(CacheLayerMixin):
     evicted = 0
     """Number of tokens evicted so far."""
     one_by_one = False
+    padding: Sequence[int] | None = None
+    """Columns before the first token of each sequence; None: none."""
+    unpadded: str | None = None
+    """The reason why sequences of a padded batch cannot be held apart; None: they can."""
     window: int | None = None
     """How many tokens back a query reads, itself included; None: all."""
     dtype: torch.dtype
@@ -56,6 +60,11 @@ class Layer(CacheLayerMixin):
         return self.evicted > 0
 
     @property
+    def alone(self) -> list[Layer]:
+        """The layers that hold sequences which begin together: itself, or one for each padding of a batch."""
+        return [self]
+
+    @property
     def observes(self) -> bool:
         """Whether `observe` is to be called for the next attention."""
         return False
@@ -65,6 +74,10 @@ class Layer(CacheLayerMixin):
 
     def enter(self, hidden: Tensor) -> None:
         """Receive the states `[batch, tokens, channels]` that enter the layer, before `update`."""
+
+    def turn(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
+        """Receive the rotations of the next `tokens` tokens: cosines and sines `[rows, tokens, columns]`."""
+        self.key.rope.extend(self.get_seq_length(), tokens, given, like)
 
     def observe(self, attended: Attended) -> None:
         """Receive the queries and keys of an attention, after `update`."""
@@ -136,29 +149,6 @@ class Layer(CacheLayerMixin):
     @abc.abstractmethod
     def fork(self) -> Layer:
         """A copy that shares the tokens held so far."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """An update that can be undone: the sides before it and the states it added.
-
-    The first `head` tokens came together, the others as if one per forward.
-    """
-
-    key: CacheSide
-    value: CacheSide
-    key_states: Tensor
-    value_states: Tensor
-    head: int
-
-    def without(self, last: int, quantized_prefill: bool) -> tuple[CacheSide, CacheSide]:
-        """The sides as they would be if the `last` tokens of the update had never come."""
-        count = self.key_states.shape[2] - last
-        for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
-            side.forget(side.tokens + count)
-            if count:
-                side.append_behind(states[:, :, :count], min(self.head, count), quantized_prefill)
-        return self.key, self.value
 
 
 class KVCacheLayer(Layer):

@@ -106,6 +106,7 @@ class PackedSide(CacheSide):
 class PackedLayer(KVCacheLayer):
     """A layer for attention on codes: for a single new token it returns `PackedKeys` and `PackedStates`."""
 
+    unpadded = "with attention=packed reads the same columns in every sequence"
     lasting = "cache.attention=packed reads codes for one token at a time; use cache.attention=dense"
 
     key: PackedSide

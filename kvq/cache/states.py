@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from kvq.errors import Unsupported
-from kvq.models.layers import state_layers_of
+from kvq.models.layers import KvLayer, state_layers_of
 from kvq.models.placing import base_of, device_of
 
 LASTING = "a layer keeps a state of fixed size, from which tokens cannot be taken back (fork() the cache before)"
@@ -161,6 +161,12 @@ def states_of(model: Any, layers: Sequence[int]) -> dict[int, StateLayer]:
     count = getattr(config, "number_of_conv_states", 1)
     wanted = set(range(config.num_hidden_layers)) - set(layers) | set(with_state)
     return {index: StateLayer(count) for index in sorted(wanted)}
+
+
+def placed(held: Sequence[KvLayer], own: Sequence[Any], states: Mapping[int, StateLayer]) -> list[Any]:
+    """All layers in the model's order: `own` at the places of `held`, and states where there are no keys and values."""
+    found: dict[int, Any] = {**states} | {layer.index: one for layer, one in zip(held, own, strict=True)}
+    return [found[index] for index in sorted(found)]
 
 
 _PROBED: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

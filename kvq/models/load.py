@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -46,12 +47,21 @@ class LoadedModel:
         return self.model.config.get_text_config()
 
     def hidden_states(self, tokens: Int[Tensor, "batch tokens"], cache: Any) -> Float[Tensor, "batch tokens hidden"]:
-        """Final hidden states of `tokens`, which follow the tokens in `cache`; updates the cache."""
+        """Final hidden states of `tokens`, which follow the tokens in `cache`; updates the cache.
+
+        Where the cache expects a padded batch (`KVCache.pad`), those of padding mean nothing.
+        """
         given: dict[str, Tensor] = {}
+        base, padding, seen = base_of(self.model), getattr(cache, "padding", None), cache.get_seq_length()
+        columns = torch.arange(seen + tokens.shape[1], device=tokens.device)[None]
         if state_layers_of(self.text_config):  # some such families number a text from 0 in every forward
-            seen = cache.get_seq_length()
-            given["position_ids"] = torch.arange(seen, seen + tokens.shape[1], device=tokens.device)[None]
-        output = base_of(self.model)(input_ids=tokens, past_key_values=cache, use_cache=True, **given)
+            given["position_ids"] = columns[:, seen:]
+        if padding is not None:
+            own = columns - torch.tensor(padding, device=tokens.device)[:, None]
+            given["attention_mask"] = (own >= 0).long()
+            if "position_ids" in inspect.signature(type(base).forward).parameters:
+                given["position_ids"] = own[:, seen:].clamp_min(0)
+        output = base(input_ids=tokens, past_key_values=cache, use_cache=True, **given)
         return output.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "*lead hidden"]) -> Float[Tensor, "*lead vocab"]:

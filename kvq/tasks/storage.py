@@ -39,7 +39,7 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
         "effective_bits": cache.effective_bits,
         "packed_bytes": cache.packed_bytes / sequences,
         "total_bytes": cache.nbytes / sequences,
-        "cached_tokens": float(cache.get_seq_length()),
+        "cached_tokens": cache.get_seq_length() - sum(cache.padding or ()) / sequences,
     }
     sides = [(getattr(side, "codec", None), side) for layer in cache.kv_layers for side in (layer.key, layer.value)]
     rates = [codec.rate(part) for codec, side in sides if isinstance(codec, HuffmanCodec) for part in side.packed]
