@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from kvq.codecs import Rope, rope_table
 from kvq.kernels import PackedStates, attend, form_for, fused
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
@@ -55,13 +56,16 @@ def copy_bandwidth(device: torch.device, mebibytes: int = 256, repeats: int = 9)
 
 
 def states_of(method: Method, keys: Tensor, values: Tensor) -> tuple[PackedStates, PackedStates]:
-    """Keys and values packed in blocks of 128 tokens but for the last `RESIDUAL`, as rows of a cache lie."""
-    out = []
+    """Keys and values packed in the method's blocks but for the last `RESIDUAL`, as rows of a cache lie."""
+    out, before = [], keys.shape[2] - RESIDUAL
     for codec, states in ((method.key, keys), (method.value, values)):
         assert codec is not None
-        packed = fused(codec).encode(states[:, :, :-RESIDUAL], 128)
+        rope = rope_table(before, keys.shape[3]) if codec.uses_rope else None
+        if rope is not None:  # as a cache keeps them: in the model's dtype
+            rope = Rope(rope.cos.to(keys), rope.sin.to(keys))
+        packed = fused(codec).encode(states[:, :, :before], method.residual.key.size or 128, rope)
         packed.parts.update({name: part.contiguous() for name, part in packed.parts.items()})
-        out.append(PackedStates(codec, (packed,), states[:, :, -RESIDUAL:].clone()))
+        out.append(PackedStates(codec, (packed,), states[:, :, before:].clone(), rope))
     return out[0], out[1]
 
 

@@ -22,7 +22,7 @@ NAMES = [
     (["method=3"], "method=3: unknown method"),
     (
         ["method=kvpress"],
-        "^method=kvpress: its release 0.5.5 requires transformers<5.3, and its presses read cache_pos",
+        "^error: method=kvpress: its release 0.5.5 requires transformers<5.3, and its presses read cache_pos",
     ),
     (["task=[1,2]"], r"task=\[1,2\]: unknown task"),
     (["model=[null]"], r"model=\[null\]: unknown model"),

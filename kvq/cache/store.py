@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvq.cache.state import Reader, Writer
 from kvq.codecs import Codec, Growable, Packed, PackedStore
-from kvq.codecs.by_token import UNIT, by_token, together, token_width
+from kvq.codecs.by_token import PLANES, UNIT, by_token, together, widths_in
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.rope import Rope
 
@@ -140,13 +140,15 @@ class BlockStore:
 class TokenStore(BlockStore):
     """Tokens that are encoded independently of each other; the codes of consecutive tokens still share bytes.
 
-    Complete units of `UNIT` tokens never change. The last, short unit is unpacked and packed again when tokens join it,
-    which is exact because a token's codes and side information do not depend on its neighbours.
+    Complete units of `UNIT` tokens never change. A token that comes alone is put into the bytes behind the last, short
+    unit; several are packed again with it. Both are exact, because a token's codes and side information do not depend
+    on its neighbours.
     """
 
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
         super().__init__(codec, keep_decoded)
         self._tail: Packed | None = None
+        self._widths: dict[str, int] | None = None
 
     @property
     def tokens(self) -> int:
@@ -166,13 +168,11 @@ class TokenStore(BlockStore):
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
         """Encode `states` after the ones held; return them decoded if `decoded` is set. `block` is ignored."""
         count, sealed = states.shape[2], super().tokens
+        if count == 1 and self._tail is not None:
+            return self._add_one(states, rope, decoded)
         # In a whole unit, the number of rows of a part gives the bits that a token takes in it, hence the padding.
-        index = torch.arange(-(-count // UNIT) * UNIT, device=states.device).clamp_max(count - 1)
-        turned = narrowed(rope, self.tokens, count)
-        if turned is not None:
-            turned = dataclasses.replace(turned, cos=turned.cos[:, index], sin=turned.sin[:, index])
-        packed = self.codec.encode(states.index_select(2, index), UNIT, turned)
-        widths = {name: token_width(rows) for name, rows in packed.runs[0].rows.items()}
+        packed, turned = self._encoded(states, narrowed(rope, self.tokens, count))
+        self._widths = widths = widths_in(packed)
         joined = by_token(packed.parts, widths, count)
         if self._tail is not None:
             before = by_token(self._tail.parts, widths, self._tail.tokens)
@@ -184,6 +184,34 @@ class TokenStore(BlockStore):
             self._seal(self.codec, units, narrowed(rope, sealed, whole), False)
         self._tail = _repacked(packed, widths, joined, whole, total - whole) if total > whole else None
         return self.codec.decode(packed, turned)[:, :, :count] if decoded else None
+
+    def _encoded(self, states: States, rope: Rope | None) -> tuple[Packed, Rope | None]:
+        """`states` in whole units, the last token repeated, and the rotations of these."""
+        count = states.shape[2]
+        index = torch.arange(-(-count // UNIT) * UNIT, device=states.device).clamp_max(count - 1)
+        if rope is not None:
+            rope = dataclasses.replace(rope, cos=rope.cos[:, index], sin=rope.sin[:, index])
+        return self.codec.encode(states.index_select(2, index), UNIT, rope), rope
+
+    def _add_one(self, states: States, rope: Rope | None, decoded: bool) -> States | None:
+        """Put one token's codes into the bytes behind the short unit, whose other bytes stay as they are."""
+        assert self._tail is not None
+        place, sealed, turned = self._tail.tokens, super().tokens, narrowed(rope, self.tokens, 1)
+        if self.codec.stages or self._widths is None:  # a matrix product of one row may be rounded otherwise
+            packed, turned = self._encoded(states, turned)
+            self._widths = widths_in(packed)
+        else:
+            packed = self.codec.encode(states, 1)
+        parts = {
+            name: _joined(held, packed.parts[name], place, self._widths[name])
+            for name, held in self._tail.parts.items()
+        }
+        rows = {name: part.shape[2] for name, part in parts.items()}
+        self._tail = dataclasses.replace(self._tail, parts=parts, runs=(BlockRun(place + 1, 1, rows),))
+        if place + 1 == UNIT:
+            self._seal(self.codec, self._tail, narrowed(rope, sealed, UNIT), False)
+            self._tail = None
+        return self.codec.decode(packed, turned)[:, :, :1] if decoded else None
 
     def past(self, rope: Rope | None) -> States:
         """All tokens held, decoded; `rope` covers them, from the first on."""
@@ -215,6 +243,19 @@ class TokenStore(BlockStore):
         if self._tail is not None:
             parts = {name: _rows_of_batch(part, index) for name, part in self._tail.parts.items()}
             self._tail = dataclasses.replace(self._tail, parts=parts, batch=int(index.numel()))
+
+
+def _joined(held: Tensor, new: Tensor, place: int, width: int) -> Tensor:
+    """`held` of `place` tokens with that of the first token of `new` behind it; `width` bits of a token in a part."""
+    if width not in PLANES:
+        return torch.cat([held, new[:, :, :1]], 2)
+    row, shift = divmod(place * width, 8)
+    first = new[:, :, 0] & ((1 << width) - 1)
+    if not shift:
+        return torch.cat([held, first[:, :, None]], 2)
+    held = held.clone()  # forks share it
+    held[:, :, row] |= first << shift
+    return held
 
 
 def narrowed(rope: Rope | None, start: int, length: int) -> Rope | None:

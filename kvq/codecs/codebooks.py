@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from safetensors import safe_open
 from torch import Tensor
 from typing_extensions import override
@@ -46,6 +46,13 @@ class Codebook(abc.ABC):
     def lookup(self, codes: list[Tensor]) -> Tensor:
         """Codewords `[..., 8]` of codes `[...]`."""
 
+    @abc.abstractmethod
+    def tables(self) -> tuple[Float[Tensor, "256 8"], Int[Tensor, "256 8"], Float[Tensor, "256 8"]]:
+        """Entries by the first byte; bits to flip in fp32 (its sign, or none) and a shift by the second one.
+
+        A codeword in fp32 is the entry with these bits flipped, plus the shift.
+        """
+
 
 class PlainCodebook(Codebook):
     """256 codewords: 8 bits for 8 channels."""
@@ -70,6 +77,10 @@ class PlainCodebook(Codebook):
     def lookup(self, codes: list[Tensor]) -> Tensor:
         return looked_up(self.entries, codes[0])
 
+    @override
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.entries, torch.zeros(256, DIM, dtype=torch.int32), torch.zeros(256, DIM)
+
 
 class SignedCodebook(Codebook):
     """256 non-negative codewords and one sign bit per channel: 16 bits for 8 channels.
@@ -91,6 +102,10 @@ class SignedCodebook(Codebook):
     @override
     def lookup(self, codes: list[Tensor]) -> Tensor:
         return self._patterns.lookup(codes[:1]).mul_(looked_up(self._signs, codes[1]))
+
+    @override
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._patterns.entries, _flips(self._signs), torch.zeros(256, DIM)
 
 
 class E8PCodebook(Codebook):
@@ -160,6 +175,15 @@ class E8PCodebook(Codebook):
         shift = self._signs[signs, DIM - 1, None] / 4
         return (out + shift) / self.scale
 
+    @override
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """An odd pattern's last entry is negative, so that the parity of the signs alone flips it."""
+        entries = self.patterns / self.scale
+        entries[self._odd, DIM - 1] *= -1
+        signs = self._signs[torch.arange(256) & 127].clone()
+        signs[:, DIM - 1] = signs.prod(-1)
+        return entries, _flips(signs), (self._signs[:, DIM - 1 :] / (4 * self.scale)).expand(-1, DIM).contiguous()
+
 
 def _tiles(vectors: Float[Tensor, "groups rows _"]) -> Iterator[tuple[slice, slice]]:
     """Groups and rows that are scored together: whole groups, or pieces of one."""
@@ -180,6 +204,11 @@ def e8p_patterns() -> Float[Tensor, "256 8"]:
     norm = halves.square().sum(-1)
     chosen = torch.cat([halves[norm <= 10], halves[norm == 12][::8], halves[norm == 12][4:5]])
     return chosen[(chosen.sum(-1) % 2).argsort(stable=True)]
+
+
+def _flips(signs: Float[Tensor, "256 8"]) -> Int[Tensor, "256 8"]:
+    """The sign bit of fp32 where a sign is negative."""
+    return torch.where(signs < 0, torch.iinfo(torch.int32).min, 0).to(torch.int32)
 
 
 def _bits(device: torch.device) -> Tensor:

@@ -153,14 +153,20 @@ class Codec:
         for _, stage in self.stages:
             y, side = stage.forward(y, **_wanted(stage, rope))
             sides.append(side)
-        parts = self.quantizer.encode(y, blocks.dtype)
-        if self.quantizer.gain is not Gain.none:
-            factor = gain_factor(y, self.quantizer.decode(parts, y.shape, y.dtype), self.quantizer.gain)
+        parts, factor = self._coded(y, blocks.dtype)
+        if factor is not None:
             self._fold(factor, sides, parts)
         for (name, _), side in zip(self.stages, sides, strict=True):
             for key, value in side.items():
                 parts[f"{name}.{key}"] = to_stored(value, torch.float16) if value.is_floating_point() else value
         return parts
+
+    def _coded(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
+        """The quantizer's parts of `y`, and the gain of each token where it has one."""
+        parts = self.quantizer.encode(y, dtype)
+        if self.quantizer.gain is Gain.none:
+            return parts, None
+        return parts, gain_factor(y, self.quantizer.decode(parts, y.shape, y.dtype), self.quantizer.gain)
 
     def _fold(self, factor: Tensor, sides: list[dict[str, Tensor]], parts: Parts) -> None:
         """Multiply a gain into the last token norm that only orthogonal stages follow; without one, store the gain."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Size, Tensor, dtype
 from typing_extensions import override
@@ -56,6 +57,10 @@ class VectorQuantizer(Quantizer):
         """Raises: Unsupported: head dims that are not a multiple of 8."""
         if head_dim % DIM:
             raise Unsupported(f"head_dim={head_dim}: vector codebooks take {DIM} channels at a time")
+
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Codebook.tables`; in fp32."""
+        return codebook_for(self.codebook, self.bits, torch.float32, torch.device("cpu")).tables()
 
     def _book(self, like: Tensor, kind: dtype) -> Codebook:
         return codebook_for(self.codebook, self.bits, kind, like.device)

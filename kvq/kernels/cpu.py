@@ -1,4 +1,7 @@
-"""Decode attention on packed codes on a CPU: `cpu_loops` over segments of the packed prefix, one task per head."""
+"""Decode attention on packed codes on a CPU: compiled loops over segments of the packed prefix, one task per head.
+
+Uniform grids are read by `cpu_loops`, levels and codebooks by `cpu_tables`; the shifts of NSNQuant are `shifts`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import UniformQuantizer, plane_widths
+from kvq.codecs import (
+    LloydMaxQuantizer,
+    SignedMaxQuantizer,
+    UniformQuantizer,
+    VectorQuantizer,
+    plane_widths,
+)
 from kvq.codecs.packed import BlockRun, Packed
-from kvq.codecs.quantizers import Axis, ZeroPoint
+from kvq.codecs.quantizers import Axis, Quantizer, ZeroPoint
 from kvq.errors import Unsupported
 from kvq.kernels.cpu_loops import Grid, loops_for, weights_of
+from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops
 from kvq.kernels.form import Form, PackedStates, folds, form_of
+from kvq.kernels.shifts import shift_scores, shift_weights
 
 SEGMENTS = 64
 """Largest number of segments per side; blocks whose bytes and groups are not contiguous are one each."""
@@ -32,7 +43,9 @@ class Segment:
 
     Attributes:
         start, tokens: index of the first token in the prefix, and number of tokens.
-        planes, scale, low: `[batch, heads, rows, columns]`; `low` is the zero point (of a symmetric grid: unused).
+        planes: codes `[batch, heads, rows, columns]`.
+        statistics: of a uniform grid `[batch, heads, rows, columns]`: scales and zero points (of a symmetric grid:
+            unused); of codes that index a table: none.
         size: tokens (per channel) or channels (per token) of a group.
         norms: `[batch, heads or 1, tokens]` in fp32.
     """
@@ -40,8 +53,7 @@ class Segment:
     start: int
     tokens: int
     planes: tuple[Any, ...]
-    scale: Any
-    low: Any
+    statistics: tuple[Any, ...]
     size: int
     norms: Any
 
@@ -59,25 +71,32 @@ def attend(
     q = query.float().reshape(batch, heads, -1, dim) * scaling
     group, tokens = q.shape[2], keys.tokens
     rotated = key_side.form.rotate(q).numpy()
+    moved = shift_scores(keys, key_side.form, q)
     behind = None if keys.full is None else (q @ keys.full.float().mT).numpy()
     mixed = torch.zeros(batch, heads, group, out_dim)
     rest = torch.zeros(batch, heads, group, tokens - values.packed_tokens)
     totals = torch.empty(batch, heads, group)
+    offsets = shift_weights(values, value_side.form)
+    shifted = [torch.zeros(batch, heads, group, out_dim) for _ in offsets]
     outs = tuple(part.numpy() for part in (mixed, rest, totals))
 
     def one_head(place: tuple[int, int]) -> None:
         scores = _scratch(group, tokens)
         for segment in key_side.segments:
             key_side.scores(segment, rotated[place], place, scores)
+        for more in moved:
+            scores[:, : keys.packed_tokens] += more[place]
         if behind is not None:
             scores[:, keys.packed_tokens :] = behind[place]
         outs[2][place] = weights_of(scores, first)
         for segment in value_side.segments:
             value_side.mix(segment, scores, place, outs[0][place])
+        for offset, total in zip(offsets, shifted, strict=True):
+            offset.mix(scores, place, total.numpy()[place])
         outs[1][place] = scores[:, values.packed_tokens :]
 
     _each(one_head, [(b, h) for b in range(batch) for h in range(heads)])
-    out = value_side.form.rotate_back(mixed, [])
+    out = value_side.form.rotate_back(mixed, shifted)
     if values.full is not None:
         out = out + rest @ values.full.float()
     return (out / totals[..., None]).reshape(batch, query.shape[1], 1, out_dim).to(query.dtype)
@@ -111,12 +130,12 @@ def pool(threads: int) -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class _Side:
-    """One side's segments and the loops for them."""
+    """One side's segments and the loops for them; `tables` are what codes index, if they do."""
 
     form: Form
-    per_channel: bool
-    grid: Grid
     segments: list[Segment]
+    loops: tuple[Callable[..., Any], Callable[..., Any]]
+    tables: tuple[Any, ...] | None
 
     @staticmethod
     def of(states: PackedStates) -> _Side:
@@ -124,65 +143,113 @@ class _Side:
         if reason is not None:
             raise Unsupported(f"cache.attention=packed: {reason}")
         assert states.codec is not None
-        quantizer = states.codec.quantizer
-        assert folds(quantizer)
-        low = "symmetric" if quantizer.symmetric else quantizer.zero_point.name
-        dim = states.shape[2]
-        channels = min(quantizer.group_size or dim, dim) if quantizer.axis is Axis.per_token else dim
-        grid = Grid(dim, channels, plane_widths(quantizer.bits), low, 2 ** (quantizer.bits - 1) - 1)
-        form = form_of(states.codec)
-        return _Side(form, quantizer.axis is Axis.per_channel, grid, list(_segments(states, form, quantizer)))
+        quantizer, form = states.codec.quantizer, form_of(states.codec)
+        loops, tables = _loops(quantizer, states.shape[2])
+        return _Side(form, list(_segments(states, form, quantizer)), loops, tables)
 
     def scores(self, segment: Segment, query: Any, place: tuple[int, int], out: Any) -> None:
         """Scores of the segment's tokens into their columns of `out`."""
-        loops = loops_for(self.grid)
-        loop = loops.scores_per_channel if self.per_channel else loops.scores_per_token
-        loop(query, *_stored(segment, place), out[:, segment.start : segment.start + segment.tokens])
+        self.loops[0](query, *self._stored(segment, place), out[:, segment.start : segment.start + segment.tokens])
 
     def mix(self, segment: Segment, weights: Any, place: tuple[int, int], out: Any) -> None:
         """Add the segment's values, weighted by their columns of `weights`, to `out`."""
-        loops = loops_for(self.grid)
-        loop = loops.mix_per_channel if self.per_channel else loops.mix_per_token
-        loop(weights[:, segment.start : segment.start + segment.tokens], *_stored(segment, place), out)
+        own = weights[:, segment.start : segment.start + segment.tokens]
+        self.loops[1](own, *self._stored(segment, place), out)
+
+    def _stored(self, segment: Segment, place: tuple[int, int]) -> tuple[Any, ...]:
+        planes = tuple(plane[place] for plane in segment.planes)
+        norms = segment.norms[place[0], min(place[1], segment.norms.shape[1] - 1)]
+        if self.tables is not None:
+            return (planes[0], planes[-1]), self.tables, norms
+        return planes, *(part[place].ravel() for part in segment.statistics), segment.size, norms
 
 
-def _stored(segment: Segment, place: tuple[int, int]) -> tuple[Any, ...]:
-    planes = tuple(plane[place] for plane in segment.planes)
-    norms = segment.norms[place[0], min(place[1], segment.norms.shape[1] - 1)]
-    return planes, segment.scale[place].ravel(), segment.low[place].ravel(), segment.size, norms
+def _loops(
+    quantizer: Quantizer, dim: int
+) -> tuple[tuple[Callable[..., Any], Callable[..., Any]], tuple[Any, ...] | None]:
+    """Loops of scores and of weighted sums, and the tables that the codes index."""
+    if isinstance(quantizer, LloydMaxQuantizer):
+        levels = quantizer.levels(dim, torch.float32)[2 ** (quantizer.bits - 1) :].numpy()
+        found = level_loops(dim, plane_widths(quantizer.bits))
+        return (found.scores, found.mix), (levels,)
+    if isinstance(quantizer, VectorQuantizer):
+        entries, masks, shifts = (part.numpy() for part in quantizer.tables())
+        books = book_loops(dim, quantizer.bits == 2, bool(shifts.any()))
+        return (books.scores, books.mix), (entries, masks, shifts)
+    grid, per_channel = _grid(quantizer, dim)
+    loops = loops_for(grid)
+    if per_channel:
+        return (loops.scores_per_channel, loops.mix_per_channel), None
+    return (loops.scores_per_token, loops.mix_per_token), None
+
+
+def _grid(quantizer: Quantizer, dim: int) -> tuple[Grid, bool]:
+    """The grid that loops are compiled for, and whether its statistics are per channel."""
+    if isinstance(quantizer, SignedMaxQuantizer):
+        channels = min(quantizer.group_size or dim, dim)
+        return Grid(dim, channels, plane_widths(quantizer.bits), "symmetric", 2 ** (quantizer.bits - 1)), False
+    assert folds(quantizer)
+    low = "symmetric" if quantizer.symmetric else quantizer.zero_point.name
+    channels = min(quantizer.group_size or dim, dim) if quantizer.axis is Axis.per_token else dim
+    top = 2 ** (quantizer.bits - 1) - 1
+    return Grid(dim, channels, plane_widths(quantizer.bits), low, top), quantizer.axis is Axis.per_channel
 
 
 def unfit(states: PackedStates) -> str | None:
     """The reason why these loops cannot read a side; None: they can."""
     if states.codec is None or not states.packed:
         return "nothing is packed"
-    form, quantizer = form_of(states.codec), states.codec.quantizer
-    if not folds(quantizer):
-        return f"{type(quantizer).__name__} has no loops for a CPU"
-    if form.shifts or quantizer.bits > 8:
-        return f"shifts and {quantizer.bits} bits have no loops for a CPU"
-    if (
-        sum(1 if _continues(run, quantizer) else run.count for packed in states.packed for run in packed.runs)
-        > SEGMENTS
-    ):
+    form_of(states.codec)
+    quantizer = states.codec.quantizer
+    if (reason := _unread(quantizer)) is not None:
+        return reason
+    runs = [run for packed in states.packed for run in packed.runs]
+    if sum(1 if _continues(run, quantizer) else run.count for run in runs) > SEGMENTS:
         return "blocks whose length is no multiple of 8 and of the group"
-    size = quantizer.group_size
-    longest = max(run.tokens for packed in states.packed for run in packed.runs)
-    if quantizer.axis is Axis.per_channel and size is not None and size % 8 and size < longest:
-        return f"groups of {size} tokens, no multiple of 8"
-    if quantizer.axis is Axis.per_token and size is not None and size < states.shape[2] and states.shape[2] % size:
+    size = _group_size(quantizer)
+    if _per_channel(quantizer):
+        if size is not None and size % 8 and size < max(run.tokens for run in runs):
+            return f"groups of {size} tokens, no multiple of 8"
+    elif size is not None and size < states.shape[2] and states.shape[2] % size:
         return f"groups of {size} channels, no divisor of {states.shape[2]}"
     return None
 
 
-def _continues(run: BlockRun, quantizer: UniformQuantizer) -> bool:
+def _unread(quantizer: Quantizer) -> str | None:
+    """The reason why no loop reads these codes; None: one does."""
+    name = type(quantizer).__name__
+    if isinstance(quantizer, LloydMaxQuantizer):
+        if quantizer.unit:
+            return f"{name} with tokens scaled to norm 1 has no loops for a CPU"
+        return None if quantizer.bits <= MOST_BITS else f"{name} of {quantizer.bits} bits has no loops for a CPU"
+    if isinstance(quantizer, VectorQuantizer):
+        return None
+    if not folds(quantizer) and not isinstance(quantizer, SignedMaxQuantizer):
+        return f"{name} has no loops for a CPU"
+    return f"{quantizer.bits} bits have no loops for a CPU" if quantizer.bits > 8 else None
+
+
+def _per_channel(quantizer: Quantizer) -> bool:
+    return isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel
+
+
+def _group_size(quantizer: Quantizer) -> int | None:
+    return quantizer.group_size if isinstance(quantizer, UniformQuantizer | SignedMaxQuantizer) else None
+
+
+def _whole_bytes(quantizer: Quantizer, tokens: int) -> bool:
+    """Whether blocks of `tokens` end with a byte of every plane."""
+    return isinstance(quantizer, VectorQuantizer) or tokens % 8 == 0
+
+
+def _continues(run: BlockRun, quantizer: Quantizer) -> bool:
     """Whether the blocks of a run are contiguous like one block: whole bytes, whole groups."""
-    size = quantizer.group_size or run.tokens
-    whole = quantizer.axis is Axis.per_token or run.tokens % min(size, run.tokens) == 0
-    return run.count == 1 or (run.tokens % 8 == 0 and whole)
+    size = _group_size(quantizer) or run.tokens
+    whole = not _per_channel(quantizer) or run.tokens % min(size, run.tokens) == 0
+    return run.count == 1 or (_whole_bytes(quantizer, run.tokens) and whole)
 
 
-def _segments(states: PackedStates, form: Form, quantizer: UniformQuantizer) -> Iterator[Segment]:
+def _segments(states: PackedStates, form: Form, quantizer: Quantizer) -> Iterator[Segment]:
     start = 0
     for packed in states.packed:
         for run, parts in packed.by_run():
@@ -197,22 +264,30 @@ def _segments(states: PackedStates, form: Form, quantizer: UniformQuantizer) -> 
 def _segment(
     packed: Packed,
     form: Form,
-    quantizer: UniformQuantizer,
+    quantizer: Quantizer,
     parts: dict[str, Tensor],
     run: BlockRun,
     start: int,
 ) -> Segment:
     tokens = run.tokens * run.count
-    planes = tuple(parts[f"codes.{index}"].numpy() for index in range(len(plane_widths(quantizer.bits))))
-    scale = parts["scale"].view(torch.int16)
-    low = scale if quantizer.symmetric else parts["zero_point"]
-    if not quantizer.symmetric and quantizer.zero_point is ZeroPoint.float:
-        low = low.view(torch.int16)
-    along = run.tokens if quantizer.axis is Axis.per_channel else packed.head_dim
+    planes = tuple(part.numpy() for name, part in sorted(parts.items()) if name.startswith("codes."))
+    along = run.tokens if _per_channel(quantizer) else packed.head_dim
     norms = form.factors(run.blocks(parts), None, run.tokens, torch.float32)
     if norms is None:
         flat = torch.ones(1, 1, tokens).expand(packed.batch, 1, tokens)
     else:
         flat = norms.transpose(1, 2).flatten(2)
-    size = min(quantizer.group_size or along, along)
-    return Segment(start, tokens, planes, scale.numpy(), low.numpy(), size, flat.contiguous().numpy())
+    size = min(_group_size(quantizer) or along, along)
+    return Segment(start, tokens, planes, _statistics(quantizer, parts), size, flat.contiguous().numpy())
+
+
+def _statistics(quantizer: Quantizer, parts: dict[str, Tensor]) -> tuple[Any, ...]:
+    """Scales and zero points of a uniform grid; fp16 as the int16 that numba reads."""
+    if "scale" not in parts:
+        return ()
+    scale = low = parts["scale"].view(torch.int16)
+    if isinstance(quantizer, UniformQuantizer) and not quantizer.symmetric:
+        low = parts["zero_point"]
+        if quantizer.zero_point is ZeroPoint.float:
+            low = low.view(torch.int16)
+    return scale.numpy(), low.numpy()

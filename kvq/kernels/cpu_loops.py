@@ -19,7 +19,7 @@ from kvq.kernels import cpu_vectors
 
 TILE = 64
 """Tokens whose scores or weights are scaled together; a multiple of 8."""
-_OPTIONS = {"nogil": True, "fastmath": True, "error_model": "numpy", "boundscheck": False}
+OPTIONS = {"nogil": True, "fastmath": True, "error_model": "numpy", "boundscheck": False}
 _EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477)
 _EXP2_HIGH = (0.0013333558146428443, 0.00015403530393381608)
 
@@ -52,7 +52,7 @@ class Loops:
 _WIDEN, _WIDEN_ONE = cpu_vectors.widened(cpu_vectors.LANES), cpu_vectors.widened(1)
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 @no_type_check
 def widen(stored, floats, start, count):
     """fp16 numbers, held as int16, to fp32."""
@@ -63,7 +63,7 @@ def widen(stored, floats, start, count):
         _WIDEN_ONE(stored, start + i, floats, i)
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 @no_type_check
 def weights_of(scores, first):
     """Softmax numerators in place, `exp(score - max)`, zero before token `first`; the sum of each row."""
@@ -101,20 +101,20 @@ def weights_of(scores, first):
 
 
 @no_type_check
-def _by_rows(make, width, span):
-    """A step's loop over any number of rows (first axis of `rows_in`, `rows_out`), four, two or one at a time."""
-    four, two, one = (make(width, span, rows) for rows in (4, 2, 1))
+def by_rows(make):
+    """A step's loop over any number of rows (its first and last arguments), four, two or one at a time."""
+    four, two, one = (make(rows) for rows in (4, 2, 1))
 
-    @numba.njit(**_OPTIONS)
-    def loop(rows_in, plane, first, channel, count, rows_out):
+    @numba.njit(**OPTIONS)
+    def loop(rows_in, codes, tables, first, count, rows_out):
         rows = rows_in.shape[0]
         for h in range(0, rows - 3, 4):
-            four(rows_in[h : h + 4], plane, first, channel, count, rows_out[h : h + 4])
+            four(rows_in[h : h + 4], codes, tables, first, count, rows_out[h : h + 4])
         if rows % 4 >= 2:
             h = rows // 4 * 4
-            two(rows_in[h : h + 2], plane, first, channel, count, rows_out[h : h + 2])
+            two(rows_in[h : h + 2], codes, tables, first, count, rows_out[h : h + 2])
         if rows % 2:
-            one(rows_in[rows - 1 :], plane, first, channel, count, rows_out[rows - 1 :])
+            one(rows_in[rows - 1 :], codes, tables, first, count, rows_out[rows - 1 :])
 
     return loop
 
@@ -127,52 +127,52 @@ def _planes(grid, span, groups):
     """
     number, last = len(grid.widths), len(grid.widths) - 1
     widths = [grid.widths[min(index, last)] for index in range(3)]
-    dots = [_by_rows(cpu_vectors.dots, width, span) for width in widths]
-    sums = [_by_rows(cpu_vectors.sums, width, span) for width in widths]
+    dots = [by_rows(functools.partial(cpu_vectors.dots, width, span)) for width in widths]
+    sums = [by_rows(functools.partial(cpu_vectors.sums, width, span)) for width in widths]
     (dots0, dots1, dots2), (sums0, sums1, sums2) = dots, sums
     counts = [cpu_vectors.factors(grid.widths, min(index, last), TILE) for index in range(3)]
     f0, f1, f2 = counts
     g0, g1, g2 = (np.repeat(each, groups) for each in counts)
 
-    @numba.njit(**_OPTIONS)
+    @numba.njit(**OPTIONS)
     def add(raw, factors, count, found):
         for h in range(raw.shape[0]):
             line, out = raw[h], found[h]
             for t in range(count):
                 out[t] += line[t] * factors[t]
 
-    @numba.njit(**_OPTIONS)
+    @numba.njit(**OPTIONS)
     def products(queries, planes, first, channel, count, raw, found):
         found[:] = 0
-        dots0(queries, planes[0], first, channel, count, raw)
+        dots0(queries, planes[0], channel, first, count, raw)
         add(raw, f0, count, found)
         if number > 1:
-            dots1(queries, planes[1 if number > 1 else 0], first, channel, count, raw)
+            dots1(queries, planes[1 if number > 1 else 0], channel, first, count, raw)
             add(raw, f1, count, found)
         if number > 2:
-            dots2(queries, planes[2 if number > 2 else 0], first, channel, count, raw)
+            dots2(queries, planes[2 if number > 2 else 0], channel, first, count, raw)
             add(raw, f2, count, found)
 
-    @numba.njit(**_OPTIONS)
+    @numba.njit(**OPTIONS)
     def times(weights, factors, scaled):
         for h in range(weights.shape[0]):
             line, out = weights[h], scaled[h]
             for i in range(TILE * groups):
                 out[i] = line[i] * factors[i]
 
-    @numba.njit(**_OPTIONS)
+    @numba.njit(**OPTIONS)
     def mixed(weights, planes, first, count, scaled, out):
         times(weights, g0, scaled)
         for group in range(groups):
-            sums0(scaled[:, group::groups], planes[0], first, group * span, count, out)
+            sums0(scaled[:, group::groups], planes[0], group * span, first, count, out)
         if number > 1:
             times(weights, g1, scaled)
             for group in range(groups):
-                sums1(scaled[:, group::groups], planes[1 if number > 1 else 0], first, group * span, count, out)
+                sums1(scaled[:, group::groups], planes[1 if number > 1 else 0], group * span, first, count, out)
         if number > 2:
             times(weights, g2, scaled)
             for group in range(groups):
-                sums2(scaled[:, group::groups], planes[2 if number > 2 else 0], first, group * span, count, out)
+                sums2(scaled[:, group::groups], planes[2 if number > 2 else 0], group * span, first, count, out)
 
     return products, mixed
 
@@ -182,7 +182,7 @@ def _statistics(grid):
     """A loop that reads the steps and lowest values of consecutive groups as fp32."""
     integer, symmetric, top = grid.low == "integer", grid.low == "symmetric", np.float32(grid.top)
 
-    @numba.njit(**_OPTIONS)
+    @numba.njit(**OPTIONS)
     def read(scale, low, start, count, floats):
         widen(scale, floats[0], start, count)
         if integer:
@@ -208,7 +208,7 @@ def _channel_scores(grid):
     """Scores of a segment whose groups are `size` tokens of one channel."""
     dim, read, (products, _) = grid.dim, _statistics(grid), _planes(grid, grid.dim, 1)
 
-    @numba.njit(**_OPTIONS)
+    @numba.njit(**OPTIONS)
     def scores(query, planes, scale, low, size, norms, out):
         rows, tokens = out.shape
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
@@ -240,7 +240,7 @@ def _channel_mix(grid):
     """Weighted sums of such a segment, added to `out`."""
     dim, read, (_, mixed) = grid.dim, _statistics(grid), _planes(grid, grid.dim, 1)
 
-    @numba.njit(**_OPTIONS)
+    @numba.njit(**OPTIONS)
     def mix(weights, planes, scale, low, size, norms, out):
         rows, tokens = weights.shape
         near, scaled = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
@@ -275,7 +275,7 @@ def _token_scores(grid):
     dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
     read, (products, _) = _statistics(grid), _planes(grid, span, 1)
 
-    @numba.njit(**_OPTIONS)
+    @numba.njit(**OPTIONS)
     def scores(query, planes, scale, low, size, norms, out):
         rows, tokens = out.shape
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
@@ -306,7 +306,7 @@ def _token_mix(grid):
     span, groups = grid.channels, grid.dim // grid.channels
     read, (_, mixed) = _statistics(grid), _planes(grid, span, groups)
 
-    @numba.njit(**_OPTIONS)
+    @numba.njit(**OPTIONS)
     def mix(weights, planes, scale, low, size, norms, out):
         rows, tokens = weights.shape
         near, stepped = np.empty(TILE * groups, np.float32), np.zeros((rows, TILE * groups), np.float32)

@@ -7,6 +7,7 @@ have 16 lanes, or fewer where a group has fewer channels; a machine with narrowe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any, no_type_check
@@ -18,7 +19,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 LANES = 16
-_FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), ir.IntType(32)
+FLOAT, BYTE, INT = ir.FloatType(), ir.IntType(8), ir.IntType(32)
 
 
 def factors(widths: tuple[int, ...], index: int, tokens: int) -> Any:
@@ -33,13 +34,13 @@ def step_tokens(width: int) -> int:
 
 
 @no_type_check
-class _Step:
+class Step:
     """Builds one step: where its operands are, and its arithmetic on vectors."""
 
     def __init__(self, context, builder, signature, args, width, span):
         self.context, self.builder, self.width = context, builder, width
         self.lanes = math.gcd(span, LANES)
-        self.vector = ir.VectorType(_FLOAT, self.lanes)
+        self.vector = ir.VectorType(FLOAT, self.lanes)
         self.arrays = [
             context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else None
             for kind, value in zip(signature.args, args, strict=True)
@@ -63,21 +64,31 @@ class _Step:
         loaded.align = 4
         return loaded
 
+    def within(self, array, row):
+        """The row; past the last one of the array, that is read again: its weight is zero or its score is dropped."""
+        last = self.builder.sub(cgutils.unpack_tuple(self.builder, self.arrays[array].shape)[0], self.size(1))
+        return self.builder.select(self.builder.icmp_signed("<", row, last), row, last)
+
+    def bytes(self, plane, row, channel):
+        """`lanes` bytes of a row, as integers of 32 bits."""
+        kind = ir.VectorType(BYTE, self.lanes)
+        loaded = self.builder.load(self.pointer(plane, kind, self.within(plane, row), channel), typ=kind)
+        loaded.align = 1
+        return self.builder.zext(loaded, ir.VectorType(INT, self.lanes))
+
+    def byte(self, plane, *index):
+        """One byte, as an index."""
+        loaded = self.builder.load(self.pointer(plane, BYTE, *index), typ=BYTE)
+        return self.builder.zext(loaded, self.context.get_value_type(types.intp))
+
     def codes(self, plane, row, channel, tokens):
         """Masked codes of consecutive tokens from the first of byte row `row` on, as vectors of `lanes` channels."""
         rows, out = {}, []
-        wide = ir.VectorType(_INT, self.lanes)
-        last = self.builder.sub(cgutils.unpack_tuple(self.builder, self.arrays[plane].shape)[0], self.size(1))
+        wide = ir.VectorType(INT, self.lanes)
         for token in tokens:
             offset = token * self.width // 8
             if offset not in rows:
-                # Past the last row of a plane, that row is read again; its weight is zero or its score is dropped.
-                there = self.builder.add(row, self.size(offset))
-                there = self.builder.select(self.builder.icmp_signed("<", there, last), there, last)
-                kind = ir.VectorType(_BYTE, self.lanes)
-                loaded = self.builder.load(self.pointer(plane, kind, there, channel), typ=kind)
-                loaded.align = 1
-                rows[offset] = self.builder.zext(loaded, wide)
+                rows[offset] = self.bytes(plane, self.builder.add(row, self.size(offset)), channel)
             mask = ((1 << self.width) - 1) << (token * self.width % 8)
             masked = self.builder.and_(rows[offset], ir.Constant(wide, [mask] * self.lanes))
             out.append(self.builder.sitofp(masked, self.vector))
@@ -91,9 +102,9 @@ class _Step:
 
     def splat(self, array, *index):
         """One number of an array in all lanes."""
-        number = self.builder.load(self.pointer(array, _FLOAT, *index), typ=_FLOAT)
-        one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), number, _INT(0))
-        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT, self.lanes), [0] * self.lanes))
+        number = self.builder.load(self.pointer(array, FLOAT, *index), typ=FLOAT)
+        one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), number, INT(0))
+        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT, self.lanes), [0] * self.lanes))
 
     def lane_sums(self, vectors):
         """The sum over the lanes of each vector, in order, in the lanes of as few as hold them."""
@@ -104,8 +115,26 @@ class _Step:
             ]
         return vectors
 
+    def store_sums(self, totals, array, tokens, token):
+        """Sums over lanes of `totals`, `tokens` for each row, into `array[row, token ...]`."""
+        sums = self.lane_sums(totals)
+        for place in range(len(totals)):
+            number = self.builder.extract_element(sums[place // self.lanes], INT(place % self.lanes))
+            at = self.builder.add(token, self.size(place % tokens))
+            self.builder.store(number, self.pointer(array, FLOAT, self.size(place // tokens), at))
+
+    def store(self, vector, array, *index):
+        self.builder.store(vector, self.pointer(array, self.vector, *index)).align = 4
+
+    @contextlib.contextmanager
+    def steps(self, count, tokens):
+        """A loop over `count` tokens, `tokens` at a time; gives the first of each step."""
+        number = self.builder.sdiv(self.builder.add(count, self.size(tokens - 1)), self.size(tokens))
+        with cgutils.for_range(self.builder, number, intp=number.type) as loop:
+            yield self.builder.mul(loop.index, self.size(tokens))
+
     def _every_other(self, one, two, start):
-        places = ir.Constant(ir.VectorType(_INT, self.lanes), list(range(start, 2 * self.lanes, 2)))
+        places = ir.Constant(ir.VectorType(INT, self.lanes), list(range(start, 2 * self.lanes, 2)))
         return self.builder.shuffle_vector(one, two, places)
 
 
@@ -118,7 +147,7 @@ def dots(width: int, span: int, rows: int):
     """
 
     def build(context, builder, signature, args):
-        step = _Step(context, builder, signature, args, width, span)
+        step = Step(context, builder, signature, args, width, span)
         _, _, row, channel, _, token = args
         for half in range(0, step_tokens(width), 4):
             totals = [step.zero() for _ in range(4 * rows)]
@@ -130,12 +159,7 @@ def dots(width: int, span: int, rows: int):
                     for token_index, code in enumerate(codes):
                         place = 4 * query + token_index
                         totals[place] = step.add_product(q, code, totals[place])
-            sums = step.lane_sums(totals)
-            for place in range(4 * rows):
-                vector, lane = (sums[place // step.lanes], place % step.lanes)
-                at = builder.add(token, step.size(half + place % 4))
-                number = builder.extract_element(vector, _INT(lane))
-                builder.store(number, step.pointer(4, _FLOAT, step.size(place // 4), at))
+            step.store_sums(totals, 4, 4, builder.add(token, step.size(half)))
         return context.get_dummy_value()
 
     @intrinsic
@@ -143,7 +167,7 @@ def dots(width: int, span: int, rows: int):
         return types.void(queries, plane, types.intp, types.intp, found, types.intp), build
 
     @numba.njit(nogil=True, inline="always")
-    def all_steps(queries, plane, first, channel, count, found):
+    def all_steps(queries, plane, channel, first, count, found):
         for token in range(0, count, per_step):
             dot_step(queries, plane, (first + token) * width // 8, channel, found, token)
 
@@ -154,24 +178,22 @@ def dots(width: int, span: int, rows: int):
 @functools.cache
 @no_type_check
 def sums(width: int, span: int, rows: int):
-    """Weighted sums: `(weights, plane, first, channel, count, out)`, the channels of `out` from `channel` on.
+    """Weighted sums: `(weights, plane, channel, first, count, out)`, the channels of `out` from `channel` on.
 
     `weights[row, token]` are those of tokens `first` to `first + count`, by the factors of masked codes, then zeros.
     """
     together = 2 if span % (2 * math.gcd(span, LANES)) == 0 else 1
 
     def build(context, builder, signature, args):
-        step = _Step(context, builder, signature, args, width, span)
-        _, _, first, channel, count, _ = args
+        step = Step(context, builder, signature, args, width, span)
+        _, _, channel, first, count, _ = args
         tokens = step_tokens(width)
-        steps = builder.sdiv(builder.add(count, step.size(tokens - 1)), step.size(tokens))
         for start in range(0, span, together * step.lanes):
             ats = [builder.add(channel, step.size(start + part * step.lanes)) for part in range(together)]
             totals = [
                 [cgutils.alloca_once_value(builder, step.load(5, step.size(r), at)) for at in ats] for r in range(rows)
             ]
-            with cgutils.for_range(builder, steps, intp=steps.type) as loop:
-                token = builder.mul(loop.index, step.size(tokens))
+            with step.steps(count, tokens) as token:
                 row = builder.sdiv(builder.mul(builder.add(first, token), step.size(width)), step.size(8))
                 codes = [step.codes(1, row, at, range(tokens)) for at in ats]
                 for r in range(rows):
@@ -183,14 +205,11 @@ def sums(width: int, span: int, rows: int):
                             builder.store(step.add_product(weight, codes[part][index], total), slot)
             for r in range(rows):
                 for at, slot in zip(ats, totals[r], strict=True):
-                    stored = builder.store(
-                        builder.load(slot, typ=step.vector), step.pointer(5, step.vector, step.size(r), at)
-                    )
-                    stored.align = 4
+                    step.store(builder.load(slot, typ=step.vector), 5, step.size(r), at)
         return context.get_dummy_value()
 
     @intrinsic
-    def all_steps(typing_context, weights, plane, first, channel, count, out):
+    def all_steps(typing_context, weights, plane, channel, first, count, out):
         return types.void(weights, plane, types.intp, types.intp, types.intp, out), build
 
     return all_steps
@@ -205,9 +224,9 @@ def widened(lanes: int):
     """
 
     def build(context, builder, signature, args):
-        step = _Step(context, builder, signature, args, 8, lanes)
+        step = Step(context, builder, signature, args, 8, lanes)
         _, start, _, at = args
-        short, wide = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(_INT, lanes)
+        short, wide = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(INT, lanes)
         loaded = builder.load(step.pointer(0, short, start), typ=short)
         loaded.align = 2
         bits = builder.zext(loaded, wide)
@@ -218,7 +237,7 @@ def widened(lanes: int):
 
         number = builder.bitcast(builder.or_(moved(0x7FFF, 13), moved(0x8000, 16)), step.vector)
         scaled = builder.fmul(number, ir.Constant(step.vector, [2.0**112] * lanes))
-        builder.store(scaled, step.pointer(2, step.vector, at)).align = 4
+        step.store(scaled, 2, at)
         return context.get_dummy_value()
 
     @intrinsic

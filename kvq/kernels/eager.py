@@ -13,12 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import UniformQuantizer
-from kvq.codecs.nsnquant import ChannelShift
 from kvq.codecs.packing import unpack_parts
 from kvq.codecs.quantizers import Axis, ZeroPoint
-from kvq.codecs.stages import restored
 from kvq.kernels.form import Form, PackedStates, folds, form_of, turned_scores
 from kvq.kernels.pieces import TILE, Piece, pieces
+from kvq.kernels.shifts import shift_of
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
 
@@ -142,7 +141,7 @@ class _Keys(_Side):
         if (norms := form.factors(piece.blocks, None, piece.length, kind)) is not None:
             scores = scores * norms[..., None, piece.inner]
         for shift in form.shifts:
-            offset = _offset(shift.name, shift.stage, piece, self.query.shape[-1], kind)
+            offset = shift_of(shift, piece.blocks, self.query.shape[-1], kind)
             seen = form.rotate(self.query, shift.rotations)[:, None]
             if shift.turned and piece.rope is not None:
                 more = turned_scores(seen, offset, piece.rope)
@@ -181,7 +180,7 @@ class _Values(_Side):
                 scaled = weights
             else:
                 scaled = weights * norms[..., None, piece.inner]
-            offset = _offset(shift.name, shift.stage, piece, self.states.shape[2], self.kind)
+            offset = shift_of(shift, piece.blocks, self.states.shape[2], self.kind)
             softmax.add(shift.name, (scaled.sum(-1, keepdim=True) * offset).sum(1))
 
     def total(self, softmax: Softmax) -> Queries:
@@ -191,14 +190,6 @@ class _Values(_Side):
             return sums["full"]
         out = self.form.rotate_back(sums["codes"], [sums[shift.name] for shift in self.form.shifts])
         return out + sums["full"] if "full" in sums else out
-
-
-def _offset(name: str, stage: ChannelShift, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
-    """The vector of each block: `[batch, blocks, heads, 1, dim]`."""
-    prefix = f"{name}."
-    side = {key.removeprefix(prefix): part for key, part in piece.blocks.items() if key.startswith(prefix)}
-    side = {key: part.to(kind) if part.is_floating_point() else part for key, part in side.items()}
-    return restored("offset", side, stage.double_quant, 1, dim, kind)
 
 
 def _decoded(form: Form, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:

@@ -1,5 +1,7 @@
 """Encoding in one pass: rotate, divide by norms, find ranges, round and pack, into the parts that a codec makes.
 
+NSNQuant's chains run stage by stage over slices that fit a core's cache, with a compiled search of the codebook.
+
 Stored parts are those of `Codec.encode`, tensor by tensor, except that a code may differ where a value is halfway
 between two codes up to rounding, because sums are computed in another order.
 """
@@ -13,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs import Codec, Rope
+from kvq.codecs import Codec, Rope, VectorQuantizer
 from kvq.codecs.quantizers import Parts
 from kvq.kernels.attention import HAS_NUMBA, HAS_TRITON
 from kvq.kernels.chain import Chain, chain_of
@@ -33,10 +35,34 @@ class FusedCodec(Codec):
     @override
     def encode_block(self, blocks: Float[Tensor, "*lead heads tokens head_dim"], rope: Rope | None = None) -> Parts:
         encoder = None if self.chain is None else encoder_for(self.chain, blocks)
-        if encoder is None:
+        if encoder is not None:
+            assert self.chain is not None
+            return encoder(self.chain, blocks)
+        if not has_search(self, blocks):
             return super().encode_block(blocks, rope)
-        assert self.chain is not None
-        return encoder(self.chain, blocks)
+        from kvq.kernels import encode_books
+
+        return encode_books.in_slices(super().encode_block, blocks, rope)
+
+    @override
+    def _coded(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
+        if not has_search(self, y):
+            return super()._coded(y, dtype)
+        from kvq.kernels import encode_books
+
+        assert isinstance(self.quantizer, VectorQuantizer)
+        return encode_books.search(self.quantizer, y)
+
+
+def has_search(codec: Codec, states: Tensor) -> bool:
+    """Whether a compiled search finds the codebook's entries for such states."""
+    return (
+        HAS_NUMBA
+        and type(codec.quantizer) is VectorQuantizer
+        and codec.quantizer.codebook != "e8p"
+        and states.device.type == "cpu"
+        and states.dtype in COMPUTED
+    )
 
 
 def fused(codec: Codec) -> Codec:

@@ -206,6 +206,8 @@ def turned_scores(
         (qa, qb), (oa, ob) = ((part[..., 0::2], part[..., 1::2]) for part in turned)
     else:
         (qa, qb), (oa, ob) = (part.split(pairs, -1) if pairs else (part, part) for part in turned)
-    along, across = qa * oa + qb * ob, qb * oa - qa * ob
-    cos, sin = (part.to(query.dtype).mT for part in (rope.cos, rope.sin))
-    return along @ cos + across @ sin + (rest[0] * rest[1]).sum(-1, keepdim=True)
+    # All heads are rows of one product with the angles of a block.
+    along, across = (part.flatten(2, 3) for part in (qa * oa + qb * ob, qb * oa - qa * ob))
+    cos, sin = (part[:, :, 0].to(query.dtype).mT for part in (rope.cos, rope.sin))
+    found = (along @ cos + across @ sin).unflatten(2, (-1, query.shape[-2]))
+    return found + (rest[0] * rest[1]).sum(-1, keepdim=True)

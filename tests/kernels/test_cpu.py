@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvq
+from kvq.codecs import rope_table
 from kvq.errors import Unsupported
 from tests.kernels import oracle
 from tests.kernels.test_eager import UNIFORM, query, uniform
@@ -85,9 +86,66 @@ def test_extreme_statistics():
     check(keys, values)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("nsnquant", "VectorQuantizer"), ("turboquant", "LloydMaxQuantizer")])
-def test_unfit(name, reason):
-    method = kvq.build_method(name, bits=2, head_dim=64)
-    values = oracle.states(method.value, 64, 0)
-    with pytest.raises(Unsupported, match=f"cache.attention=packed: {reason} has no loops"):
-        check(values, values)
+TABLES = [
+    ("q4_0", 4),
+    *(("turboquant", bits) for bits in (1, 2, 3, 4)),
+    *((name, bits) for name in ("nsnquant", "nsnquant/kmeans") for bits in (1, 2)),
+    ("nsnquant/e8p", 2),
+    ("nsnquant/post_rope", 2),
+    ("nsnquant/no_dq", 1),
+]
+
+
+def tabled(codec, dim, block, total, **settings):
+    return oracle.states(
+        codec, dim=dim, block=block, rope=rope_table(total, dim) if codec.uses_rope else None, **settings
+    )
+
+
+@pytest.mark.parametrize(("name", "bits"), TABLES)
+def test_levels_and_codebooks(name, bits):
+    """Codes that index a table, behind the shifts of NSNQuant; blocks of 64 and a last one that ends within a byte."""
+    method = kvq.build_method(name, bits=bits, head_dim=64)
+    keys = tabled(method.key, 64, 64, 269, tokens=256, full=30, tail=13)
+    values = tabled(method.value, 64, 32, 299, tokens=224, full=75, seed=1)
+    for group in (1, 3, 4):
+        check(keys, values, group=group)
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(10))
+@given(st.data())
+def test_any_levels_and_codebooks(data):
+    """Random sizes: parts of vectors, of pages and of bytes; a first token inside of the codes; two sequences."""
+    name, bits = data.draw(st.sampled_from(TABLES))
+    dim = data.draw(st.sampled_from([32, 64, 96]))
+    method = kvq.build_method(name, bits=bits, head_dim=dim)
+    heads, batch, total = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.integers(2, 200))
+    sides = []
+    for seed, codec in enumerate((method.key, method.value)):
+        packed = data.draw(st.integers(1, total))
+        tail = data.draw(st.integers(0, packed - 1))
+        block = data.draw(st.sampled_from([None, 5, 16, 64]))
+        size = {"heads": heads, "batch": batch, "tokens": packed - tail, "full": total - packed, "tail": tail}
+        sides.append(tabled(codec, dim, block, total, seed=seed, **size))
+    group, first = data.draw(st.sampled_from([1, 2, 5])), data.draw(st.integers(0, total - 1))
+    if any(map(cpu.unfit, sides)):
+        with pytest.raises(Unsupported):
+            check(*sides, group=group, first=first)
+    else:
+        check(*sides, group=group, first=first)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "reason"),
+    [
+        ("engine/llamacpp_iq4_nl", 4, "LevelsQuantizer has"),
+        ("turboquant", 5, "LloydMaxQuantizer of 5 bits has"),
+        ("engine/vllm_turboquant_4bit_nc", 4, "LloydMaxQuantizer with tokens scaled to norm 1 has"),
+    ],
+)
+def test_unfit(name, bits, reason):
+    method = kvq.build_method(name, bits=bits, head_dim=64)
+    states = oracle.states(method.key, 64, 0)
+    with pytest.raises(Unsupported, match=f"cache.attention=packed: {reason} no loops"):
+        check(states, states)

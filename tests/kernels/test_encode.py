@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import kvq
 from kvq.cache import KVCache
-from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer
+from kvq.codecs import Codec, Gain, Hadamard, TokenNorm, UniformQuantizer, VectorQuantizer, gain_factor, rope_table
 from kvq.kernels import FusedCodec, encode, fused
 from tests.kernels import encoded
 from tests.kernels.test_eager import UNIFORM, uniform
@@ -15,6 +15,8 @@ from tests.properties import examples
 from tests.random_models import llama, token_ids
 
 pytest.importorskip("numba")
+from kvq.kernels import encode_books
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -82,6 +84,50 @@ def test_without_sums_nothing_differs():
         assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
 
 
+def coded(codec: Codec, x: torch.Tensor, block: int) -> tuple:
+    """Of two ways to encode: the fused codec's parts and the codec's own."""
+    rope = rope_table(x.shape[2], x.shape[3]) if codec.uses_rope else None
+    return fused(codec).encode(x, block, rope), codec.encode(x, block, rope), rope
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "bits"), [("nsnquant", 1), ("nsnquant", 2), ("nsnquant/kmeans", 2), ("nsnquant/no_gain", 2)]
+)
+def test_codebooks(name, bits, dtype):
+    """The entry that the codec finds, but for one in ten thousand: then as near to the vector, up to rounding."""
+    method = kvq.build_method(name, bits=bits, head_dim=64)
+    for seed, codec in enumerate((method.key, method.value)):
+        x = states(2, 2, 300, 64, dtype=dtype, seed=seed)
+        mine, theirs, rope = coded(codec, x, 64)
+        encoded.same_layout(mine, theirs)
+        for part, other in ((mine.parts[name], part) for name, part in theirs.parts.items()):
+            if part.dtype is torch.uint8:
+                assert float((part != other).double().mean()) <= 1e-4
+            else:
+                torch.testing.assert_close(part.double(), other.double(), rtol=2e-3, atol=2.0**-24)
+        errors = [
+            (codec.decode(packed, rope).double() - x.double()).square().sum((-1, -2)) for packed in (mine, theirs)
+        ]
+        torch.testing.assert_close(*errors, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_the_search_finds_the_nearest_entry(bits):
+    """In fp64 no entry is nearer, of many vectors and of zeros, of an odd number of them; the gain is the formula's."""
+    quantizer = VectorQuantizer(bits)
+    y = torch.randn(1, 1, 401, 24, generator=torch.Generator().manual_seed(bits))
+    y[..., :3, :], y[..., 3, ::2] = 0, -0.0
+    parts, gain = encode_books.search(quantizer, y)
+    found = quantizer.decode(parts, y.shape, torch.float64)
+    entries = quantizer.tables()[0].double()
+    vectors = y.double().unflatten(-1, (-1, 8))
+    nearest = torch.cdist((vectors.abs() if bits == 2 else vectors).flatten(0, 3), entries).amin(-1)
+    distance = (vectors - found.unflatten(-1, (-1, 8))).norm(dim=-1).flatten()
+    assert float((distance - nearest).abs().max()) < 1e-5
+    torch.testing.assert_close(gain.double(), gain_factor(y.double(), found, Gain.parallel), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(st.data())
@@ -113,11 +159,12 @@ def test_what_it_has_not_is_the_codecs_own():
     assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())
 
 
-def test_threads_agree(monkeypatch):
-    codec, x, outs = kvq.build_method("nsn", bits=3, head_dim=64).key, states(2, 3, 4096, 64), []
+@pytest.mark.parametrize(("name", "bits"), [("nsn", 3), ("nsnquant", 2)])
+def test_threads_agree(name, bits, monkeypatch):
+    codec, x, outs = kvq.build_method(name, bits=bits, head_dim=64).key, states(2, 3, 4096, 64), []
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        outs.append(fused(codec).encode(x, 512).parts)
+        outs.append(coded(codec, x, 64)[0].parts)
     assert all(torch.equal(part, outs[1][name]) for name, part in outs[0].items())
 
 

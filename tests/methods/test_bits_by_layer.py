@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,3 +168,33 @@ def test_a_run_on_the_command_line(tmp_path, capsys):
     assert run.config["method"]["bits_by_layer"] == {"key": [2, 4]}
     assert run.metrics["bits_per_element"] == (3 + 5 + 3 + 3) / 4
     assert json.dumps(run.config)
+
+
+def kvtuner(group, bits):
+    """Reconstruction of KVTuner's quantizer, number by number: whole zero point, halves to even; scale kept in fp16."""
+    low, high = min(group), max(group)
+    scale = (high - low) / (2**bits - 1)
+    zero, kept = round(low / scale), float(np.float16(scale))
+    return [(min(max(round(x / scale) - zero, 0), 2**bits - 1) + zero) * kept for x in group]
+
+
+@pytest.mark.parametrize(
+    ("preset", "model", "released", "mean"),
+    [
+        ("kivi/kvtuner", "llama_3_1_8b_instruct", "llama_3_1_8b_instruct_kivi", 3.25),
+        ("rtn/kvtuner", "hf", "qwen2_5_7b_instruct_pertoken", 4.0),
+    ],
+)
+def test_the_released_lists_of_kvtuner(preset, model, released, mean):
+    """Means over layers are those that KVTuner states (abstract), and a side's groups decode to its formula."""
+    extra = ["model.path=x"] if model == "hf" else []
+    config = resolve(compose([f"method={preset}", f"model={model}", *extra, f"+bits_by_layer=kvtuner/{released}"]))
+    own = config.method.bits_by_layer
+    assert (sum(own.key) + sum(own.value)) / (2 * len(own.key)) == mean
+    values = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(1))
+    codec = build_method(preset, bits=2).value
+    decoded = codec.decode(codec.encode(values)).flatten().tolist()
+    size = 32 if preset.startswith("kivi") else 64
+    flat = values.double().flatten().tolist()
+    expected = [x for at in range(0, len(flat), size) for x in kvtuner(flat[at : at + size], 2)]
+    assert decoded == pytest.approx(expected, rel=2e-3, abs=1e-6)

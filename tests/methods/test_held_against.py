@@ -29,7 +29,7 @@ from tests.codecs.oracles import Grid, hadamard, quantize
 from tests.codecs.test_block_formats import e4m3_numbers, q8_0_codes, signed_max
 from tests.codecs.test_nsnquant import oracle as nsnquant_oracle
 from tests.codecs.test_rope import turned
-from tests.methods import chosen, references
+from tests.methods import chosen, references, rivals
 from tests.methods.held import DIM, HEADS, TOKENS, largest_difference, states
 from tests.random_models import llama
 
@@ -265,6 +265,13 @@ MEASURES: dict[str, Callable[[], float]] = {
     "spinquant": spinquant,
     "rotatekv": lambda: rotatekv("rotatekv"),
     "rotatekv/released": lambda: rotatekv("rotatekv/released"),
+    "kvarn": lambda: worst(rivals.kvarn("kvarn", (4, 2), 8, variances=False)),
+    "kvarn/paper": lambda: worst(rivals.kvarn("kvarn/paper", (2, 2), 16, variances=True)),
+    "kitty": lambda: worst(rivals.kitty("kitty", 16, kernel=False)),
+    "kitty/kernel": lambda: worst(rivals.kitty("kitty/kernel", 16, kernel=True)),
+    "block_gtq": lambda: worst(pair for bits in (2, 3) for pair in rivals.block_gtq(bits)),
+    "oscar_covariance": lambda: worst(rivals.oscar_covariance("oscar_covariance", 2, np.float16)),
+    "oscar_covariance/served": lambda: worst(rivals.oscar_covariance("oscar_covariance/served", 2, np.float32)),
 }
 
 

@@ -27,6 +27,7 @@ EXPECTED |= {"nsnquant", "turboquant", "turboquant_plus", "quanto", "hqq"}
 EXPECTED |= {"oscar/values_without_hadamard", *(f"nsn/arm_{arm}" for arm in "abcd")}
 EXPECTED |= {"polarquant", "qjl", "gear", "ott", "zipcache", "kvquant", "cq", "spinquant", "rotatekv"}
 EXPECTED |= {"oscar_covariance", "oscar_covariance/served", "kivi/kvsink", "rtn/kvsink", "rtn/intactkv"}
+EXPECTED |= {"kivi/kvtuner", "rtn/kvtuner"}
 EXPECTED |= {f"{name}{preset}" for name in ("streamingllm", "h2o", "snapkv") for preset in ("", "/kivi")}
 FIXED = {"fp16", "identity", "zero", "q8_0", "q4_0", "fp8"}
 FIXED |= {"polarquant", "polarquant/hadamard", "qjl", "qjl/one_sketch", "qjl/gaussian"}

@@ -1,0 +1,88 @@
+"""What the methods younger than the source documents are held against: pairs of decoded states and their references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kvq
+from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table
+from tests.calibrated import build
+from tests.codecs import rival_oracles
+from tests.codecs.test_covariance import clipped, moment_of, rotation_of, stored
+from tests.codecs.test_rope import turned
+from tests.methods.held import DIM, HEADS, states
+
+Pairs = Iterator[tuple[Tensor, np.ndarray]]
+X = states()
+NUMBERS = X[0].numpy()
+
+
+def kvarn(name: str, bits: tuple[int, int], iterations: int, variances: bool) -> Pairs:
+    """The alternating scales of its code or of its paper, and the grid that takes one of them in."""
+    method = kvq.build_method(name, bits=2, head_dim=DIM)
+    for side, width in zip(("key", "value"), bits, strict=True):
+        codec, settings = getattr(method, side), {"iterations": iterations, "variances": variances}
+        expected = np.stack([rival_oracles.kvarn(head, side, width, **settings)[1] for head in NUMBERS])
+        yield codec.decode(codec.encode(X)), expected
+
+
+def kitty(name: str, boosted: int, kernel: bool) -> Pairs:
+    """The boosted channels of a page, and the grids of its simulator or of its kernels."""
+    method = kvq.build_method(name, head_dim=DIM)
+    assert method.key is not None
+    assert method.value is not None
+    keys = np.stack([rival_oracles.kitty_keys(head, boosted, kernel)[1] for head in NUMBERS])
+    yield method.key.decode(method.key.encode(X)), keys
+    values = np.stack([rival_oracles.kitty_values(head, kernel)[1] for head in NUMBERS])
+    yield method.value.decode(method.value.encode(X)), values
+
+
+def rotation(size: int) -> np.ndarray:
+    """The rotation that TurboQuant and Block-GTQ drew for `size` channels."""
+    return RandomRotation(0).matrix(size, X).numpy()
+
+
+def greedy_widths(energies: list[float], budget: int) -> list[int]:
+    """One bit for each pair, then the next one to the pair whose error is largest, up to 8."""
+    widths = [1] * len(energies)
+    while sum(widths) < budget:
+        open_pairs = [i for i, width in enumerate(widths) if width < 8]
+        widths[max(open_pairs, key=lambda i: energies[i] / 4 ** widths[i])] += 1
+    return widths
+
+
+def block_gtq(bits: int) -> Pairs:
+    """Keys by the widths that their pairs get one bit at a time; values as TurboQuant without a unit gain."""
+    method, rope, calibrated = kvq.build_method("block_gtq", bits=bits, head_dim=DIM), rope_table(128, DIM), states(2)
+    assert method.key is not None
+    assert method.value is not None
+    queries = states(3)[0]
+    moments = queries.mT @ queries / queries.shape[1]
+    fitted = fit_codec(method.key, calibrated[0], None, rope, 0, moments)
+    codec = bind_codec(method.key, fitted, HEADS, DIM)
+    keys, asked = (turned(x, rope, back=True)[0] for x in (calibrated, states(3)))
+    before, rows = turned(X, rope, back=True)[0], []
+    for head in range(HEADS):
+        energies = rival_oracles.pair_energies(keys[head], asked[None, head])
+        widths = greedy_widths(energies, bits * DIM // 2)
+        rows.append(rival_oracles.block_gtq_keys(before[head], widths, rotation)[1])
+    yield codec.decode(codec.encode(X, rope=rope), rope), turned(torch.from_numpy(np.stack(rows))[None], rope)[0]
+    one = rotation(DIM)
+    values = [[rival_oracles.turboquant(row.tolist(), bits, one, unit=False)[2] for row in head] for head in NUMBERS]
+    yield method.value.decode(method.value.encode(X)), np.array(values)
+
+
+def oscar_covariance(name: str, bits: int, side_dtype: type) -> Pairs:
+    """Rotate by U H P, clip at a rank, quantize per token; the moments are those of the states themselves."""
+    method = build(name, X, bits)
+    for codec, share in ((method.key, 0.96), (method.value, 0.92)):
+        assert codec is not None
+        rows = []
+        for head in NUMBERS:
+            matrix = rotation_of(moment_of(head)).astype(np.float32).astype(np.float64)
+            rows.append([matrix @ stored(clipped(row @ matrix, share), bits, side_dtype) for row in head])
+        yield codec.decode(codec.encode(X)), np.array(rows)
