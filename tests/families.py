@@ -97,10 +97,9 @@ def _latent_experts(head_dim: int) -> dict[str, Any]:
 
 
 def _with_states(name: str, head_dim: int) -> tuple[str, dict[str, Any]] | None:
-    """Families some of whose layers keep a state of fixed size."""
+    """Families with linear attention or convolutions, or as `_with_state_spaces`."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    mamba = {"mamba_d_head": 24}
-    return {
+    found = {
         "qwen3_next": (
             "Qwen3NextConfig",
             _llama_like(head_dim, shared_expert_intermediate_size=32, **experts, **_LINEAR, **_HALF_LINEAR),
@@ -112,6 +111,14 @@ def _with_states(name: str, head_dim: int) -> tuple[str, dict[str, Any]] | None:
             _latent(head_dim, num_experts=2, moe_intermediate_size=32, num_experts_per_token=1, **_HALF_LINEAR),
         ),
         "lfm2": ("Lfm2Config", _wide(head_dim, conv_L_cache=3, layer_types=["conv", "full_attention"])),
+    }
+    return found.get(name) or _with_state_spaces(name, head_dim)
+
+
+def _with_state_spaces(name: str, head_dim: int) -> tuple[str, dict[str, Any]] | None:
+    """Families with layers of Mamba 1 or 2, beside attention or in its place."""
+    mamba = {"mamba_d_head": 24}
+    return {
         "falcon_h1": (
             "FalconH1Config",
             _llama_like(head_dim, mamba_d_ssm=48, mamba_d_head=12, **_state_space("mamba_")),
