@@ -67,8 +67,110 @@ def _shared(head_dim: int, **other: Any) -> dict[str, Any]:
     return _llama_like(head_dim, 4, **kinds, **inputs, **other)
 
 
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_HALF_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_FEW_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def _state_space(prefix: str, **other: Any) -> dict[str, Any]:
+    """Settings of Mamba 2 layers, whose names differ by family."""
+    sizes = {"n_heads": 4, "d_state": 8, "n_groups": 1, "chunk_size": 16}
+    return {f"{prefix}{name}": size for name, size in sizes.items()} | other
+
+
+def _latent(head_dim: int, **other: Any) -> dict[str, Any]:
+    """Multi-head latent attention with a latent of `head_dim` channels."""
+    ranks = {"kv_lora_rank": head_dim, "q_lora_rank": 32}
+    dims = {"qk_nope_head_dim": 16, "qk_rope_head_dim": head_dim // 2, "v_head_dim": 16}
+    return _without(_llama_like(head_dim, num_key_value_heads=4, **ranks, **dims, **other), "head_dim")
+
+
+def _latent_experts(head_dim: int) -> dict[str, Any]:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    return _latent(head_dim, n_group=1, topk_group=1, first_k_dense_replace=1, **experts)
+
+
+def _with_states(name: str, head_dim: int) -> tuple[str, dict[str, Any]] | None:
+    """Families with linear attention or convolutions, or as `_with_state_spaces`."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    found = {
+        "qwen3_next": (
+            "Qwen3NextConfig",
+            _llama_like(head_dim, shared_expert_intermediate_size=32, **experts, **_LINEAR, **_HALF_LINEAR),
+        ),
+        "qwen3_5": ("Qwen3_5TextConfig", _llama_like(head_dim, **_LINEAR, **_HALF_LINEAR)),
+        "olmo_hybrid": ("OlmoHybridConfig", _llama_like(head_dim, **_LINEAR, **_HALF_LINEAR)),
+        "kimi_linear": (
+            "KimiLinearConfig",
+            _latent(head_dim, num_experts=2, moe_intermediate_size=32, num_experts_per_token=1, **_HALF_LINEAR),
+        ),
+        "lfm2": ("Lfm2Config", _wide(head_dim, conv_L_cache=3, layer_types=["conv", "full_attention"])),
+    }
+    return found.get(name) or _with_state_spaces(name, head_dim)
+
+
+def _with_state_spaces(name: str, head_dim: int) -> tuple[str, dict[str, Any]] | None:
+    """Families with layers of Mamba 1 or 2, beside attention or in its place."""
+    mamba = {"mamba_d_head": 24}
+    return {
+        "falcon_h1": (
+            "FalconH1Config",
+            _llama_like(head_dim, mamba_d_ssm=48, mamba_d_head=12, **_state_space("mamba_")),
+        ),
+        "bamba": ("BambaConfig", _wide(head_dim, attn_layer_indices=[1], mamba_d_head=64, **_state_space("mamba_"))),
+        "granitemoehybrid": (
+            "GraniteMoeHybridConfig",
+            _llama_like(
+                head_dim,
+                layer_types=["mamba", "attention"],
+                shared_intermediate_size=32,
+                **mamba,
+                **_FEW_EXPERTS,
+                **_state_space("mamba_"),
+            ),
+        ),
+        # transformers clamps the time step where it reads several tokens, and not where it reads one.
+        "nemotron_h": (
+            "NemotronHConfig",
+            _llama_like(
+                head_dim,
+                3,
+                layer_types=["linear_attention", "full_attention", "mlp"],
+                mamba_num_heads=4,
+                mamba_head_dim=12,
+                ssm_state_size=8,
+                n_groups=1,
+                chunk_size=16,
+                time_step_min=1e-30,
+            ),
+        ),
+        "jamba": (
+            "JambaConfig",
+            _wide(
+                head_dim,
+                attn_layer_period=2,
+                attn_layer_offset=1,
+                expert_layer_period=4,
+                expert_layer_offset=3,
+                num_experts=2,
+                mamba_d_state=8,
+                mamba_dt_rank=4,
+                use_mamba_kernels=False,
+            ),
+        ),
+    }.get(name)
+
+
 def _settings(name: str, head_dim: int) -> tuple[str, dict[str, Any]]:
     """Class of the configuration, and its settings."""
+    if (found := _with_states(name, head_dim)) is not None:
+        return found
     sliding = {"sliding_window": WINDOW, "layer_types": _KINDS}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     return {
@@ -92,6 +194,26 @@ def _settings(name: str, head_dim: int) -> tuple[str, dict[str, Any]]:
         ),
         "bloom": ("BloomConfig", _bloom(head_dim)),
         "mpt": ("MptConfig", _mpt(head_dim)),
+        "gpt_oss": ("GptOssConfig", _llama_like(head_dim, **_FEW_EXPERTS, **sliding)),
+        "cohere2": ("Cohere2Config", _llama_like(head_dim, logit_scale=1.0, **sliding)),
+        "olmo3": ("Olmo3Config", _llama_like(head_dim, **sliding)),
+        "exaone4": ("Exaone4Config", _llama_like(head_dim, **sliding)),
+        "starcoder2": ("Starcoder2Config", _wide(head_dim, sliding_window=WINDOW)),
+        "llama4": (
+            "Llama4TextConfig",
+            _llama_like(
+                head_dim,
+                intermediate_size_mlp=64,
+                attention_chunk_size=WINDOW,
+                layer_types=["chunked_attention", "full_attention"],
+                **_FEW_EXPERTS,
+            ),
+        ),
+        "glm4": ("Glm4Config", _llama_like(head_dim)),
+        "deepseek_v2": ("DeepseekV2Config", _latent_experts(head_dim)),
+        "deepseek_v3": ("DeepseekV3Config", _latent_experts(head_dim)),
+        "minicpm3": ("MiniCPM3Config", _latent(head_dim)),
+        "glm4_moe_lite": ("Glm4MoeLiteConfig", _latent_experts(head_dim)),
     }[name]
 
 
@@ -119,13 +241,23 @@ FAMILIES = [
 ]
 
 
+WINDOWED = ["mistral", "starcoder2", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "cohere2", "olmo3", "exaone4"]
+"""Families with layers that look back `WINDOW` tokens."""
+LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "kimi_linear"]
+"""Families that cache the latent of multi-head latent attention."""
+HYBRID = ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "lfm2", "falcon_h1", "bamba", "granitemoehybrid"]
+"""Families with layers that keep a state of fixed size."""
+MORE = ["gpt_oss", "cohere2", "olmo3", "exaone4", "starcoder2", "llama4", "glm4", *LATENT[:-1], *HYBRID, "nemotron_h"]
+"""Families beside `FAMILIES`."""
+
+
 def family(name: str, head_dim: int = 32, seed: int = 0) -> LoadedModel:
     """A random model of this family, as tasks take it, with peaked attention, so that what the cache holds matters."""
     torch.manual_seed(seed)
     kind, settings = _settings(name, head_dim)
     config: PretrainedConfig = getattr(transformers, kind)(**settings)
     # The grouped product of experts has no double precision.
-    given = {"experts_implementation": "eager"} if "num_experts" in settings else {}
+    given = {"experts_implementation": "eager"} if any("experts" in setting for setting in settings) else {}
     model = AutoModelForCausalLM.from_config(config, **given)
     return LoadedModel(model.eval().requires_grad_(False), torch.device("cpu"))
 

@@ -44,7 +44,7 @@ def random_llama(seed: int = 0, heads: int = 4, kv_heads: int = 2) -> LoadedMode
 
 def in_double_precision(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     """The model in fp64, also where transformers takes fp32 whatever the dtype is (norms, RoPE, softmax)."""
-    to, softmax = Tensor.to, torch.nn.functional.softmax
+    to, kind, softmax = Tensor.to, Tensor.type, torch.nn.functional.softmax
 
     def wider(given: Any) -> Any:
         return torch.float64 if given is torch.float32 else given
@@ -52,10 +52,14 @@ def in_double_precision(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) ->
     def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return to(self, *map(wider, args), **{name: wider(value) for name, value in kwargs.items()})
 
+    def type_in_double(self: Tensor, *args: Any, **kwargs: Any) -> Any:  # routers of experts
+        return kind(self, *map(wider, args), **kwargs)
+
     def softmax_in_double(*args: Any, **kwargs: Any) -> Tensor:
         return softmax(*map(wider, args), **{name: wider(value) for name, value in kwargs.items()})
 
     monkeypatch.setattr(Tensor, "to", to_double)
+    monkeypatch.setattr(Tensor, "type", type_in_double)
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax_in_double)
     return LoadedModel(loaded.model.double(), loaded.device)

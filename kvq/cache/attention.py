@@ -1,11 +1,11 @@
-"""Hooks on a model's forward: they refuse padding and let the cache extend the mask of each attention."""
+"""Hooks on a model's forward: they tell the cache of padding and let the cache extend the mask of each attention."""
 
 from __future__ import annotations
 
 import abc
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache
 from kvq.cache.observe import Attended, hook_interface
 from kvq.cache.sources import SourceColumns
 from kvq.errors import Unsupported
+from kvq.models.layers import window_of
+from kvq.models.placing import base_of
 
 _CACHE_NAMES = ("past_key_values", "layer_past")
 _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
@@ -43,25 +45,28 @@ class WatchfulCache(Cache, abc.ABC):
         """
 
     @abc.abstractmethod
-    def begin(self, input_ids: Tensor | None) -> None:
-        """Receive the token ids of a forward of the model before any layer runs; None: the model gets embeddings."""
+    def begin(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
+        """Receive the token ids of a forward of the model before any layer runs; None: the model gets embeddings.
+
+        `padding`: columns before the first token of each sequence; None: none.
+        """
 
     @abc.abstractmethod
     def enter(self, index: int, hidden: Tensor) -> None:
         """Receive the states `[batch, tokens, channels]` that enter layer `index`, before its norm and attention."""
 
     @abc.abstractmethod
-    def observes(self, module: nn.Module) -> bool:
-        """Whether `observe` is to be called with the queries and keys of the coming attention."""
+    def observes(self, index: int) -> bool:
+        """Whether `observe` is to be called with the queries and keys of the coming attention of a layer."""
 
     @abc.abstractmethod
-    def observe(self, module: nn.Module, attended: Attended) -> None:
+    def observe(self, index: int, attended: Attended) -> None:
         """Receive the queries of an attention and the keys that they read."""
 
 
 def watch(model: nn.Module) -> list[nn.Module]:
     """Register the hooks on a model and its attentions, once; they ignore other caches. Returns the attentions."""
-    base: nn.Module = getattr(model, "base_model", model)  # also called where the output embedding is left out
+    base: nn.Module = base_of(model)  # also called where the output embedding is left out
     hooks: list[tuple[nn.Module, Any]] = [(model, _ask), (base, _begin)]
     found = attentions(base)
     hooks += [(module, _announce) for module in found]
@@ -108,7 +113,8 @@ def _enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = _cache_of(args, kwargs)
     if cache is not None and cache.enters:
         attention = next(child for child in layer.children() if hasattr(child, "layer_idx"))
-        cache.enter(int(attention.layer_idx), named_arguments(layer, args, kwargs)["hidden_states"])
+        given = named_arguments(layer, args, kwargs)
+        cache.enter(layer_number(attention, given), given["hidden_states"])
 
 
 def _announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -117,8 +123,8 @@ def _announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         return None
     given = named_arguments(module, args, kwargs)
     columns = cache.announce(module, given, given["hidden_states"])
-    if cache.observes(module):
-        _observe(module, cache)
+    if cache.observes(index := layer_number(module, given)):
+        _observe(module, cache, index)
     if columns is None and not cache.recording:
         return None
     reason = unmasked(module)
@@ -156,14 +162,14 @@ def _ask(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         cache.asked(kwargs.get("logits_to_keep"))
 
 
-def _observe(module: Any, cache: WatchfulCache) -> None:
-    """Call the cache's `observe` with the attention of this forward of `module`."""
+def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
+    """Call the cache's `observe` with the attention of this forward of `module`, for layer `index`."""
     seen = []
 
     def see(caller: Any, query: Tensor, key: Tensor, _value: Tensor, arguments: dict[str, Any]) -> None:
         if caller is module:
             seen.append(True)
-            cache.observe(module, Attended.of(module, query, key, arguments))
+            cache.observe(index, Attended.of(module, query, key, arguments))
 
     undo = hook_interface(module, see)
 
@@ -184,31 +190,56 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise Unsupported(
             f"attention_mask: of {mask.ndim} dimensions, which hides from the cache who attends to whom; leave it out"
         )
-    if isinstance(mask, Tensor) and not bool(mask.all()):
+    cache.begin(kwargs.get("input_ids", args[0] if args else None), padding_of(mask) if mask is not None else None)
+
+
+def padding_of(mask: Tensor) -> list[int] | None:
+    """How many columns on the left of each sequence are padding, by a mask `[batch, columns]`; None: there is none.
+
+    Raises:
+        Unsupported: a mask that hides other tokens.
+    """
+    if bool(mask.all()):
+        return None
+    seen = mask.bool()
+    first = seen.int().argmax(1)
+    if not torch.equal(seen, torch.arange(seen.shape[1], device=seen.device) >= first[:, None]):
         raise Unsupported(
-            "attention_mask: padding shifts block boundaries and would enter their statistics; "
-            "batch prompts of equal length, or run them one by one"
+            "attention_mask: hides tokens that a cache would keep; only padding on the left of every sequence is left "
+            "out (padding_side=left)"
         )
-    cache.begin(kwargs.get("input_ids", args[0] if args else None))
+    if not bool(seen.any(1).all()):
+        raise Unsupported("attention_mask: a sequence of padding alone; every sequence needs a token in each forward")
+    return [int(count) for count in first]
 
 
-def check_distances(module: Any, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
+def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
     """Raise `Unsupported` for an attention that goes by how far back a token stands, which the layer does not keep."""
     if arguments.get("alibi") is not None:
         raise Unsupported(
             f"model: {type(module).__name__} weighs tokens by their distance (ALiBi), which the method does not keep"
         )
-    window = _window(module)
+    window = window_of(module.config, index)
     if shuffled and window is not None and seen > window:
         raise Unsupported(
             f"model: {type(module).__name__} sees {window} tokens back, which the method does not keep; {seen} came"
         )
 
 
-def _window(module: Any) -> int | None:
-    config = module.config
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
-        return None
-    window: int | None = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-    return window
+def check_window(module: Any, arguments: dict[str, Any], columns: int, window: int) -> None:
+    """Raise `Unsupported` where a model does not attend as its window says: what has left it is no longer there."""
+    mask = arguments.get("attention_mask")
+    way = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
+    if isinstance(mask, Tensor) and mask.shape[-1] != columns:
+        given = f"masks {mask.shape[-1]} tokens"
+    elif mask is None and way in _MASKED and columns >= window:
+        given = "has no mask"
+    else:
+        return
+    raise Unsupported(f"model: {type(module).__name__} {given}, where its window of {window} leaves {columns}")
+
+
+def layer_number(module: Any, arguments: dict[str, Any]) -> int:
+    """The number of the layer that an attention works for: an argument where layers share a module (Zamba)."""
+    given = arguments.get("layer_idx")
+    return int(module.layer_idx if given is None else given)

@@ -13,29 +13,26 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from kvq.cache import files
-from kvq.cache.allocated import allocated_bytes
-from kvq.cache.attention import WatchfulCache, check_distances, says_candidates, unmasked, watch
+from kvq.cache.attention import (
+    WatchfulCache,
+    check_distances,
+    check_window,
+    layer_number,
+    says_candidates,
+    unmasked,
+    watch,
+)
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
-from kvq.cache.rotary import RopeTable, angles, styles_of
-from kvq.cache.side import Recompression
+from kvq.cache.padded import PaddableCache
+from kvq.cache.rotary import RopeTable, angles, styles_of_whole
 from kvq.cache.sources import SourceColumns
-from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models.head_dims import head_dims_of
+from kvq.cache.states import LASTING, placed, states_of
+from kvq.errors import ConfigError, Unsupported
+from kvq.models.layers import KvLayer, kv_layers_of, window_of
 
 ATTENTIONS = ("dense", "packed")
-
-
-def _styles_of(model: nn.Module) -> Any:
-    """`styles_of`. Non-finite weights make the probe fail; then the error names the weights instead."""
-    try:
-        return styles_of(model)
-    except Unsupported:
-        for name, weight in model.named_parameters():
-            if not bool(torch.isfinite(weight).all()):
-                raise DataError(f"model: its weights {name} hold NaN or infinite numbers") from None
-        raise
 
 
 @runtime_checkable
@@ -43,13 +40,13 @@ class GivesLayers(Protocol):
     """What a cache asks of a method (`kvq.methods.method.Method`)."""
 
     def layers(
-        self, config: Any, head_dims: Sequence[int], keep_decoded: bool, quantized_prefill: bool, packed: bool
+        self, config: Any, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool, packed: bool
     ) -> Sequence[Layer]:
         """An empty layer for each attention of a model that has keys and values of its own.
 
         Args:
             config: its transformers text configuration.
-            head_dims: channels per head of each layer.
+            held: what each of these caches.
             keep_decoded, quantized_prefill: as `KVCache` has them.
             packed: layers hand over codes, for attention that reads these.
 
@@ -66,11 +63,11 @@ def _lasting(model: nn.Module, attentions: list[nn.Module]) -> str | None:
     return None if reason is None else f"model: {reason}"
 
 
-class KVCache(WatchfulCache):
+class KVCache(PaddableCache, WatchfulCache):
     """A quantized cache for `model.generate(**inputs, past_key_values=kvq.KVCache(model, method))`.
 
     Args:
-        model: a causal LM whose attention layers each cache keys and values of one head_dim.
+        model: a causal LM some of whose layers cache keys and values (`docs/models.md`).
         method: from `kvq.build_method`.
         keep_decoded: keep the decoded copy beside the packed one: faster, bit-identical, no memory saved.
         quantized_prefill: attention in a prefill already reads complete blocks in decoded form. The default attends at
@@ -104,23 +101,30 @@ class KVCache(WatchfulCache):
             raise ConfigError("attention=packed: reads codes; keep_decoded=true is for attention=dense")
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         packed = attention == "packed"
-        layers = method.layers(config, head_dims_of(config), keep_decoded, quantized_prefill, packed)
+        held = kv_layers_of(config)
+        self._states = states_of(model, [layer.index for layer in held])
+        own = method.layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
+            if getattr(config, "kv_lora_rank", None):
+                raise Unsupported("attention=packed: the model expands the latent that it caches before it attends")
             check_replaceable(model)
             use_packed_attention(model)
         self.method: Any = method
         self.enters = getattr(method, "sink_detection", None) is not None
         self.dtype = dtype
         self._model = weakref.ref(model)
-        self._columns: SourceColumns | None = None
-        super().__init__(layers=list(layers))
-        self._lasting = _lasting(model, watch(model))
+        self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
+        self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
+        self._columns: dict[int | None, SourceColumns | None] = {}
+        super().__init__(layers=placed(held, own, self._states))
+        watched = watch(model)
+        self._lasting = f"model: {LASTING}" if self._states else _lasting(model, watched)
         self._told: int | None = None
         self._candidates: int | None = None
         self._tables: list[RopeTable] = []
         self._groups: list[int] = []
         if any(side.uses_rope for side in self._sides()):
-            styles = _styles_of(model)
+            styles = styles_of_whole(model)
             self._groups = [group for _, group in styles]
             self._tables = [
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())
@@ -135,6 +139,7 @@ class KVCache(WatchfulCache):
 
         Both casts to and from `dtype` are here, so that no layer, codec or policy knows of them.
         """
+        self._check_dims(key_states, layer_idx)
         if self.dtype is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         stored = key_states.to(self.dtype), value_states.to(self.dtype)
@@ -143,35 +148,47 @@ class KVCache(WatchfulCache):
         keys, values = (part.to(key_states.dtype) if isinstance(part, Tensor) else part for part in read)
         return keys, values
 
+    def _check_dims(self, keys: Tensor, index: int) -> None:
+        known = self._held[index][1].head_dim if index in self._held else None
+        if known != keys.shape[3]:
+            raise Unsupported(
+                f"model: layer {index} caches keys of {keys.shape[3]} channels per head; its configuration says {known}"
+            )
+
     @property
     def one_by_one(self) -> bool:
         """Each query of a chunk reads what it would if the chunk's tokens came one per forward."""
-        return any(layer.one_by_one for layer in self._own)
+        return any(layer.one_by_one for layer in self.kv_layers)
 
     @one_by_one.setter
     def one_by_one(self, value: bool) -> None:
-        for layer in self._own:
+        for layer in self.kv_layers:
             layer.one_by_one = value
-
-    def _share_tables(self) -> None:
-        for layer, group in zip(self._own, self._groups, strict=True):
-            layer.key.rope = layer.value.rope = self._tables[group]
 
     @override
     def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
-        index, layers = int(module.layer_idx), self._own  # type: ignore[arg-type]
-        if index >= len(layers):  # it reads the keys and values of an earlier layer
-            return self._columns
+        index, tokens = layer_number(module, arguments), hidden.shape[1]
+        if index not in self._held:
+            if index in self._states:
+                return None
+            # It reads the keys and values of an earlier layer with the same window.
+            return self._columns.get(self._windows[index], self._columns.get(None))
+        layer, seen = self._layer(index), self._layer(index).get_seq_length()
         if self.recording:
-            self._expect(layers[index], hidden.shape[1])
-        if not layers[index].keeps_order:
-            check_distances(module, arguments, layers[index].get_seq_length() + hidden.shape[1], layers[index].shuffled)
+            self._expect(layer, tokens)
+        if layer.window is not None:
+            check_window(module, arguments, layer.get_mask_sizes(tokens)[0], layer.window)
+        if not layer.keeps_order:
+            check_distances(module, index, arguments, seen + tokens, layer.shuffled)
         if self._tables:
-            self._tables[self._groups[index]].extend(
-                layers[index].get_seq_length(), hidden.shape[1], angles(module, arguments), hidden
-            )
-        self._columns = layers[index].announce(hidden.shape[1], hidden.device, self._columns)
-        return self._columns
+            layer.turn(tokens, angles(module, arguments), hidden)
+        known = self._columns.get(layer.window)
+        found = self._columns[layer.window] = layer.announce(tokens, hidden.device, known)
+        return found
+
+    def _layer(self, index: int) -> Layer:
+        found: Layer = self.layers[index]  # type: ignore[assignment]
+        return found
 
     @override
     def activate_past_recording(self) -> None:
@@ -200,7 +217,7 @@ class KVCache(WatchfulCache):
 
     def _record(self, on: bool) -> None:
         self.recording = on
-        for layer in self._own:
+        for layer in self.kv_layers:
             layer.record(on)
 
     @override
@@ -220,7 +237,11 @@ class KVCache(WatchfulCache):
         self._candidates = None if told is None else told - 1
 
     @override
-    def begin(self, input_ids: Tensor | None) -> None:
+    def begin(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
+        if padding != self.padding:
+            self.pad(padding)
+        if input_ids is not None and self.get_seq_length():
+            self.check_part(self._model(), input_ids.shape[1])
         if self.recording:
             self._count_candidates()
         for layer in self._own:
@@ -228,17 +249,16 @@ class KVCache(WatchfulCache):
 
     @override
     def enter(self, index: int, hidden: Tensor) -> None:
-        if index < len(self._own):
-            self._own[index].enter(hidden)
+        if index in self._held:
+            self._layer(index).enter(hidden)
 
     @override
-    def observes(self, module: nn.Module) -> bool:
-        index = int(module.layer_idx)  # type: ignore[arg-type]
-        return index < len(self._own) and self._own[index].observes
+    def observes(self, index: int) -> bool:
+        return index in self._held and self._layer(index).observes
 
     @override
-    def observe(self, module: nn.Module, attended: Attended) -> None:
-        self._own[int(module.layer_idx)].observe(attended)  # type: ignore[arg-type]
+    def observe(self, index: int, attended: Attended) -> None:
+        self._layer(index).observe(attended)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -249,63 +269,14 @@ class KVCache(WatchfulCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. Raises: ConfigError, Unsupported: as `KVCacheLayer.crop`."""
+        if tokens_to_remove and self._states:
+            raise Unsupported(f"crop({tokens_to_remove}): model: {LASTING}")
         for layer in self._own:
             layer.check_crop(tokens_to_remove)  # check all layers before any of them changes
-        super().crop(tokens_to_remove)
+        for layer in self._own:
+            layer.crop(tokens_to_remove)
         for table in self._tables:
             table.keep(self.get_seq_length())
-
-    @property
-    def _own(self) -> list[Layer]:
-        return self.layers  # type: ignore[return-value]
-
-    def _sides(self, which: str | None = None) -> list[Any]:
-        names = ("key", "value") if which is None else (which,)
-        return [getattr(layer, name) for layer in self._own for name in names]
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed prefixes."""
-        return sum(side.packed_bytes for side in self._sides())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything attention needs: packed prefixes and full-precision residuals."""
-        return self.packed_bytes + sum(side.residual_bytes for side in self._sides())
-
-    @property
-    def nbytes_allocated(self) -> int:
-        """Bytes of all memory that the cache keeps alive.
-
-        Besides `nbytes`: reserved rows, which save a copy at every token; the decoded copy (`keep_decoded`); the angles
-        of rotary embeddings that codecs undo; attention scores of tokens; and the last update, where `crop` can undo
-        it. Constants of a method are shared by its caches and not counted.
-        """
-        return allocated_bytes(self, self.method)
-
-    @property
-    def bits_per_element(self) -> float:
-        """Stored bits per element of packed keys and values; a side that packs none counts in full precision."""
-        return self.side_bits()
-
-    @property
-    def effective_bits(self) -> float:
-        """Stored bits per element of all tokens seen so far, residual included; evicted tokens count with 0 bits."""
-        sides = [(layer, side) for layer in self._own for side in (layer.key, layer.value)]
-        elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
-        return 8 * self.nbytes / elements if elements else 0.0
-
-    def side_bits(self, which: str | None = None) -> float:
-        """Stored bits per element of `key`, `value` or both: of packed tokens, or of full precision if none are."""
-        sides = [side for side in self._sides(which) if side.tokens]
-        elements = sum(side.elements_per_token for side in sides)
-        return sum(side.bits_per_element * side.elements_per_token for side in sides) / elements if sides else 0.0
-
-    @property
-    def recompression(self) -> Recompression | None:
-        """What encoding packed tokens again has changed, over all layers; None: the method never does."""
-        found = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
-        return Recompression(*map(sum, zip(*found, strict=True))) if found else None
 
     def check_finite(self) -> None:
         """Raise `DataError` naming the first layer whose full-precision states are NaN or infinite."""
@@ -325,8 +296,12 @@ class KVCache(WatchfulCache):
         model = self._model()
         if model is None:
             raise Unsupported("cache.save: its model is gone, which the file has to name")
-        about = {**files.identity(model, self.method, len(self._own)), "label": self.method.label}
-        files.write(Path(path), about, self._own, self._tables, self.dtype)
+        if self.padding is not None:
+            raise Unsupported("cache.save: a padded batch; save prompts of equal length, or one by one")
+        if self._states:
+            raise Unsupported("cache.save: a file holds keys and values alone, not the states of other layers")
+        about = {**files.identity(model, self.method, len(self.kv_layers)), "label": self.method.label}
+        files.write(Path(path), about, self.kv_layers, self._tables, self.dtype)
 
     @classmethod
     def load(
@@ -350,18 +325,30 @@ class KVCache(WatchfulCache):
                 version than the file's, named by what differs. No tensor is larger than the file.
             ConfigError, Unsupported: as `KVCache`.
         """
-        path, layers = Path(path), len(head_dims_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
+        path, layers = Path(path), len(kv_layers_of(model.config.get_text_config()))  # type: ignore[union-attr, operator]
         given: Any = method
         dtype = files.dtype_of(path, files.identity(model, given, layers))
         cache = cls(model, method, keep_decoded, quantized_prefill, attention, dtype)
-        files.read(path, model, cache._own, cache._tables, cache._groups)
+        files.read(path, model, cache.kv_layers, cache._tables, cache._groups)
         return cache
 
     def fork(self) -> KVCache:
         """A copy that shares the tokens held so far and grows independently, for many questions on one context."""
         other = copy.copy(self)
-        other.layers = [layer.fork() for layer in self._own]
+        other._states = {index: state.fork() for index, state in self._states.items()}
+        other._put([layer.fork() for layer in self._own])
+        other._columns = {}
         if self._tables:
-            other._tables = [table.fork() for table in self._tables]
-            other._share_tables()
+            own = {id(layer.key.rope): layer.key.rope.fork() for layer in self.kv_layers}
+            for layer in other.kv_layers:
+                layer.key.rope = layer.value.rope = own[id(layer.key.rope)]
+            other._tables = [own.get(id(table), table) for table in self._tables]
+        return other
+
+    def sequence(self, row: int) -> KVCache:
+        """A copy of one sequence of the batch, without its padding."""
+        other = self.fork()
+        other.batch_select_indices(torch.tensor([row]))
+        if other.padding is not None:
+            other._open()
         return other

@@ -18,7 +18,8 @@ from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.state import Reader, Writer
 from kvq.errors import DataError, RecordError
-from kvq.models.head_dims import head_dims_of
+from kvq.models.layers import head_dims_of, kv_layers_of
+from kvq.models.placing import base_of, device_of
 from kvq.models.weights import weights_name
 from kvq.results.atomic import write_file
 from kvq.results.store import cause
@@ -143,27 +144,28 @@ def read(path: Path, model: nn.Module, layers: Sequence[Layer], tables: Sequence
     longest = getattr(config, "max_position_embeddings", None)
     given.sizes["most_heads"] = heads if isinstance(heads, int) else _MOST_HEADS
     given.sizes["most_tokens"] = longest if isinstance(longest, int) else _MOST_TOKENS
+    held = kv_layers_of(config)
     if states is not None:
         for index, table in enumerate(tables):
-            table.read(given.part(f"rope.{index}", devices[list(groups).index(index)]))
-    for index, (layer, head_dim) in enumerate(zip(layers, head_dims_of(config), strict=True)):
-        given.sizes["head_dim"] = head_dim
-        layer.read(given.part(f"layers.{index}", devices[index]))
+            table.read(given.part(f"rope.{index}", devices[held[list(groups).index(index)].index]))
+    for index, (layer, kv) in enumerate(zip(layers, held, strict=True)):
+        given.sizes["head_dim"] = kv.head_dim
+        layer.read(given.part(f"layers.{index}", devices[kv.index]))
     given.finish()
-    held = [layer.get_seq_length() for layer in layers]
+    seen = [layer.get_seq_length() for layer in layers]
     if (
-        len(set(held)) > 1
+        len(set(seen)) > 1
         or len({layer.batch_size for layer in layers}) > 1
-        or bool(held[0]) is not (states is not None)
+        or bool(seen[0]) is not (states is not None)
     ):
-        raise given.error(f"its layers hold {sorted(set(held))} tokens, of states {_short(_name(states))}")
-    if any(table.tokens not in (0, held[0]) for table in tables):
-        raise given.error(f"its rotations are of {tables[0].tokens} tokens, its layers of {held[0]}")
+        raise given.error(f"its layers hold {sorted(set(seen))} tokens, of states {_short(_name(states))}")
+    if any(table.tokens not in (0, seen[0]) for table in tables):
+        raise given.error(f"its rotations are of {tables[0].tokens} tokens, its layers of {seen[0]}")
     if tensors:
         raise given.error(f"the tensor {_short(next(iter(tensors)))} means nothing here")
 
 
 def _devices(model: nn.Module) -> dict[int, torch.device]:
     """Where each attention computes, by its layer."""
-    found = attentions(getattr(model, "base_model", model))
-    return {int(module.layer_idx): next(module.parameters()).device for module in found}  # type: ignore[arg-type]
+    found = attentions(base_of(model))
+    return {int(module.layer_idx): device_of(module) for module in found}  # type: ignore[arg-type]

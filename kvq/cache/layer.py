@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +13,11 @@ from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
 from kvq.cache.observe import Attended
+from kvq.cache.recorded import Recorded
 from kvq.cache.side import CacheSide
 from kvq.cache.sources import Departures, SourceColumns, columns_of
 from kvq.cache.state import Field, Reader, Writer
+from kvq.cache.window import clipped, drop, outside
 from kvq.errors import ConfigError, Unsupported
 
 
@@ -25,7 +26,6 @@ class Layer(CacheLayerMixin):
 
     keeps_order = True
     """The tokens held are in the order of their arrival, without gaps."""
-    is_sliding = False
     supports_early_init = False
     lasting: str | None = "what it does to a token stays"
     """The reason why `crop` cannot undo an update; None: it can undo a recorded one."""
@@ -34,9 +34,20 @@ class Layer(CacheLayerMixin):
     evicted = 0
     """Number of tokens evicted so far."""
     one_by_one = False
+    padding: Sequence[int] | None = None
+    """Columns before the first token of each sequence; None: none."""
+    unpadded: str | None = None
+    """The reason why sequences of a padded batch cannot be held apart; None: they can."""
+    window: int | None = None
+    """How many tokens back a query reads, itself included; None: all."""
     dtype: torch.dtype
     key: Any
     value: Any
+
+    @property
+    def is_sliding(self) -> bool:
+        """transformers asks which columns a mask is over."""
+        return self.window is not None
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
@@ -49,6 +60,11 @@ class Layer(CacheLayerMixin):
         return self.evicted > 0
 
     @property
+    def alone(self) -> list[Layer]:
+        """The layers that hold sequences which begin together: itself, or one for each padding of a batch."""
+        return [self]
+
+    @property
     def observes(self) -> bool:
         """Whether `observe` is to be called for the next attention."""
         return False
@@ -58,6 +74,10 @@ class Layer(CacheLayerMixin):
 
     def enter(self, hidden: Tensor) -> None:
         """Receive the states `[batch, tokens, channels]` that enter the layer, before `update`."""
+
+    def turn(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
+        """Receive the rotations of the next `tokens` tokens: cosines and sines `[rows, tokens, columns]`."""
+        self.key.rope.extend(self.get_seq_length(), tokens, given, like)
 
     def observe(self, attended: Attended) -> None:
         """Receive the queries and keys of an attention, after `update`."""
@@ -131,29 +151,6 @@ class Layer(CacheLayerMixin):
         """A copy that shares the tokens held so far."""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """An update that can be undone: the sides before it and the states it added.
-
-    The first `head` tokens came together, the others as if one per forward.
-    """
-
-    key: CacheSide
-    value: CacheSide
-    key_states: Tensor
-    value_states: Tensor
-    head: int
-
-    def without(self, last: int, quantized_prefill: bool) -> tuple[CacheSide, CacheSide]:
-        """The sides as they would be if the `last` tokens of the update had never come."""
-        count = self.key_states.shape[2] - last
-        for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
-            side.forget(side.tokens + count)
-            if count:
-                side.append_behind(states[:, :, :count], min(self.head, count), quantized_prefill)
-        return self.key, self.value
-
-
 class KVCacheLayer(Layer):
     """Keys and values of one attention layer, each with its own codec and residual policy."""
 
@@ -161,8 +158,11 @@ class KVCacheLayer(Layer):
     saved: ClassVar[Mapping[str, Field]] = {"evicted": Field("count")}
     """What a file holds of a layer beside its sides; classes with more state add to it."""
 
-    def __init__(self, key: CacheSide, value: CacheSide, quantized_prefill: bool = False) -> None:
+    def __init__(
+        self, key: CacheSide, value: CacheSide, quantized_prefill: bool = False, window: int | None = None
+    ) -> None:
         super().__init__()
+        self.window = window
         self.key, self.value, self.quantized_prefill = key, value, quantized_prefill
         self._columns: SourceColumns | None = None
         self._candidates: int | None = None
@@ -188,22 +188,46 @@ class KVCacheLayer(Layer):
         """Append states `[batch, heads, tokens, head_dim]`; return what attention reads, oldest token first."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        hidden, queries = self._hidden, key_states.shape[2]
         if self.recording and self._record(key_states, value_states):
-            return self._append_behind(key_states, value_states)
-        if not self.one_by_one:
-            return (
-                self.key.append(key_states, self.quantized_prefill),
-                self.value.append(value_states, self.quantized_prefill),
-            )
-        columns, self._columns = self._columns, None
-        if columns is None and self._moving(key_states.shape[2]):
-            raise self._not_followed()
-        keys = self.key.append_one_by_one(key_states)
-        values = self.value.append_one_by_one(value_states)
-        return (keys[0], values[0]) if columns is None else (columns.keys.join(*keys), columns.values.join(*values))
+            read = self._append_behind(key_states, value_states, hidden)
+        elif self.one_by_one:
+            columns, self._columns = self._columns, None
+            if columns is None and self._moving(queries):
+                raise self._not_followed()
+            keys = self.key.append_one_by_one(key_states)
+            read = _joined(columns, keys, self.value.append_one_by_one(value_states), hidden)
+        else:
+            read = self._append(key_states, value_states, hidden)
+        self._leave()
+        return read
+
+    def _append(self, key_states: Tensor, value_states: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
+        keys = self.key.append(key_states, self.quantized_prefill)
+        values = self.value.append(value_states, self.quantized_prefill)
+        return keys[:, :, hidden:], values[:, :, hidden:]
+
+    @property
+    def _hidden(self) -> int:
+        """How many of the tokens held, from the first on, the next query does not read."""
+        return outside(self.key.tokens, self.window)
+
+    def _leave(self) -> None:
+        """Drop what no later query reads."""
+        if self._hidden:
+            drop((self.key, self.value), self._hidden)
+
+    @override
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() + self.key.dropped
+
+    @override
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        length, offset = super().get_mask_sizes(query_length)
+        return length - self._hidden, offset + self.key.dropped + self._hidden
 
     def _moving(self, queries: int) -> bool:
-        return any(side.moves(queries).queries for side in (self.key, self.value))
+        return any(side.queries for side in self._moves(queries))
 
     def _not_followed(self) -> Unsupported:
         label = self.key.label.removesuffix(" keys")
@@ -227,22 +251,23 @@ class KVCacheLayer(Layer):
         self._recorded = Recorded(self.key.fork(), self.value.fork(), key_states, value_states, head)
         return candidates
 
-    def _append_behind(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _append_behind(self, key_states: Tensor, value_states: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
         assert self._recorded is not None
         columns, self._columns = self._columns, None
         head = self._recorded.head
+        moving = any(side.queries for side in self._moves_behind(head, key_states.shape[2] - head))
         keys = self.key.append_behind(key_states, head, self.quantized_prefill)
         values = self.value.append_behind(value_states, head, self.quantized_prefill)
-        if columns is None and not keys[1] is values[1] is None:
+        if columns is None and moving:
             raise self._not_followed()
-        return (keys[0], values[0]) if columns is None else (columns.keys.join(*keys), columns.values.join(*values))
+        return _joined(columns, keys, values, hidden)
 
     @override
     def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         self._columns = None
         moves = self._moves(queries)
         if any(side.queries for side in moves):
-            tokens = self.key.tokens + queries
+            tokens = self.key.tokens - self._hidden + queries
             if known is None or not known.serve(moves, tokens, queries, device):
                 known = columns_of(moves, tokens, queries, device)
             self._columns = known
@@ -251,20 +276,28 @@ class KVCacheLayer(Layer):
     def _moves(self, queries: int) -> tuple[Departures, Departures]:
         """The tokens of each side that leave full precision before the last of the next `queries` tokens attends."""
         if self.recording and self._candidates:
-            head, quantized = queries - self._candidates, self.quantized_prefill
-            return tuple(side.moves_behind(head, self._candidates, quantized) for side in (self.key, self.value))
+            return self._moves_behind(queries - self._candidates, self._candidates)
         if self.one_by_one:
-            return self.key.moves(queries), self.value.moves(queries)
+            hidden = self._hidden
+            return clipped(self.key.moves(queries), hidden), clipped(self.value.moves(queries), hidden)
         return Departures(0, ()), Departures(0, ())
+
+    def _moves_behind(self, head: int, queries: int) -> tuple[Departures, Departures]:
+        keys, values = (side.moves_behind(head, queries, self.quantized_prefill) for side in (self.key, self.value))
+        return clipped(keys, self._hidden), clipped(values, self._hidden)
 
     @override
     def write(self, out: Writer) -> None:
         for name, side in (("key", self.key), ("value", self.value)):
             side.write(out.part(name))
+        if self.window is not None:
+            out.tree["dropped"] = self.key.dropped
         out.fields(self, self.saved)
 
     @override
     def read(self, given: Reader) -> None:
+        if self.window is not None:
+            self.key.dropped = self.value.dropped = given.count("dropped")
         for name, side in (("key", self.key), ("value", self.value)):
             inner = given.part(name)
             side.read(inner)
@@ -299,6 +332,11 @@ class KVCacheLayer(Layer):
             self._check_sides(-tokens_to_remove)
 
     def _check_sides(self, remove: int) -> None:
+        if remove and self.key.dropped > outside(self.get_seq_length() - remove, self.window):
+            raise Unsupported(
+                f"{self.key.label}: cannot remove {remove} tokens, others left the window of {self.window} then "
+                "(fork() the cache before the tokens instead)"
+            )
         for side in (self.key, self.value):
             side.check_crop(remove)
 
@@ -319,6 +357,7 @@ class KVCacheLayer(Layer):
         else:
             for side in (self.key, self.value):
                 side.crop(remove)
+        self._leave()
 
     @override
     def fork(self) -> KVCacheLayer:
@@ -326,3 +365,23 @@ class KVCacheLayer(Layer):
         other.key, other.value = self.key.fork(), self.value.fork()
         other._recorded = None
         return other
+
+
+def _joined(
+    columns: SourceColumns | None,
+    keys: tuple[Tensor, Tensor | None],
+    values: tuple[Tensor, Tensor | None],
+    hidden: int,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values in the order of the columns, without the first `hidden` tokens.
+
+    Each side: what the first query reads and later ones add, and the decoded form of the tokens that move.
+    """
+    if columns is None:
+        return keys[0][:, :, hidden:], values[0][:, :, hidden:]
+    sides = zip((columns.keys, columns.values), columns.moves, (keys, values), strict=True)
+    read = []
+    for source, moves, (first, decoded) in sides:
+        some = None if decoded is None else decoded[:, :, decoded.shape[2] - len(moves.queries) :]
+        read.append(source.join(first[:, :, hidden:], some))
+    return read[0], read[1]

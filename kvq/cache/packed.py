@@ -28,6 +28,7 @@ from kvq.codecs import Codec
 from kvq.config.residual import PrefillBlock, ResidualSide
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, attend, fused
+from kvq.models.placing import base_of
 
 PREFIX = "kvq_"
 ORIGINALS = ("sdpa", "eager")
@@ -46,9 +47,13 @@ class Held(abc.ABC):
 
 @dataclass(frozen=True)
 class PackedKeys(Held):
-    """Stored keys; the values that belong to them are `PackedStates`."""
+    """Stored keys; the values that belong to them are `PackedStates`.
+
+    `hidden`: so many first tokens have left the window and are not read.
+    """
 
     states: PackedStates
+    hidden: int = 0
 
     @override
     def attend(
@@ -59,7 +64,7 @@ class PackedKeys(Held):
                 raise Unsupported(f"cache.attention=packed: {type(module).__name__} hands over {name}")
         scaling = given.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        first = first_seen(mask, self.states.tokens, given.get("sliding_window"))
+        first = self.hidden + first_seen(mask, self.states.tokens - self.hidden, given.get("sliding_window"))
         out = attend(query, self.states, values, scaling, first, given.get("softcap"))
         return out.transpose(1, 2).contiguous()
 
@@ -101,6 +106,7 @@ class PackedSide(CacheSide):
 class PackedLayer(KVCacheLayer):
     """A layer for attention on codes: for a single new token it returns `PackedKeys` and `PackedStates`."""
 
+    unpadded = "with attention=packed reads the same columns in every sequence"
     lasting = "cache.attention=packed reads codes for one token at a time; use cache.attention=dense"
 
     key: PackedSide
@@ -113,13 +119,16 @@ class PackedLayer(KVCacheLayer):
             return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return PackedKeys(self.key.append_packed(key_states)), self.value.append_packed(value_states)
+        hidden = self._hidden
+        read = PackedKeys(self.key.append_packed(key_states), hidden), self.value.append_packed(value_states)
+        self._leave()
+        return read
 
 
 def packed_layer(like: KVCacheLayer) -> PackedLayer:
     """An empty `PackedLayer` with the settings of `like`."""
     key, value = (PackedSide(side.codec, side.residual, side.label) for side in (like.key, like.value))
-    return PackedLayer(key, value, like.quantized_prefill)
+    return PackedLayer(key, value, like.quantized_prefill, like.window)
 
 
 def check_replaceable(model: nn.Module) -> None:
@@ -138,14 +147,14 @@ def use_packed_attention(model: nn.Module) -> None:
         if PREFIX + name not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(PREFIX + name, _function(name))
             AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    base = getattr(model, "base_model", model)
+    base = base_of(model)
     for config in [config for config, _ in _configs(model)] + [base.config]:
         if config._attn_implementation in ORIGINALS:
             config._attn_implementation = PREFIX + config._attn_implementation
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
-    for module in attentions(getattr(model, "base_model", model)):
+    for module in attentions(base_of(model)):
         yield getattr(module, "config", None), module
 
 

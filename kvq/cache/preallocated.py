@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import override
 
 from kvq.cache.packed import Held, check_replaceable, first_seen, use_packed_attention
-from kvq.models.head_dims import head_dims_of
+from kvq.errors import Unsupported
+from kvq.models.layers import head_dims_of, state_layers_of
 
 ATTENTION = "scaled_dot_product_attention, queries of a head as rows"
 
@@ -92,6 +93,8 @@ class PreallocatedCache(Cache):
         check_replaceable(model)
         use_packed_attention(model)
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        if state_layers_of(config):
+            raise Unsupported("task.references=preallocated: has room for keys and values alone, not for states")
         super().__init__(layers=[_Layer(room) for _ in head_dims_of(config)])
 
     @property

@@ -12,11 +12,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from kvq.cache.attention import attentions, named_arguments
+from kvq.cache.attention import attentions, layer_number, named_arguments
 from kvq.cache.state import Field, Reader, Writer
 from kvq.codecs import Growable
 from kvq.codecs.rope import Rope
-from kvq.errors import Unsupported
+from kvq.errors import DataError, Unsupported
+from kvq.models.placing import base_of, device_of
 
 PROBE_TOKENS = 24
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -78,6 +79,11 @@ class RopeTable:
         assert self._parts is not None
         cos, sin = self._parts
         return Rope(cos.view, sin.view, self.style is not None and self.style.interleaved)
+
+    def behind(self, tokens: int) -> Rope:
+        """The rotations without those of the first `tokens` tokens."""
+        rope = self.rope
+        return rope.narrow(tokens, rope.tokens - tokens) if tokens else rope
 
     def extend(self, held: int, queries: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         """Cover `queries` tokens after the `held` ones; an earlier layer of the group may have done so already.
@@ -153,8 +159,8 @@ def angles(module: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | No
 class _Recorder(DynamicCache):
     """Records the keys that each layer adds."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
         self.seen: dict[int, Tensor] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -179,19 +185,31 @@ def styles_of(model: nn.Module) -> list[tuple[Style | None, int]]:
     return _PROBED[model]
 
 
+def styles_of_whole(model: nn.Module) -> list[tuple[Style | None, int]]:
+    """`styles_of`. Non-finite weights make the probe fail; then the error names the weights instead."""
+    try:
+        return styles_of(model)
+    except Unsupported:
+        for name, weight in model.named_parameters():
+            if not bool(torch.isfinite(weight).all()):
+                raise DataError(f"model: its weights {name} hold NaN or infinite numbers") from None
+        raise
+
+
 @torch.no_grad()
 def _probe(model: Any) -> list[tuple[Style | None, int]]:
-    base = getattr(model, "base_model", model)
+    base = base_of(model)
     calls: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[module.layer_idx] = module, named_arguments(module, args, kwargs)
+        arguments = named_arguments(module, args, kwargs)
+        calls[layer_number(module, arguments)] = module, arguments
 
     hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(base)]
-    recorder = _Recorder()
+    recorder = _Recorder(model.config)
     try:
-        embedding = model.get_input_embeddings().weight
-        tokens = torch.arange(1, PROBE_TOKENS + 1, device=embedding.device) % embedding.shape[0]
+        embedding = model.get_input_embeddings()
+        tokens = torch.arange(1, PROBE_TOKENS + 1, device=device_of(embedding)) % embedding.weight.shape[0]
         base(input_ids=tokens[None], past_key_values=recorder, use_cache=True)
     finally:
         for hook in hooks:
@@ -244,10 +262,10 @@ def _style(module: Any, arguments: dict[str, Any], keys: Tensor, given: tuple[Te
 
 
 def _keys(module: Any, arguments: dict[str, Any]) -> Tensor:
-    recorder = _Recorder()
+    recorder = _Recorder(None)
     given = {name: recorder if isinstance(value, DynamicCache) else value for name, value in arguments.items()}
     module(**given)
-    return recorder.seen[module.layer_idx]
+    return recorder.seen[layer_number(module, arguments)]
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -13,27 +13,13 @@ from torch import Tensor
 from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import Departures
 from kvq.cache.state import Field, Reader, Writer
-from kvq.cache.store import BlockStore, TokenStore
+from kvq.cache.store import BlockStore, Recompression, TokenStore
 from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.rope import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
-
-
-class Recompression(NamedTuple):
-    """Tokens that were decoded and encoded again with other bits, and what this changed.
-
-    Attributes:
-        moves: number of tokens of one head, each as often as it was encoded again.
-        lost: sum of squared differences between their decoded forms, before and after.
-        energy: sum of squares of those before.
-    """
-
-    moves: int
-    lost: float
-    energy: float
 
 
 class CacheSide:
@@ -65,9 +51,13 @@ class CacheSide:
         """Rotations of the tokens, for a codec that undoes RoPE; they cover new tokens before these are appended."""
         self.reset()
 
+    drops: ClassVar[bool] = True
+    """Tokens that no query reads any more can be forgotten."""
+
     def reset(self) -> None:
         """Forget everything."""
         self._store: BlockStore | None = None
+        self.dropped = 0  # first tokens, forgotten behind a window
         self._full: Growable | None = None
         self._shape: tuple[int, int, int] | None = None
 
@@ -105,6 +95,11 @@ class CacheSide:
     def tokens(self) -> int:
         """Tokens held in all."""
         return self.packed_tokens + self.residual_tokens
+
+    @property
+    def seen(self) -> int:
+        """Tokens held and dropped."""
+        return self.tokens + self.dropped
 
     @property
     def packed_bytes(self) -> int:
@@ -183,7 +178,7 @@ class CacheSide:
         if self.codec is None or self._encodes_at_once:
             return Departures(self.packed_tokens, ())
         held = self.residual_tokens + head
-        gone = self._leaving(held, first=not self.packed_tokens and not self.residual_tokens)
+        gone = self._leaving(held, first=not self.seen)
         later = tuple(head + query for query in self._left_at(held - gone, queries))
         if quantized_prefill and head > 1:  # they read them decoded
             return Departures(self.packed_tokens + gone, later)
@@ -236,19 +231,19 @@ class CacheSide:
 
     def _receive(self, states: Tensor) -> bool:
         """Check shape and rotations of new states; return whether these are the first tokens."""
-        first = not self.tokens
+        first = not self.seen
         shape = (states.shape[0], states.shape[1], states.shape[3])
         if not first and shape != self._shape:
             raise DataError(f"{self.label}: batch, heads, head_dim {shape} after {self._shape}; reset() the cache")
-        if self.uses_rope and (self.rope is None or self.rope.tokens < self.tokens + states.shape[2]):
+        if self.uses_rope and (self.rope is None or self.rope.tokens < self.seen + states.shape[2]):
             raise Unsupported(f"{self.label}: the method undoes rotary embeddings, which the model did not hand over")
         self._shape = shape
         return first
 
     @property
     def _turns(self) -> Rope | None:
-        """The rotations of all tokens, from the first on."""
-        return self.rope.rope if self.uses_rope and self.rope is not None else None
+        """The rotations of the tokens held, from the first on."""
+        return None if not self.uses_rope or self.rope is None else self.rope.behind(self.dropped)
 
     def _hold(self, states: Tensor) -> None:
         if self._full is None:
@@ -333,8 +328,18 @@ class CacheSide:
 
     def _check_read(self, given: Reader, packed: int) -> None:
         """Raise `DataError` where what was read does not fit together, `packed` tokens of it in the packed prefix."""
-        if self.uses_rope and (self.rope is None or self.rope.tokens < packed + self.tokens):
+        if self.uses_rope and (self.rope is None or self.rope.tokens < packed + self.seen):
             raise given.error("the rotations of its tokens are missing")
+
+    def drop(self, tokens: int) -> None:
+        """Forget the first `tokens` tokens, as many as `kvq.cache.window` says."""
+        self.dropped += tokens
+        if self._store is not None:
+            self._store.drop(tokens)
+            self._store = self._store if self._store.tokens else None
+        elif self._full is not None:
+            left = self._full.view[:, :, tokens:].clone()
+            self._full = Growable(left) if left.shape[2] else None
 
     def check_finite(self) -> None:
         """Raise `DataError` when full-precision states are NaN or infinite; encoding has checked the others."""
@@ -371,7 +376,8 @@ class CacheSide:
         if not remove:
             return
         left = self.residual_tokens - remove
-        if left >= 0 and self.packed_tokens and left < self._kept:
+        encoded = self.packed_tokens or (self.codec is not None and self.dropped)
+        if left >= 0 and encoded and left < self._kept:
             raise Unsupported(
                 f"{self.label}: cannot remove {remove} tokens, {self._kept - left} of those before them were encoded "
                 "when they came (fork() the cache before the tokens instead)"

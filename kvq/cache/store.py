@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,6 +17,20 @@ from kvq.codecs.packed import BlockRun
 from kvq.codecs.rope import Rope
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
+
+
+class Recompression(NamedTuple):
+    """Tokens that were decoded and encoded again with other bits, and what this changed.
+
+    Attributes:
+        moves: number of tokens of one head, each as often as it was encoded again.
+        lost: sum of squared differences between their decoded forms, before and after.
+        energy: sum of squares of those before.
+    """
+
+    moves: int
+    lost: float
+    energy: float
 
 
 class BlockStore:
@@ -78,6 +93,18 @@ class BlockStore:
         assert self._store is not None
         packed = self._store.packed
         return self.codec.decode(packed, narrowed(rope, 0, packed.tokens))
+
+    def droppable(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens are in whole blocks; 0 where parts are lists, which have no rows."""
+        return 0 if self._store is None or self.codec.stores_lists else self._store.packed.leading(tokens)
+
+    def drop(self, tokens: int) -> None:
+        """Forget the first `tokens` tokens, as many as `droppable` says."""
+        assert self._store is not None
+        left = self._store.packed.behind(tokens)
+        self._store = PackedStore(left) if left.tokens else None
+        if self._decoded is not None:
+            self._decoded = Growable(self._decoded.view[:, :, tokens:].clone()) if left.tokens else None
 
     def write(self, out: Writer) -> None:
         """Write the stored parts."""

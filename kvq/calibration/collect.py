@@ -14,12 +14,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
 
-from kvq.cache.attention import attentions, named_arguments
+from kvq.cache.attention import attentions, layer_number, named_arguments
 from kvq.cache.observe import hook_interface
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
 from kvq.errors import DataError, Unsupported
 from kvq.models import LoadedModel
+from kvq.models.layers import places_of
+from kvq.models.placing import base_of
 
 LOGIT_CHUNK = 256
 """Positions whose logits are in memory at once."""
@@ -63,14 +65,15 @@ class LayerStates:
 
 
 class _Recorder(DynamicCache):
-    """A cache that passes the states of every update through `see`."""
+    """A cache that passes the states of every update through `see`; layers are numbered among those with keys."""
 
-    def __init__(self, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
-        self._see = see
+    def __init__(self, config: Any, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(config=config)
+        self._see, self._places = see, places_of(config.get_text_config())
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        return super().update(*self._see(layer_idx, key_states, value_states), layer_idx, *args, **kwargs)
+        states = self._see(self._places[layer_idx], key_states, value_states)
+        return super().update(*states, layer_idx, *args, **kwargs)
 
 
 def loss(
@@ -85,7 +88,7 @@ def loss(
     """
     with torch.set_grad_enabled(backward):
         tokens = tokens.to(loaded.device)
-        hidden = loaded.hidden_states(tokens[None], _Recorder(see))
+        hidden = loaded.hidden_states(tokens[None], _Recorder(loaded.model.config, see))
         leaf = hidden.detach().requires_grad_(backward)
         total = 0.0
         for low in range(0, len(tokens) - 1, LOGIT_CHUNK):
@@ -104,15 +107,15 @@ def loss(
 @contextmanager
 def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
     """The rotations of each layer's keys in the forward that runs within this context."""
-    styles, found = styles_of(loaded.model), {}
+    styles, found, places = styles_of(loaded.model), {}, places_of(loaded.text_config)
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = int(module.layer_idx)
-        table = angles(module, named_arguments(module, args, kwargs))
-        if index < len(styles) and (style := styles[index][0]) is not None and table is not None:
+        arguments = named_arguments(module, args, kwargs)
+        index, table = places.get(layer_number(module, arguments)), angles(module, arguments)
+        if index is not None and (style := styles[index][0]) is not None and table is not None:
             found[index] = style.rope(table[0][:1].detach(), table[1][:1].detach()).to("cpu")
 
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(loaded.model.base_model)]
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(base_of(loaded.model))]
     try:
         yield found
     finally:
@@ -125,12 +128,20 @@ def _queries(loaded: LoadedModel, see: Callable[[int, Tensor], None]) -> Iterato
     """Call `see` with the queries of each layer `[batch, query heads, tokens, head_dim]` within this context.
 
     Raises:
-        Unsupported: attention outside of transformers' attention interface.
+        Unsupported: attention outside of transformers' attention interface, or to keys that a latent is expanded to.
     """
-    families = {type(module).__module__: module for module in attentions(loaded.model.base_model)}
+    if getattr(loaded.text_config, "kv_lora_rank", None):
+        raise Unsupported("model: its queries read keys expanded from a latent; what a cache holds is the latent")
+    places = places_of(loaded.text_config)
+
+    def show(caller: Any, query: Tensor, *_: Any) -> None:
+        if caller.layer_idx in places:  # else it reads the keys of another layer
+            see(places[caller.layer_idx], query)
+
+    families = {type(module).__module__: module for module in attentions(base_of(loaded.model))}
     with ExitStack() as hooked:
         for module in families.values():
-            hooked.callback(hook_interface(module, lambda caller, query, *_: see(int(caller.layer_idx), query)))
+            hooked.callback(hook_interface(module, show))
         yield
 
 
@@ -186,9 +197,8 @@ def collect(
             return states["key"], states["value"]
 
         def add(index: int, query: Tensor, positions: Tensor = positions) -> None:
-            if index in layers:  # else it reads the keys of another layer
-                heads = layers[index]["key"][-1].shape[0]
-                moments[index] = moments.get(index, 0) + _moment(query[0], heads, positions) / len(windows)
+            heads = layers[index]["key"][-1].shape[0]
+            moments[index] = moments.get(index, 0) + _moment(query[0], heads, positions) / len(windows)
 
         with _ropes(loaded) as found, _queries(loaded, add) if queries else nullcontext():
             loss(loaded, window, see, gradients)

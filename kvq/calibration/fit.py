@@ -22,8 +22,8 @@ from kvq.config.calibration import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
-from kvq.models.head_dims import head_dims_of
 from kvq.models.inputs import Inputs
+from kvq.models.layers import head_dims_of
 from kvq.models.weights import weights_name
 from kvq.results.provenance import PeakMemory
 

@@ -59,6 +59,29 @@ class Packed:
             yield run, {name: part.narrow(2, start[name], rows[name]) for name, part in self.parts.items()}
             start = {name: start[name] + rows[name] for name in start}
 
+    def leading(self, tokens: int) -> int:
+        """Tokens of the first whole blocks that lie within the first `tokens`."""
+        found = 0
+        for run in self.runs:
+            count = min(run.count, (tokens - found) // run.tokens)
+            found += count * run.tokens
+            if count < run.count:
+                break
+        return found
+
+    def behind(self, tokens: int) -> Packed:
+        """A copy without the first `tokens`, which are whole blocks. Not of parts that are lists."""
+        runs: list[BlockRun] = []
+        start, gone = dict.fromkeys(self.parts, 0), tokens
+        for run in self.runs:
+            count = min(run.count, gone // run.tokens)
+            gone -= count * run.tokens
+            start = {name: first + run.rows[name] * count for name, first in start.items()}
+            if count < run.count:
+                runs.append(dataclasses.replace(run, count=run.count - count))
+        parts = {name: part[:, :, start[name] :].clone() for name, part in self.parts.items()}
+        return dataclasses.replace(self, parts=parts, runs=tuple(runs))
+
     @property
     def nbytes(self) -> int:
         """Bytes of every stored tensor, codes and side information alike."""

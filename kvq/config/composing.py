@@ -176,17 +176,19 @@ def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
     kind: Any = OmegaConf.get_type(cfg)
     groups = _groups_of(kind)
     known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
-    for name in map(str, cfg):
+    keys: list[Any] = list(cfg)
+    for key in keys:  # a number where it names a device
+        name = str(key)
         setting = f"{prefix}{name}"
         if known is not None and name not in known:
             raise ConfigError(f"{setting}: unknown setting.{did_you_mean(name, known)}")
-        if OmegaConf.is_missing(cfg, name):
+        if OmegaConf.is_missing(cfg, key):
             raise ConfigError(f"{setting} has no value: give {setting}=...")
         kinds = groups.get(name)
-        if kinds and OmegaConf.is_interpolation(cfg, name) and OmegaConf.get_type(cfg[name]) not in kinds:
-            raise ConfigError(f"{setting}={cfg[name]}: a group of settings, not a value")
-        if not OmegaConf.is_interpolation(cfg, name) and isinstance(cfg[name], DictConfig):
-            _check_keys(cfg[name], f"{setting}.")
+        if kinds and OmegaConf.is_interpolation(cfg, name) and OmegaConf.get_type(cfg[key]) not in kinds:
+            raise ConfigError(f"{setting}={cfg[key]}: a group of settings, not a value")
+        if not OmegaConf.is_interpolation(cfg, key) and isinstance(cfg[key], DictConfig):
+            _check_keys(cfg[key], f"{setting}.")
 
 
 def _one_line(error: OmegaConfBaseException) -> ConfigError:

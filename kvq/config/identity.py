@@ -10,7 +10,7 @@ from typing import Any
 from kvq.config.backend import MODE
 from kvq.config.composing import full_precision
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import Attention, Config, MethodConfig, OutliersConfig, trained_with_bos
+from kvq.config.run import Attention, Config, MethodConfig, ModelConfig, OutliersConfig, WindowLayers, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
@@ -48,6 +48,7 @@ def canonical(
                 "outliers": _outliers(config.model.outliers),
                 "fingerprint": model_fingerprint,
                 **({"trust_remote_code": True} if config.model.trust_remote_code else {}),
+                **_loading(config.model),
                 **({} if config.cache_dtype is None else {"cache_dtype": config.cache_dtype}),
             },
             "dataset": {
@@ -63,6 +64,7 @@ def canonical(
             "task": _task(config, trained_with),
             "seed": config.seed,
             **_attention(config),
+            **_window_layers(config),
             **({"machine": dataset_fingerprint} if is_timed(config.task) else {}),
         }
     )
@@ -124,6 +126,15 @@ def names(config: Config) -> dict[str, Any]:
         "method": named.method.name,
         "bits": named.bits_label,
     }
+
+
+def _loading(model: ModelConfig) -> dict[str, Any]:
+    """How weights are quantized on loading, and the attention asked for; no entry by default, so that older keys stay
+    valid. Weights that a checkpoint has in quantized form are in its fingerprint.
+    """
+    found = {"load_in": model.load_in if model.load_in in ("4bit", "8bit") else None}
+    found["attn_implementation"] = model.attn_implementation
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _outliers(outliers: OutliersConfig) -> dict[str, Any] | None:
@@ -196,6 +207,12 @@ def _attention(config: Config) -> dict[str, Any]:
         is_timed(config.task) and config.cache.attention is Attention.packed and not config.method.is_full_precision
     )
     return {"attention": config.cache.attention} if packed else {}
+
+
+def _window_layers(config: Config) -> dict[str, Any]:
+    """Window layers that stay in full precision; no entry by default, so that older keys stay valid."""
+    kept = config.cache.window_layers is WindowLayers.keep and not config.method.is_full_precision
+    return {"window_layers": config.cache.window_layers} if kept else {}
 
 
 def _bare_side(side: ResidualSide) -> dict[str, Any]:

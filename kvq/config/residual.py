@@ -54,6 +54,10 @@ class ResidualSide:
     size: int
     prefill_block: PrefillBlock
 
+    def in_blocks(self) -> ResidualSide:
+        """The same, with a prompt in blocks of `size`: a window leaves blocks behind, and never all of one block."""
+        return self if self.policy is Policy.none else replace(self, prefill_block=PrefillBlock.size)
+
     def schedule(self, token_group: int | None) -> tuple[int, int]:
         """The number of newest tokens that always stay in full precision, and how many tokens leave together.
 

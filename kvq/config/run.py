@@ -6,6 +6,8 @@ Values are checked when a run enters (`kvq.config.resolve`); choices and unknown
 from __future__ import annotations
 
 import enum
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -97,13 +99,22 @@ def _check_stored(setting: str, dtype: Dtype | None) -> None:
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Ways in which transformers spreads a model over devices."""
+LOAD_IN = ("4bit", "8bit", "gptq", "awq")
+"""Forms of quantized weights."""
+
+
+def _is_size(given: Any) -> bool:
+    return re.fullmatch(r"\d+(\.\d+)?([KMG]i?B)?", str(given)) is not None
 
 
 @dataclass
 class ModelConfig:
     """A model: `path` is a hub id, a local folder, or `embedded:tiny`. `context` in tokens, None = the model's own.
 
-    `device_map` spreads the layers over all devices, as transformers does; None = one device. `trust_remote_code`: code
+    `device_map` spreads the layers over all devices, as transformers does; None = one device. `max_memory`: how much of
+    each it may take, by its number or as `cpu` (`{0: 20GiB, cpu: 60GiB}`). `load_in`: 4bit or 8bit quantizes weights on
+    loading; gptq or awq says that the checkpoint's are. `attn_implementation`: transformers' name for it (None: its
+    choice). `trust_remote_code`: code
     that comes with the model is run. `bos`: it was trained on texts that begin with a begin-of-text token; None: if its
     tokenizer writes one. `cache_dtype`: what `cache.dtype=null` stands for; None: `dtype`.
     """
@@ -114,6 +125,9 @@ class ModelConfig:
     dtype: Dtype = Dtype.float32
     context: int | None = None
     device_map: str | None = None
+    max_memory: Any = None
+    load_in: str | None = None
+    attn_implementation: str | None = None
     trust_remote_code: bool = False
     bos: bool | None = None
     cache_dtype: Dtype | None = None
@@ -128,6 +142,20 @@ class ModelConfig:
         if self.device_map is not None and self.device_map not in DEVICE_MAPS:
             hint = did_you_mean(self.device_map, DEVICE_MAPS)
             raise ConfigError(f"model.device_map={self.device_map}: null or one of {', '.join(DEVICE_MAPS)}.{hint}")
+        if self.load_in is not None and self.load_in not in LOAD_IN:
+            raise ConfigError(f"model.load_in={self.load_in}: null or one of {', '.join(LOAD_IN)}")
+        not_empty("model.attn_implementation", self.attn_implementation)
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        given = self.max_memory
+        if given is None:
+            return
+        named = isinstance(given, Mapping) and given
+        if not named or not all(re.fullmatch(r"\d+|cpu", str(one)) and _is_size(size) for one, size in given.items()):
+            raise ConfigError(f"model.max_memory={given}: sizes by device, such as {{0: 20GiB, cpu: 60GiB}}")
+        if self.device_map is None:
+            raise ConfigError("model.max_memory: bounds model.device_map, which is null; use model.device_map=auto")
 
 
 def trained_with_bos(model: ModelConfig, tokenizer_writes: bool | None = None) -> bool | None:
@@ -259,17 +287,26 @@ class Attention(enum.StrEnum):
     packed = "packed"
 
 
+class WindowLayers(enum.StrEnum):
+    """What becomes of layers that attend to a window of tokens: quantized as the others, or kept in full precision."""
+
+    quantize = "quantize"
+    keep = "keep"
+
+
 @dataclass
 class CacheConfig:
     """`keep_decoded`: also keep the decoded copy, for speed; results are the same, and no memory is saved.
 
     `attention`: what a task that measures speed decodes with; scores always come from dense attention.
     `dtype`: of what the cache keeps in full precision, baseline and residual alike; None = the model's default.
+    `window_layers`: see `WindowLayers`; they hold no more than their window and part of a block either way.
     """
 
     keep_decoded: bool = False
     attention: Attention = Attention.dense
     dtype: Dtype | None = None
+    window_layers: WindowLayers = WindowLayers.quantize
 
     def __post_init__(self) -> None:
         _check_stored("cache.dtype", self.dtype)

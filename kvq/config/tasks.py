@@ -117,7 +117,7 @@ class ItemsConfig(TaskConfig):
     Attributes:
         prefill: how a prompt is read.
         bos: whether each prompt begins with the begin-of-text token; None: if the model was trained with it.
-        batch_size: prompts of equal length that go through the model together.
+        batch_size: prompts that go through the model together, of equal length where the method takes no padding.
         noise_floor: the full-precision run is repeated in another batch order, and its flips are recorded.
         margin: largest fall of the score that still counts as "not worse".
         resamples: of the paired bootstrap over items.

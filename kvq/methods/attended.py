@@ -23,6 +23,7 @@ class AttendedLayer(KVCacheLayer):
     """
 
     setting: str
+    unpadded = "goes by attention, in which padding takes part"
     saved: ClassVar[Mapping[str, Field]] = {
         **KVCacheLayer.saved,
         "_received": Field("tensor", "batch heads tokens", "float"),

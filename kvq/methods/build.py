@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -47,8 +48,8 @@ def build_method(
         name: a file of `conf/method`, such as `"nsn"`; a preset is a name with a slash, `"oscar/token_scope"`.
         bits: a number, `"k3v2"`, `{"key": 3, "value": 2}` or `(3, 2)`.
         head_dim: channels per head of the model it is for.
-        overrides: Hydra overrides. Those of `residual` and `bits` are the run's; all others are relative to the method
-            (`"key.quantizer.group_size=null"`, `"key.stages.norm=null"`, `"residual.size=32"`).
+        overrides: Hydra overrides. Those of `residual`, `bits` and `cache` are the run's; all others are relative to
+            the method (`"key.quantizer.group_size=null"`, `"key.stages.norm=null"`, `"residual.size=32"`).
         config_dir: a further folder of configurations (with a `method/` in it), for methods kept elsewhere.
 
     Raises:
@@ -73,16 +74,17 @@ _composed_once = functools.lru_cache(maxsize=256)(_composed)
 
 
 def _relative(override: str) -> str:
-    """Prefix an override with `method.` unless it is the run's own `residual` or `bits`."""
+    """Prefix an override with `method.` unless it is the run's own `residual`, `bits` or `cache`."""
     prefix = override[: len(override) - len(override.lstrip("+~"))]
     rest = override[len(prefix) :]
     first = rest.partition("=")[0].partition(".")[0]
-    return override if first in ("residual", "bits") else f"{prefix}method.{rest}"
+    return override if first in ("residual", "bits", "cache") else f"{prefix}method.{rest}"
 
 
 def method_of(config: Config, head_dim: int) -> Method:
     """Build the method of a resolved run."""
-    return instantiate_method(config.method, config.residual, config.bits, head_dim)
+    built = instantiate_method(config.method, config.residual, config.bits, head_dim)
+    return replace(built, window_layers=config.cache.window_layers)
 
 
 def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> Method:

@@ -29,6 +29,7 @@ class KeptRows(CacheSide):
     """
 
     missing: ClassVar[str]
+    drops: ClassVar[bool] = False
     saved: ClassVar[Mapping[str, Field]] = {
         **CacheSide.saved,
         "_chosen": Field("tensor", "batch tokens", torch.bool),

@@ -16,6 +16,7 @@ from kvq.codecs import Codec, calibrated_parts
 from kvq.config.backend import BackendConfig
 from kvq.config.bits import Bits, mean_label
 from kvq.config.residual import Residual
+from kvq.config.run import WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import form_of
 from kvq.methods.detected import SinkDetection
@@ -26,6 +27,7 @@ from kvq.methods.merged import MergedRotation
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.sinks import side_of
 from kvq.methods.transformers_caches import TransformersLayer
+from kvq.models.layers import KvLayer
 from kvq.results.tensor_files import digest
 
 
@@ -56,6 +58,7 @@ class Method:
         settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
             method that was put together by hand.
         gqa: bits that are added in a model whose query heads share KV heads.
+        window_layers: whether layers that attend to a window of tokens are quantized as the others.
         merged: rotates values by the model's weights; `value` then has no such stage.
     """
 
@@ -76,6 +79,7 @@ class Method:
     by_layer: Sequence[Method] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     gqa: GqaCompensation | None = None
+    window_layers: WindowLayers = WindowLayers.quantize
     merged: MergedRotation | None = None
 
     def check_layers(self, layers: int) -> None:
@@ -135,7 +139,9 @@ class Method:
             raise Unsupported(f"method={self.name}: put together by hand, so nothing names it; use kvq.build_method")
         kept = None if self.kept_keys is None or self.kept_keys.ids is None else list(self.kept_keys.ids)
         tables = digest(self._tables(layers)) if self.is_calibrated else None
-        return {**self.settings, "residual": asdict(self.residual), "kept_ids": kept, "tables": tables}
+        found = {**self.settings, "residual": asdict(self.residual), "kept_ids": kept, "tables": tables}
+        keeps = self.window_layers is WindowLayers.keep
+        return found | ({"window_layers": self.window_layers.value} if keeps else {})
 
     def _tables(self, layers: int) -> dict[str, Tensor]:
         """The tables of all layers, by side, layer, part and name."""
@@ -173,7 +179,7 @@ class Method:
     def layers(
         self,
         config: Any,
-        head_dims: Sequence[int],
+        held: Sequence[KvLayer],
         keep_decoded: bool = False,
         quantized_prefill: bool = False,
         packed: bool = False,
@@ -184,24 +190,32 @@ class Method:
             ConfigError: kept keys without token ids, bits for another number of layers, parts that do not go together.
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
-        self.check_layers(len(head_dims))
+        self.check_layers(len(held))
         if self.merged is not None:
             self.merged.check(config)
         if self.gqa is not None:
-            return self._compensated(config).layers(config, head_dims, keep_decoded, quantized_prefill, packed)
+            return self._compensated(config).layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
             self.check_packed()
-        for codec in filter(None, (self.key, self.value)):
-            for head_dim in set(head_dims):
-                codec.check(head_dim)
-        count = len(head_dims)
+        for codec, dims in ((self.key, [one.head_dim for one in held]), (self.value, [one.value_dim for one in held])):
+            if codec is not None:
+                for head_dim in set(dims):
+                    codec.check(head_dim)
         if self.backend is not None:
             if quantized_prefill:
                 raise Unsupported(f"quantized_prefill: method={self.name} attends to a prefill in full precision")
-            backends = [method.backend or self.backend for method in self.by_layer or [self] * count]
-            return [TransformersLayer(own, self.residual.key, f"layer {i}") for i, own in enumerate(backends)]
-        sides = [[self._side(side, i, count, keep_decoded) for side in ("key", "value")] for i in range(count)]
-        layers = [KVCacheLayer(key, value, quantized_prefill) for key, value in sides]
+            backends = [method.backend or self.backend for method in self.by_layer or [self] * len(held)]
+            own = zip(backends, held, strict=True)
+            return [TransformersLayer(backend, self.residual.key, f"layer {one.index}") for backend, one in own]
+        # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
+        if self.plan or self.eviction:
+            if getattr(config, "kv_lora_rank", None):
+                raise Unsupported(f"method={self.name}: goes by keys that the model expands from the latent it caches")
+            held = [replace(one, window=None) for one in held]
+        layers = [
+            KVCacheLayer(*self._sides(place, held, keep_decoded), quantized_prefill, one.window)
+            for place, one in enumerate(held)
+        ]
         if packed:
             return [packed_layer(layer) for layer in layers]
         if self.plan is not None:
@@ -215,13 +229,21 @@ class Method:
         by_layer = tuple(method._compensated(config) for method in self.by_layer)
         return replace(self, gqa=None, by_layer=by_layer, **codecs)
 
-    def _side(self, side: str, layer: int, layers: int, keep_decoded: bool) -> CacheSide:
-        codec, residual = self.codec(side, layer, layers), getattr(self.residual, side)
-        label, kept = f"layer {layer} {side}s", self.kept_keys
-        if kept is not None and side == "key" and kept.holds(layer, layers):
+    def _sides(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> tuple[CacheSide, CacheSide]:
+        key, value = (self._side(side, place, held, keep_decoded) for side in ("key", "value"))
+        return key, value
+
+    def _side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
+        residual, count = getattr(self.residual, side), len(held)
+        keeps = self.window_layers is WindowLayers.keep and held[place].window is not None
+        codec = None if keeps else self.codec(side, place, count)
+        label, kept = f"layer {held[place].index} {side}s", self.kept_keys
+        if codec is not None and kept is not None and side == "key" and kept.holds(place, count):
             return kept.side(codec, residual, label, keep_decoded)
         if self.sink_detection is not None:
             return self.sink_detection.side(codec, residual, label, keep_decoded)
+        if held[place].window is not None and not self.sink_tokens and codec is not None and not codec.stores_lists:
+            residual = residual.in_blocks()
         return side_of(codec, residual, label, keep_decoded, self.sink_tokens)
 
 

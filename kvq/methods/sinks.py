@@ -24,6 +24,7 @@ class SinkSide(CacheSide):
     """
 
     version: ClassVar[int] = 1
+    drops: ClassVar[bool] = False
     saved: ClassVar[Mapping[str, Field]] = {**CacheSide.saved, "_first": Field("rows", "batch heads tokens head_dim")}
 
     def __init__(

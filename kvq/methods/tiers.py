@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
-from kvq.cache.side import Recompression
 from kvq.cache.state import Field, Reader, Writer
-from kvq.cache.store import BlockStore
+from kvq.cache.store import BlockStore, Recompression
 from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpack
 from kvq.codecs.by_token import by_token, together, token_widths
 from kvq.codecs.rope import Rope

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ from kvq.data import hub
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.delta import apply_delta
 from kvq.models.folder import delta_folder, folder_fingerprint, model_folder
-from kvq.models.head_dims import head_dims_of
+from kvq.models.layers import head_dims_of, state_layers_of
 from kvq.models.outliers import implant_outliers
+from kvq.models.placing import base_of, device_of, loading
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
@@ -45,8 +47,21 @@ class LoadedModel:
         return self.model.config.get_text_config()
 
     def hidden_states(self, tokens: Int[Tensor, "batch tokens"], cache: Any) -> Float[Tensor, "batch tokens hidden"]:
-        """Final hidden states of `tokens`, which follow the tokens in `cache`; updates the cache."""
-        output = self.model.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        """Final hidden states of `tokens`, which follow the tokens in `cache`; updates the cache.
+
+        Where the cache expects a padded batch (`KVCache.pad`), those of padding mean nothing.
+        """
+        given: dict[str, Tensor] = {}
+        base, padding, seen = base_of(self.model), getattr(cache, "padding", None), cache.get_seq_length()
+        columns = torch.arange(seen + tokens.shape[1], device=tokens.device)[None]
+        if state_layers_of(self.text_config):  # some such families number a text from 0 in every forward
+            given["position_ids"] = columns[:, seen:]
+        if padding is not None:
+            own = columns - torch.tensor(padding, device=tokens.device)[:, None]
+            given["attention_mask"] = (own >= 0).long()
+            if "position_ids" in inspect.signature(type(base).forward).parameters:
+                given["position_ids"] = own[:, seen:].clamp_min(0)
+        output = base(input_ids=tokens, past_key_values=cache, use_cache=True, **given)
         return output.last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "*lead hidden"]) -> Float[Tensor, "*lead vocab"]:
@@ -201,11 +216,12 @@ def shape_of(config: ModelConfig) -> tuple[list[int], int | None]:
 def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     """Load `model.path` in `model.dtype`, apply its delta, implant outliers when asked, check what scoring relies on.
 
-    With `model.device_map` transformers places the layers itself. A checkpoint with quantized weights keeps its own
-    dtype. A model of text and images is loaded whole and reads text.
+    With `model.device_map` transformers places the layers itself, within `model.max_memory`. A checkpoint of quantized
+    weights keeps its own dtype; others are quantized by `model.load_in`. A model of text and images is loaded whole and
+    reads text.
 
     Raises:
-        ConfigError: an unknown embedded model, or a device that is not there.
+        ConfigError: an unknown embedded model, a device that is not there, or as `kvq.models.placing.loading`.
         DataError: the model cannot be loaded (missing folder, no network), or its files are not exactly its weights.
         Unsupported: its logits are more than the output embedding of its last hidden states, or outliers are to be
             implanted into quantized weights.
@@ -214,12 +230,7 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
 
     where = pick_device(device)
     whole = _from_hub(config, AutoConfig)
-    quantized = getattr(whole, "quantization_config", None) is not None
-    if quantized and config.outliers:
-        raise Unsupported(f"model.outliers: the weights of {config.path} are quantized")
-    settings: dict[str, Any] = {"dtype": "auto" if quantized else getattr(torch, config.dtype.value)}
-    if config.device_map is not None or quantized:
-        settings["device_map"] = config.device_map or {"": where}
+    settings = loading(config, whole, where)
     with _without_warnings():  # shapes that differ are reported with the rest, instead of raised without names
         model, found = _from_hub(
             config, _class_for(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
@@ -230,7 +241,7 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     model = model.eval().requires_grad_(False)
     if "device_map" not in settings:
         model = model.to(where)
-    loaded = LoadedModel(model, model.get_input_embeddings().weight.device)
+    loaded = LoadedModel(model, device_of(model.get_input_embeddings()))
     try:  # a configuration that loads may still describe no model that runs
         expected = _check_logits(loaded)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:
@@ -257,7 +268,7 @@ def _check_logits(loaded: LoadedModel) -> Tensor:
     """Check logits of a few tokens; refuse models that do more after the last hidden state than a matrix product."""
     tokens = torch.arange(16, device=loaded.device)[None] % loaded.text_config.vocab_size
     expected = loaded.model(input_ids=tokens, use_cache=False).logits
-    hidden = loaded.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    hidden = base_of(loaded.model)(input_ids=tokens, use_cache=False).last_hidden_state
     if not torch.allclose(loaded.logits(hidden), expected, rtol=1e-3, atol=1e-3, equal_nan=True):
         name = type(loaded.model).__name__
         raise Unsupported(

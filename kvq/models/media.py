@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from kvq.errors import Unsupported
 from kvq.models.load import LoadedModel
+from kvq.models.placing import base_of
 
 MODALITIES = ("text", "image", "video", "audio")
 """What a label of `modalities` stands for."""
@@ -55,7 +56,7 @@ class MediaModel(LoadedModel):
             return super().hidden_states(tokens, cache)
         media = self.media_of(tokens)
         try:
-            output = self.model.base_model(input_ids=tokens, past_key_values=cache, use_cache=True, **media)
+            output = base_of(self.model)(input_ids=tokens, past_key_values=cache, use_cache=True, **media)
         except ValueError as error:
             raise Unsupported(f"model: {type(self.model).__name__}: {' '.join(str(error).split())}") from error
         return output.last_hidden_state

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvq.config import OutliersConfig
 from kvq.errors import Unsupported
-from kvq.models.head_dims import head_dims_of
+from kvq.models.layers import head_dims_of
 
 
 @torch.no_grad()

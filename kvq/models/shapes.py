@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvq.models.head_dims import head_dims_of
+from kvq.models.layers import kv_layers_of, state_layers_of
 from kvq.models.load import text_config_of
 
 if TYPE_CHECKING:
@@ -19,10 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Numbers of layers by KV heads and head dim, as (layers, kv_heads, head_dim), and the longest context."""
+    """Numbers of layers by KV heads and head dim, as (layers, kv_heads, head_dim), and the longest context.
+
+    Attributes:
+        window: the smallest window of a layer; None: all keep the whole past.
+        others: what layers cache beside keys and values, in words.
+    """
 
     layers: tuple[tuple[int, int, int], ...]
     context: int | None
+    window: int | None = None
+    others: str = ""
 
     @property
     def head_dims(self) -> list[int]:
@@ -47,7 +54,7 @@ def cache_shape(config: ModelConfig) -> CacheShape:
 
     Raises:
         DataError: the model cannot be found.
-        Unsupported: some layer caches no keys and values per head.
+        Unsupported: as `kv_layers_of`.
     """
     known = shipped().get(config.path)
     if known is not None:
@@ -55,9 +62,13 @@ def cache_shape(config: ModelConfig) -> CacheShape:
             ((known["layers"], known["kv_heads"], known["head_dim"]),), config.context or known["context"]
         )
     text = text_config_of(config)
-    counts = Counter((_kv_heads(text, index), dim) for index, dim in enumerate(head_dims_of(text)))
+    held = kv_layers_of(text)
+    counts = Counter((_kv_heads(text, layer.index), layer.head_dim) for layer in held)
     layers = tuple((count, heads, dim) for (heads, dim), count in counts.items())
-    return CacheShape(layers, config.context or getattr(text, "max_position_embeddings", None))
+    window = min((layer.window for layer in held if layer.window is not None), default=None)
+    latent = "latents" if any(layer.value_dim != layer.head_dim for layer in held) else ""
+    others = " and ".join(filter(None, (latent, "states of fixed size" if state_layers_of(text) else "")))
+    return CacheShape(layers, config.context or getattr(text, "max_position_embeddings", None), window, others)
 
 
 def _kv_heads(text: Any, index: int) -> int:

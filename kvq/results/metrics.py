@@ -95,6 +95,8 @@ METRICS = {
         Metric("index_entropy", "bits", "Entropy of the indices (bits/index)", "Entropy"),
         _count("packed_bytes", "bytes/sequence", "Packed (bytes/sequence)"),
         _count("total_bytes", "bytes/sequence", "Stored (bytes/sequence)"),
+        _count("state_bytes", "bytes/sequence", "States of fixed size (bytes/sequence)"),
+        Metric("state_bits", "bits", "States of fixed size (bits/element of keys and values)", "States"),
         _count("cached_tokens", "tokens", "Cached tokens"),
         _count("recompressed_tokens", "tokens/sequence", "Tokens encoded again (of a head, per sequence)"),
         Metric("recompression_error", "1", "Relative error of encoding again", "Again", 4, better="lower"),

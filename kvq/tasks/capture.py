@@ -22,6 +22,8 @@ from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
+from kvq.models.layers import places_of
+from kvq.models.placing import base_of
 from kvq.tasks.stepwise import check_codecs_alone
 from kvq.tasks.windows import cut_windows
 
@@ -54,9 +56,11 @@ def capture(
             is more than a softmax over earlier tokens.
         DataError: states that are not finite.
     """
-    base = loaded.model.base_model
+    if getattr(loaded.text_config, "kv_lora_rank", None):
+        raise Unsupported("model: its attention reads keys expanded from a latent; what a cache holds is the latent")
+    base = base_of(loaded.model)
     modules = attentions(base)
-    styles = styles_of(loaded.model)
+    styles, places = styles_of(loaded.model), places_of(loaded.text_config)
     tables: dict[int, tuple[Tensor, Tensor] | None] = {}
     seen: set[int] = set()
 
@@ -66,8 +70,8 @@ def capture(
     def see(module: Any, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> None:
         if not hasattr(module, "layer_idx"):  # it looks at an image
             return
-        index = int(module.layer_idx)
-        if index >= len(styles) or index in seen:  # it reads the keys and values of an earlier layer
+        index = places.get(int(module.layer_idx))
+        if index is None or index in seen:  # it reads the keys and values of an earlier layer
             return
         if not bool(torch.isfinite(key).all() and torch.isfinite(value).all()):
             raise DataError(f"layer {index}: NaN or infinite keys or values; check the model's weights and the dtypes")

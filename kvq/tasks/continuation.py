@@ -42,8 +42,8 @@ def score_continuation(
         prompt: tokens of the prompt; its last one is read on the quantized cache.
     """
     loaded.hidden_states(tokens[:, : prompt - 1], cache)
-    for layer in cache.layers:
-        for side, block in zip((layer.key, layer.value), _sides(blocks), strict=True):  # type: ignore[union-attr]
+    for layer in cache.kv_layers:
+        for side, block in zip((layer.key, layer.value), _sides(blocks), strict=True):
             _quantize(side, block)
     hidden = loaded.hidden_states(tokens[:, prompt - 1 : -1], cache)
     yield ScoredChunk(loaded.logits(hidden), tokens[:, prompt:])

@@ -163,7 +163,7 @@ def costs(scored: Sequence[Scored]) -> dict[str, float]:
     for phase, tokens in (("prefill", "read_tokens"), ("decode", "new_tokens")):
         if total[phase] > 0 and total[tokens] > 0:
             out[f"{phase}_tokens_per_second"] = total[tokens] / total[phase]
-    for name in (*storage.STORED, *storage.RECOMPRESSED):
+    for name in (*storage.STORED, *storage.RECOMPRESSED, *storage.STATES):
         held = [one.cost[name] for one in scored if name in one.cost]
         if held:
             out[name] = float(np.mean(held))

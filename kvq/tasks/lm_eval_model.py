@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -37,7 +36,8 @@ class CacheLM(HFLM):
     Args:
         reader: model, method and prefill.
         tokenizer: the model's.
-        batch_size: contexts of equal length that are read together; 1 shares common prefixes instead.
+        batch_size: contexts that are read together, of equal length where the method takes no padding; 1 shares common
+            prefixes instead.
         max_length: longest context in tokens, None = the model's own.
         journal: stores every answer at once; answers in it are not computed again.
         seed: of sampled answers, each with a stream of its own.
@@ -155,18 +155,23 @@ class CacheLM(HFLM):
                 index, cache, logits = found
                 yield contexts[index], cache, logits, self._cost(cache, 1, clock, self.reader.tokens_read - before)
         lengths: dict[int, list[Tokens]] = {}
+        pads = self.rows > 1 and self.reader.pads
         for context in contexts:
-            lengths.setdefault(len(context), []).append(context)
-        for length, same in lengths.items():
+            lengths.setdefault(0 if pads and len(context) > 1 else len(context), []).append(context)
+        for same in lengths.values():
+            same.sort(key=len)  # little padding
             for start in range(0, len(same), self.rows):
                 batch = same[start : start + self.rows]
                 with clock.phase("prefill"):
-                    cache, logits = self.reader.begin(self.reader.tensor(batch * self.copies))
-                cost = self._cost(cache, len(batch) * self.copies, clock, length)
+                    cache, logits = self.reader.begin_together(batch * self.copies)
+                cost = self._cost(cache, len(batch) * self.copies, clock, 0)
                 for row, context in enumerate(batch):
-                    own = cache.fork()
-                    own.batch_select_indices(torch.tensor([row]))
-                    yield context, own, logits[row : row + 1], dict(cost)
+                    yield (
+                        context,
+                        cache.sequence(row),
+                        logits[row : row + 1],
+                        cost | {"read_tokens": float(len(context))},
+                    )
 
     @staticmethod
     def _cost(cache: KVCache, rows: int, clock: Clock, tokens: int) -> dict[str, float]:

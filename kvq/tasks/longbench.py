@@ -158,8 +158,8 @@ def _halves(tokens: Sequence[int], room: int) -> list[int]:
     return [*tokens[:first], *tokens[len(tokens) - room // 2 :]]
 
 
-def make_items(inputs: Inputs) -> Items[LongItem]:
-    """Batches of prompts of equal length, and skipped items with the reason."""
+def make_items(inputs: Inputs, together: bool = False) -> Items[LongItem]:
+    """Batches of prompts, of equal length unless `together`, and skipped items with the reason."""
     task: LongbenchConfig = inputs.config.task
     longest, skipped, items = inputs.longest_context, {}, []
     for document in documents(inputs):
@@ -182,17 +182,19 @@ def make_items(inputs: Inputs) -> Items[LongItem]:
                 items.append(LongItem(document, tuple(tokens), cut))
     groups: dict[tuple[str, int], list[LongItem]] = {}
     for item in items:
-        groups.setdefault((item.document.subset.name, len(item.prompt)), []).append(item)
+        groups.setdefault((item.document.subset.name, 0 if together else len(item.prompt)), []).append(item)
     size = task.batch_size
+    for same in groups.values():
+        same.sort(key=lambda item: len(item.prompt))  # little padding
     batches = [same[start : start + size] for same in groups.values() for start in range(0, len(same), size)]
     return Items(batches, lambda item: item.document.name, skipped)
 
 
 def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Scored]:
-    """Answers to prompts of one subset and of equal length, scored by the subset's metric."""
+    """Answers to prompts of one subset, read together, scored by the subset's metric."""
     clock, tokenizer, subset = Clock(reader.loaded.device), inputs.tokenizer, batch[0].document.subset
     with clock.phase("prefill"):
-        cache, logits = reader.begin(reader.tensor([item.prompt for item in batch]))
+        cache, logits = reader.begin_together([item.prompt for item in batch])
     finish = end_tokens(reader.loaded, tokenizer)
     with clock.phase("decode"):
         rows = reader.write(
@@ -229,7 +231,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Answer every item under `method`; a baseline is compared with item by item, by score and by ROUGE-L."""
     task: LongbenchConfig = inputs.config.task
     reader = Reader(inputs.model, method, task.prefill, inputs.config.cache.keep_decoded)
-    items = make_items(inputs)
+    items = make_items(inputs, task.batch_size > 1 and reader.pads)
     found = measure_items(
         items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label, "score"
     )

@@ -115,11 +115,26 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 
 def check(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for prompts longer than the model takes, `Unsupported` for more than one codec per side."""
+    """Check prompts, method and model.
+
+    Raises:
+        ConfigError: prompts longer than the model takes.
+        Unsupported: more than one codec per side, or layers that hold other things than all keys and values.
+    """
     task: MemoryConfig = inputs.config.task
     check_codecs_alone(method, task.name)
     check_layers_alike(method, task.name)
-    longest = cache_shape(inputs.config.model).context
+    shape = cache_shape(inputs.config.model)
+    if shape.others:
+        raise Unsupported(
+            f"task=memory: counts keys and values; layers of {inputs.config.model.name} cache {shape.others}"
+        )
+    if shape.window is not None and max(task.lengths) >= shape.window:
+        raise Unsupported(
+            f"task.lengths={task.lengths}: task=memory counts layers that keep the whole past; some of "
+            f"model={inputs.config.model.name} drop what has left a window of {shape.window}"
+        )
+    longest = shape.context
     if longest is not None and max(task.lengths) > longest:
         raise ConfigError(
             f"task.lengths={task.lengths}: model={inputs.config.model.name} takes at most {longest} tokens"

@@ -63,10 +63,32 @@ class Reader:
         cache.one_by_one = True
         return cache
 
+    @property
+    def pads(self) -> bool:
+        """Whether prompts of unequal length, of at least 2 tokens each, can be read together."""
+        return self.prefill is Prefill.whole and self.new_cache().unpadded is None
+
+    def begin_together(self, prompts: Sequence[Sequence[int]]) -> tuple[KVCache, Logits]:
+        """A cache that holds prompts, padded on the left to the longest, and the logits after each.
+
+        Raises:
+            Unsupported: unequal lengths where not `pads`.
+        """
+        most = max(map(len, prompts))
+        padding = [most - len(prompt) for prompt in prompts]
+        if any(padding) and self.prefill is not Prefill.whole:
+            raise Unsupported("task.prefill=chunked: reads prompts of equal length together; use task.prefill=whole")
+        rows = [[*[0] * ahead, *prompt] for ahead, prompt in zip(padding, prompts, strict=True)]
+        return self.begin(self.tensor(rows), padding if any(padding) else None)
+
     @torch.no_grad()
-    def begin(self, tokens: Int[Tensor, "batch tokens"]) -> tuple[KVCache, Logits]:
-        """A cache that holds prompts of equal length, and the logits after each."""
+    def begin(
+        self, tokens: Int[Tensor, "batch tokens"], padding: Sequence[int] | None = None
+    ) -> tuple[KVCache, Logits]:
+        """A cache that holds prompts, and the logits after each; `padding`: columns before the first token of each."""
         cache = self.new_cache()
+        if padding is not None:
+            cache.pad(padding)
         if self.prefill is Prefill.whole and tokens.shape[1] > 1:
             cache.one_by_one = False
             self._feed(cache, tokens[:, :-1])
@@ -168,10 +190,10 @@ class Reader:
 
 def room(cache: KVCache, most: int) -> int:
     """How many of `most` tokens one forward may add with the results of one token per forward."""
-    layer = cache.layers[0]
-    sides: list[Any] = [layer.key, layer.value]  # type: ignore[union-attr]
+    layer = cache.kv_layers[0]
+    sides: list[Any] = [layer.key, layer.value]
     quantized = [side for side in sides if side.codec is not None]
-    if steps(cache.method):
+    if steps(cache.method) or cache.padding is not None:
         return 1
     if not quantized:
         return min(most, FULL_PRECISION_CHUNK - cache.get_seq_length() % FULL_PRECISION_CHUNK)

@@ -26,8 +26,8 @@ from kvq.errors import ConfigError
 from kvq.methods.build import method_of
 from kvq.methods.method import Method
 from kvq.models import LoadedModel, load_model
-from kvq.models.head_dims import head_dims_of
 from kvq.models.inputs import Inputs, with_cache_dtype
+from kvq.models.layers import head_dims_of
 from kvq.models.load import pick_device
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
 from kvq.tasks.prefill_steps import WATCHED, watched_prefill
@@ -126,7 +126,7 @@ def _makers(config: Config, method: Method, loaded: LoadedModel, room: int) -> I
     if References.preallocated in references:
         yield References.preallocated.value, lambda: PreallocatedCache(loaded.model, room)
     if References.dynamic in references:
-        yield References.dynamic.value, DynamicCache
+        yield References.dynamic.value, lambda: DynamicCache(config=loaded.model.config)
 
 
 def _if_it_fits(loaded: LoadedModel, make: Callable[[], Any], prompt: Tensor, new_tokens: int) -> dict[str, Any] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvq.cache import KVCache
 from kvq.codecs import HuffmanCodec
 
@@ -22,6 +20,8 @@ STORED = (
 
 RECOMPRESSED = ("recompressed_tokens", "recompression_error")
 """Of methods that encode packed tokens again with other bits."""
+STATES = ("state_bytes", "state_bits")
+"""Of models some of whose layers keep a state of fixed size; both are part of total bytes and effective bits."""
 
 
 def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
@@ -30,6 +30,7 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     Where indices have Huffman codes, also the mean length of their code words and the Shannon entropy of their
     frequencies in each block, over keys and values. Where packed tokens are encoded again: how many were (each of a
     head, and as often as it was), and the relative squared difference between their decoded forms before and after.
+    Where layers keep states of fixed size: their bytes, and their part of the effective bits.
     """
     stored = {
         "bits_per_element": cache.bits_per_element,
@@ -38,14 +39,16 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
         "effective_bits": cache.effective_bits,
         "packed_bytes": cache.packed_bytes / sequences,
         "total_bytes": cache.nbytes / sequences,
-        "cached_tokens": float(cache.get_seq_length()),
+        "cached_tokens": cache.get_seq_length() - sum(cache.padding or ()) / sequences,
     }
-    layers: list[Any] = list(cache.layers)
-    sides = [(getattr(side, "codec", None), side) for layer in layers for side in (layer.key, layer.value)]
+    sides = [(getattr(side, "codec", None), side) for layer in cache.kv_layers for side in (layer.key, layer.value)]
     rates = [codec.rate(part) for codec, side in sides if isinstance(codec, HuffmanCodec) for part in side.packed]
     if indices := sum(rate.indices for rate in rates):
         stored["index_bits"] = sum(rate.coded for rate in rates) / indices
         stored["index_entropy"] = sum(rate.entropy for rate in rates) / indices
+    if cache.state_bytes:
+        stored["state_bytes"] = cache.state_bytes / sequences
+        stored["state_bits"] = cache.effective_bits * cache.state_bytes / cache.nbytes
     if (done := cache.recompression) is not None:
         stored |= {
             "recompressed_tokens": done.moves / sequences,

@@ -76,7 +76,7 @@ def test_the_version_to_raise_is_named() -> None:
 
 
 DAMAGES = [
-    ("method kivi", "self.value.append(value_states, self.quantized_prefill),", "value_states,", "2 * value_states,"),
+    ("method kivi", "values = self.value.append(value_states, self.quantized_prefill)", "value_s", "2 * value_s"),
     (
         "method nsnquant",
         "return self._patterns.lookup(codes[:1]).mul_(looked_up(self._signs, codes[1]))",

@@ -18,6 +18,7 @@ from kvq.methods.build import build_method
 from kvq.methods.packed_tensor import PackedTensor
 from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel
+from kvq.models.layers import kv_layers_of
 from kvq.results import run_key
 from tests import sweeps
 from tests.random_models import llama, save_random_model, token_ids
@@ -94,7 +95,8 @@ def test_a_backend_of_transformers_has_bits_by_layer():
     if not installed("quanto"):
         pytest.skip("needs the extra [quanto]")
     method = build_method("quanto", overrides=["bits_by_layer.key=[2,4]", "bits_by_layer.value=[2,4]"])
-    layers = method.layers(llama().config, [128, 128])
+    model = llama()
+    layers = method.layers(model.config, kv_layers_of(model.config))
     assert [layer.backend.bits for layer in layers] == [2, 4]
 
 

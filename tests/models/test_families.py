@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Qwen3_5TextConfig
 
 import kvq
 from kvq.cache import KVCache
@@ -16,7 +15,7 @@ from kvq.cache.rotary import styles_of
 from kvq.config import PplConfig, Scoring, Windows, conf_dir
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
-from kvq.models.head_dims import head_dims_of
+from kvq.models.layers import head_dims_of
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.reference import ReferenceLogProbs
 from kvq.tasks.scoring import generation_bounds, parallel_method
@@ -71,7 +70,6 @@ def test_generate_with_every_method(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_full_precision_and_identity_are_the_plain_forward(name: str) -> None:
-    """Layers with a window keep the whole past behind a mask."""
     loaded = family(name)
     tokens = token_ids(70, batch=2)
     expected = torch.log_softmax(loaded.model(tokens, use_cache=False).logits, -1)[:, :-1]
@@ -139,22 +137,6 @@ def test_undone_and_redone_rotary_embeddings(name: str) -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_rotary_embeddings_are_known_in_half_precision(name: str, dtype: torch.dtype) -> None:
     assert styles_of(family(name).model.to(dtype)) == styles_of(family(name).model)
-
-
-REFUSED = {
-    "deepseek_v3": (DeepseekV3Config, "DeepseekV3Config has multi-head latent attention"),
-    "qwen3_5": (Qwen3_5TextConfig, "Qwen3_5TextConfig has layers of linear_attention"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_keys_and_values_per_head_is_refused(name: str) -> None:
-    kind, reason = REFUSED[name]
-    sizes = {"vocab_size": 61, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = kind(**sizes, num_hidden_layers=4, intermediate_size=32)
-    with pytest.raises(Unsupported, match=reason) as caught:
-        head_dims_of(config)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_attention_without_masks_is_refused_where_it_needs_one() -> None:

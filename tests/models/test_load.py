@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Qwen3VLConfig
 
+import kvq
+from kvq.cache import KVCache
 from kvq.config import DEVICE_MAPS, Dtype, ModelConfig, OutliersConfig, compose, resolve
+from kvq.config.identity import canonical
 from kvq.errors import ConfigError, Unsupported
-from kvq.models import load_model
+from kvq.models import load_model, placing
 from kvq.tasks.scoring import generation_bounds
 from tests.families import family
 from tests.models.test_families import method
-from tests.random_models import llama, token_ids
+from tests.random_models import llama, save_random_model, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
 ALWAYS = {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -145,3 +150,97 @@ def test_capped_logits_are_followed() -> None:
     hidden = loaded.model.base_model(tokens, use_cache=False).last_hidden_state
     torch.testing.assert_close(loaded.logits(hidden), expected)
     assert float(expected.abs().max()) > 1.5
+
+
+def test_memory_attention_and_form_are_passed_on(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr(placing, "BitsAndBytesConfig", dict)
+    limits = {0: "20GiB", "cpu": "60GiB"}
+    given = ModelConfig("a", "m", device_map="auto", max_memory=limits, load_in="4bit", attn_implementation="eager")
+    load_model(given, "cpu")
+    found = asked["settings"]
+    assert (found["max_memory"], found["device_map"], found["attn_implementation"]) == (limits, "auto", "eager")
+    assert found["quantization_config"] == {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    load_model(ModelConfig("a", "m", load_in="8bit"), "cpu")
+    assert asked["settings"]["device_map"] == {"": torch.device("cpu")}
+    assert asked["settings"]["quantization_config"]["load_in_8bit"] is True
+
+
+@pytest.mark.parametrize(
+    ("load_in", "stored", "reason"),
+    [
+        ("4bit", "gptq", r"model\.load_in=4bit: the weights of m are quantized already \(gptq\); use null$"),
+        ("gptq", None, r"model\.load_in=gptq: the weights of m are not quantized; name a checkpoint made by gptq"),
+        ("awq", "gptq", r"model\.load_in=awq: the weights of m are quantized by gptq"),
+    ],
+)
+def test_forms_that_a_checkpoint_has_not(asked: dict[str, Any], load_in: str, stored: str | None, reason: str) -> None:
+    if stored is not None:
+        asked["config"] = LlamaConfig(quantization_config={"quant_method": stored, "bits": 4})
+    with pytest.raises(ConfigError, match=reason):
+        load_model(ModelConfig("a", "m", load_in=load_in), "cpu")
+
+
+@pytest.mark.parametrize("load_in", ["4bit", "8bit", "gptq", "awq"])
+def test_a_missing_library_is_named(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, load_in: str) -> None:
+    for name in ("bitsandbytes", "gptqmodel"):
+        monkeypatch.setattr(placing, f"is_{name}_available", lambda: False)
+    if load_in in ("gptq", "awq"):
+        asked["config"] = LlamaConfig(quantization_config={"quant_method": load_in, "bits": 4})
+    with pytest.raises(Unsupported, match=rf"model\.load_in={load_in}: needs \w+, which is not installed; pip install"):
+        load_model(ModelConfig("a", "m", load_in=load_in), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.load_in=3bit", "model.load_in=3bit: null or one of 4bit, 8bit, gptq, awq"),
+        ("model.max_memory={0: much}", "model.max_memory={0: 'much'}: sizes by device"),
+        ("model.max_memory={0: 20GiB}", "model.max_memory: bounds model.device_map, which is null"),
+        ("model.attn_implementation=''", "model.attn_implementation="),
+    ],
+)
+def test_settings_of_loading_are_checked(override: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        resolve(compose([override]))
+
+
+def test_what_decides_numbers_is_in_the_key() -> None:
+    """And by default nothing is, so that older keys stay valid."""
+
+    def model(*overrides: str) -> dict[str, Any]:
+        found: dict[str, Any] = canonical(resolve(compose(list(overrides))), "m", "d")["model"]
+        return found
+
+    plain = model()
+    assert not plain.keys() & {"load_in", "attn_implementation", "max_memory"}
+    assert model("model.device_map=auto", "model.max_memory={cpu: 1GiB}") == plain
+    assert model("model.load_in=gptq") == plain
+    assert model("model.load_in=8bit") == plain | {"load_in": "8bit"}
+    assert model("model.attn_implementation=eager") == plain | {"attn_implementation": "eager"}
+
+
+def test_window_layers_are_in_the_key_where_they_are_kept() -> None:
+    plain, kept = (canonical(resolve(compose(given)), "m", "d") for given in ([], ["cache.window_layers=keep"]))
+    assert "window_layers" not in plain
+    assert kept == plain | {"window_layers": "keep"}
+    whole = canonical(resolve(compose(["cache.window_layers=keep", "method=fp16"])), "m", "d")
+    assert "window_layers" not in whole
+
+
+def test_a_model_that_waits_on_disk_decodes_as_one_in_memory(tmp_path: Path) -> None:
+    """accelerate brings each layer's weights where it computes; the cache's tensors lie there."""
+    pytest.importorskip("accelerate")
+    folder = save_random_model(tmp_path / "model")
+    near = load_model(ModelConfig("a", str(folder)), "cpu")
+    far = load_model(ModelConfig("a", str(folder), device_map="auto", max_memory={"cpu": "200KB"}), "cpu")
+    assert any(weight.device.type == "meta" for weight in far.model.parameters())
+    assert far.device == torch.device("cpu")
+    one = kvq.build_method("kivi", bits=2, head_dim=128, overrides=["residual.size=8"])
+    out = []
+    for loaded in (near, far):
+        cache = KVCache(loaded.model, one)
+        tokens = torch.arange(40)[None] % 256
+        out.append(loaded.model.generate(tokens, past_key_values=cache, max_new_tokens=5, do_sample=False))
+        assert cache.kv_layers[0].device.type == "cpu"
+    assert torch.equal(*out)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from kvq import KVCache, build_method
 from kvq.cache.side import CacheSide
+from kvq.cli import main
 from kvq.codecs.rope import Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.errors import ConfigError
@@ -14,6 +16,7 @@ from kvq.models.shapes import CacheShape, cache_shape, shipped
 from kvq.tasks import memory
 from kvq.tasks.memory import rows_of, side_parts
 from tests.random_models import random_llama, token_ids
+from tests.sweeps import records
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -29,6 +32,10 @@ class _Turns:
     def __init__(self, tokens: int) -> None:
         none = torch.zeros(1, tokens, 0)
         self.rope = Rope(none, none)
+
+    def behind(self, tokens: int) -> Rope:
+        assert not tokens
+        return self.rope
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -90,3 +97,15 @@ def test_shipped_shapes_are_those_of_configured_models() -> None:
     contexts = {file["path"]: file["context"] for file in files if "path" in file}
     assert set(shipped()) <= set(contexts)
     assert {path: shape["context"] for path, shape in shipped().items()} == {p: contexts[p] for p in shipped()}
+
+
+def test_a_model_of_70b_takes_less_than_a_minute_and_no_weights(tmp_path: Path) -> None:
+    """The whole command with its defaults, in seconds of the processor, which other programs do not change."""
+    begun = time.process_time()
+    assert main(["task=memory", "model=llama_3_1_70b", "method=nsn", "bits=3", f"results_dir={tmp_path}"]) == 0
+    assert time.process_time() - begun < 60
+    found = records(tmp_path)["nsn 3"].metrics
+    plain = 2 * 80 * 8 * 128 * 131072 * 2  # keys and values, 80 layers of 8 KV heads of 128 channels, in 2 bytes
+    assert plain == pytest.approx(40 * 2**30)
+    assert found["total_bytes_131072"] == pytest.approx(plain / found["compression_131072"])
+    assert found["bits_without_residual_131072"] == pytest.approx(3 + 16 / 128 + 32 / 131072)

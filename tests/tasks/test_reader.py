@@ -15,6 +15,7 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.tasks.reader import Reader, Sampler, answer_text, check_prefill, stop_at
 from tests.data.byte_tokenizer import byte_tokenizer
+from tests.families import family
 from tests.random_models import in_double_precision, random_llama, token_ids
 
 METHODS = {
@@ -176,3 +177,31 @@ def test_an_answer_ends_at_its_stop_text() -> None:
     assert [ends(said[: count + 1]) for count in range(len(said))] == [False] * (len(said) - 1) + [True]
     assert stop_at(tokenizer, [said[3]], [])(said[:4])
     assert answer_text(tokenizer, said, ["END"]) == "so it goes "
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bloom"])
+def test_prompts_of_unequal_length_are_read_together_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers and log-probabilities; positions are rotated, embedded and distances, and one model has windows."""
+    loaded, text = in_double_precision(family(name), monkeypatch), token_ids(90)[0].tolist()
+    prompts, continuation = [text[:33], text[40:49], text[20:61]], torch.tensor([text[60:79]])
+    reader = Reader(loaded, build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=8"]), Prefill.whole)
+    assert reader.pads
+    cache, logits = reader.begin_together(prompts)
+    held = [cache.sequence(row) for row in range(3)]
+    for row, (prompt, written) in enumerate(zip(prompts, reader.write(cache, logits, 6, never), strict=True)):
+        alone, after = reader.begin(reader.tensor([prompt]))
+        torch.testing.assert_close(logits[row : row + 1], after, atol=1e-9, rtol=0)
+        assert (held[row].padding, held[row].nbytes) == (None, alone.nbytes)
+        expected = reader.log_probs(alone.fork(), after, continuation)[0]
+        found = reader.log_probs(held[row], logits[row : row + 1], continuation)[0]
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+        assert written == reader.write(alone, after, 6, never)[0]
+
+
+def test_prompts_of_unequal_length_are_refused_where_each_token_reads_a_cache_of_its_own() -> None:
+    reader = Reader(random_llama(), method_of("kivi"), Prefill.chunked)
+    assert not reader.pads
+    with pytest.raises(Unsupported, match=r"task\.prefill=chunked: reads prompts of equal length together; use"):
+        reader.begin_together([[1, 2, 3], [1, 2]])
+    evicting = build_method("h2o", head_dim=32, overrides=["residual.size=8"])
+    assert not Reader(random_llama(), evicting, Prefill.whole).pads

@@ -1,0 +1,69 @@
+"""What a `KVCache` holds, counted: bytes, and stored bits per element of keys and values."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from kvq.cache.allocated import allocated_bytes
+from kvq.cache.states import StatefulCache
+from kvq.cache.store import Recompression
+
+
+class CountedCache(StatefulCache, abc.ABC):
+    """A cache of sides that count their own bytes, beside states of fixed size."""
+
+    method: Any
+
+    @property
+    @abc.abstractmethod
+    def kv_layers(self) -> list[Any]:
+        """The layers with keys and values of their own (`Layer`)."""
+
+    def _sides(self, which: str | None = None) -> list[Any]:
+        names = ("key", "value") if which is None else (which,)
+        return [getattr(layer, name) for layer in self.kv_layers for name in names]
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed prefixes."""
+        return sum(side.packed_bytes for side in self._sides())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything the next token needs: packed prefixes, full-precision residuals, and states."""
+        return self.packed_bytes + sum(side.residual_bytes for side in self._sides()) + self.state_bytes
+
+    @property
+    def nbytes_allocated(self) -> int:
+        """Bytes of all memory that the cache keeps alive.
+
+        Besides `nbytes`: reserved rows, which save a copy at every token; the decoded copy (`keep_decoded`); the angles
+        of rotary embeddings that codecs undo; attention scores of tokens; and the last update, where `crop` can undo
+        it. Constants of a method are shared by its caches and not counted.
+        """
+        return allocated_bytes(self, self.method)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits per element of packed keys and values; a side that packs none counts in full precision."""
+        return self.side_bits()
+
+    @property
+    def effective_bits(self) -> float:
+        """Stored bits per element of all tokens seen so far, residual included; evicted tokens count with 0 bits."""
+        sides = [(layer, side) for layer in self.kv_layers for side in (layer.key, layer.value)]
+        elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
+        return 8 * self.nbytes / elements if elements else 0.0
+
+    def side_bits(self, which: str | None = None) -> float:
+        """Stored bits per element of `key`, `value` or both: of packed tokens, or of full precision if none are."""
+        sides = [side for side in self._sides(which) if side.tokens]
+        elements = sum(side.elements_per_token for side in sides)
+        return sum(side.bits_per_element * side.elements_per_token for side in sides) / elements if sides else 0.0
+
+    @property
+    def recompression(self) -> Recompression | None:
+        """What encoding packed tokens again has changed, over all layers; None: the method never does."""
+        found = [done for side in self._sides() if (done := getattr(side, "recompression", None)) is not None]
+        return Recompression(*map(sum, zip(*found, strict=True))) if found else None

@@ -1,0 +1,256 @@
+"""Left-padded batches: a cache without their padding, in which each sequence is stored as in a batch of its own.
+
+Sequences with as many tokens of padding lie together in one layer. Padding is in no block and in no statistics, and no
+byte of it is stored. Attention reads zeros in its columns, which the model's own mask hides.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.cache.counted import CountedCache
+from kvq.cache.layer import Layer
+from kvq.cache.rotary import RopeTable
+from kvq.cache.sources import SourceColumns
+from kvq.cache.states import placed
+from kvq.cache.window import outside
+from kvq.errors import Unsupported
+from kvq.models.layers import KvLayer
+
+
+@dataclass
+class Part:
+    """Sequences with equal padding.
+
+    Attributes:
+        rows: their places in the batch.
+        padding: columns before their first token.
+        layer: holds their tokens.
+    """
+
+    rows: list[int]
+    padding: int
+    layer: Any
+
+    def own(self, given: Tensor, seen: int) -> Tensor:
+        """Their part of `[batch, columns, ...]`, of columns that follow `seen` others; a batch of 1 is that of all."""
+        rows = given if given.shape[0] == 1 else given[self.rows]
+        return rows[:, max(self.padding - seen, 0) :]
+
+
+class PaddedLayer(Layer):
+    """A layer of a batch whose sequences begin at different columns.
+
+    Args:
+        empty: the layer of a batch without padding, before its first token.
+        padding: of each sequence.
+    """
+
+    lasting = "a padded batch"
+
+    def __init__(self, empty: Layer, padding: Sequence[int]) -> None:
+        super().__init__()
+        self.window, self.keeps_order = empty.window, empty.keeps_order
+        self.parts = [
+            Part([row for row, one in enumerate(padding) if one == count], count, empty.fork())
+            for count in sorted(set(padding))
+        ]
+        self._seen = 0
+
+    @property
+    @override
+    def padding(self) -> list[int]:  # type: ignore[override]
+        found = {row: part.padding for part in self.parts for row in part.rows}
+        return [found[row] for row in sorted(found)]
+
+    @property
+    @override
+    def alone(self) -> list[Layer]:
+        return [part.layer for part in self.parts]
+
+    @property
+    @override
+    def shuffled(self) -> bool:
+        return any(part.layer.shuffled for part in self.parts)
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return sum(len(part.rows) for part in self.parts)
+
+    @override
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included."""
+        return self._seen
+
+    @override
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Those of a batch without padding that has as many columns."""
+        hidden = outside(self._seen, self.window)
+        return self._seen - hidden + query_length, hidden
+
+    @override
+    def begin(self, tokens: Tensor | None) -> None:
+        for part in self.parts:
+            part.layer.begin(None if tokens is None else part.own(tokens, self._seen))
+
+    @override
+    def enter(self, hidden: Tensor) -> None:
+        for part in self.parts:
+            part.layer.enter(part.own(hidden, self._seen))
+
+    @override
+    def turn(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
+        for part in self.parts:
+            cos, sin = (None, None) if given is None else (part.own(one, self._seen) for one in given)
+            table = None if cos is None or sin is None else (cos, sin)
+            count = tokens - max(part.padding - self._seen, 0)
+            part.layer.turn(count, table, like)
+
+    @override
+    def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
+        """None: each token once, as it is.
+
+        Raises:
+            Unsupported: tokens that would be read in two forms.
+        """
+        for part in self.parts:
+            if part.layer.announce(queries - max(part.padding - self._seen, 0), device, None) is not None:
+                raise Unsupported(
+                    f"attention_mask: padding, and {queries} tokens at once that are to be read as one by one; feed "
+                    "them one by one, or batch prompts of equal length"
+                )
+        return None
+
+    @override
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append states `[batch, heads, columns, head_dim]`, and return what attention reads, padding as zeros."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        columns = self.get_mask_sizes(key_states.shape[2])[0]
+        out = [states.new_zeros(*states.shape[:2], columns, states.shape[3]) for states in (key_states, value_states)]
+        for part in self.parts:
+            start = max(part.padding - self._seen, 0)
+            own = (states[part.rows][:, :, start:] for states in (key_states, value_states))
+            for whole, read in zip(out, part.layer.update(*own, *args, **kwargs), strict=True):
+                whole[part.rows, :, columns - read.shape[2] :] = read
+        self._seen += key_states.shape[2]
+        return out[0], out[1]
+
+    def reset(self) -> None:
+        """Forget everything but the padding."""
+        self._seen, self.is_initialized = 0, False
+        for part in self.parts:
+            part.layer.reset()
+
+    @override
+    def batch_select_indices(self, indices: Tensor) -> None:
+        chosen, parts = indices.tolist(), []
+        for part in self.parts:
+            place = {row: number for number, row in enumerate(part.rows)}
+            rows = [row for row, old in enumerate(chosen) if old in place]
+            if rows:
+                part.layer.batch_select_indices(torch.tensor([place[chosen[row]] for row in rows]))
+                parts.append(replace(part, rows=rows))
+        self.parts = parts
+
+    @override
+    def check_crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise Unsupported(f"crop({tokens_to_remove}): a padded batch; crop a batch of prompts of equal length")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises: Unsupported: tokens to remove."""
+        self.check_crop(tokens_to_remove)
+
+    @override
+    def fork(self) -> PaddedLayer:
+        other = copy.copy(self)
+        other.parts = [replace(part, rows=list(part.rows), layer=part.layer.fork()) for part in self.parts]
+        return other
+
+
+class PaddableCache(CountedCache, abc.ABC):
+    """A cache that holds the sequences of a left-padded batch apart."""
+
+    recording: bool
+    _held: Mapping[int, tuple[int, KvLayer]]
+    _tables: list[RopeTable]
+    _groups: list[int]
+
+    @property
+    def _own(self) -> list[Any]:
+        """The layers of a batch with keys and values of their own."""
+        return [self.layers[index] for index in self._held]
+
+    @property
+    @override
+    def kv_layers(self) -> list[Any]:
+        return [one for layer in self._own for one in layer.alone]
+
+    @property
+    def padding(self) -> Sequence[int] | None:
+        """Columns of padding before the first token of each sequence; None: none."""
+        found: Sequence[int] | None = self._own[0].padding
+        return found
+
+    @property
+    def unpadded(self) -> str | None:
+        """The reason why it takes no padded batch; None: it does."""
+        reason = next(filter(None, (layer.unpadded for layer in self._own)), None)
+        if reason is not None:
+            return f"method={self.method.name} {reason}"
+        if self._states:
+            return "layers keep states of fixed size, which it would enter"
+        return "candidates of assisted generation" if self.recording else None
+
+    def pad(self, padding: Sequence[int] | None) -> None:
+        """Receive how many columns of padding come before the first token of each sequence, before any token.
+
+        Raises:
+            Unsupported: padding that the tokens held do not have, or a cache that takes none.
+        """
+        given = "attention_mask: padding"
+        if padding is None or self.get_seq_length():
+            raise Unsupported(f"{given} of the tokens held differs; give that of the prompts in every forward")
+        if (reason := self.unpadded) is not None:
+            raise Unsupported(f"{given}: {reason}; batch prompts of equal length, or run them one by one")
+        layers = [PaddedLayer(layer, padding) for layer in self.kv_layers]
+        own: dict[tuple[int, int], RopeTable] = {}
+        for layer, group in zip(layers, self._groups, strict=False):  # no groups where nothing undoes rotations
+            for part in layer.parts:
+                table = own.setdefault((part.padding, group), RopeTable(self._tables[group].style))
+                part.layer.key.rope = part.layer.value.rope = table
+        self._put(layers)
+
+    def _put(self, layers: Sequence[Layer]) -> None:
+        self.layers = placed([held for _, held in self._held.values()], layers, self._states)
+
+    def _share_tables(self) -> None:
+        for layer, group in zip(self._own, self._groups, strict=True):
+            layer.key.rope = layer.value.rope = self._tables[group]
+
+    def _open(self) -> None:
+        """Hold the first sequences of equal padding, and no others, as a batch without padding."""
+        self._put([layer.alone[0] for layer in self._own])
+        for layer, group in zip(self._own, self._groups, strict=False):
+            self._tables[group] = layer.key.rope
+
+    def reset(self) -> None:
+        """Forget everything, padding included."""
+        if self.padding is not None:
+            self._open()
+        super().reset()

@@ -1,0 +1,44 @@
+"""Layers whose queries read a window of the newest tokens: what they need not hold, and what of a chunk they read.
+
+A layer drops tokens once they have left the window of the next query: those of whole blocks, because a block is encoded
+as in a layer without a window; single tokens where nothing is encoded. Keys and values drop the same tokens. So a layer
+holds less than a block above its window; of a side that cannot drop, it holds the whole past. Attention reads the same
+columns either way: those that transformers' own sliding layers return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvq.cache.side import CacheSide
+from kvq.cache.sources import Departures
+
+
+def outside(tokens: int, window: int | None) -> int:
+    """How many of `tokens` tokens the next query does not read."""
+    return 0 if window is None else max(tokens - window + 1, 0)
+
+
+def drop(sides: Sequence[CacheSide], tokens: int) -> None:
+    """Forget as many of the first `tokens` tokens held as all sides can."""
+    before = tokens + 1
+    while before > tokens:  # until no side has to give less than another
+        before, tokens = tokens, min(_droppable(side, tokens) for side in sides)
+    if tokens:
+        for side in sides:
+            side.drop(tokens)
+
+
+def _droppable(side: CacheSide, tokens: int) -> int:
+    if not side.drops:
+        return 0
+    if side.codec is None:
+        return min(tokens, side.residual_tokens)
+    # Tokens that wait for their block are part of its statistics.
+    return 0 if side._store is None else side._store.droppable(tokens)
+
+
+def clipped(moves: Departures, hidden: int) -> Departures:
+    """The departures of tokens without the first `hidden`, which are not read."""
+    gone = max(hidden - moves.start, 0)
+    return Departures(max(moves.start - hidden, 0), moves.queries[gone:])

@@ -1,0 +1,91 @@
+"""How a model's weights are loaded: quantized, spread over devices, and with which attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.utils import is_accelerate_available, is_bitsandbytes_available, is_gptqmodel_available
+
+from kvq.errors import ConfigError, Unsupported
+
+if TYPE_CHECKING:
+    from kvq.config import ModelConfig
+
+_ON_LOADING = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
+
+
+def base_of(model: nn.Module) -> Any:
+    """The model below its output embedding; of some families (Llama 4) `base_model` is the whole."""
+    base, inner = getattr(model, "base_model", model), getattr(model, "model", None)
+    return inner if base is model and isinstance(inner, nn.Module) else base
+
+
+def loading(config: ModelConfig, whole: Any, where: torch.device) -> dict[str, Any]:
+    """The settings of `from_pretrained` that say in what form and where weights are loaded.
+
+    Args:
+        whole: the model's transformers configuration.
+        where: the device of a model that is not spread.
+
+    Raises:
+        ConfigError: `model.load_in` of weights that are quantized otherwise, or not at all.
+        Unsupported: outliers in quantized weights, or a library that is not installed.
+    """
+    stored = _method_of(getattr(whole, "quantization_config", None))
+    _check_form(config, stored)
+    quantized = stored is not None or config.load_in is not None
+    if quantized and config.outliers:
+        raise Unsupported(f"model.outliers: the weights of {config.path} are quantized")
+    dtype = getattr(torch, config.dtype.value)
+    settings: dict[str, Any] = {"dtype": dtype if stored is None else "auto"}
+    if config.load_in in _ON_LOADING:
+        form = {_ON_LOADING[config.load_in]: True}
+        settings["quantization_config"] = BitsAndBytesConfig(**form, bnb_4bit_compute_dtype=dtype)
+    if config.device_map is not None or quantized:
+        settings["device_map"] = config.device_map or {"": where}
+    if config.max_memory is not None:
+        given = config.max_memory.items()
+        settings["max_memory"] = {int(name) if str(name).isdigit() else name: size for name, size in given}
+    if config.attn_implementation is not None:
+        settings["attn_implementation"] = config.attn_implementation
+    return settings
+
+
+def _check_form(config: ModelConfig, stored: str | None) -> None:
+    asked, path = config.load_in, config.path
+    if asked in _ON_LOADING and stored is not None:
+        raise ConfigError(f"model.load_in={asked}: the weights of {path} are quantized already ({stored}); use null")
+    if asked is not None and asked not in _ON_LOADING and stored != asked:
+        found = "not quantized" if stored is None else f"quantized by {stored}"
+        raise ConfigError(
+            f"model.load_in={asked}: the weights of {path} are {found}; name a checkpoint made by {asked}, or use "
+            f"{' or '.join(_ON_LOADING)}"
+        )
+    needed = {
+        "accelerate": (asked or config.device_map, is_accelerate_available),
+        "bitsandbytes": (asked in _ON_LOADING, is_bitsandbytes_available),
+        "gptqmodel": (asked in ("gptq", "awq"), is_gptqmodel_available),
+    }
+    for package, (wanted, installed) in needed.items():
+        if wanted and not installed():
+            extra = "gptq" if package == "gptqmodel" else "bnb"
+            setting = f"load_in={asked}" if asked else f"device_map={config.device_map}"
+            raise Unsupported(f"model.{setting}: needs {package}, which is not installed; pip install -e '.[{extra}]'")
+
+
+def _method_of(stored: Any) -> str | None:
+    """The name of the method that made quantized weights; None: they are not."""
+    if stored is None:
+        return None
+    found = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    return str(getattr(found, "value", found))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: of weights that wait elsewhere (offloaded), where accelerate brings them."""
+    device = next(module.parameters()).device
+    waits = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return torch.device(waits) if device.type == "meta" and waits is not None else device
