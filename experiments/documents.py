@@ -120,7 +120,7 @@ class Rows:
         records = Store(results).scan()[0]
         self._answers, self._reference = by_signature(records), read_reference()
         self._present = frozenset((record.model, record.method) for record in records)
-        self._figures = sorted(path.stem for path in (results / "figures").glob("*.csv"))
+        self._figures = sorted(path.stem for path in (results / "figures").glob("*.png"))
         self._embedded = [model for model in choices()["model"] if is_embedded(model)]
         self._documents = documents_of(reference_path().with_name("documents.yaml").read_text(encoding="utf-8"))
 

@@ -78,7 +78,7 @@ def test_counts_are_of_records(tmp_path: Path) -> None:
     Store(tmp_path).put(made.record("nsnquant", "2", settings=canonical(config, "f" * 64, "d" * 64), **run))
     (tmp_path / "figures").mkdir()
     for stem in ("memory-llama_3_1_8b-pydocs-1", "memory-tiny_hard-pydocs-2", "memory-tiny-pydocs-3"):
-        (tmp_path / "figures" / f"{stem}.csv").touch()
+        (tmp_path / "figures" / f"{stem}.png").touch()
     rows = Rows(tmp_path)
     table6 = Item("Table 6", ("nsnquant/table6",), ("memory",), "no [boxes]")
     assert rows.row(table6) == [
