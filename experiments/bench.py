@@ -27,12 +27,14 @@ import attention_bench
 import bench_fits
 import bench_report
 import encode_bench
+import peers_bench
 
 from kvq.cache import KVCache
 from kvq.codecs import rope_table
 from kvq.config import compose, resolve
 from kvq.config.diagnostics import TniConfig
 from kvq.config.tasks import Prefill
+from kvq.kernels import fused
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel, load_model
@@ -54,6 +56,7 @@ ENCODED = (
     ("turboquant/hadamard", 2),
     ("turboquant/prod", 2),
 )
+TABLES = (("nsnquant", 1), ("nsnquant", 2), ("turboquant", 2), ("turboquant", 4), ("q4_0", 4))
 TOKENS, HEADS = 512, 8
 LONG = 32768
 
@@ -130,6 +133,7 @@ def shared_context(loaded: LoadedModel, tokens: torch.Tensor, pairs: int) -> dic
     return out
 
 
+@torch.inference_mode()
 def encode_speed(pairs: int) -> dict[str, Any]:
     """Keys encoded by one thread: time over kivi's at the same bits, and million elements per second.
 
@@ -149,6 +153,13 @@ def encode_speed(pairs: int) -> dict[str, Any]:
             pairs,
         )
         found["million_elements_per_second"] = x.numel() / found["seconds_median"][0] / 1e6
+        one_pass = paired(
+            lambda codec=first: fused(codec[0]).encode(x, codec[1], rope),
+            lambda codec=first: codec[0].encode(x, codec[1], rope),
+            pairs,
+        )
+        found["one_pass_million_elements_per_second"] = x.numel() / one_pass["seconds_median"][0] / 1e6
+        found["one_pass_over_codec"] = {key: one_pass[key] for key in ("ratio_median", "ratio_min", "ratio_max")}
         if name == "nsnquant":
             bound = paired(
                 lambda: [torch.mm(tile, codewords, out=scores).shape for tile in tiles], lambda: x.clone(), pairs
@@ -168,6 +179,12 @@ def packed_attention(pairs: int) -> dict[str, Any]:
             name, BITS, device, bandwidth, batch=1, tokens=LONG, group=group, pairs=pairs
         )
         for name in (*METHODS, "quarot")
+        for group in (1, 4)
+    } | {
+        f"{name}_{bits}b_{group}q": attention_bench.measure(
+            name, bits, device, bandwidth, batch=1, tokens=LONG, group=group, pairs=pairs
+        )
+        for name, bits in TABLES
         for group in (1, 4)
     }
     return {"copy_bytes_per_second": bandwidth, "threads": torch.get_num_threads(), "cells": cells}
@@ -234,7 +251,6 @@ def full_report(pairs: int, records: int) -> dict[str, Any]:
             },
             "settings": {"context": CONTEXT, "bits": BITS, "model": "tiny"},
             "parallel_over_full_precision": parallel_cost(loaded, tokens, pairs),
-            "encode_over_kivi": encode_speed(3 * pairs),
             "token_by_token_over_chunks": chunked_speed(loaded, tokens, max(3, pairs // 2)),
             "own_context_over_shared": shared_context(loaded, tokens, 1),
         }
@@ -270,6 +286,8 @@ ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "packed_attention": _attention,
     "fused_encode": lambda pairs, records: fused_encode(pairs),
     "calibration_fits": lambda pairs, records: bench_fits.measure(),
+    "encode_over_kivi": lambda pairs, records: encode_speed(3 * pairs),
+    "peers": lambda pairs, records: peers_bench.measure(pairs),
     "tni_peak_over_forward": lambda pairs, records: norms_peak(),
     "report_on_synthetic_records": lambda pairs, records: bench_report.measure(records),
 }
@@ -289,7 +307,11 @@ def show(report: dict[str, Any]) -> None:
     for name, values in report.get("encode_over_kivi", {}).items():
         speed, bound = (values.get(f"{part}million_elements_per_second") for part in ("", "matmul_bound_"))
         of = f" of {bound:.0f}" if bound else ""
-        print(f"{'encode_over_kivi':<34}{name:<24}{values['ratio_median']:8.2f}x  ({speed:.1f}{of} M elements/s)")
+        fast = values.get("one_pass_million_elements_per_second", speed)
+        print(
+            f"{'encode_over_kivi':<34}{name:<24}{values['ratio_median']:8.2f}x  ({speed:.1f}{of} M elements/s; packed "
+            f"caches {fast:.1f})"
+        )
     for name, values in report.get("packed_attention", {}).get("cells", {}).items():
         of_copy, dense = (values[f"{part}fraction_of_copy_bandwidth"] for part in ("", "bf16_"))
         print(
@@ -302,6 +324,8 @@ def show(report: dict[str, Any]) -> None:
             f"{'fused_encode':<34}{name:<22}{values['ratio_median']:8.2f}x of the codec's; {moved:.1f} MB at "
             f"{of_copy:.2f} of copying"
         )
+    if found := report.get("peers"):
+        peers_bench.show(found)
     if found := report.get("calibration_fits"):
         bench_fits.show(found)
     for name, values in report.get("peak_bytes_over_full_precision", {}).items():

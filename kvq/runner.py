@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -125,6 +126,13 @@ def run(config: Config) -> Record:
         return _measure(prepared, baseline, refused)
 
 
+def _weights(inputs: Inputs, method: Method) -> AbstractContextManager[None]:
+    """The model's weights as the method wants them while it is measured."""
+    if method.merged is None or not inputs.reads_weights:
+        return nullcontext()
+    return method.merged.in_weights(inputs.model.model)
+
+
 def _usable(prepared: Prepared) -> Record | None:
     """The record on disk, unless it failed, is stale or cannot be read: such runs are measured again."""
     state = prepared.state
@@ -172,7 +180,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
             kept.unlink(missing_ok=True)
         # Holds the scores of an earlier process that was killed.
         journal = Journal(kept, f"{json.dumps(versions)} {device.type}")
-        with timed(clock, "measure"):
+        with timed(clock, "measure"), _weights(inputs, method):
             result = prepared.task.measure(inputs, method, baseline, journal)
         if calibration is not None:
             cost = calibration.metrics(result.metrics)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from experiments import readme
+from experiments.places import PLACE, filled
 from kvq import cli
 from kvq.config import compose, resolve
 from kvq.methods.build import build_method
@@ -199,12 +200,13 @@ def test_links_and_named_files_exist(page: Path) -> None:
 def test_the_readme_shows_the_committed_tables() -> None:
     """Every number of the README's tables is that of results/tables; `python experiments/readme.py` puts them there."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    script = runpy.run_path(str(ROOT / "experiments" / "readme.py"))
-    assert script["filled"](text) == text
-    for place in script["PLACE"].finditer(text):
-        rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in place[5].splitlines()[3:]]
-        assert {name for name, _ in rows} == set(place[3].split())
-        assert {bits for _, bits in rows} == set(place[4].split())
+    assert filled(text, "table", readme.table_lines) == text
+    for place in PLACE.finditer(text):
+        words = readme.WORDS.fullmatch(place[3])
+        assert words is not None
+        rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in place[4].splitlines()[3:]]
+        assert {name for name, _ in rows} == set(words[2].split())
+        assert {bits for _, bits in rows} == set(words[3].split())
 
 
 def test_the_commands_for_an_8b_model_compose() -> None:

@@ -80,12 +80,14 @@ class LatencyConfig(SpeedConfig):
 
     Attributes:
         regimes: ways to read the packed past that are timed as well, each with its overhead over the references.
+        prefill_steps: a further prefill, whose time is split into the steps of the codecs.
     """
 
     name: str = "latency"
     batches: list[int] = field(default_factory=lambda: [1])
     contexts: list[int] = field(default_factory=lambda: [512, 1024])
     regimes: list[Regime] = field(default_factory=list)
+    prefill_steps: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

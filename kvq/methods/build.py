@@ -26,6 +26,7 @@ from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys
+from kvq.methods.merged import MergedRotation, merged_rotation
 from kvq.methods.method import FirstLayers, Method
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.transformers_caches import check_backend
@@ -105,6 +106,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
                 what = "" if given.key == given.value else f" for {side}"
                 raise Unsupported(f"bits={given.label}: {method.name} does {lowest} to {highest} bits{what}")
     codecs = {side: _codec(method.name, f"method.{side}", getattr(method, side), head_dim) for side in ("key", "value")}
+    merged = _merged(method, codecs)
     effective = effective_residual(method.residual, residual)
     if method.backend is not None and given is not None:
         check_backend(method.name, method.backend, given, effective)
@@ -132,6 +134,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         by_layer=by_layer,
         settings=canonical_method(method),
         gqa=_gqa(method, codecs),
+        merged=merged,
     )
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
@@ -173,6 +176,16 @@ def _sink_detection(method: MethodConfig) -> SinkDetection | None:
             f"method.sink_detection of {method.name}: not beside sink_tokens, kept_keys, a plan, eviction or a backend"
         )
     return found
+
+
+def _merged(method: MethodConfig, codecs: dict[str, Codec | None]) -> MergedRotation | None:
+    """What rotates values in the weights, if anything does; their codec in `codecs` loses its rotation then."""
+    if not method.merge_rotation:
+        return None
+    if method.first_layers.count or method.calibration.dataset is not None:
+        raise ConfigError(f"method.merge_rotation of {method.name}: needs codecs that are the same in all layers")
+    codecs["value"], merged = merged_rotation(method.name, codecs["value"])
+    return merged
 
 
 def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:

@@ -23,6 +23,7 @@ from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys, numbered
+from kvq.methods.merged import MergedRotation
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.sinks import side_of
 from kvq.methods.transformers_caches import TransformersLayer
@@ -58,6 +59,7 @@ class Method:
             method that was put together by hand.
         gqa: bits that are added in a model whose query heads share KV heads.
         window_layers: whether layers that attend to a window of tokens are quantized as the others.
+        merged: rotates values by the model's weights; `value` then has no such stage.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Method:
     settings: Mapping[str, Any] = field(default_factory=dict)
     gqa: GqaCompensation | None = None
     window_layers: WindowLayers = WindowLayers.quantize
+    merged: MergedRotation | None = None
 
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
@@ -188,6 +191,8 @@ class Method:
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
         self.check_layers(len(held))
+        if self.merged is not None:
+            self.merged.check(config)
         if self.gqa is not None:
             return self._compensated(config).layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:

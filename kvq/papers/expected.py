@@ -85,10 +85,15 @@ _choices_with = functools.cache(choices)
 
 def _small(jobs: Iterable[Overrides], present: Present) -> list[str]:
     """Embedded models that have runs; none for an experiment that is one of embedded models itself."""
-    own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
-    if own and all(_embedded(model) for model in own):
+    if on_embedded(jobs):
         return []
     return [model for model in sorted({model for model, _ in present}) if _embedded(model)]
+
+
+def on_embedded(jobs: Iterable[Overrides]) -> bool:
+    """Whether runs name embedded models alone, those of drawn states among them; False where there are none."""
+    own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
+    return bool(own) and all(_embedded(model) for model in own)
 
 
 @functools.cache

@@ -33,6 +33,8 @@ def print_cost(name: str, jobs: int) -> None:
     print(f"{name}: {jobs} runs here; in full {full}")
     for choice, runs in experiment.waiting.items():
         print(f"{choice} is not in this version: {runs} of the {experiment.runs} runs wait for it")
+    for reason in dict.fromkeys(cell.reason for cell in experiment.cells if cell.reason):
+        print(f"cells that cannot be measured: {reason}")
 
 
 def _known(name: str, present: Present = frozenset()) -> Experiment:

@@ -241,12 +241,16 @@ def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
 
 
 class Correlation(NamedTuple):
-    """Spearman's rho of `n` points with its 95% interval (None: fewer than 4 points, or ties alone)."""
+    """Spearman's rho of `n` points, its 95% interval (None: fewer than 4 points, or ties alone) and p-value.
+
+    `p` is two-sided, by Student's t, which is coarse for few points (None: fewer than 4, or ties alone).
+    """
 
     n: int
     rho: float | None
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation:
@@ -258,10 +262,11 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation:
     if len(x) != len(y):
         raise RecordError(f"rank correlation: {len(x)} and {len(y)} values; they come in pairs")
     if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
-        return Correlation(len(x), None, None, None)
-    rho = float(scipy.stats.spearmanr(x, y).statistic)
+        return Correlation(len(x), None)
+    found = scipy.stats.spearmanr(x, y)
+    rho = float(found.statistic)
     if len(x) < 4:
-        return Correlation(len(x), rho, None, None)
+        return Correlation(len(x), rho)
     reach = float(scipy.stats.norm.ppf(0.975)) * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
     z = math.atanh(max(min(rho, 1 - 1e-12), -1 + 1e-12))
-    return Correlation(len(x), rho, math.tanh(z - reach), math.tanh(z + reach))
+    return Correlation(len(x), rho, math.tanh(z - reach), math.tanh(z + reach), float(found.pvalue))

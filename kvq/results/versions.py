@@ -30,6 +30,7 @@ _CLASS: Final = re.compile(r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$
 _BEHIND: Final = {
     "sink_tokens": "SinkSide",
     "gqa_compensation": "GqaCompensation",
+    "merge_rotation": "MergedRotation",
     "kept_keys": "KeptSide",
     "backend": "BackendConfig",
     "calibration": "CalibrationConfig",

@@ -6,12 +6,14 @@ import itertools
 from operator import itemgetter
 from typing import Any
 
+from kvq.config import Attention
 from kvq.config.speed import LatencyConfig, References, Regime
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.prefill_steps import check_steps, step_metrics
 from kvq.tasks.regimes import check_regimes
 from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, median_of, paired_ratios
 
@@ -37,6 +39,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         for regime in () if method.is_full_precision else task.regimes:
             of_regime, regime_units = _regime(regime, name, here)
             metrics, units = metrics | of_regime, units | regime_units
+        of_steps, step_units = step_metrics(name, here)
+        metrics, units = metrics | of_steps, units | step_units
         metrics[f"cache_bytes_{name}"], units[f"cache_bytes_{name}"] = float(here[0]["cache_bytes"]), "bytes"
     return Measurement(metrics, units, rows)
 
@@ -58,6 +62,8 @@ def check(inputs: Inputs, method: Method) -> None:
     task: LatencyConfig = inputs.config.task
     check_length(inputs, f"task.contexts={task.contexts}", max(task.contexts) + task.new_tokens, method)
     check_regimes(method, task.regimes)
+    if task.prefill_steps and not method.is_full_precision:
+        check_steps(method, inputs.config.cache.attention is Attention.packed)
 
 
 TASK = Task(check, measure, fingerprint)

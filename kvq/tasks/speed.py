@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from kvq.models.inputs import Inputs, with_cache_dtype
 from kvq.models.layers import head_dims_of
 from kvq.models.load import pick_device
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
+from kvq.tasks.prefill_steps import WATCHED, watched_prefill
 from kvq.tasks.regimes import cache_maker
 
 SUBJECT = "method"
@@ -81,9 +82,12 @@ def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = froz
     task: SpeedConfig = config.task
     generator = torch.Generator().manual_seed(config.seed)
     prompt = torch.randint(0, loaded.text_config.vocab_size, (batch, tokens), generator=generator).to(loaded.device)
-    makers = {name: make for name, make in _makers(config, loaded, tokens + task.new_tokens) if name not in without}
+    method = method_of(config, head_dims_of(loaded.text_config)[0])
+    room = tokens + task.new_tokens
+    makers = {name: make for name, make in _makers(config, method, loaded, room) if name not in without}
     rows: list[dict[str, Any]] = []
-    with torch.inference_mode():
+    merged = nullcontext() if method.merged is None else method.merged.in_weights(loaded.model)
+    with merged, torch.inference_mode():
         for repeat in range(-task.warmup, task.repeats):
             for name, make in list(makers.items()):
                 place = {"batch": batch, "tokens": tokens, "subject": name, "repeat": repeat}
@@ -93,11 +97,24 @@ def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = froz
                     rows = [*(row for row in rows if row["subject"] != name), place | {"repeat": 0, "fits": False}]
                 elif repeat >= 0:
                     rows.append(place | {"fits": True} | row)
+            if (row := _watched(config, loaded, prompt)) is not None and repeat >= 0:
+                place = {"batch": batch, "tokens": tokens, "subject": WATCHED, "repeat": repeat}
+                rows.append(place | {"fits": True} | row)
     return rows
 
 
-def _makers(config: Config, loaded: LoadedModel, room: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    method = method_of(config, head_dims_of(loaded.text_config)[0])
+def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> dict[str, Any] | None:
+    """A prefill by steps; None where none is asked for, or where the GPU has too little memory for it."""
+    if not getattr(config.task, "prefill_steps", False) or config.method.is_full_precision:
+        return None
+    with suppress(torch.OutOfMemoryError):
+        own = method_of(config, head_dims_of(loaded.text_config)[0])
+        return watched_prefill(loaded, own, prompt, lambda: _now(loaded))
+    torch.cuda.empty_cache()
+    return None
+
+
+def _makers(config: Config, method: Method, loaded: LoadedModel, room: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     # Full precision has no codes to attend to.
     attention = "dense" if method.is_full_precision else config.cache.attention.value
     kept, dtype = config.cache.keep_decoded, loaded.cache_dtype

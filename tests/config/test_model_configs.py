@@ -41,6 +41,13 @@ CONFIGS = {
     "gpt2-medium": "gpt2_medium",
 }
 """The papers' spelling of a model -> conf/model."""
+WITHOUT_NUMBERS = {
+    "llama_3_1_70b": {"OScaR's review"},
+    "qwen2_5_1_5b": {"nsn"},
+    "qwen2_5_3b": {"nsn"},
+    "qwen2_5_7b": {"nsn"},
+}
+"""Models that a source names without a result -> the sources."""
 GAPS = {
     "8 models": "a correlation over nsn's eight models, each of which is named on its own",
     "Llama-3.1-8B + Qwen2-7B + Qwen2.5-14B pooled": "three models, each of which is named on its own",
@@ -73,6 +80,7 @@ def test_a_config_names_the_papers_that_use_it(uses: dict[str, set[str]]) -> Non
     expected: dict[str, set[str]] = {}
     for spelling, name in CONFIGS.items():
         expected.setdefault(name, set()).update(PAPERS[paper] for paper in uses[spelling])
+    expected |= WITHOUT_NUMBERS
     found = {}
     for path in FILES:
         match = re.search(r"\((.*?)\)(?=[.:])", first_line(path).replace("(GPT-NeoX)", ""))
@@ -82,7 +90,7 @@ def test_a_config_names_the_papers_that_use_it(uses: dict[str, set[str]]) -> Non
 
 
 def test_every_config_is_of_some_paper() -> None:
-    assert {path.stem for path in FILES} == set(CONFIGS.values())
+    assert {path.stem for path in FILES} == set(CONFIGS.values()) | set(WITHOUT_NUMBERS)
 
 
 def first_line(path: Path) -> str:
@@ -114,4 +122,4 @@ def test_it_says_what_it_is(path: Path) -> None:
 
 def test_no_two_configs_are_the_same_model() -> None:
     paths = [yaml.safe_load(path.read_text(encoding="utf-8"))["path"].lower() for path in FILES]
-    assert len(set(paths)) == len(paths) == 26
+    assert len(set(paths)) == len(paths) == 30

@@ -159,17 +159,17 @@ def test_equal_budgets_are_equal_bytes(model, budget):
     assert found == {(2 * 2 * 2 * kept * 32 * 4, 32 * kept / 64)}
 
 
-@pytest.mark.parametrize("name", ["streamingllm/kivi", "h2o/kivi", "snapkv/kivi"])
-def test_what_is_left_is_quantized(model, name):
+@pytest.mark.parametrize(("codec", "bits"), [("kivi", 5), ("oscar", 5.5)])
+@pytest.mark.parametrize("policy", ["streamingllm", "h2o", "snapkv"])
+def test_what_is_left_is_quantized(model, policy, codec, bits):
+    name = f"{policy}/{codec}"
     tokens = token_ids(64)
     cache = KVCache(model, method(name, "eviction.budget=40", "residual.size=32"))
     model(tokens, past_key_values=cache)
     assert (cache.layers[0].key.packed_tokens, cache.layers[0].key.residual_tokens) == (32, 8)
-    assert cache.side_bits("key") == 5
+    assert cache.side_bits("key") == bits
     assert cache.effective_bits == 8 * cache.nbytes / (2 * 2 * 2 * 64 * 32)
-    alone = KVCache(
-        model, method(name.replace("/kivi", "" if name == "snapkv/kivi" else "/prompt"), "eviction.budget=40")
-    )
+    alone = KVCache(model, method(policy if policy == "snapkv" else f"{policy}/prompt", "eviction.budget=40"))
     model(tokens, past_key_values=alone)
     for layer, plain in zip(cache.layers, alone.layers, strict=True):
         key = plain.key._full.view

@@ -85,6 +85,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "kept_keys",
         "sink_detection",
         "gqa_compensation",
+        "merge_rotation",
     }
 
 

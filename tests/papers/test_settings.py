@@ -36,6 +36,10 @@ READ: dict[str, Callable[[Config], Any]] = {
     "coupled": lambda c: {(_quantizer(c, side)["channels"], _quantizer(c, side)["code_bits"]) for side in _sides(c)},
     "sink_tokens": lambda c: c.method.sink_tokens,
     "kept": lambda c: (c.method.kept_keys.texts, c.method.kept_keys.layers),
+    "parts": lambda c: (
+        *(_quantizer(c, "key")[name] for name in ("axis", "symmetric")),
+        c.method.key["stages"].get("norm") is not None,
+    ),
     "first_stage": lambda c: c.method.key["order"][0],
     "attention": lambda c: c.cache.attention.value,
     "budget": lambda c: c.method.eviction["budget"],
@@ -78,7 +82,22 @@ EIGHT = ["qasper", "qmsum", "multi_news", "trec", "triviaqa", "samsum", "lcc", "
 SEVEN = ["gsm8k_cot", "humaneval", "coqa"] + [
     f"mmlu_flan_cot_fewshot_{part}" for part in ("humanities", "stem", "social_sciences", "other")
 ]
+LONGBENCH_E = {"buckets": True, "limit": None, "max_length": 32768, "chat_template": False, "prefill": "whole"}
+NEEDLES = {
+    "lengths": [2048, 8192, 32768, 130048],
+    "depths": [0, 0.25, 0.5, 0.75, 1],
+    "repeats": 10,
+    "text": "paul_graham_essays",
+    "prefill": "whole",
+}
 WIKITEXT = ("wikitext2", 16, 2048)
+ARMS = {
+    "naive INT": ("per_token", True, False),
+    "(B)": ("per_channel", False, False),
+    " sym": ("per_channel", True, True),
+    "(D)": ("per_channel", False, True),
+}
+"""What nsn's arms have in their names -> axis, symmetric window, norms separated."""
 QUANTIZED = {"method": lambda label: label not in ("FP16", "16-bit", "BF16 FlashDecoding-v2", "FP32")}
 PACKED = {"method": lambda label: label in ("NSNQuant-2b", "NSNQuant-1b", "OScaR INT2", "KIVI INT2")}
 DENSE = {"method": lambda label: label.endswith("dense attention")}
@@ -140,15 +159,28 @@ ROWS = [
     Row("nsnquant/figure4", "NSNQuant, section 4.5: ShareGPT-like, 161 in, 338 out",
         {"task": "throughput", "prompt": 161, "new_tokens": 338,
          "batches": [1, 4, 16, 64, 128, 256, 512, 1024, 2048]}),
+    *(Row("nsnquant/figure8", "NSNQuant, Figure 8: as Figure 4, by residual; the sizes of Table 7",
+          {"task": "throughput", "prompt": 161, "new_tokens": 338, "residual": {size}, "attention": "packed"},
+          {"setting": f"residual {size}"}) for size in (32, 64, 128)),
     Row("nsnquant/table21 nsnquant/figure4", "NSNQuant, Figure 4 and appendix H", {"residual": {64}}, QUANTIZED),
     Row("nsnquant/table21 nsnquant/figure4 oscar/prefill_latency", "NSNQuant, section 3.6, OScaR, section 4.3: "
         "attention on codes", {"attention": "packed"}, PACKED),
     Row("nsnquant/table21 nsnquant/figure4 oscar/efficiency oscar/prefill_latency", "beside it", {"attention": "dense"},
         DENSE),
-    Row("nsn/main nsn/int4_valley", "nsn, README: sliding windows; ours: 2048 every 512, all quantized",
+    Row("nsn/main nsn/claims nsn/int4_valley", "nsn, README: sliding windows; ours: 2048 every 512, all quantized",
         {"windows": "sliding", "context": 2048, "stride": 512, "scoring": "parallel", "dataset": "wikitext2"}),
     Row("nsn/main", "nsn, README", {"bits": "3", "policy": {"none"}}, {"method": "nsn INT3 asym (D)"}),
-    *(Row("nsn/int4_valley", "nsn, README", {"bits": bits}, {"method": f"naive INT{bits}"}) for bits in "345"),
+    *(Row("nsn/main nsn/int4_valley", "nsn, README: naive, and rescued by the recipe", {"bits": bits},
+          {"method": lambda label, bits=bits: label.startswith((f"naive INT{bits}", f"nsn INT{bits}"))})
+      for bits in "2345678"),
+    *(Row("nsn/main nsn/claims nsn/int4_valley", "nsn, README: A per token, symmetric; B per channel, asymmetric; C "
+          "norms apart, symmetric; D all of it", {"parts": parts},
+          {"method": lambda label, said=said: said in label, "metric": lambda label: "against" not in label})
+      for said, parts in ARMS.items()),
+    Row("nsn/main nsn/claims", "nsn, README: three of its four arms are named without bits, so INT3 and INT4",
+        {"bits": "4"}, {"method": lambda label: "INT4" in label, "metric": lambda label: "against" not in label}),
+    Row("nsn/mmlu", "nsn, README: MMLU with five examples", {"tasks": ["mmlu"], "num_fewshot": 5, "limit": None}),
+    Row("nsn/mmlu", "nsn, README: 3 bits", {"bits": "3"}, QUANTIZED),
     Row("nsn/mechanism", "nsn, README: arm B at 3 bits", {"dataset": "wikitext2", "bits": "3"}),
     Row("nsn/memory", "nsn, README: 3 bits at head dim 128", {"task": "memory", "lengths": [2048], "bits": "3"}),
     *(Row("nsn/niah", "nsn, README: three models, ten trials each, one of five needles",
@@ -158,6 +190,10 @@ ROWS = [
     Row("nsn/throughput", "nsn, README: 1024 tokens, 50 steps, 3 repeats, compiled",
         {"contexts": [1024], "batches": [1], "new_tokens": 50, "repeats": 3, "bits": "3",
          "regimes": ["per_head", "per_layer", "compiled", "kept", "packed"]}),
+    Row("kvquant_plus_plus/5_2", "KVQuant++, section 5.1: 8 contexts, of the 128 tokens of a prompt",
+        {"calibration": ("wikitext2", 8, 128)}, QUANTIZED),
+    *(Row("kvquant_plus_plus/5_2", "KVQuant++, section 5.2", {"bits": bits},
+          {"method": f"OutlierKVQuant {bits}-bit"}) for bits in "234"),
     Row("kvquant_plus_plus/5_2 kvquant_plus_plus/5_3", "KVQuant++, section 5.1: 50 chunks, 128 quantized, 64 scored",
         {"scoring": "continuation", "windows": "disjoint", "prompt": 128, "context": 192, "max_windows": 50,
          "dataset": "wikitext2"}),
@@ -218,15 +254,27 @@ ROWS = [
         {"method": "RotateKV INT2"}),
     Row("oscar/longbench_e oscar/ocrbench oscar/mmau_pro", "OScaR, LongBench-E: 2.5 bits", {"bits": "k3v2"},
         {"method": "TurboQuant+ 2.5-bit"}),
-    Row("oscar/longbench_e", "OScaR's eval_longbench.py: 13 subsets, 32768 tokens, no template",
-        {"buckets": True, "limit": None, "max_length": 32768, "chat_template": False}),
+    Row("oscar/longbench_e oscar/longbench_e_tasks oscar/larger oscar/ablation oscar/group_size oscar/residual "
+        "oscar/weight_quantized oscar/eviction", "OScaR's eval_longbench.py: 13 subsets, 32768 tokens, no template",
+        LONGBENCH_E, {"dataset": lambda label: label in ("LongBench-E", "Qasper", "long QA")}),
+    Row("oscar/larger", "OScaR's review, weakness 2: a LongBench-E number of a model of 70B",
+        {**LONGBENCH_E, "weights": "meta-llama/Llama-3.1-70B"}),
+    Row("oscar/larger oscar/longbench_e_tasks", "OScaR, tables' setting", {"bits": "2", "residual": {128}}, QUANTIZED),
+    Row("oscar/eviction", "OScaR's review, weakness 5: long-range questions; of LongBench-E the first four subsets",
+        {"subsets": ["qasper_e", "multifieldqa_en_e", "hotpotqa_e", "2wikimqa_e"]}, {"dataset": "long QA"}),
+    Row("oscar/longbench_e_tasks", "OScaR's review: its needles", NEEDLES, {"dataset": "NIAH"}),
+    Row("oscar/token_norms oscar/tni_error", "OScaR, section 4.1: norms of real text", {"dataset": "wikitext2"}),
+    Row("oscar/token_norms", "OScaR, section 4.1: Llama-2-7B, Llama-3.1-8B, Qwen3-8B", {"task": "tni"}),
+    Row("oscar/tni_error", "OScaR, section 4.1: extreme compression", {"bits": "2"}),
+    Row("oscar/tni_error", "OScaR, tables' setting: groups of 32", {"groups": (32, 32)}),
     Row("oscar/longbench_e oscar/niah", "OScaR, LongBench-E: named without Instruct",
         {"weights": "meta-llama/Llama-3.1-8B"}, {"model": "Llama-3.1-8B"}),
     Row("oscar/ocrbench", "OScaR, OCRBench: all 1000 items", {"benchmark": "ocrbench", "limit": None}),
     Row("oscar/mmau_pro", "OScaR, MMAU-Pro: all items", {"benchmark": "mmau_pro", "limit": None}),
     Row("oscar/niah oscar/niah_depth", "OScaR's review: up to 128K tokens, at random places",
-        {"lengths": [2048, 8192, 32768, 130048], "depths": [0, 0.25, 0.5, 0.75, 1], "repeats": 10,
-         "text": "paul_graham_essays", "weights": "meta-llama/Llama-3.1-8B"}),
+        {**NEEDLES, "weights": "meta-llama/Llama-3.1-8B"}),
+    Row("oscar/ablation oscar/group_size oscar/residual oscar/weight_quantized oscar/eviction",
+        "OScaR's review, weakness 3: needles up to 128K tokens", NEEDLES, {"dataset": "needles"}),
     Row("oscar/efficiency", "OScaR, abstract; review, Table 1: 128K tokens",
         {"task": "latency", "batches": [1], "contexts": [131072], "model.context": 131104},
         {"dataset": "decode latency at 128K context, ms per token"}),
@@ -241,14 +289,16 @@ ROWS = [
           {"task": "latency", "contexts": [tokens], "batches": [1]}, {"setting": f"{tokens // 1024}K tokens"})
       for tokens in (4096, 131072)),
     Row("oscar/ablation oscar/group_size oscar/residual oscar/weight_quantized", "ours: perplexity as in generation",
-        {"task": "ppl", "scoring": "generation", "context": 2048, "stride": 512, "dataset": "wikitext2"}),
+        {"task": "ppl", "scoring": "generation", "context": 2048, "stride": 512, "dataset": "wikitext2"},
+        {"dataset": "perplexity"}),
     Row("oscar/ablation oscar/group_size oscar/residual", "OScaR: INT2", {"bits": "2"}),
     *(Row("oscar/group_size", "OScaR's review, limitation 5: groups of several sizes", {"groups": (size, size)},
           {"setting": f"groups of {size}"}) for size in (16, 32, 64, 128)),
     *(Row("oscar/residual", "OScaR's review, weakness 7: R of 0, 32, 64, 128, 256", {"residual": {size}},
           {"setting": f"{size} tokens"}) for size in (0, 32, 64, 128, 256)),
     Row("oscar/eviction", "OScaR's review, weakness 5: equal memory, behind a prompt",
-        {"scoring": "continuation", "prompt": 3584, "context": 4096, "max_windows": 50, "dataset": "wikitext2"}),
+        {"scoring": "continuation", "prompt": 3584, "context": 4096, "max_windows": 50, "dataset": "wikitext2"},
+        {"dataset": "perplexity behind a prompt"}),
     Row("oscar/eviction", "OScaR's review, weakness 5: OScaR's 3.06 of 16 bits", {"budget": 0.19},
         {"method": lambda label: label.endswith("19%")}),
     Row("oscar/weight_quantized", "OScaR's review, weakness 6: W4A16 of the same model",
@@ -277,11 +327,7 @@ def fits(labels: Mapping[str, str], wanted: Mapping[str, Any] | None) -> bool:
     )
 
 
-WITHOUT_RUNS = {
-    "kvquant_plus_plus/2_2_3",
-    "kvquant_plus_plus/9_1",
-    "oscar/longbench_e_tasks",
-}
+WITHOUT_RUNS = {"kvquant_plus_plus/2_2_3", "kvquant_plus_plus/9_1"}
 """Tables of published figures alone: nothing in them can be run here."""
 
 

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -203,7 +204,9 @@ def test_spearman_against_its_definition() -> None:
     reach = 1.959964 * ((1 + rho**2 / 2) / 3) ** 0.5
     assert found.low == pytest.approx(np.tanh(np.arctanh(rho) - reach))
     assert found.high == pytest.approx(np.tanh(np.arctanh(rho) + reach))
-    assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == (3, -1.0, None, None)
+    assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == (3, -1.0, None, None, None)
+    t = rho * (4 / (1 - rho**2)) ** 0.5
+    assert found.p == pytest.approx(2 * scipy.stats.t.sf(t, 4))
     assert spearman([1.0, 2.0], [3.0, 2.0]).rho is None
     assert spearman([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]).rho is None
     with pytest.raises(RecordError, match="they come in pairs"):

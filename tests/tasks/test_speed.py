@@ -15,7 +15,7 @@ import torch
 
 from kvq.cache import KVCache
 from kvq.cache.preallocated import PreallocatedCache
-from kvq.config import compose, resolve
+from kvq.config import compose, full_precision, resolve
 from kvq.config.identity import canonical
 from kvq.config.speed import LatencyConfig
 from kvq.errors import ConfigError, Unsupported
@@ -76,6 +76,35 @@ def test_regimes(model: Path, tmp_path: Path) -> None:
     assert record.config["task"]["regimes"] == ways
     assert "regimes" not in canonical(config(model, tmp_path, "task=latency"), "", "")["task"]
     assert "regimes" not in canonical(config(model, tmp_path, "task=latency/nsn_dequantization", "method=fp16"), "", "")
+
+
+@pytest.mark.slow
+def test_a_prefill_by_steps(model: Path, tmp_path: Path) -> None:
+    """Seconds of every step of the codecs, and the norms' share; a run without them keeps its key."""
+    small = ["task.contexts=[96]", "task.new_tokens=1", "task.repeats=2", "task.warmup=0", "task.references=[dynamic]"]
+    given = config(model, tmp_path, "task=latency", *small, "task.prefill_steps=true")
+    record = run(given)
+    steps = ["key.hadamard", "key.norm", "norms", "key.quantizer", "value.hadamard", "value.quantizer"]
+    shares = {step: record.metrics[f"prefill_share_{step}_b1_t96"] for step in steps}
+    assert all(0 < share < 1 for share in shares.values())
+    assert shares["norms"] == shares["key.norm"]
+    assert sum(shares.values()) - shares["norms"] < 1
+    assert record.units["prefill_share_norms_b1_t96"] == "fraction"
+    rows = [row for row in Store(tmp_path).samples(record.key) if row["subject"] == "watched"]
+    assert [row["repeat"] for row in rows] == [0, 1]
+    assert record.config["task"]["prefill_steps"] is True
+    assert "prefill_steps" not in canonical(config(model, tmp_path, "task=latency"), "", "")["task"]
+    assert "prefill_steps" not in canonical(full_precision(given), "", "")["task"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["cache.attention=packed"], "packed attention encodes in one pass"), (["method=snapkv/kivi"], "eviction")],
+)
+def test_steps_of_more_than_two_codecs_are_refused(model: Path, tmp_path: Path, words: list[str], said: str) -> None:
+    record = run(config(model, tmp_path, "task=latency", "task.contexts=[40]", "task.prefill_steps=true", *words))
+    assert record.status == "unsupported"
+    assert said in (record.reason or "")
 
 
 @pytest.mark.parametrize("name", ["nsn", "oscar", "nsnquant"])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvq.report.figures import distribution, memory, shift, states, tni, valley
+from kvq.report.figures import channels, distribution, memory, shift, states, throughput, tni, valley
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing
 from kvq.report.isolated import made_of, noted
@@ -140,11 +140,35 @@ def _distributions(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     synthetic = errors.rows_of(record, store, "synthetic")
     title = f"NSN by layer: {_where(group)} (solid: keys, dotted: values, dashed: synthetic)"
     yield Drawing("distribution-layers", layers, distribution.layers_figure, (synthetic, title))
+    yield from _channels(record, store, _where(group))
+
+
+def _channels(record: Record, store: Store, where: str) -> Iterable[Drawing]:
+    covariances = channels.covariances_table(record, store)
+    title = f"Covariances of channels behind NSN: {where}"
+    yield Drawing("distribution-covariances", covariances, channels.covariances_figure, (title,))
+    moments = channels.moments_table(record, store)
+    title = f"Channels behind NSN and Hadamard: {where}"
+    yield Drawing("distribution-channels", channels.scattered(moments), channels.scatter_figure, (title,))
+    first = channels.one_head(moments)
+    title = f"Channels by steps of NSN, layer {first['layer'].min()}, head 0: {where}"
+    yield Drawing("distribution-steps", first, channels.steps_figure, (title,))
+    magnitudes = channels.magnitudes_table(record, store)
+    if not magnitudes.empty:
+        title = f"Magnitudes, layer {magnitudes['layer'].min()}, head 0: {where}"
+        yield Drawing("distribution-magnitudes", magnitudes, channels.magnitudes_figure, (title,))
 
 
 def _memory(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table = memory.memory_table(group, store)
     yield Drawing("memory", table, memory.memory_figure, (f"Bytes of the cache: {model_name(group[0].model)}",))
+
+
+def _throughputs(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    table = throughput.throughput_table(group, store)
+    if not table.empty:
+        title = f"Throughput and memory by batch: {model_name(group[0].model)} on {group[0].config.get('machine')}"
+        yield Drawing("throughput", table, throughput.throughput_figure, (title,))
 
 
 def _planes(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
@@ -191,6 +215,7 @@ MAKERS: dict[str, Maker] = {
     "tni": _norms,
     "distribution": _distributions,
     "memory": _memory,
+    "throughput": _throughputs,
     "synthetic": _planes,
     "random_states": _drawn_states,
     "model_states": _model_states,

@@ -20,6 +20,7 @@ _KINDS = {
     "calibration-shift": "Calibrated on one text, tested on another",
     "niah": "Needles found, by depth and length",
     "memory": "Bytes of the cache",
+    "throughput": "Throughput and peak memory by batch",
     "error-places": "Errors by layer and position",
     "error-steps": "Errors by stages of a method",
     "synthetic": "Errors on made-up keys: low sinks and outlier channels",
@@ -31,10 +32,19 @@ _KINDS = {
     "tni-groups": "Ranges of groups, bounds and errors",
     "distribution-kl": "Closeness to a normal distribution",
     "distribution-layers": "Normalized states by layer",
+    "distribution-covariances": "Covariances of normalized states",
+    "distribution-channels": "Means and deviations of normalized, rotated channels",
+    "distribution-steps": "Channels by steps of NSN",
+    "distribution-magnitudes": "Magnitudes of states by token and channel",
     "distribution-tsne": "Tokens in two dimensions",
     "dispersion": "Dispersion of norms and loss, over models",
 }
 _OTHERS = "Others"
+
+
+def kinds() -> tuple[str, ...]:
+    """What the names of figures begin with, in the order of the page."""
+    return tuple(_KINDS)
 
 
 class Noted:

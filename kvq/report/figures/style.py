@@ -150,6 +150,13 @@ def powers_of_ten(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def evenly_spread(items: Sequence[int], count: int) -> list[int]:
+    """`count` of the items at equal steps, from the first to the last, each once; all where there are no more."""
+    if len(items) <= count:
+        return list(items)
+    return list(dict.fromkeys(items[int(i)] for i in np.linspace(0, len(items) - 1, count)))
+
+
 def _without_control_characters(made: Figure) -> None:
     """Put a replacement character where a text of records has a control character, for which no font has a glyph."""
     from matplotlib.text import Text

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.style import colour, figure, powers_of_ten, style, whole_numbers
+from kvq.report.figures.style import colour, evenly_spread, figure, powers_of_ten, style, whole_numbers
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def layers_figure(table: pd.DataFrame, title: str) -> Figure:
     """Norms as they are, a column per layer: each token a box over its heads, as OScaR's figure 3 draws them."""
     with style():
         chosen = _positions(table, 8, 4)
-        layers = sorted(table["layer"].unique())
-        layers = _spread(layers, _LAYERS) if len(layers) > _LAYERS else layers
+        layers = evenly_spread(sorted(table["layer"].unique()), _LAYERS)
         made = figure(2, 4.4)
         axes = made.subplots(3, len(layers), sharex=True, sharey="row", squeeze=False)
         for row, side in zip(axes, SIDES, strict=True):
@@ -84,12 +83,7 @@ def layers_figure(table: pd.DataFrame, title: str) -> Figure:
 def _positions(table: pd.DataFrame, first: int, later: int) -> list[int]:
     """The first positions that were kept, and `later` more of them up to the last."""
     kept = sorted(table["position"].unique())
-    return [*kept[:first], *dict.fromkeys(_spread(kept[first:], later))]
-
-
-def _spread(items: list[int], count: int) -> list[int]:
-    """`count` of the items at equal steps, from the first to the last; fewer items come more than once."""
-    return [items[int(i)] for i in np.linspace(0, len(items) - 1, count)] if items else []
+    return [*kept[:first], *evenly_spread(kept[first:], later)]
 
 
 def _boxes(axis: Any, part: pd.DataFrame, quantity: str, positions: list[int]) -> None:

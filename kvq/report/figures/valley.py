@@ -105,7 +105,7 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
             lines.append(
                 {
                     "model": record.model,
-                    "weights": run_key(record.config["model"])[:8],
+                    "weights": run_key(_model(record))[:8],
                     "dataset": record.dataset,
                     "method": label(record),
                     "bits": record.bits,
@@ -123,7 +123,12 @@ _PROTOCOL = ("task", "method", "residual", "seed")
 
 
 def _states(record: Record) -> str:
-    return repr([sorted(record.config.get(name, {}).items()) for name in ("model", "dataset")])
+    return repr([sorted(part.items()) for part in (_model(record), record.config.get("dataset", {}))])
+
+
+def _model(record: Record) -> dict[str, Any]:
+    """The model's settings without the dtype of its cache, which `task=tni` does not fill."""
+    return {name: value for name, value in record.config.get("model", {}).items() if name != "cache_dtype"}
 
 
 def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvq.report.command import write_files
 from kvq.report.escapes import csv_of, escape_markdown, markdown_table, one_line
 from kvq.report.tables.cells import DASH, UNQUANTIZED, fixed
-from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, shown_cells, stand_in_cells
+from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, refused, shown_cells, stand_in_cells
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
 from kvq.report.tables.notes import STALE
 from kvq.report.tables.reference import AXES, Published, Reference
@@ -250,7 +250,15 @@ def write_experiments(
     stale = judge()
     lines = ["# Experiments", ""]
     lines += ["Published figures and ours beside them, by `make tables`; changes here are overwritten.", ""]
-    titles = ["experiment", "table", "measured", "stand-ins", "runs in full", "not in this version"]
+    titles = [
+        "experiment",
+        "table",
+        "measured",
+        "stand-ins",
+        "runs in full",
+        "not in this version",
+        "cannot be measured",
+    ]
     rows = []
     for experiment in experiments:
         filled = fill(experiment, records, reference, stale)
@@ -261,6 +269,8 @@ def write_experiments(
         where = " ".join(filter(None, [experiment.paper, experiment.table]))
         row = [f"`{experiment.name}`", f"[{escape_markdown(f'{where}: {experiment.title}')}]({name}.md)", done]
         row += [", ".join(filled.stand_ins) or DASH, str(experiment.runs), ", ".join(experiment.waiting) or DASH]
+        never = (f"{count}: {escape_markdown(reason)}" for reason, count in refused(filled.cells).items())
+        row.append("; ".join(never) or DASH)
         rows.append(row)
     files[INDEX] = "\n".join([*lines, *markdown_table(titles, rows, numbers={2, 4})]) + "\n"
     return write_files("tables", out_dir, files)

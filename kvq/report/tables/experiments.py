@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvq.report.tables.build import is_noise, is_unquantized
+from kvq.report.tables.readings import read_metric, read_statistic
 from kvq.report.tables.reference import Published, Reference
 from kvq.results import Record, is_stale, run_key
 
-MAIN_METRICS = ("score", "accuracy", "perplexity")
+NO_METRIC = "the run has no metric"
+"""How the reason of a cell begins that its runs, though done, give no number."""
 
 
 class CellRun(NamedTuple):
@@ -151,34 +153,6 @@ def _machines(cells: Iterable[Asked], records: Answers) -> list[str]:
     return sorted({found.machine for found in records if found.machine and found.signature in asked}) or [""]
 
 
-def read_metric(record: Record, metric: str) -> float | None:
-    """A metric of a record, or one that follows from others; None where the run has none.
-
-    A `*` stands for a batch or a context: the metric is read where just one fits.
-    """
-    metrics = record.metrics
-    if "*" in metric:
-        found = fnmatch.filter(metrics, metric.rpartition(" of ")[2])
-        metric = metric.replace(metric.rpartition(" of ")[2], found[0]) if len(found) == 1 else metric
-    if not metric:
-        return next((metrics[name] for name in MAIN_METRICS if name in metrics), None)
-    if metric in metrics:
-        return metrics[metric]
-    if metric == "hits" and {"accuracy", "items"} <= metrics.keys():
-        return metrics["accuracy"] * metrics["items"]
-    if metric == "delta_perplexity_percent" and {"perplexity", "delta_perplexity"} <= metrics.keys():
-        return 100 * metrics["delta_perplexity"] / (metrics["perplexity"] - metrics["delta_perplexity"])
-    if (seconds := metrics.get(metric.removeprefix("milliseconds of "))) is not None:
-        return 1000 * seconds
-    if (ratio := metrics.get(metric.removeprefix("overhead in percent of "))) is not None:
-        return 100 * (ratio - 1)
-    if (share := metrics.get(metric.removeprefix("percent of "))) is not None:
-        return 100 * share
-    if (share := metrics.get(metric.removeprefix("factor of "))) is not None and share < 1:
-        return 1 / (1 - share)
-    return None
-
-
 def shown_cells(
     experiment: Experiment,
     records: Answers,
@@ -218,16 +192,15 @@ def _shown(asked: Asked, published: Published | None, records: _Records, machine
         reason = f"{failed.status}: {failed.reason or 'no reason recorded'}"
     if reason is not None or not found or missing:
         return Shown(asked, published, reason=reason, missing=missing, machine=machine)
-    values = [read_metric(record, asked.metric) for record in found]
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return Shown(asked, published, reason=f"the run has no metric '{asked.metric}'", machine=machine)
+    value = _value(found, asked.metric, experiment.pool, records.by_key)
+    if value is None:
+        return Shown(asked, published, reason=f"{NO_METRIC} '{asked.metric}'", machine=machine)
     alone = found[0] if len(found) == 1 else None
     error = None if alone is None else alone.metrics.get(f"{asked.metric}_se")
     return Shown(
         asked,
         published,
-        value=experiment.scale * sum(known) / (1 if experiment.pool == "sum" else len(known)),
+        value=experiment.scale * value,
         error=None if error is None else abs(experiment.scale) * error,
         bits=_same(record.metrics.get("bits_per_element") for record in found),
         effective_bits=_same(record.metrics.get("effective_bits") for record in found),
@@ -240,9 +213,26 @@ def _shown(asked: Asked, published: Published | None, records: _Records, machine
     )
 
 
+def _value(records: Sequence[Record], metric: str, pool: str, known: Mapping[str, Record]) -> float | None:
+    """What a cell's records give: a statistic over all of them, or their metric, pooled; None where one lacks it."""
+    is_statistic, value = read_statistic(records, metric, known)
+    if is_statistic:
+        return value
+    values = [read_metric(record, metric) for record in records]
+    found = [value for value in values if value is not None]
+    if len(found) < len(values):
+        return None
+    return sum(found) / (1 if pool == "sum" else len(found))
+
+
 def _same(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def refused(cells: Iterable[Shown]) -> dict[str, int]:
+    """Why cells can never be measured, as their layout says, and how many each reason holds for."""
+    return dict(Counter(cell.asked.reason for cell in cells if cell.asked.reason))
 
 
 def labels_of(cells: Sequence[Shown], axes: Sequence[str]) -> list[tuple[str, ...]]:

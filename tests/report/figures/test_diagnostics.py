@@ -15,6 +15,7 @@ from kvq.config.diagnostics import (
     SyntheticConfig,
     TniConfig,
 )
+from kvq.report.figures.channels import covariances_table, magnitudes_table, moments_table, one_head, scattered
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
 from kvq.report.figures.distribution import closeness_table
 from kvq.report.figures.drawing import write_drawings
@@ -22,6 +23,7 @@ from kvq.report.figures.error import steps_table
 from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.memory import memory_table
 from kvq.report.figures.states import bars_figure, bars_table, layers_figure, layers_table, states_of
+from kvq.report.figures.throughput import throughput_table
 from kvq.report.figures.valley import (
     dispersion_correlations,
     dispersion_table,
@@ -65,6 +67,10 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
         "tni-groups-kivi_2",
         "distribution-kl",
         "distribution-layers",
+        "distribution-covariances",
+        "distribution-channels",
+        "distribution-steps",
+        "distribution-magnitudes",
         "distribution-tsne",
         "memory",
         "synthetic-neighbour_apart_error",
@@ -95,10 +101,52 @@ def test_tables_are_means_of_samples(store: Store) -> None:
     table = closeness_table(record)
     found = table[(table["side"] == "value") & (table["step"] == "NSN") & table["hadamard"]]
     assert float(found["kl"].iloc[0]) == record.metrics["kl_value_NSN_hadamard"]
+    rows = [row for row in store.samples_of(record) if row["kind"] == "vector" and row["side"] == "value"]
+    last = magnitudes_table(record, store).iloc[-1]
+    assert (last["side"], last["position"]) == ("value", rows[-1]["position"])
+    assert last["channel 3"] == pytest.approx(abs(rows[-1]["values"][3]), abs=5e-4)
+    gamma = covariances_table(record, store).groupby("side")["gamma"].mean()
+    assert gamma["key"] == pytest.approx(record.metrics["key_gamma"])
+    moments = moments_table(record, store)
+    here = scattered(moments)
+    assert set(here["stage"]) == {"NSN+Hadamard"}
+    assert here["deviation"].to_numpy() == pytest.approx(1, abs=1)
+    assert len(one_head(moments)) == 2 * 3 * moments["channel"].nunique()
     table = memory_table([r for r in records if r.task == "memory"], store)
     assert set(table[table["tokens"] == 1024]["measured"]) == {False}
     parts = table[["codes", "scales", "norms", "shift", "other", "residual"]].sum(axis=1)
     assert parts.tolist() == table["total"].tolist()
+
+
+def test_throughput_by_batch(tmp_path: Path) -> None:
+    """Medians of repeats, references of the first run alone, and where a batch does not fit."""
+    store = Store(tmp_path)
+    for method, seconds in (("nsnquant", 0.5), ("kivi", 1.0)):
+        rows = [
+            {
+                "batch": batch,
+                "tokens": 20,
+                "subject": subject,
+                "repeat": repeat,
+                "fits": fits,
+                **({"prefill_seconds": 0.5, "decode_seconds": seconds + repeat} if fits else {}),
+                **({"prefill_peak_bytes": 2**30, "decode_peak_bytes": batch * 2**30} if fits else {}),
+            }
+            for batch in (1, 4)
+            for subject in ("method", "dynamic", "kept")
+            for repeat in range(3)
+            if (fits := (batch, subject) != (4, "dynamic")) or not repeat
+        ]
+        settings = made.config(method, "2", {"name": "throughput", "new_tokens": 5})
+        store.put(made.record(method, "2", settings=settings, task="throughput", metrics={"largest_batch": 4.0}), rows)
+    table = throughput_table(sorted(store.scan()[0], key=lambda record: record.method), store)
+    assert table["method"].tolist() == ["kivi 2", "kivi 2", *2 * ["full precision"], "nsnquant 2", "nsnquant 2"]
+    known = table.set_index(["method", "batch"])
+    assert known.loc[("nsnquant 2", 4), "tokens_per_second"] == 4 * 5 / (0.5 + 1.5)
+    assert known.loc[("kivi 2", 4), "peak_bytes"] == 4 * 2**30
+    assert not known.loc[("full precision", 4), "fits"]
+    paths = drawn(store, tmp_path / "figures")
+    assert {path.suffix for path in paths if path.stem.startswith("throughput")} == {".csv", ".pdf", ".png"}
 
 
 def test_a_valley_is_found_beyond_noise_alone(tmp_path: Path) -> None:
@@ -121,7 +169,8 @@ def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
         metrics = {"key_cv_layer0": 0.5, "value_cv_layer0": spread, "key_cv": 0.5 - spread, "value_cv": spread}
         settings = made.config("fp16", "", {"name": "tni"}, model=model)
         store.put(made.record("fp16", settings=settings, task="tni", model=f"m{index}", metrics=metrics))
-        settings = made.config("nsn", "3", model=model)
+        # A cache in a dtype of its own changes no states.
+        settings = made.config("nsn", "3", model={**model, "cache_dtype": "float16"})
         costs = {"delta_nll": spread, "delta_perplexity": 10 * spread}
         store.put(made.record("nsn", "3", settings=settings, model=f"m{index}", metrics=costs, baseline_key="b" * 64))
         # A second text of the same model, without dispersion of its own, is no further pair.

@@ -1,0 +1,190 @@
+"""List what the source documents print in docs/experiments.md, and what answers it: `python experiments/documents.py`.
+
+A place is `<!-- document: nsnquant_paper -->` to `<!-- end -->`. results/reference/documents.yaml names the documents;
+the tables of a paper come from the layouts of the experiments, counts from the records and the drawn figures.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.places import ROOT, fill
+from kvq.config.explain import COMPOSE_ERRORS, choices, explain
+from kvq.papers.cells import Overrides, cells_of, jobs_of, missing_choices
+from kvq.papers.expected import experiment_of, layout_named, names, on_embedded, resolved
+from kvq.papers.sweep import is_embedded
+from kvq.report.escapes import escape_markdown, markdown_table
+from kvq.report.figures.index import kinds
+from kvq.report.tables.cells import DASH
+from kvq.report.tables.experiment_files import Filled
+from kvq.report.tables.experiment_files import fill as fill_cells
+from kvq.report.tables.experiments import NO_METRIC, Shown, by_signature, refused
+from kvq.report.tables.reference import read_reference, reference_path
+from kvq.results import Store
+
+PAGE = ROOT / "docs" / "experiments.md"
+TITLES = ("in print", "here", "composes", "real models", "embedded models", "what is not here, and why")
+_NUMBERED = ("Table", "Figure", "Algorithm")
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a document prints: its name there, experiments and kinds of figures that stand for it, and what lacks."""
+
+    name: str
+    experiments: tuple[str, ...] = ()
+    figures: tuple[str, ...] = ()
+    none: str = ""
+
+
+def documents_of(text: str) -> dict[str, list[Item]]:
+    """Items of every document: those that are written, and the tables of its paper that experiments' layouts name.
+
+    A table is left out where an item names its experiment already; a figure does so only where the table has no name.
+
+    Raises:
+        SystemExit: an item of which nothing is said, or an experiment or kind of figure that there is none of.
+    """
+    written = yaml.safe_load(text)
+    out = {name: [_item(name, *item) for item in about["items"].items()] for name, about in written.items()}
+    claimed = {
+        (one, item.name.startswith("Figure ")) for items in out.values() for item in items for one in item.experiments
+    }
+    for name, about in written.items():
+        for experiment in names():
+            layout = layout_named(experiment)
+            title = layout.table or str(layout.title)
+            ours = layout.paper is not None and layout.paper == about["paper"]
+            listed = (experiment, False) in claimed or (layout.table is None and (experiment, True) in claimed)
+            if ours and not listed and title not in about["items"]:
+                out[name].append(Item(title, (experiment,)))
+        out[name].sort(key=_order)
+    return out
+
+
+def _item(document: str, name: str, given: Mapping[str, Any]) -> Item:
+    if unknown := [one for one in given if one not in ("experiments", "figures", "none")]:
+        raise SystemExit(f"documents.yaml: {document}, {name}: '{unknown[0]}': experiments, figures or none")
+    item = Item(name, tuple(given.get("experiments", ())), tuple(given.get("figures", ())), given.get("none", ""))
+    if unknown := [one for one in item.experiments if one not in names()]:
+        raise SystemExit(f"documents.yaml: {document}, {name}: no experiment '{unknown[0]}'")
+    if unknown := [one for one in item.figures if not one.startswith(kinds())]:
+        raise SystemExit(f"documents.yaml: {document}, {name}: no kind of figure '{unknown[0]}'")
+    if not (item.experiments or item.figures or item.none):
+        raise SystemExit(f"documents.yaml: {document}, {name}: experiments, figures or the reason why there are none")
+    return item
+
+
+def _order(item: Item) -> tuple[int, int]:
+    """Tables, then figures, by number; what has no number stays behind them in its order."""
+    kind, _, number = item.name.partition(" ")
+    numbered = kind in _NUMBERED and number.isdecimal()
+    return (_NUMBERED.index(kind), int(number)) if numbered else (len(_NUMBERED), 0)
+
+
+@functools.cache
+def refusals(experiment: str) -> tuple[str, ...]:
+    """Why runs of an experiment do not compose, each reason once; nothing where all do."""
+    layout = layout_named(experiment)
+    return tuple(dict.fromkeys(filter(None, map(_refusal, jobs_of(cells_of(layout), (), {})))))
+
+
+def _refusal(run: Overrides) -> str:
+    if missing := list(missing_choices(run, choices())):
+        return f"{missing[0]} is not in this version"
+    try:
+        resolved(run)
+    except COMPOSE_ERRORS as error:
+        return explain(error, run)
+    return ""
+
+
+def counted(cells: Sequence[Shown]) -> str:
+    """How many of the cells have a number, of those whose runs give one; a cell that machines share counts once."""
+    measurable = [cell for cell in cells if not (cell.reason or "").startswith(NO_METRIC)]
+    found = {tuple(cell.asked.labels.items()): False for cell in measurable}
+    found |= {tuple(cell.asked.labels.items()): True for cell in measurable if cell.value is not None}
+    return f"{sum(found.values())} of {len(found)}"
+
+
+class Rows:
+    """Lines of the list, from the records and the figures of a results folder."""
+
+    def __init__(self, results: Path) -> None:
+        records = Store(results).scan()[0]
+        self._answers, self._reference = by_signature(records), read_reference()
+        self._present = frozenset((record.model, record.method) for record in records)
+        self._figures = sorted(path.stem for path in (results / "figures").glob("*.csv"))
+        self._embedded = [model for model in choices()["model"] if is_embedded(model)]
+        self._documents = documents_of(reference_path().with_name("documents.yaml").read_text(encoding="utf-8"))
+
+    @property
+    def documents(self) -> Mapping[str, Sequence[Item]]:
+        """Items by document."""
+        return self._documents
+
+    def table(self, document: str) -> str:
+        """The list of a document as a Markdown table.
+
+        Raises:
+            SystemExit: no such document.
+        """
+        if document not in self._documents:
+            raise SystemExit(f"document: {document}: one of {', '.join(self._documents)}")
+        rows = [self.row(item) for item in self._documents[document]]
+        return "\n".join(markdown_table(TITLES, rows)) + "\n"
+
+    def row(self, item: Item) -> list[str]:
+        """Cells of an item's line, as Markdown."""
+        found = [self._filled(name) for name in item.experiments]
+        here = [f"`{name}`" for name in item.experiments] + [f"figures `{kind}`" for kind in item.figures]
+        problems = [reason for name in item.experiments for reason in refusals(name)]
+        composes = DASH if not any(one.experiment.runs for one in found) else "no" if problems else "yes"
+        real = [counted(one.cells) for one in found if not _is_of_embedded(one)]
+        small = [text for one in found for text in _stand_ins(one)]
+        if item.figures:
+            drawn = [sum(counts) for counts in zip(*map(self._drawn, item.figures), strict=True)]
+            real, small = ([*texts, _figures(count)] for texts, count in zip((real, small), drawn, strict=True))
+        never = [(count, one, reason) for one in found for reason, count in refused(one.cells).items()]
+        why = [item.none, *problems, *(f"{count} of {len(one.cells)} cells: {reason}" for count, one, reason in never)]
+        said = "; ".join(escape_markdown(reason) for reason in dict.fromkeys(filter(None, why)))
+        cells = [escape_markdown(item.name), ", ".join(here), composes, ", ".join(real), ", ".join(small), said]
+        return [cell or DASH for cell in cells]
+
+    def _filled(self, name: str) -> Filled:
+        experiment = experiment_of(name, self._present)
+        assert experiment is not None  # it has a layout, by which it was found
+        return fill_cells(experiment, self._answers, self._reference, stale=lambda _: False)
+
+    def _drawn(self, kind: str) -> tuple[int, int]:
+        """Figures of a kind: of real models, of embedded ones."""
+        stems = [stem for stem in self._figures if stem.startswith(kind)]
+        small = sum(any(f"-{model}-" in stem for model in self._embedded) for stem in stems)
+        return len(stems) - small, small
+
+
+def _is_of_embedded(filled: Filled) -> bool:
+    return on_embedded(jobs_of(cells_of(layout_named(filled.experiment.name)), (), {}))
+
+
+def _stand_ins(filled: Filled) -> Iterator[str]:
+    if _is_of_embedded(filled):
+        yield counted(filled.cells)
+    elif filled.experiment.runs and not filled.stand_ins:
+        yield "0"
+    for model, cells in filled.stand_ins.items():
+        yield f"{counted(cells)} on {model}"
+
+
+def _figures(count: int) -> str:
+    return f"{count} figure{'s' * (count != 1)}"
+
+
+if __name__ == "__main__":
+    fill(PAGE, "document", Rows(ROOT / "results").table)
