@@ -179,16 +179,13 @@ def kvtuner(group, bits):
 
 
 @pytest.mark.parametrize(
-    ("preset", "model", "released", "mean"),
-    [
-        ("kivi/kvtuner", "llama_3_1_8b_instruct", "llama_3_1_8b_instruct_kivi", 3.25),
-        ("rtn/kvtuner", "hf", "qwen2_5_7b_instruct_pertoken", 4.0),
-    ],
+    ("released", "preset", "mean"),
+    [("llama_3_1_8b", "kivi/kvtuner", 3.25), ("qwen2_5_7b", "rtn/kvtuner", 4.0)],
 )
-def test_the_released_lists_of_kvtuner(preset, model, released, mean):
+def test_the_released_lists_of_kvtuner(released, preset, mean):
     """Means over layers are those that KVTuner states (abstract), and a side's groups decode to its formula."""
-    extra = ["model.path=x"] if model == "hf" else []
-    config = resolve(compose([f"method={preset}", f"model={model}", *extra, f"+bits_by_layer=kvtuner/{released}"]))
+    config = resolve(compose([f"+experiment=kvtuner_{released}"]))
+    assert config.method.name == preset
     own = config.method.bits_by_layer
     assert (sum(own.key) + sum(own.value)) / (2 * len(own.key)) == mean
     values = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(1))

@@ -135,7 +135,7 @@ def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Expe
     assert all(not each.stand_ins and each.table is None for each in own.values())
     assert {name: each.runs for name, each in own.items()} == {
         "embedded/decoding": 100,
-        "embedded/engines": 140,
+        "embedded/engines": 172,
         "embedded/extensions": 132,
         "embedded/methods": 140,
         "embedded/nsnquant_steps": 24,

@@ -307,6 +307,8 @@ ROWS = [
         {"model": "weights in 16 bits"}),
     Row("embedded/decoding embedded/engines embedded/extensions", "ours",
         {"scoring": "generation", "windows": "sliding"}),
+    Row("speed/peers", "ours: behind 8,192 tokens",
+        {"task": "throughput", "batches": [1], "prompt": 8192, "new_tokens": 64}),
     Row("embedded/methods embedded/nsnquant_steps", "ours", {"scoring": "parallel", "windows": "disjoint"}),
 ]  # fmt: skip
 KNOWN = choices()
@@ -364,7 +366,11 @@ def check_texts(config: Config, run: tuple[str, ...]) -> None:
     assert not reads or config.dataset.loader is not Loader.embedded, (run, "reads an embedded corpus")
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN["experiment"] if "/" not in name])
+SINGLE = {"kvtuner_llama_3_1_8b", "kvtuner_qwen2_5_7b"}
+"""One run each; tests/methods/test_bits_by_layer.py composes them."""
+
+
+@pytest.mark.parametrize("name", sorted({name for name in KNOWN["experiment"] if "/" not in name} - SINGLE))
 def test_plain_sweeps_compose(name: str) -> None:
     text = yaml.safe_load((conf_dir() / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
     task = [f"task={default['override /task']}" for default in text.get("defaults", []) if "override /task" in default]
