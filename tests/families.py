@@ -115,6 +115,18 @@ def _with_states(name: str, head_dim: int) -> tuple[str, dict[str, Any]] | None:
     return found.get(name) or _with_state_spaces(name, head_dim)
 
 
+_ZAMBA = {
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "num_key_value_heads": 4,
+    "mamba_d_state": 8,
+    "n_mamba_heads": 4,
+    "mamba_ngroups": 1,
+    "chunk_size": 16,
+    "num_mem_blocks": 1,
+    "time_step_min": 1e-30,
+}
+
+
 def _with_state_spaces(name: str, head_dim: int) -> tuple[str, dict[str, Any]] | None:
     """Families with layers of Mamba 1 or 2, beside attention or in its place."""
     mamba = {"mamba_d_head": 24}
@@ -135,7 +147,8 @@ def _with_state_spaces(name: str, head_dim: int) -> tuple[str, dict[str, Any]] |
                 **_state_space("mamba_"),
             ),
         ),
-        # transformers clamps the time step where it reads several tokens, and not where it reads one.
+        "zamba2": ("Zamba2Config", _without(_llama_like(head_dim, 4, hidden_size=2 * head_dim, **_ZAMBA), "head_dim")),
+        # transformers clamps the time step where it reads several tokens, and not where it reads one; so in zamba2.
         "nemotron_h": (
             "NemotronHConfig",
             _llama_like(
@@ -247,7 +260,8 @@ LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "kimi_linea
 """Families that cache the latent of multi-head latent attention."""
 HYBRID = ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "lfm2", "falcon_h1", "bamba", "granitemoehybrid"]
 """Families with layers that keep a state of fixed size."""
-MORE = ["gpt_oss", "cohere2", "olmo3", "exaone4", "starcoder2", "llama4", "glm4", *LATENT[:-1], *HYBRID, "nemotron_h"]
+PLAIN = ["gpt_oss", "cohere2", "olmo3", "exaone4", "starcoder2", "llama4", "glm4"]
+MORE = [*PLAIN, *LATENT[:-1], *HYBRID, "nemotron_h", "zamba2"]
 """Families beside `FAMILIES`."""
 
 

@@ -78,10 +78,21 @@ def watch(model: nn.Module) -> list[nn.Module]:
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
-    """The attentions of a model: the innermost modules that take a mask and a cache and have a `layer_idx`."""
-    found = [module for module in model.modules() if hasattr(module, "layer_idx") and _takes_cache(type(module))]
+    """The attentions of a model: the innermost modules that take a mask and a cache and have a `layer_idx`.
+
+    Those with a convolution are left out: they keep a state (Zamba 2).
+    """
+    found = [
+        module
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and _takes_cache(type(module)) and not _convolves(module)
+    ]
     outer = {other for module in found for other in found if other is not module and _within(module, other)}
     return [module for module in found if module not in outer]
+
+
+def _convolves(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Conv1d) for part in module.modules())
 
 
 def _within(module: nn.Module, other: nn.Module) -> bool:

@@ -71,6 +71,7 @@ def test_generate_writes_the_tokens_of_batch_1(name: str, monkeypatch: pytest.Mo
         assert torch.equal(together, torch.cat([tokens for tokens, _, _ in alone])), chosen
         torch.testing.assert_close(logits, torch.cat([found for _, found, _ in alone]), atol=1e-5, rtol=0, msg=chosen)
         assert cache.nbytes == sum(own.nbytes for _, _, own in alone), chosen
+        assert cache.nbytes_allocated >= cache.nbytes
         assert cache.packed_bytes == sum(own.packed_bytes for _, _, own in alone)
         assert cache.effective_bits == pytest.approx(
             sum(own.nbytes for _, _, own in alone) / sum(own.nbytes / own.effective_bits for _, _, own in alone)

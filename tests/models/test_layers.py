@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,9 +248,10 @@ def test_crops_of_a_window() -> None:
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "deepseek_v3"])
 @torch.no_grad()
-def test_caches_with_windows_are_saved(tmp_path) -> None:
-    loaded, tokens = family("gemma3"), token_ids(60)
+def test_caches_with_windows_or_latents_are_saved(name: str, tmp_path: Path) -> None:
+    loaded, tokens = family(name), token_ids(60)
     one = kivi()
     cache = KVCache(loaded.model, one)
     loaded.hidden_states(tokens[:, :50], cache)

@@ -15,7 +15,7 @@ from kvq.cache import KVCache
 from kvq.config import DEVICE_MAPS, Dtype, ModelConfig, OutliersConfig, compose, resolve
 from kvq.config.identity import canonical
 from kvq.errors import ConfigError, Unsupported
-from kvq.models import load_model, placing
+from kvq.models import LoadedModel, load_model, placing
 from kvq.tasks.scoring import generation_bounds
 from tests.families import family
 from tests.models.test_families import method
@@ -105,6 +105,28 @@ def test_a_real_device_map(tmp_path: Any) -> None:
     bounds = generation_bounds(one, 29)
     on = tokens.to(mapped.device)
     torch.testing.assert_close(chunked(mapped, one, on, bounds).cpu(), chunked(plain, one, tokens, bounds))
+
+
+def test_a_layer_that_waits_on_disk(tmp_path: Any) -> None:
+    """Weights are brought for a forward and taken away after it; what the layer caches stays where it computes."""
+    pytest.importorskip("accelerate")
+    llama(layers=2, head_dim=32).save_pretrained(tmp_path)
+    plain = load_model(ModelConfig("a", str(tmp_path)), "cpu")
+    names = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head")
+    places = dict.fromkeys(names, "cpu") | {"model.layers.1": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "disk")
+    waiting = LoadedModel(model.eval(), torch.device("cpu"))
+    assert {str(weight.device) for weight in model.model.layers[1].parameters()} == {"meta"}
+    tokens = token_ids(30)
+    for name in ("kivi", "nsnquant"):
+        one = method(name)
+        bounds = generation_bounds(one, 29)
+        torch.testing.assert_close(chunked(waiting, one, tokens, bounds), chunked(plain, one, tokens, bounds))
+        cache = KVCache(model, one)
+        waiting.hidden_states(tokens, cache)
+        cache.save(tmp_path / name)
+        again = KVCache.load(tmp_path / name, plain.model, one)  # its weights have the same name
+        assert torch.equal(waiting.hidden_states(tokens[:, :1], cache), plain.hidden_states(tokens[:, :1], again))
 
 
 def qwen3_vl() -> Qwen3VLConfig:
