@@ -5,6 +5,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvq.kernels import triton_encode, triton_loops
+from kvq.kernels.encode_gpu import VECTORS
 from kvq.kernels.gpu import STAGES
 from kvq.kernels.triton_loops import BOOK as PLAIN_BOOK
 from kvq.kernels.triton_loops import LEVELS, SHIFTED_BOOK, SIGNED_BOOK, Full, Shifts, Side
@@ -39,6 +40,7 @@ VALUES = KEYS | {"per_channel": False, "span": 32, "normed": False}
 LONG = KEYS | {"w1": 1, "given": True, "gain": 4, "kind": 1, "rotated": False}
 WIDE = KEYS | {"dim": 200, "signs": False, "gain": 2, "kind": 2, "step_n": 100, "n": 128, "d": 256, "k": 32}
 RANGES = {"dim": 200, "rotated": True, "signs": False, "normed": True, "n": 32, "d": 256, "k": 32}
+SEARCH = dict.fromkeys(("vectors", "columns", "scores"), "*fp32") | dict.fromkeys(("codes", "signs"), "*u8")
 SHARED = 227 * 1024
 """Bytes that a program of an H100 may keep beside its registers."""
 
@@ -67,3 +69,5 @@ if __name__ == "__main__":
     build(triton_encode.encode_tile, WIDE, wide, 8)
     build(triton_encode.encode_tile, KEYS | {"gain": 4, "rotated": False, "step_n": 128, "n": 128}, ENCODE, 8)
     build(triton_encode.ranges, RANGES, wide)
+    for signed in (True, False):
+        build(triton_encode.search, {"signed": signed, "n": VECTORS}, SEARCH)

@@ -26,7 +26,7 @@ def test_interpreted(part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["methods", "exact", "shapes", "chains"])
+@pytest.mark.parametrize("part", ["methods", "exact", "shapes", "chains", "books"])
 def test_encoding_interpreted(part):
     run("tests.kernels.interpreted_encode", part, TRITON_INTERPRET="1")
 
