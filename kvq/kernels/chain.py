@@ -151,16 +151,16 @@ def searched(
     if quantizer.gain is Gain.none:
         return parts, None
     # Of a vector and its entry, the product is the score and half of the entry's square.
-    squares = quantizer.tables()[0].to(y.device).square().sum(-1)
-    square = squares.index_select(0, codes[0].int()).view(shape)
-    product = scores.view(shape) + square / 2
-    sums = (y.square().sum(-1), product.sum(-1), square.sum(-1))
+    halves = book_columns(quantizer.codebook, quantizer.bits, y.device)[-1].neg()
+    half = halves.index_select(0, codes[0].int()).view(shape)
+    product = scores.view(shape) + half
+    sums = (y.square().sum(-1), product.sum(-1), 2 * half.sum(-1))
     return parts, gain_of(quantizer.gain, *sums)[..., None]
 
 
 @functools.cache
-def book_columns(codebook: str, bits: int) -> Float[Tensor, "9 256"]:
+def book_columns(codebook: str, bits: int, device: torch.device) -> Float[Tensor, "9 256"]:
     """Entries in columns: 8 channels, then -|c|²/2."""
     entries, _, _ = VectorQuantizer(bits, codebook).tables()
     half = entries.square().sum(-1, keepdim=True) / -2
-    return torch.cat([entries, half], 1).T.contiguous()
+    return torch.cat([entries, half], 1).T.contiguous().to(device)

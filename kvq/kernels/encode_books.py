@@ -61,7 +61,7 @@ def search(
     rows[:count] = y.reshape(-1, GROUP)
     codes = torch.empty(2 if signed else 1, len(rows), dtype=torch.uint8)
     scores = torch.empty(len(rows))
-    columns = book_columns(quantizer.codebook, quantizer.bits).numpy()
+    columns = book_columns(quantizer.codebook, quantizer.bits, y.device).numpy()
     _search(signed)(rows.numpy(), columns, codes[0].numpy(), codes[-1].numpy(), scores.numpy())
     return searched(quantizer, y, codes[:, :count], scores[:count])
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs.quantizers import Parts, to_stored
-from kvq.kernels.chain import Chain, Grids, grids
+from kvq.kernels.chain import Chain, Grids, gain_of, grids
 from kvq.kernels.cpu import pool
 from kvq.kernels.encode_loops import Loops, loops_for
 

@@ -102,7 +102,7 @@ def search(
     vectors = y.reshape(-1, 8).contiguous()
     codes = torch.empty(quantizer.bits, len(vectors), dtype=torch.uint8, device=y.device)
     scores = torch.empty(len(vectors), device=y.device)
-    columns = book_columns(quantizer.codebook, quantizer.bits).to(y.device)
+    columns = book_columns(quantizer.codebook, quantizer.bits, y.device)
     triton_encode.search[(triton.cdiv(len(vectors), VECTORS),)](
         vectors, columns, codes[0], codes[-1], scores, len(vectors), quantizer.bits == 2, VECTORS
     )
