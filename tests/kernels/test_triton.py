@@ -20,7 +20,7 @@ def run(*command, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["methods", "tables", "shifted", "shapes", "layouts"])
+@pytest.mark.parametrize("part", ["methods", "tables", "shifted", "drawn", "shapes", "layouts"])
 def test_interpreted(part):
     run("tests.kernels.interpreted", part, TRITON_INTERPRET="1")
 
