@@ -40,6 +40,8 @@ LIMIT = 8 * 60
 HEAVY = 0.7
 """No step begins behind this part of the limit."""
 METHODS = (("kivi", 2), ("oscar", 2), ("oscar", 4), ("nsn", 3), ("quarot", 8))
+TABLES = (("q4_0", 4), ("turboquant", 3), ("nsnquant", 1), ("nsnquant", 2), ("nsnquant/e8p", 2))
+"""Attention is checked for these too; codes of all but the first index a table."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -76,7 +78,8 @@ class Check:
     def errors(self) -> dict[str, float]:
         """Relative error of the form that serves this device against attention in fp64."""
         out = {}
-        for name, bits, dim, dtype in self.cases():
+        more = [(name, bits, 128, dtype) for name, bits in TABLES for dtype in (torch.bfloat16, torch.float32)]
+        for name, bits, dim, dtype in (*self.cases(), *more):
             keys, values = (self.draw(2, 2, 391, dim, dtype=dtype) for _ in range(2))
             sides = attention_bench.states_of(build_method(name, bits=bits, head_dim=dim), keys, values)
             q = self.draw(2, 8, 1, dim, dtype=dtype)
@@ -107,11 +110,18 @@ class Check:
 
     def attention(self) -> list[dict[str, Any]]:
         """INT2 decode attention beside the fastest SDPA on a bf16 cache; on CUDA replays, so without launches."""
+        return self._attention("kivi", "oscar")
+
+    def attention_by_tables(self) -> list[dict[str, Any]]:
+        """The same for codes of 2 bits that index a table."""
+        return self._attention("turboquant", "nsnquant")
+
+    def _attention(self, *names: str) -> list[dict[str, Any]]:
         shapes = [(1, 512), (2, 300)] if self.tiny else [(1, 131072), (16, 32768), (1, 4096)]
         pairs = 3 if self.tiny else 20
         out = []
         for batch, tokens in shapes:
-            for name in ("kivi", "oscar"):
+            for name in names:
                 sizes = {"batch": batch, "tokens": tokens, "group": 4, "pairs": pairs}
                 out.append(attention_bench.measure(name, 2, self.device, self.bandwidth, **sizes))
                 gc.collect()
@@ -207,7 +217,7 @@ def main() -> None:
     check = Check(device, args.tiny)
     steps = (
         check.errors, check.encoding, check.attention, check.encode, check.encode_share, check.end_to_end,
-        check.cache_bytes,
+        check.cache_bytes, check.attention_by_tables,
     )  # fmt: skip
     report: dict[str, Any] = {
         "machine": {"device": device_name(device), "packages": package_versions()},

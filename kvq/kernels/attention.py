@@ -19,7 +19,8 @@ def form_for(query: Tensor, keys: PackedStates, values: PackedStates, softcap: f
     if query.device.type == "cuda" and HAS_TRITON and query.dtype is not torch.float64:
         from kvq.kernels import gpu
 
-        if gpu.unfit(keys) is None and gpu.unfit(values) is None:
+        alike = keys.shape == values.shape  # one program reads both
+        if alike and gpu.unfit(keys) is None and gpu.unfit(values) is None:
             return "gpu"
     if query.device.type == "cpu" and HAS_NUMBA and query.dtype is not torch.float64 and softcap is None:
         from kvq.kernels import cpu

@@ -1,16 +1,17 @@
-"""The chain of a codec in the form that fused encoding supports, and the statistics of its grid from ranges."""
+"""The chain of a codec in the form that fused encoding supports; statistics from ranges, gains from inner products."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from kvq.codecs import Codec, Gain, Hadamard, Scope, TokenNorm, UniformQuantizer, plane_widths
+from kvq.codecs import Codec, Gain, Hadamard, Scope, TokenNorm, UniformQuantizer, VectorQuantizer, plane_widths
 from kvq.codecs.grids import scale_for_integer_zero
-from kvq.codecs.quantizers import Axis, ZeroPoint, to_stored
+from kvq.codecs.quantizers import Axis, Parts, ZeroPoint, to_stored
 from kvq.codecs.stages import Stage
 from kvq.kernels.form import is_rotation
 
@@ -122,3 +123,44 @@ def grids(quantizer: UniformQuantizer, low: Tensor, high: Tensor) -> Grids:
     zero = low.neg().div_(step).round_()
     stored = to_stored(step, torch.float16)
     return Grids({"scale": stored, "zero_point": zero.to(torch.int16)}, step, nothing, zero, nothing, stored.float())
+
+
+def gain_of(gain: Gain, xx: Tensor, xh: Tensor, hh: Tensor) -> Tensor:
+    """`kvq.codecs.gain_factor` from inner products of tokens `x` and their decoded form `h`."""
+    top, bottom = {
+        Gain.unit: (torch.ones_like(hh), hh.sqrt()),
+        Gain.norm: (xx.sqrt(), hh.sqrt()),
+        Gain.l2: (xh, hh),
+        Gain.parallel: (xx, xh),
+    }[gain]
+    return torch.where(bottom == 0, torch.ones_like(top), top / bottom.masked_fill(bottom == 0, 1))
+
+
+def searched(
+    quantizer: VectorQuantizer,
+    y: Float[Tensor, "*lead tokens dim"],
+    codes: UInt8[Tensor, "planes vectors"],
+    scores: Float[Tensor, vectors],
+) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
+    """The parts of `VectorQuantizer.encode`, and the gain of each token (None: the quantizer has none).
+
+    `scores` are `v·c - |c|²/2` of each vector v and the entry c that was found for it.
+    """
+    shape = (*y.shape[:-1], -1)
+    parts = {f"codes.{index}": plane.view(shape) for index, plane in enumerate(codes)}
+    if quantizer.gain is Gain.none:
+        return parts, None
+    # Of a vector and its entry, the product is the score and half of the entry's square.
+    halves = book_columns(quantizer.codebook, quantizer.bits, y.device)[-1].neg()
+    half = halves.index_select(0, codes[0].int()).view(shape)
+    product = scores.view(shape) + half
+    sums = (y.square().sum(-1), product.sum(-1), 2 * half.sum(-1))
+    return parts, gain_of(quantizer.gain, *sums)[..., None]
+
+
+@functools.cache
+def book_columns(codebook: str, bits: int, device: torch.device) -> Float[Tensor, "9 256"]:
+    """Entries in columns: 8 channels, then -|c|²/2."""
+    entries, _, _ = VectorQuantizer(bits, codebook).tables()
+    half = entries.square().sum(-1, keepdim=True) / -2
+    return torch.cat([entries, half], 1).T.contiguous().to(device)

@@ -30,7 +30,7 @@ from kvq.codecs.quantizers import Axis, Quantizer, ZeroPoint
 from kvq.errors import Unsupported
 from kvq.kernels.cpu_loops import Grid, loops_for, weights_of
 from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops
-from kvq.kernels.form import Form, PackedStates, folds, form_of
+from kvq.kernels.form import Form, PackedStates, continues, folds, form_of, group_size, is_per_channel
 from kvq.kernels.shifts import shift_scores, shift_weights
 
 SEGMENTS = 64
@@ -84,8 +84,8 @@ def attend(
         scores = _scratch(group, tokens)
         for segment in key_side.segments:
             key_side.scores(segment, rotated[place], place, scores)
-        for more in moved:
-            scores[:, : keys.packed_tokens] += more[place]
+        if moved is not None:
+            scores[:, : keys.packed_tokens] += moved[place].numpy()
         if behind is not None:
             scores[:, keys.packed_tokens :] = behind[place]
         outs[2][place] = weights_of(scores, first)
@@ -204,10 +204,10 @@ def unfit(states: PackedStates) -> str | None:
     if (reason := _unread(quantizer)) is not None:
         return reason
     runs = [run for packed in states.packed for run in packed.runs]
-    if sum(1 if _continues(run, quantizer) else run.count for run in runs) > SEGMENTS:
+    if sum(1 if continues(run, quantizer) else run.count for run in runs) > SEGMENTS:
         return "blocks whose length is no multiple of 8 and of the group"
-    size = _group_size(quantizer)
-    if _per_channel(quantizer):
+    size = group_size(quantizer)
+    if is_per_channel(quantizer):
         if size is not None and size % 8 and size < max(run.tokens for run in runs):
             return f"groups of {size} tokens, no multiple of 8"
     elif size is not None and size < states.shape[2] and states.shape[2] % size:
@@ -229,31 +229,11 @@ def _unread(quantizer: Quantizer) -> str | None:
     return f"{quantizer.bits} bits have no loops for a CPU" if quantizer.bits > 8 else None
 
 
-def _per_channel(quantizer: Quantizer) -> bool:
-    return isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel
-
-
-def _group_size(quantizer: Quantizer) -> int | None:
-    return quantizer.group_size if isinstance(quantizer, UniformQuantizer | SignedMaxQuantizer) else None
-
-
-def _whole_bytes(quantizer: Quantizer, tokens: int) -> bool:
-    """Whether blocks of `tokens` end with a byte of every plane."""
-    return isinstance(quantizer, VectorQuantizer) or tokens % 8 == 0
-
-
-def _continues(run: BlockRun, quantizer: Quantizer) -> bool:
-    """Whether the blocks of a run are contiguous like one block: whole bytes, whole groups."""
-    size = _group_size(quantizer) or run.tokens
-    whole = not _per_channel(quantizer) or run.tokens % min(size, run.tokens) == 0
-    return run.count == 1 or (_whole_bytes(quantizer, run.tokens) and whole)
-
-
 def _segments(states: PackedStates, form: Form, quantizer: Quantizer) -> Iterator[Segment]:
     start = 0
     for packed in states.packed:
         for run, parts in packed.by_run():
-            piece = run if _continues(run, quantizer) else dataclasses.replace(run, count=1)
+            piece = run if continues(run, quantizer) else dataclasses.replace(run, count=1)
             for index in range(run.count // piece.count):
                 sizes = {name: run.rows[name] * piece.count for name in parts}
                 own = {name: part.narrow(2, index * sizes[name], sizes[name]) for name, part in parts.items()}
@@ -271,13 +251,13 @@ def _segment(
 ) -> Segment:
     tokens = run.tokens * run.count
     planes = tuple(part.numpy() for name, part in sorted(parts.items()) if name.startswith("codes."))
-    along = run.tokens if _per_channel(quantizer) else packed.head_dim
+    along = run.tokens if is_per_channel(quantizer) else packed.head_dim
     norms = form.factors(run.blocks(parts), None, run.tokens, torch.float32)
     if norms is None:
         flat = torch.ones(1, 1, tokens).expand(packed.batch, 1, tokens)
     else:
         flat = norms.transpose(1, 2).flatten(2)
-    size = min(_group_size(quantizer) or along, along)
+    size = min(group_size(quantizer) or along, along)
     return Segment(start, tokens, planes, _statistics(quantizer, parts), size, flat.contiguous().numpy())
 
 

@@ -1,6 +1,6 @@
 """Encoding in one pass: rotate, divide by norms, find ranges, round and pack, into the parts that a codec makes.
 
-NSNQuant's chains run stage by stage over slices that fit a core's cache, with a compiled search of the codebook.
+NSNQuant's chains run stage by stage, with a compiled search of the codebook; on a CPU over slices that fit its cache.
 
 Stored parts are those of `Codec.encode`, tensor by tensor, except that a code may differ where a value is halfway
 between two codes up to rounding, because sums are computed in another order.
@@ -23,6 +23,7 @@ from kvq.kernels.chain import Chain, chain_of
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of states that are encoded in fp32; the codec itself encodes fp64 ones."""
 Encoder = Callable[[Chain, Tensor], Parts]
+Searcher = Callable[[VectorQuantizer, Tensor], tuple[Parts, Tensor | None]]
 
 
 class FusedCodec(Codec):
@@ -38,7 +39,7 @@ class FusedCodec(Codec):
         if encoder is not None:
             assert self.chain is not None
             return encoder(self.chain, blocks)
-        if not has_search(self, blocks):
+        if searcher_for(self, blocks) is None or blocks.device.type != "cpu":
             return super().encode_block(blocks, rope)
         from kvq.kernels import encode_books
 
@@ -46,23 +47,27 @@ class FusedCodec(Codec):
 
     @override
     def _coded(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
-        if not has_search(self, y):
+        search = searcher_for(self, y)
+        if search is None:
             return super()._coded(y, dtype)
+        assert isinstance(self.quantizer, VectorQuantizer)
+        return search(self.quantizer, y)
+
+
+def searcher_for(codec: Codec, states: Tensor) -> Searcher | None:
+    """The compiled search of the codebook for such states: Triton on CUDA, numba on a CPU; None: the codec's own."""
+    quantizer = codec.quantizer
+    if type(quantizer) is not VectorQuantizer or quantizer.codebook == "e8p" or states.dtype not in COMPUTED:
+        return None
+    if states.device.type == "cuda" and HAS_TRITON:
+        from kvq.kernels import encode_gpu
+
+        return encode_gpu.search
+    if states.device.type == "cpu" and HAS_NUMBA:
         from kvq.kernels import encode_books
 
-        assert isinstance(self.quantizer, VectorQuantizer)
-        return encode_books.search(self.quantizer, y)
-
-
-def has_search(codec: Codec, states: Tensor) -> bool:
-    """Whether a compiled search finds the codebook's entries for such states."""
-    return (
-        HAS_NUMBA
-        and type(codec.quantizer) is VectorQuantizer
-        and codec.quantizer.codebook != "e8p"
-        and states.device.type == "cpu"
-        and states.dtype in COMPUTED
-    )
+        return encode_books.search
+    return None
 
 
 def fused(codec: Codec) -> Codec:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import numba
-import numpy as np
 import torch
 from jaxtyping import Float
 from llvmlite import ir
@@ -20,12 +19,13 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kvq.codecs import Gain, Rope, VectorQuantizer
+from kvq.codecs import Rope, VectorQuantizer
 from kvq.codecs.quantizers import Parts
+from kvq.kernels.chain import book_columns, searched
 from kvq.kernels.cpu import pool
 from kvq.kernels.cpu_tables import GROUP
 from kvq.kernels.cpu_vectors import BYTE, INT, LANES, Step
-from kvq.kernels.encode_cpu import ROWS, gain_of
+from kvq.kernels.encode_cpu import ROWS
 
 ENTRIES = 256
 TOGETHER = 2
@@ -54,33 +54,16 @@ def in_slices(
 def search(
     quantizer: VectorQuantizer, y: Float[Tensor, "*lead tokens dim"]
 ) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
-    """Codes of `y` (fp32), as `VectorQuantizer.encode`, and the gain of each token (None: the quantizer has none)."""
-    entries, _, _ = quantizer.tables()
-    columns, signed = _columns(quantizer.codebook, quantizer.bits), quantizer.bits == 2
-    count = y.numel() // GROUP
+    """Codes and gains of `y` (fp32), see `searched`."""
+    signed, count = quantizer.bits == 2, y.numel() // GROUP
     # A last vector may have no partner: one of zeros.
     rows = torch.zeros(count + count % TOGETHER, GROUP)
     rows[:count] = y.reshape(-1, GROUP)
     codes = torch.empty(2 if signed else 1, len(rows), dtype=torch.uint8)
     scores = torch.empty(len(rows))
+    columns = book_columns(quantizer.codebook, quantizer.bits, y.device).numpy()
     _search(signed)(rows.numpy(), columns, codes[0].numpy(), codes[-1].numpy(), scores.numpy())
-    shape = (*y.shape[:-1], y.shape[-1] // GROUP)
-    parts = {f"codes.{index}": code[:count].view(shape) for index, code in enumerate(codes)}
-    if quantizer.gain is Gain.none:
-        return parts, None
-    # Of a vector and its entry, the product is the score and half of the entry's square.
-    square = entries.square().sum(-1).index_select(0, parts["codes.0"].flatten().int()).view(shape)
-    product = scores[:count].view(shape) + square / 2
-    sums = (y.square().sum(-1), product.sum(-1), square.sum(-1))
-    return parts, gain_of(quantizer.gain, *sums)[..., None]
-
-
-@functools.cache
-def _columns(codebook: str, bits: int) -> Any:
-    """Entries in columns `[9, 256]`: 8 channels, then -|c|²/2."""
-    entries, _, _ = VectorQuantizer(bits, codebook).tables()
-    half = entries.square().sum(-1, keepdim=True) / -2
-    return np.ascontiguousarray(torch.cat([entries, half], 1).T.numpy())
+    return searched(quantizer, y, codes[:, :count], scores[:count])
 
 
 @functools.cache

@@ -6,9 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import Gain
 from kvq.codecs.quantizers import Parts, to_stored
-from kvq.kernels.chain import Chain, Grids, grids
+from kvq.kernels.chain import Chain, Grids, gain_of, grids
 from kvq.kernels.cpu import pool
 from kvq.kernels.encode_loops import Loops, loops_for
 
@@ -74,14 +73,3 @@ def _gain(chain: Chain, loops: Loops, y: Tensor, codes: Tensor, size: int, grid:
     low, scale, zero = (part.numpy() for part in (grid.low, grid.scale, grid.zero))
     loops.gains(y.numpy(), codes.numpy(), size, chain.per_channel, low, scale, zero, found.numpy())
     return gain_of(chain.quantizer.gain, *found)[..., None]
-
-
-def gain_of(gain: Gain, xx: Tensor, xh: Tensor, hh: Tensor) -> Tensor:
-    """`kvq.codecs.gain_factor` from inner products of tokens `x` and their decoded form `h`."""
-    top, bottom = {
-        Gain.unit: (torch.ones_like(hh), hh.sqrt()),
-        Gain.norm: (xx.sqrt(), hh.sqrt()),
-        Gain.l2: (xh, hh),
-        Gain.parallel: (xx, xh),
-    }[gain]
-    return torch.where(bottom == 0, torch.ones_like(top), top / bottom.masked_fill(bottom == 0, 1))

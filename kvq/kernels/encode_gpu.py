@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.codecs import Gain
+from kvq.codecs import Gain, VectorQuantizer
 from kvq.codecs.quantizers import Parts, ZeroPoint
 from kvq.kernels import triton_encode, triton_loops
-from kvq.kernels.chain import Chain
+from kvq.kernels.chain import Chain, book_columns, searched
 
 TILE = 32
 """Tokens of a program where statistics are per token, or of groups that no program can hold."""
@@ -23,6 +23,8 @@ LONGEST = 128
 """Tokens of the longest group that a program holds at once."""
 SHARED = 32 * 1024
 """Bytes of a rotation's rows that a program may keep in addition to its tokens."""
+VECTORS = 32
+"""Vectors of 8 channels whose 256 scores a program holds in registers."""
 GAINS = {Gain.none: 0, Gain.l2: 1, Gain.norm: 2, Gain.parallel: 3, Gain.unit: 4}
 
 
@@ -91,6 +93,20 @@ def _ranges(chain: Chain, x: Tensor, turn: _Turn, d: int, size: int) -> tuple[Te
     )
     least, most = grouped
     return least.amin(4).contiguous(), most.amax(4).contiguous()
+
+
+def search(
+    quantizer: VectorQuantizer, y: Float[Tensor, "*lead tokens dim"]
+) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
+    """Codes and gains of `y` (fp32), see `searched`."""
+    vectors = y.reshape(-1, 8).contiguous()
+    codes = torch.empty(quantizer.bits, len(vectors), dtype=torch.uint8, device=y.device)
+    scores = torch.empty(len(vectors), device=y.device)
+    columns = book_columns(quantizer.codebook, quantizer.bits, y.device)
+    triton_encode.search[(triton.cdiv(len(vectors), VECTORS),)](
+        vectors, columns, codes[0], codes[-1], scores, len(vectors), quantizer.bits == 2, VECTORS
+    )
+    return searched(quantizer, y, codes, scores)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ from kvq.codecs import (
     VectorQuantizer,
 )
 from kvq.codecs.nsnquant import ChannelShift
-from kvq.codecs.quantizers import Quantizer
+from kvq.codecs.packed import BlockRun
+from kvq.codecs.quantizers import Axis, Quantizer
 from kvq.codecs.rope import ApplyRope, UndoRope
 from kvq.codecs.stages import Stage, restored
 from kvq.errors import Unsupported
@@ -112,19 +113,24 @@ class Form:
     norms: dict[str, TokenNorm]
     shifts: tuple[Shift, ...]
 
-    def rotate(self, query: Float[Tensor, "*lead rows dim"], count: int | None = None) -> Float[Tensor, "*lead rows d"]:
-        """The query after the first `count` rotations (None: all)."""
-        for stage in self.rotations[:count]:
+    def rotate(
+        self, query: Float[Tensor, "*lead rows dim"], count: int | None = None, start: int = 0
+    ) -> Float[Tensor, "*lead rows d"]:
+        """The query after the first `count` rotations (None: all), of which it already has `start`."""
+        for stage in self.rotations[start:count]:
             query = stage.forward(query)[0]
         return query
 
     def rotate_back(
-        self, mixed: Float[Tensor, "*lead rows dim"], shifts: list[Float[Tensor, "*lead rows dim"]]
+        self, mixed: Float[Tensor, "*lead rows dim"], shifts: list[Float[Tensor, "*lead rows dim"]] | None = None
     ) -> Float[Tensor, "*lead rows dim"]:
-        """Undo the rotations of a weighted sum, adding the sum of each shift where the chain adds it."""
+        """Undo the rotations of a weighted sum, adding the sum of each shift where the chain adds it.
+
+        `shifts`: None: `mixed` holds them.
+        """
         out = mixed
         for index in range(len(self.rotations), -1, -1):
-            for shift, part in zip(self.shifts, shifts, strict=True):
+            for shift, part in () if shifts is None else zip(self.shifts, shifts, strict=True):
                 if shift.rotations == index:
                     out = out + part
             if index:
@@ -183,6 +189,25 @@ def form_of(codec: Codec) -> Form:
 def folds(quantizer: Quantizer) -> TypeGuard[UniformQuantizer]:
     """Codes stand for `lo + scale * code`, which the query and the weights can absorb."""
     return isinstance(quantizer, UniformQuantizer) and quantizer.is_affine
+
+
+def is_per_channel(quantizer: Quantizer) -> bool:
+    """Whether statistics are shared along tokens."""
+    return isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel
+
+
+def group_size(quantizer: Quantizer) -> int | None:
+    """Tokens or channels that share statistics; None: all, or there are none."""
+    return quantizer.group_size if isinstance(quantizer, UniformQuantizer | SignedMaxQuantizer) else None
+
+
+def continues(run: BlockRun, quantizer: Quantizer) -> bool:
+    """Whether the blocks of a run are contiguous like one block: whole bytes, whole groups."""
+    if run.count == 1:
+        return True
+    whole_bytes = isinstance(quantizer, VectorQuantizer) or run.tokens % 8 == 0
+    size = min(group_size(quantizer) or run.tokens, run.tokens)
+    return whole_bytes and (not is_per_channel(quantizer) or run.tokens % size == 0)
 
 
 def is_rotation(stage: Stage) -> bool:

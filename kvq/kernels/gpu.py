@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,49 +12,47 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import BlockRun, Packed, UniformQuantizer, plane_widths
-from kvq.codecs.quantizers import Axis
+from kvq.codecs import (
+    BlockRun,
+    LloydMaxQuantizer,
+    Packed,
+    SignedMaxQuantizer,
+    UniformQuantizer,
+    VectorQuantizer,
+    plane_widths,
+)
+from kvq.codecs.quantizers import Quantizer
 from kvq.errors import Unsupported
 from kvq.kernels import triton_loops
-from kvq.kernels.form import Form, PackedStates, folds, form_of
+from kvq.kernels.form import Form, PackedStates, continues, folds, form_of, group_size, is_per_channel
+from kvq.kernels.shifts import shift_scores, shift_terms
 
 TILE = 32
 """Tokens that a program holds in registers."""
 _PROGRAMS = 512
 """Number of programs that a launch is split into: a few for each multiprocessor of a large GPU."""
+STAGES = {"grids": 3, "tables": 1}
+"""Triton's loop stages: more would copy entries that are looked up through shared memory."""
 
 
 @dataclass(frozen=True)
 class _Side:
-    """The arguments of a launch for keys or values: one run of contiguous blocks."""
+    """The arguments of a launch for keys or values: one run of contiguous blocks.
+
+    Attributes:
+        kind, top: how codes are decoded, and the code of 0 on a symmetric grid.
+        shifts: of the run's blocks, behind all rotations; None: there are none, or of keys (`shift_scores`).
+    """
 
     form: Form
-    quantizer: UniformQuantizer
     tokens: int
-    planes: list[Tensor]
-    scale: Tensor
-    low: Tensor
-    size: int
-    norms: Tensor | None
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        widths = plane_widths(self.quantizer.bits)
-        return (*widths, *(0,) * (3 - len(widths)))  # type: ignore[return-value]
-
-    @property
-    def kind(self) -> int:
-        if self.quantizer.symmetric:
-            return triton_loops.SYMMETRIC
-        return getattr(triton_loops, self.quantizer.zero_point.name.upper())
-
-    @property
-    def top(self) -> int:
-        return 2 ** (self.quantizer.bits - 1) - 1
-
-    @property
-    def per_channel(self) -> bool:
-        return self.quantizer.axis is Axis.per_channel
+    widths: tuple[int, int, int]
+    per_channel: bool
+    kind: int
+    top: int
+    normed: bool
+    stored: triton_loops.Side
+    shifts: triton_loops.Shifts | None
 
 
 def unfit(states: PackedStates) -> str | None:
@@ -61,57 +60,128 @@ def unfit(states: PackedStates) -> str | None:
     if states.codec is None or not states.packed:
         return "nothing is packed"
     form, quantizer = form_of(states.codec), states.codec.quantizer
-    if not folds(quantizer) or quantizer.bits > 8:
-        return f"{type(quantizer).__name__} has no Triton kernel"
-    if form.shifts or any(norm.double_quant is not None for norm in form.norms.values()):
-        return "shifts and double quantized norms have no Triton kernel"
-    return _unfit_run(quantizer, states.packed[0].runs[0])
+    name = type(quantizer).__name__
+    if isinstance(quantizer, LloydMaxQuantizer) and quantizer.unit:
+        return f"{name} with tokens scaled to norm 1 has no Triton kernel"
+    if not folds(quantizer) and not isinstance(quantizer, LloydMaxQuantizer | SignedMaxQuantizer | VectorQuantizer):
+        return f"{name} has no Triton kernel"
+    if quantizer.bits > 8:
+        return f"{name} of {quantizer.bits} bits has no Triton kernel"
+    if len(form.shifts) > 1:
+        return f"{len(form.shifts)} shifts have no Triton kernel"
+    return _unfit_run(form, quantizer, states.packed[0].runs[0])
 
 
-def _unfit_run(quantizer: UniformQuantizer, run: BlockRun) -> str | None:
-    size = min(quantizer.group_size or run.tokens, run.tokens)
-    if run.count > 1 and (run.tokens % 8 or (quantizer.axis is Axis.per_channel and run.tokens % size)):
+def _unfit_run(form: Form, quantizer: Quantizer, run: BlockRun) -> str | None:
+    if not continues(run, quantizer):
         return f"blocks of {run.tokens} tokens do not continue each other"
-    if quantizer.axis is Axis.per_channel and size % TILE and size < run.tokens * run.count:
+    if form.shifts and run.count > 1 and run.tokens % TILE:
+        return f"blocks of {run.tokens} tokens with a shift each are no multiple of {TILE}"
+    size = min(group_size(quantizer) or run.tokens, run.tokens)
+    if is_per_channel(quantizer) and size % TILE and size < run.tokens * run.count:
         return f"groups of {size} tokens are no multiple of {TILE}"
     return None
 
 
-def _sides(states: PackedStates) -> Iterator[_Side]:
-    """The runs of the packed prefix, up to the first that the kernels do not support."""
+def _sides(states: PackedStates, mixed: bool) -> Iterator[_Side]:
+    """The runs of the packed prefix, up to the first that the kernels do not support; `mixed`: of values."""
     reason = unfit(states)
     if reason is not None:
         raise Unsupported(f"cache.attention=packed: {reason}")
     assert states.codec is not None
     form, quantizer = form_of(states.codec), states.codec.quantizer
-    assert folds(quantizer)
     for packed in states.packed:
         for run, views in packed.by_run():
-            if _unfit_run(quantizer, run) is not None:
+            if _unfit_run(form, quantizer, run) is not None:
                 return
             # Rows are contiguous in a cache; the output of a codec need not be.
             parts = {name: part if part[0, 0].is_contiguous() else part.contiguous() for name, part in views.items()}
-            yield _side(form, quantizer, parts, run, packed.head_dim)
+            yield _side(form, parts, run, packed.head_dim, mixed)
 
 
-def _side(form: Form, quantizer: UniformQuantizer, parts: dict[str, Tensor], run: BlockRun, head_dim: int) -> _Side:
-    norms = [part for name, part in parts.items() if name == "gain" or name.endswith(".scale")]
-    if len(norms) > 1:
-        product = form.factors(run.blocks(parts), None, run.tokens, torch.float32)
-        assert product is not None
-        norms = [product.transpose(1, 2).flatten(2).contiguous()[..., None]]
-    along = run.tokens if quantizer.axis is Axis.per_channel else head_dim
-    planes = [parts[f"codes.{index}"] for index in range(len(plane_widths(quantizer.bits)))]
-    low = parts["scale"] if quantizer.symmetric else parts["zero_point"]
-    size = min(quantizer.group_size or along, along)
-    tokens = run.tokens * run.count
-    return _Side(form, quantizer, tokens, planes, parts["scale"], low, size, norms[0][..., 0] if norms else None)
+def _side(form: Form, parts: dict[str, Tensor], run: BlockRun, head_dim: int, mixed: bool) -> _Side:
+    quantizer = form.codec.quantizer
+    # An index of a codebook has 8 or 16 bits, which are planes like those of other codes.
+    w0, w1, w2 = (*plane_widths(quantizer.indices["codes"]), 0, 0)[:3]
+    p0, p1, p2 = (parts[f"codes.{index if width else 0}"] for index, width in enumerate((w0, w1, w2)))
+    kind, top, scale, low = _grid(quantizer, parts, head_dim)
+    norms = _norms(form, parts, run)
+    strides = [stride for part in (p0, p1, p2, scale) for stride in part.stride()[:2]]
+    along = run.tokens if is_per_channel(quantizer) else head_dim
+    stored = triton_loops.Side(
+        p0, p1, p2, scale, low, scale if norms is None else norms,
+        strides=(*strides, *((0, 0) if norms is None else _strides(norms))),
+        size=min(group_size(quantizer) or along, along),
+    )  # fmt: skip
+    shifts = _shifts(form, run.blocks(parts), run, head_dim) if mixed and form.shifts else None
+    tokens, per_channel = run.tokens * run.count, is_per_channel(quantizer)
+    return _Side(form, tokens, (w0, w1, w2), per_channel, kind, top, norms is not None, stored, shifts)
+
+
+def _grid(quantizer: Quantizer, parts: dict[str, Tensor], dim: int) -> tuple[int, int, Tensor, Tensor]:
+    """How codes are decoded, the code of 0 on a symmetric grid, and statistics or tables as `triton_loops.Side`."""
+    if isinstance(quantizer, LloydMaxQuantizer | VectorQuantizer):
+        codes = parts["codes.0"]
+        kind, *tables = _tables(quantizer, dim, codes.device)
+        first, second = (table.expand(*codes.shape[:2], *table.shape) for table in tables)
+        return kind, 0, first, second
+    scale = parts["scale"]
+    if isinstance(quantizer, SignedMaxQuantizer):
+        return triton_loops.SYMMETRIC, 2 ** (quantizer.bits - 1), scale, scale
+    assert isinstance(quantizer, UniformQuantizer)
+    if quantizer.symmetric:
+        return triton_loops.SYMMETRIC, 2 ** (quantizer.bits - 1) - 1, scale, scale
+    return getattr(triton_loops, quantizer.zero_point.name.upper()), 0, scale, parts["zero_point"]
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(
+    quantizer: LloydMaxQuantizer | VectorQuantizer, dim: int, device: torch.device
+) -> tuple[int, Tensor, Tensor]:
+    """The kind of table, and both of its parts."""
+    if isinstance(quantizer, LloydMaxQuantizer):
+        levels = quantizer.levels(dim, torch.float32).to(device)
+        return triton_loops.LEVELS, levels, levels
+    entries, flips, shifts = quantizer.tables()
+    kind = triton_loops.BOOK
+    if quantizer.bits == 2:
+        kind = triton_loops.SHIFTED_BOOK if shifts.any() else triton_loops.SIGNED_BOOK
+    masks = torch.stack([flips, shifts.view(torch.int32)])
+    return kind, entries.contiguous().to(device), masks.to(device)
+
+
+def _norms(form: Form, parts: dict[str, Tensor], run: BlockRun) -> Tensor | None:
+    """The factor of each token `[batch, heads or 1, tokens]`: one stored in fp16 as it is, others in fp32."""
+    names = [f"{name}.scale" for name in form.norms] + ["gain"] * ("gain" in parts)
+    if not names:
+        return None
+    if len(names) == 1 and names[0] in parts:
+        return parts[names[0]][..., 0]
+    product = form.factors(run.blocks(parts), None, run.tokens, torch.float32)
+    assert product is not None
+    return product.transpose(1, 2).flatten(2).contiguous()
+
+
+def _shifts(form: Form, blocks: dict[str, Tensor], run: BlockRun, dim: int) -> triton_loops.Shifts:
+    (shift,) = form.shifts
+    vectors, factors = shift_terms(form, shift, blocks, run, dim)
+    # What a chain adds before its last rotations is added behind them once it is rotated itself.
+    turned = form.rotate(vectors[..., None, :], start=shift.rotations)[..., 0, :].transpose(1, 2).contiguous()
+    if factors is None:
+        factors = turned.new_ones(1, 1, run.tokens * run.count)
+    return triton_loops.Shifts(turned, factors, (*turned.stride()[:2], *_strides(factors)), run.tokens)
+
+
+def _strides(factors: Float[Tensor, "_batch _heads tokens"]) -> tuple[int, int]:
+    """Of batch and head; 0 where all share one."""
+    batch, head = (factors.stride(axis) if factors.shape[axis] > 1 else 0 for axis in (0, 1))
+    return batch, head
 
 
 def _launches(keys: PackedStates, values: PackedStates) -> list[tuple[_Side, _Side, int, int]]:
     """Pairs of runs, first token and number of tokens; ends with the first pair whose last tokens differ."""
     out, start = [], 0
-    for key, value in zip(_sides(keys), _sides(values), strict=False):
+    for key, value in zip(_sides(keys, False), _sides(values, True), strict=False):
         tokens = min(key.tokens, value.tokens)
         out.append((key, value, start, tokens))
         start += tokens
@@ -155,34 +225,26 @@ def attend(
     tops, totals = (q.new_empty(batch, heads, every, group) for _ in range(2))
     d, rows = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
     rotated = launches[0][0].form.rotate(q).contiguous()
+    moved = shift_scores(keys, launches[0][0].form, q)
+    moved = None if moved is None else moved.contiguous()
+    full = triton_loops.Full(rest_k, rest_v, (*rest_k.stride()[:2], *rest_v.stride()[:2]))
+    none = triton_loops.Shifts(q, q, (0, 0, 0, 0), 1)
     for index, (key, value, start, tokens) in enumerate(launches):
         here, last = splits[index], index == len(launches) - 1
         triton_loops.attend_split[(here + (1 if rest and last else 0), batch * heads)](
             rotated, q, sums, tops, totals,
-            *_three(key.planes), key.scale, key.low, q if key.norms is None else key.norms,
-            *_three(value.planes), value.scale, value.low, q if value.norms is None else value.norms, rest_k, rest_v,
-            *_strides(key), *_strides(value), *rest_k.stride()[:2], *rest_v.stride()[:2],
-            heads, group, start, tokens, rest, per_split, here, sum(splits[:index]), every, first,
-            key.size, value.size, float(scaling), float(softcap or 1),
+            key.stored, q if moved is None else moved, value.stored, value.shifts or none, full,
+            heads, group, start, tokens, keys.packed_tokens, rest, per_split, here, sum(splits[:index]), every, first,
+            float(scaling), float(softcap or 1),
             dim, *key.widths, *value.widths, key.per_channel, value.per_channel, key.kind, value.kind,
-            key.top, value.top, key.norms is not None, value.norms is not None, softcap is not None,
-            TILE, d, rows, half,
+            key.top, value.top, key.normed, value.normed, moved is not None, value.shifts is not None,
+            softcap is not None, TILE, d, rows, half,
+            num_stages=STAGES["tables" if max(key.kind, value.kind) >= triton_loops.LEVELS else "grids"],
         )  # fmt: skip
     mixed, plain = torch.empty_like(q), torch.empty_like(q)
     triton_loops.combine[(batch * heads, group)](sums, tops, totals, mixed, plain, group, every, sum(splits), dim, d)
-    out = launches[0][1].form.rotate_back(mixed, []) + plain
+    out = launches[0][1].form.rotate_back(mixed) + plain
     return out.reshape(batch, query.shape[1], 1, dim).to(query.dtype)
-
-
-def _three(planes: list[Tensor]) -> list[Tensor]:
-    return planes + [planes[0]] * (3 - len(planes))
-
-
-def _strides(side: _Side) -> list[int]:
-    norms = side.norms
-    of_norms = (0, 0) if norms is None else (norms.stride(0), norms.stride(1) if norms.shape[1] > 1 else 0)
-    planes = [stride for plane in _three(side.planes) for stride in plane.stride()[:2]]
-    return [*planes, *side.scale.stride()[:2], *of_norms]
 
 
 def _behind(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
@@ -192,13 +254,14 @@ def _behind(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
         if at + packed.tokens > start:
             assert states.codec is not None
             blocks, skipped = _blocks_from(packed, max(0, start - at))
-            parts.append(states.codec.decode(blocks)[:, :, max(0, start - at) - skipped :])
+            rope = None if states.rope is None else states.rope.narrow(at + skipped, blocks.tokens)
+            parts.append(states.codec.decode(blocks, rope)[:, :, max(0, start - at) - skipped :])
         at += packed.tokens
     if states.full is not None:
         parts.append(states.full)
     if not parts:
         batch, heads, dim = states.shape
-        return torch.empty(batch, heads, 0, dim, dtype=dtype, device=states.packed[0].parts["scale"].device)
+        return torch.empty(batch, heads, 0, dim, dtype=dtype, device=states.packed[0].parts["codes.0"].device)
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     # In a cache, rows of a head are contiguous and followed by reserved rows.
     return out if out.dtype is dtype and out.stride()[2:] == (out.shape[3], 1) else out.to(dtype).contiguous()

@@ -1,4 +1,4 @@
-"""NSNQuant's shifts in attention on packed codes on a CPU: one vector per block, outside the loops over codes.
+"""NSNQuant's shifts in attention on packed codes: one vector per block, outside the loops over codes.
 
 A block's shift adds `q · o` times a factor of each token to its scores, and the sum of a block's weights times `o` to
 the output. RoPE that follows a shift turns it by each token's angle, for which all heads share one matrix product.
@@ -21,9 +21,11 @@ from kvq.kernels.form import Form, PackedStates, Shift, turned_scores
 _Blocks = tuple[int, BlockRun, dict[str, Tensor]]
 
 
-def shift_scores(states: PackedStates, form: Form, query: Float[Tensor, "batch heads group dim"]) -> list[Any]:
-    """What each shift adds to the scores of the packed tokens: arrays `[batch, heads, group, tokens]`, fp32."""
-    found = []
+def shift_scores(
+    states: PackedStates, form: Form, query: Float[Tensor, "batch heads group dim"]
+) -> Float[Tensor, "batch heads group tokens"] | None:
+    """What the shifts add to the scores of the packed tokens, in fp32; None: there are none."""
+    found = None
     for shift in form.shifts:
         seen = form.rotate(query, shift.rotations)[:, None]
         pieces = []
@@ -37,7 +39,8 @@ def shift_scores(states: PackedStates, form: Form, query: Float[Tensor, "batch h
             if (norms := form.factors(blocks, shift.norms, run.tokens, torch.float32)) is not None:
                 more = more * norms[..., None, :]
             pieces.append(more.permute(0, 2, 3, 1, 4).flatten(-2))
-        found.append((pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)).numpy())
+        moved = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        found = moved if found is None else found + moved
     return found
 
 
@@ -63,12 +66,20 @@ def shift_weights(states: PackedStates, form: Form) -> list[ShiftMix]:
     for shift in form.shifts:
         runs = []
         for start, run, blocks in _blocks(states):
-            offset = shift_of(shift, blocks, states.shape[2], torch.float32)[..., 0, :]
-            norms = form.factors(blocks, shift.norms, run.tokens, torch.float32)
-            flat = None if norms is None else norms.transpose(1, 2).flatten(2).contiguous().numpy()
+            offset, norms = shift_terms(form, shift, blocks, run, states.shape[2])
+            flat = None if norms is None else norms.numpy()
             runs.append((start, run.tokens, offset.contiguous().numpy(), flat))
         found.append(ShiftMix(runs))
     return found
+
+
+def shift_terms(
+    form: Form, shift: Shift, blocks: dict[str, Tensor], run: BlockRun, dim: int
+) -> tuple[Float[Tensor, "batch blocks heads dim"], Float[Tensor, "batch _heads tokens"] | None]:
+    """The vectors of a run's blocks, and the factor of each token (None: 1), contiguous, in fp32."""
+    offset = shift_of(shift, blocks, dim, torch.float32)[..., 0, :]
+    norms = form.factors(blocks, shift.norms, run.tokens, torch.float32)
+    return offset, None if norms is None else norms.transpose(1, 2).flatten(2).contiguous()
 
 
 def shift_of(

@@ -256,3 +256,27 @@ def encode_tile(
         _pack(whole, p1, line, first, left, tokens, dim, w0, w1, n, d)
     if w2 > 0:
         _pack(whole, p2, line, first, left, tokens, dim, w0 + w1, w2, n, d)
+
+
+@triton.jit
+@no_type_check
+def search(vectors, columns, codes, signs, scores, count, signed: tl.constexpr, n: tl.constexpr):
+    """The nearest of 256 entries for `n` vectors of 8 channels, of a signed codebook for their magnitudes.
+
+    `columns` `[9, 256]`: entries, then -|c|²/2. Of equal scores the first entry wins, as in the codec.
+    """
+    rows, entries = tl.program_id(0).to(tl.int64) * n + tl.arange(0, n), tl.arange(0, 256)
+    inside = rows < count
+    score = tl.zeros((n, 256), tl.float32) + tl.load(columns + 8 * 256 + entries)[None, :]
+    negative = tl.zeros((n,), tl.int32)
+    for channel in tl.static_range(8):
+        part = tl.load(vectors + rows * 8 + channel, mask=inside, other=0.0)
+        if signed:
+            negative += tl.where(part < 0, 1 << channel, 0)
+            part = tl.abs(part)
+        score += part[:, None] * tl.load(columns + channel * 256 + entries)[None, :]
+    top, place = tl.max(score, 1, return_indices=True)
+    tl.store(codes + rows, place.to(tl.uint8), mask=inside)
+    tl.store(scores + rows, top, mask=inside)
+    if signed:
+        tl.store(signs + rows, negative.to(tl.uint8), mask=inside)

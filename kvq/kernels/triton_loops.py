@@ -1,18 +1,63 @@
 """Split-KV flash-decoding on packed codes (Triton): one program reads a range of tokens for all queries of a head.
 
 Codes are loaded in stored form, unpacked in registers, and multiplied with the queries in matrix products whose rows
-are the queries that share the head. There is no autotuning; sizes are arguments.
+are the queries that share the head. Codes that index a table are looked up: its few KiB stay in the first-level cache.
+There is no autotuning; sizes are arguments.
 """
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
 
 FLOAT, INTEGER, SYMMETRIC = 0, 1, 2
-"""Storage of a group's lowest value: fp16, integer zero point, or none (symmetric)."""
+"""Uniform grids, by the storage of a group's lowest value: fp16, integer zero point, or none (symmetric)."""
+LEVELS, BOOK, SIGNED_BOOK, SHIFTED_BOOK = 3, 4, 5, 6
+"""Codes that index a table: one level a channel; one entry for 8 channels, with signs, with signs and a shift."""
+
+
+class Side(NamedTuple):
+    """Keys or values of a launch; strides are those of batch and head, in this order of tensors.
+
+    Attributes:
+        p0, p1, p2: planes of codes; unused ones repeat the first.
+        scale, low: statistics of groups, of equal strides; or tables in fp32: levels, or entries `[256, 8]` and int32
+            `[2, 256, 8]`, which are bits to flip in fp32 and the bits of shifts.
+        norms: a factor of each token.
+        strides: of the planes, of `scale`, of `norms`.
+        size: tokens (per channel) or channels (per token) of a group.
+    """
+
+    p0: Any
+    p1: Any
+    p2: Any
+    scale: Any
+    low: Any
+    norms: Any
+    strides: tuple[int, ...]
+    size: int
+
+
+class Shifts(NamedTuple):
+    """Shifts of values: `vectors` `[batch, heads, blocks, dim]` behind all rotations, `factors` of each token.
+
+    `strides`: of both; `length`: tokens of a block, a multiple of a tile if there are several blocks.
+    """
+
+    vectors: Any
+    factors: Any
+    strides: tuple[int, ...]
+    length: int
+
+
+class Full(NamedTuple):
+    """Tokens in full precision, and strides."""
+
+    k: Any
+    v: Any
+    strides: tuple[int, ...]
 
 
 @triton.jit
@@ -31,15 +76,32 @@ def _plane(base, token, tokens, channels, dim, width: tl.constexpr, n: tl.conste
 @triton.jit
 @no_type_check
 def _codes(
-    p0, p1, p2, token, tokens, channels, dim,
+    side, token, tokens, channels, dim,
     w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
 ):  # fmt: skip
-    codes = _plane(p0, token, tokens, channels, dim, w0, n, d)
+    codes = _plane(side.p0, token, tokens, channels, dim, w0, n, d)
     if w1 > 0:
-        codes += _plane(p1, token, tokens, channels, dim, w1, n, d) << w0
+        codes += _plane(side.p1, token, tokens, channels, dim, w1, n, d) << w0
     if w2 > 0:
-        codes += _plane(p2, token, tokens, channels, dim, w2, n, d) << (w0 + w1)
+        codes += _plane(side.p2, token, tokens, channels, dim, w2, n, d) << (w0 + w1)
     return codes
+
+
+@triton.jit
+@no_type_check
+def _entries(side, near, tokens, dim: tl.constexpr, kind: tl.constexpr, n: tl.constexpr, d: tl.constexpr):
+    """Entries of a codebook: each byte of codes is loaded once and stands for 8 channels."""
+    groups, inner = tl.arange(0, d // 8), tl.arange(0, 8)[None, None, :]
+    there = (near[:, None] < tokens) & (groups[None, :] < dim // 8)
+    where = near[:, None] * (dim // 8) + groups[None, :]
+    codes = tl.load(side.p0 + where, mask=there, other=0).to(tl.int32)
+    out = tl.load(side.scale + codes[:, :, None] * 8 + inner)
+    if kind >= 5:  # SIGNED_BOOK
+        signs = tl.load(side.p1 + where, mask=there, other=0).to(tl.int32)[:, :, None] * 8 + inner
+        out = (out.to(tl.int32, bitcast=True) ^ tl.load(side.low + signs)).to(tl.float32, bitcast=True)
+        if kind == 6:  # SHIFTED_BOOK
+            out += tl.load(side.low + 256 * 8 + signs).to(tl.float32, bitcast=True)
+    return tl.reshape(out, (n, d))
 
 
 @triton.jit
@@ -58,45 +120,84 @@ def _grid(scale, low, offsets, mask, kind: tl.constexpr, top: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _per_token(codes, scale, low, near, tokens, channels, dim, size, kind: tl.constexpr, top: tl.constexpr):
-    """Decoded values of codes, by statistics of `size` channels of a token."""
-    where = near[:, None] * ((dim + size - 1) // size) + channels[None, :] // size
-    step, least = _grid(scale, low, where, (near[:, None] < tokens) & (channels[None, :] < dim), kind, top)
-    return codes.to(tl.float32) * step + least
+def _decoded(
+    side, token, tokens, channels, dim: tl.constexpr, w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr,
+    kind: tl.constexpr, top: tl.constexpr, n: tl.constexpr, d: tl.constexpr,
+):  # fmt: skip
+    """What codes stand for: by a table, or by statistics of `size` channels of a token."""
+    near = token + tl.arange(0, n)
+    if kind >= 4:  # BOOK
+        return _entries(side, near, tokens, dim, kind, n, d)
+    else:
+        codes = _codes(side, token, tokens, channels, dim, w0, w1, w2, n, d)
+        if kind == 3:  # LEVELS
+            return tl.load(side.scale + codes)
+        else:
+            where = near[:, None] * ((dim + side.size - 1) // side.size) + channels[None, :] // side.size
+            there = (near[:, None] < tokens) & (channels[None, :] < dim)
+            step, least = _grid(side.scale, side.low, where, there, kind, top)
+            return codes.to(tl.float32) * step + least
 
 
 @triton.jit
 @no_type_check
 def _scores(
-    q, codes, scale, low, near, token, tokens, channels, dim, size,
-    per_channel: tl.constexpr, kind: tl.constexpr, top: tl.constexpr, half: tl.constexpr,
+    q, side, token, tokens, channels, dim: tl.constexpr, w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr,
+    per_channel: tl.constexpr, kind: tl.constexpr, top: tl.constexpr,
+    n: tl.constexpr, d: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     """Products of queries and keys, with steps per channel folded into the queries."""
     number = tl.float16 if half else tl.float32
     if per_channel:
-        step, least = _grid(scale, low, token // size * dim + channels, channels < dim, kind, top)
+        codes = _codes(side, token, tokens, channels, dim, w0, w1, w2, n, d)
+        step, least = _grid(side.scale, side.low, token // side.size * dim + channels, channels < dim, kind, top)
         out = tl.dot((q * step[None, :]).to(number), tl.trans(codes.to(number)), input_precision="ieee")
         return out + tl.sum(q * least[None, :], 1)[:, None]
     else:
-        keys = _per_token(codes, scale, low, near, tokens, channels, dim, size, kind, top)
+        keys = _decoded(side, token, tokens, channels, dim, w0, w1, w2, kind, top, n, d)
         return tl.dot(q.to(number), tl.trans(keys.to(number)), input_precision="ieee")
 
 
 @triton.jit
 @no_type_check
 def _mixed(
-    weights, codes, scale, low, near, token, tokens, channels, dim, size,
-    per_channel: tl.constexpr, kind: tl.constexpr, top: tl.constexpr, half: tl.constexpr,
+    weights, side, token, tokens, channels, dim: tl.constexpr, w0: tl.constexpr, w1: tl.constexpr, w2: tl.constexpr,
+    per_channel: tl.constexpr, kind: tl.constexpr, top: tl.constexpr,
+    n: tl.constexpr, d: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     """Weighted sums of values; steps per channel are applied after the product."""
     number = tl.float16 if half else tl.float32
     if per_channel:
-        step, least = _grid(scale, low, token // size * dim + channels, channels < dim, kind, top)
+        codes = _codes(side, token, tokens, channels, dim, w0, w1, w2, n, d)
+        step, least = _grid(side.scale, side.low, token // side.size * dim + channels, channels < dim, kind, top)
         out = tl.dot(weights.to(number), codes.to(number), input_precision="ieee") * step[None, :]
         return out + tl.sum(weights, 1)[:, None] * least[None, :]
     else:
-        values = _per_token(codes, scale, low, near, tokens, channels, dim, size, kind, top)
+        values = _decoded(side, token, tokens, channels, dim, w0, w1, w2, kind, top, n, d)
         return tl.dot(weights.to(number), values.to(number), input_precision="ieee")
+
+
+@triton.jit
+@no_type_check
+def _shifted(weights, shifts, near, token, tokens, channels, dim):
+    """Weighted sums of the shift of a tile's block."""
+    factors = tl.load(shifts.factors + near, mask=near < tokens, other=0.0)
+    vector = tl.load(shifts.vectors + token // shifts.length * dim + channels, mask=channels < dim, other=0.0)
+    return tl.sum(weights * factors[None, :], 1)[:, None] * vector[None, :]
+
+
+@triton.jit
+@no_type_check
+def _placed(side, b, h):
+    """A side at one batch entry and head."""
+    strides = side.strides
+    grid = b * strides[6] + h * strides[7]
+    return Side(
+        side.p0 + b * strides[0] + h * strides[1],
+        side.p1 + b * strides[2] + h * strides[3],
+        side.p2 + b * strides[4] + h * strides[5],
+        side.scale + grid, side.low + grid, side.norms + b * strides[8] + h * strides[9], strides, side.size,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -137,22 +238,22 @@ def _rest(
 @triton.jit
 @no_type_check
 def attend_split(
-    q_rotated, q_plain, out, tops, totals,
-    k0, k1, k2, k_scale, k_low, k_norm, v0, v1, v2, v_scale, v_low, v_norm, k_full, v_full,
-    k0_b, k0_h, k1_b, k1_h, k2_b, k2_h, ks_b, ks_h, kn_b, kn_h,
-    v0_b, v0_h, v1_b, v1_h, v2_b, v2_h, vs_b, vs_h, vn_b, vn_h, kf_b, kf_h, vf_b, vf_h,
-    heads, group, start, tokens, rest, per_split, packed_splits, first_split, all_splits, first,
-    k_size, v_size, scaling, softcap,
+    q_rotated, q_plain, out, tops, totals, keys, k_shift, values, v_shifts, full,
+    heads, group, start, tokens, prefix, rest, per_split, packed_splits, first_split, all_splits, first,
+    scaling, softcap,
     dim: tl.constexpr, kw0: tl.constexpr, kw1: tl.constexpr, kw2: tl.constexpr,
     vw0: tl.constexpr, vw1: tl.constexpr, vw2: tl.constexpr,
     k_channel: tl.constexpr, v_channel: tl.constexpr, k_kind: tl.constexpr, v_kind: tl.constexpr,
-    k_top: tl.constexpr, v_top: tl.constexpr, normed_k: tl.constexpr, normed_v: tl.constexpr, capped: tl.constexpr,
+    k_top: tl.constexpr, v_top: tl.constexpr, normed_k: tl.constexpr, normed_v: tl.constexpr,
+    shifted_k: tl.constexpr, shifted_v: tl.constexpr, capped: tl.constexpr,
     n: tl.constexpr, d: tl.constexpr, rows: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     """One range of packed tokens, or (the last split of a launch, if there are any) the full-precision tokens after.
 
-    Sums are stored relative to their own maximum, those of codes in the rotated space; `combine` joins them. The
-    `tokens` packed tokens of this launch follow `start` others. Strides `_b` and `_h` are those of batch and head.
+    Sums are stored relative to their own maximum, those of codes in the rotated space; `combine` joins them. `keys`
+    and `values` are a `Side`, `v_shifts` is `Shifts`, `full` is `Full`. The `tokens` packed tokens of this launch
+    follow `start` others. `k_shift` `[batch, heads, group, prefix]` is what shifts of keys add to the scores of all
+    `prefix` packed tokens, before `scaling`.
     """
     split, place = tl.program_id(0), tl.program_id(1)
     # Offsets of a batch entry or head may not fit 32 bits.
@@ -164,33 +265,36 @@ def attend_split(
     sums = tl.zeros((rows, d), tl.float32)
     if split < packed_splits:
         q = tl.load(q_rotated + at, mask=seen, other=0.0)
-        ks, vs = b * ks_b + h * ks_h, b * vs_b + h * vs_h
-        kp0, kp1, kp2 = k0 + b * k0_b + h * k0_h, k1 + b * k1_b + h * k1_h, k2 + b * k2_b + h * k2_h
-        vp0, vp1, vp2 = v0 + b * v0_b + h * v0_h, v1 + b * v1_b + h * v1_h, v2 + b * v2_b + h * v2_h
+        k, v, strides = _placed(keys, b, h), _placed(values, b, h), v_shifts.strides
+        moves = k_shift + (place.to(tl.int64) * group + queries[:, None]) * prefix + start
+        shifts = Shifts(
+            v_shifts.vectors + b * strides[0] + h * strides[1], v_shifts.factors + b * strides[2] + h * strides[3],
+            strides, v_shifts.length,
+        )  # fmt: skip
         for token in range(split * per_split, tl.minimum((split + 1) * per_split, tokens), n):
             near = token + tl.arange(0, n)
-            codes = _codes(kp0, kp1, kp2, token, tokens, channels, dim, kw0, kw1, kw2, n, d)
-            scores = _scores(
-                q, codes, k_scale + ks, k_low + ks, near, token, tokens, channels, dim, k_size,
-                k_channel, k_kind, k_top, half,
-            )  # fmt: skip
-            scores *= scaling
+            scores = _scores(q, k, token, tokens, channels, dim, kw0, kw1, kw2, k_channel, k_kind, k_top, n, d, half)
             if normed_k:
-                scores *= tl.load(k_norm + b * kn_b + h * kn_h + near, mask=near < tokens, other=0.0)[None, :]
+                scores *= tl.load(k.norms + near, mask=near < tokens, other=0.0)[None, :]
+            if shifted_k:
+                there = (queries[:, None] < group) & (near[None, :] < tokens)
+                scores += tl.load(moves + near[None, :], mask=there, other=0.0)
             top, total, shrink, weights = _joined(
-                top, total, scores, (near + start >= first) & (near < tokens), softcap, capped
+                top, total, scores * scaling, (near + start >= first) & (near < tokens), softcap, capped
             )
+            sums *= shrink[:, None]
+            if shifted_v:
+                sums += _shifted(weights, shifts, near, token, tokens, channels, dim)
             if normed_v:
-                weights *= tl.load(v_norm + b * vn_b + h * vn_h + near, mask=near < tokens, other=0.0)[None, :]
-            codes = _codes(vp0, vp1, vp2, token, tokens, channels, dim, vw0, vw1, vw2, n, d)
-            mixed = _mixed(
-                weights, codes, v_scale + vs, v_low + vs, near, token, tokens, channels, dim, v_size,
-                v_channel, v_kind, v_top, half,
-            )  # fmt: skip
-            sums = sums * shrink[:, None] + mixed
+                weights *= tl.load(v.norms + near, mask=near < tokens, other=0.0)[None, :]
+            sums += _mixed(
+                weights, v, token, tokens, channels, dim, vw0, vw1, vw2, v_channel, v_kind, v_top, n, d, half
+            )
     else:
+        strides = full.strides
         top, total, sums = _rest(
-            tl.load(q_plain + at, mask=seen, other=0.0), k_full + b * kf_b + h * kf_h, v_full + b * vf_b + h * vf_h,
+            tl.load(q_plain + at, mask=seen, other=0.0),
+            full.k + b * strides[0] + h * strides[1], full.v + b * strides[2] + h * strides[3],
             top, total, sums, rest, first - start - tokens, channels, dim, scaling, softcap, capped, n, half,
         )  # fmt: skip
     line = (place.to(tl.int64) * all_splits + first_split + split) * group + queries

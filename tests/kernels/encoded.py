@@ -2,7 +2,7 @@
 
 import torch
 
-from kvq.codecs import Codec, Packed, UniformQuantizer, ZeroPoint
+from kvq.codecs import Codec, Packed, UniformQuantizer, VectorQuantizer, ZeroPoint, gain_factor
 from kvq.kernels import FusedCodec
 
 ROUNDING = 4e-6
@@ -58,3 +58,14 @@ def check_statistics(quantizer: UniformQuantizer, found: Packed, expected: Packe
         if name == "scale" or quantizer.zero_point is ZeroPoint.float:
             a, b = found.parts[name].double(), expected.parts[name].double()
             torch.testing.assert_close(a, b, rtol=2.0**-10, atol=max(noise, 2.0**-24))
+
+
+def check_nearest(quantizer: VectorQuantizer, y: torch.Tensor, parts: dict[str, torch.Tensor], gain: torch.Tensor):
+    """In fp64 no entry is nearer than the one of `parts`, and the gain is the formula's."""
+    found = quantizer.decode(parts, y.shape, torch.float64)
+    entries = quantizer.tables()[0].double()
+    vectors = y.double().unflatten(-1, (-1, 8))
+    nearest = torch.cdist((vectors.abs() if quantizer.bits == 2 else vectors).flatten(0, 3), entries).amin(-1)
+    distance = (vectors - found.unflatten(-1, (-1, 8))).norm(dim=-1).flatten()
+    assert float((distance - nearest).abs().max()) < 1e-5
+    torch.testing.assert_close(gain.double(), gain_factor(y.double(), found, quantizer.gain), rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import kvq
 from kvq.cache import KVCache
-from kvq.codecs import Codec, Gain, Hadamard, TokenNorm, UniformQuantizer, VectorQuantizer, gain_factor, rope_table
+from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, VectorQuantizer, rope_table
 from kvq.kernels import FusedCodec, encode, fused
 from tests.kernels import encoded
 from tests.kernels.test_eager import UNIFORM, uniform
@@ -118,14 +118,7 @@ def test_the_search_finds_the_nearest_entry(bits):
     quantizer = VectorQuantizer(bits)
     y = torch.randn(1, 1, 401, 24, generator=torch.Generator().manual_seed(bits))
     y[..., :3, :], y[..., 3, ::2] = 0, -0.0
-    parts, gain = encode_books.search(quantizer, y)
-    found = quantizer.decode(parts, y.shape, torch.float64)
-    entries = quantizer.tables()[0].double()
-    vectors = y.double().unflatten(-1, (-1, 8))
-    nearest = torch.cdist((vectors.abs() if bits == 2 else vectors).flatten(0, 3), entries).amin(-1)
-    distance = (vectors - found.unflatten(-1, (-1, 8))).norm(dim=-1).flatten()
-    assert float((distance - nearest).abs().max()) < 1e-5
-    torch.testing.assert_close(gain.double(), gain_factor(y.double(), found, Gain.parallel), rtol=1e-5, atol=1e-5)
+    encoded.check_nearest(quantizer, y, *encode_books.search(quantizer, y))
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def test_the_gpu_check_runs_without_one(tmp_path):
     for name, found in report["encoding"].items():
         assert found["parts_differing"] < 2e-2, name  # fp16 norms whose sums round apart
         assert found["decoded_difference"] < 2e-3, name
-    for cell in report["attention"]:
+    for cell in report["attention"] + report["attention_by_tables"]:
         assert cell["fastest_sdpa"].startswith("sdpa")
         assert cell["bytes"] * cell["memory_ratio"] == pytest.approx(cell["bf16_bytes"])
     assert set(report["encode"]) == {f"oscar_2b_{side}_{tokens}" for side in ("key", "value") for tokens in (256, 128)}

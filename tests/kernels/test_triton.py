@@ -20,13 +20,13 @@ def run(*command, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["methods", "shapes", "layouts"])
+@pytest.mark.parametrize("part", ["methods", "tables", "shifted", "drawn", "shapes", "layouts"])
 def test_interpreted(part):
     run("tests.kernels.interpreted", part, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["methods", "exact", "shapes", "chains"])
+@pytest.mark.parametrize("part", ["methods", "exact", "shapes", "chains", "books"])
 def test_encoding_interpreted(part):
     run("tests.kernels.interpreted_encode", part, TRITON_INTERPRET="1")
 
