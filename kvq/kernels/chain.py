@@ -140,7 +140,7 @@ def searched(
     quantizer: VectorQuantizer,
     y: Float[Tensor, "*lead tokens dim"],
     codes: UInt8[Tensor, "planes vectors"],
-    scores: Float[Tensor, vectors],
+    scores: Float[Tensor, " vectors"],
 ) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
     """The parts of `VectorQuantizer.encode`, and the gain of each token (None: the quantizer has none).
 

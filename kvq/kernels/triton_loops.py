@@ -238,22 +238,19 @@ def _rest(
 @triton.jit
 @no_type_check
 def attend_split(
-    q_rotated, q_plain, out, tops, totals, keys, k_shift, values, v_shifts, full,
-    heads, group, start, tokens, prefix, rest, per_split, packed_splits, first_split, all_splits, first,
-    scaling, softcap,
-    dim: tl.constexpr, kw0: tl.constexpr, kw1: tl.constexpr, kw2: tl.constexpr,
-    vw0: tl.constexpr, vw1: tl.constexpr, vw2: tl.constexpr,
-    k_channel: tl.constexpr, v_channel: tl.constexpr, k_kind: tl.constexpr, v_kind: tl.constexpr,
-    k_top: tl.constexpr, v_top: tl.constexpr, normed_k: tl.constexpr, normed_v: tl.constexpr,
-    shifted_k: tl.constexpr, shifted_v: tl.constexpr, capped: tl.constexpr,
-    n: tl.constexpr, d: tl.constexpr, rows: tl.constexpr, half: tl.constexpr,
+    q_rotated, q_plain, out, tops, totals, keys, k_shift, values, v_shifts, full, heads, group, start, tokens, prefix,
+    rest, per_split, packed_splits, first_split, all_splits, first, scaling, softcap, dim: tl.constexpr,
+    kw0: tl.constexpr, kw1: tl.constexpr, kw2: tl.constexpr, vw0: tl.constexpr, vw1: tl.constexpr, vw2: tl.constexpr,
+    k_channel: tl.constexpr, v_channel: tl.constexpr, k_kind: tl.constexpr, v_kind: tl.constexpr, k_top: tl.constexpr,
+    v_top: tl.constexpr, normed_k: tl.constexpr, normed_v: tl.constexpr, shifted_k: tl.constexpr,
+    shifted_v: tl.constexpr, capped: tl.constexpr, n: tl.constexpr, d: tl.constexpr, rows: tl.constexpr,
+    half: tl.constexpr,
 ):  # fmt: skip
     """One range of packed tokens, or (the last split of a launch, if there are any) the full-precision tokens after.
 
     Sums are stored relative to their own maximum, those of codes in the rotated space; `combine` joins them. `keys`
     and `values` are a `Side`, `v_shifts` is `Shifts`, `full` is `Full`. The `tokens` packed tokens of this launch
-    follow `start` others. `k_shift` `[batch, heads, group, prefix]` is what shifts of keys add to the scores of all
-    `prefix` packed tokens, before `scaling`.
+    follow `start` others. `k_shift` `[batch, heads, group, prefix]`: what keys' shifts add to scores before `scaling`.
     """
     split, place = tl.program_id(0), tl.program_id(1)
     # Offsets of a batch entry or head may not fit 32 bits.

@@ -15,7 +15,7 @@ from kvq.codecs import Codec, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.diagnostics.layout import KINDS, by_kind, layout, plain_bytes
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, cache_shape

@@ -11,10 +11,11 @@ from kvq.cache.side import CacheSide
 from kvq.cli import main
 from kvq.codecs.rope import Rope
 from kvq.config.diagnostics import MemoryConfig
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, Unsupported
 from kvq.models.shapes import CacheShape, cache_shape, shipped
 from kvq.tasks import memory
 from kvq.tasks.memory import rows_of, side_parts
+from tests.families import family
 from tests.random_models import random_llama, token_ids
 from tests.sweeps import records
 from tests.tasks.diagnosed import DiagnosedInputs, journal
@@ -109,3 +110,17 @@ def test_a_model_of_70b_takes_less_than_a_minute_and_no_weights(tmp_path: Path) 
     assert plain == pytest.approx(40 * 2**30)
     assert found["total_bytes_131072"] == pytest.approx(plain / found["compression_131072"])
     assert found["bits_without_residual_131072"] == pytest.approx(3 + 16 / 128 + 32 / 131072)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mistral", r"task\.lengths=\[64\]: task=memory counts layers that keep the whole past"),
+        ("qwen3_next", r"task=memory: counts keys and values; layers of random cache"),
+        ("deepseek_v2", r"task=memory: counts keys and values; layers of random cache"),
+    ],
+)
+def test_layers_that_hold_something_else_are_refused(tmp_path: Path, name: str, says: str) -> None:
+    family(name).model.config.save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match=says):
+        memory.check(DiagnosedInputs(MemoryConfig(lengths=[64]), path=str(tmp_path)), build_method("nsn", 3, 16))
