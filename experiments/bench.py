@@ -238,17 +238,22 @@ def inputs() -> tuple[LoadedModel, torch.Tensor]:
     return loaded, tokens.to(loaded.device)
 
 
+def machine() -> dict[str, Any]:
+    """What the figures belong to."""
+    return {
+        "cpu": cpu_name(),
+        "device": device_name(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "packages": package_versions(),
+    }
+
+
 def full_report(pairs: int, records: int) -> dict[str, Any]:
     """Everything this script measures, the report on `records` synthetic records."""
     with torch.inference_mode():
         loaded, tokens = inputs()
         report = {
-            "machine": {
-                "cpu": cpu_name(),
-                "device": device_name(loaded.device),
-                "threads": torch.get_num_threads(),
-                "packages": package_versions(),
-            },
+            "machine": machine(),
             "settings": {"context": CONTEXT, "bits": BITS, "model": "tiny"},
             "parallel_over_full_precision": parallel_cost(loaded, tokens, pairs),
             "token_by_token_over_chunks": chunked_speed(loaded, tokens, max(3, pairs // 2)),
@@ -352,6 +357,7 @@ def main() -> None:
     if args.only:
         report = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
         report[args.only] = ALONE[args.only](args.pairs, args.records)
+        report.setdefault("machine_of", {})[args.only] = machine()
     else:
         report = full_report(args.pairs, args.records)
     args.out.parent.mkdir(parents=True, exist_ok=True)
