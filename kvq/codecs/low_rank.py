@@ -137,8 +137,12 @@ def product(parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*le
 
 def exact_svd(x: Blocks, rank: int) -> Factors:
     """U_r Σ_r and V_rᵀ of the decomposition of each block."""
-    u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    return u[..., :rank] * s[:, None, :rank], vh[:, :rank]
+    left, right = [], []
+    for block in x:  # in memory of its own, as where a block lies may decide the last bits
+        u, s, vh = torch.linalg.svd(block.clone(), full_matrices=False)
+        left.append(u[:, :rank] * s[:rank])
+        right.append(vh[:rank])
+    return torch.stack(left), torch.stack(right)
 
 
 def randomized_svd(x: Blocks, rank: int, oversample: int, iterations: int, seed: int) -> Factors:

@@ -139,4 +139,4 @@ def test_zero_is_never_not_worse_and_identity_never_worse_on_the_committed_recor
             assert record.metrics["not_worse"] == 0
         if record.method == "identity" or record.metrics["flips"] == 0:
             assert record.metrics["within_noise"] == 1
-            assert record.metrics["p_value"] == 1
+            assert record.metrics.get("p_value", 1) == 1  # too few items have none
