@@ -86,7 +86,7 @@ DAMAGES = [
     ("method nsnquant", "return self._turned(codes * step)", "codes * step", "codes * step * 0.99"),
     (
         "method turboquant/prod",
-        "self.key.append(key_states, self.quantized_prefill),",
+        "keys = self.key.append(key_states, self.quantized_prefill)",
         "key_states,",
         "key_states.roll(1, 2),",
     ),
