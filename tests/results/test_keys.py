@@ -29,8 +29,8 @@ def one_per_protocol() -> list[Record]:
     return [*protocols.values(), *{record.method: record for record in records()}.values()]
 
 
-SETTINGS = ("oscar/", "kvquant_plus_plus/9_2")
-"""Experiments that give a method's residual, eviction or groups themselves; all others have the preset's."""
+SETTINGS = ("oscar/", "nsnquant/table7", "nsnquant/table20", "kvquant_plus_plus/9_2")
+"""Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's."""
 
 
 def own_settings(record: Record) -> list[str]:
@@ -41,7 +41,7 @@ def own_settings(record: Record) -> list[str]:
     method = {"eviction": record.config["method"].get("eviction") or {}}
     for side in ("key", "value"):
         quantizer = (record.config["method"].get(side) or {}).get("quantizer", {})
-        method[side] = {"quantizer": {name: quantizer[name] for name in ("group_size",) if name in quantizer}}
+        method[side] = {"quantizer": {name: quantizer[name] for name in ("group_size", "clip") if name in quantizer}}
     leaves = [*flatten(residual, "residual"), *flatten(method, "method")]
     return ["=".join(leaf) for leaf in leaves if not leaf[0].endswith("._target_")]
 
