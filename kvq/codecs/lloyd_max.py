@@ -245,7 +245,7 @@ class LloydMaxQuantizer(Quantizer):
         if head_dim < 3 and self.marginal is Marginal.sphere:
             raise Unsupported(f"head_dim={head_dim}: a Lloyd-Max codebook of the sphere needs at least 3 channels")
 
-    def levels(self, dim: int, dtype: torch.dtype) -> Float[Tensor, levels]:
+    def levels(self, dim: int, dtype: torch.dtype) -> Float[Tensor, " levels"]:
         """All levels for `dim` channels, ascending; the lower half is the mirror image of the upper one."""
         return _tables(self.bits, dim, dtype, torch.device("cpu"), self._built)[0]
 

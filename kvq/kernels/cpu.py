@@ -164,6 +164,7 @@ class _Side:
         return planes, *(part[place].ravel() for part in segment.statistics), segment.size, norms
 
 
+@functools.lru_cache(maxsize=64)
 def _loops(
     quantizer: Quantizer, dim: int
 ) -> tuple[tuple[Callable[..., Any], Callable[..., Any]], tuple[Any, ...] | None]:
