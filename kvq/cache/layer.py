@@ -44,6 +44,12 @@ class Layer(CacheLayerMixin):
     key: Any
     value: Any
 
+    @override
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Store dtype and device; the first append allocates storage."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
     @property
     def is_sliding(self) -> bool:
         """transformers asks which columns a mask is over."""
@@ -176,12 +182,6 @@ class KVCacheLayer(Layer):
     def enter(self, hidden: Tensor) -> None:
         self.key.enter(hidden)
         self.value.enter(hidden)
-
-    @override
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Store dtype and device; the first append allocates storage."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -131,11 +131,6 @@ class PaddedLayer(Layer):
         return None
 
     @override
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append states `[batch, heads, columns, head_dim]`, and return what attention reads, padding as zeros."""
         if not self.is_initialized:

@@ -102,7 +102,8 @@ class BlockStore:
         """Forget the first `tokens` tokens, as many as `droppable` says."""
         assert self._store is not None
         left = self._store.packed.behind(tokens)
-        self._store = PackedStore(left) if left.tokens else None
+        own = {name: part.clone() for name, part in left.parts.items()}  # what is dropped gives its memory back
+        self._store = PackedStore(dataclasses.replace(left, parts=own)) if left.tokens else None
         if self._decoded is not None:
             self._decoded = Growable(self._decoded.view[:, :, tokens:].clone()) if left.tokens else None
 

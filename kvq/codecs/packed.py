@@ -70,7 +70,7 @@ class Packed:
         return found
 
     def behind(self, tokens: int) -> Packed:
-        """A copy without the first `tokens`, which are whole blocks. Not of parts that are lists."""
+        """Views without the first `tokens`, which are whole blocks. Not of parts that are lists."""
         runs: list[BlockRun] = []
         start, gone = dict.fromkeys(self.parts, 0), tokens
         for run in self.runs:
@@ -79,7 +79,7 @@ class Packed:
             start = {name: first + run.rows[name] * count for name, first in start.items()}
             if count < run.count:
                 runs.append(dataclasses.replace(run, count=run.count - count))
-        parts = {name: part[:, :, start[name] :].clone() for name, part in self.parts.items()}
+        parts = {name: part[:, :, start[name] :] for name, part in self.parts.items()}
         return dataclasses.replace(self, parts=parts, runs=tuple(runs))
 
     @property

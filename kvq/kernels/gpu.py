@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -269,13 +268,5 @@ def _behind(states: PackedStates, start: int, dtype: torch.dtype) -> Tensor:
 
 def _blocks_from(packed: Packed, start: int) -> tuple[Packed, int]:
     """The blocks that hold tokens from `start` on, and the number of tokens before them."""
-    rows, skipped = dict.fromkeys(packed.parts, 0), 0
-    runs: list[BlockRun] = []
-    for run in packed.runs:
-        blocks = min(run.count, max(0, start - skipped) // run.tokens) if not runs else 0
-        skipped += blocks * run.tokens
-        rows = {name: first + blocks * run.rows[name] for name, first in rows.items()}
-        if blocks < run.count:
-            runs.append(dataclasses.replace(run, count=run.count - blocks))
-    parts = {name: part[:, :, rows[name] :] for name, part in packed.parts.items()}
-    return dataclasses.replace(packed, parts=parts, runs=tuple(runs)), skipped
+    skipped = packed.leading(start)
+    return packed.behind(skipped), skipped
