@@ -135,12 +135,8 @@ def _level_dots(widths, span, rows):
         for half in range(0, per_step, 4):
             totals = [step.zero() for _ in range(4 * rows)]
             for start in range(0, span, step.lanes):
-                values = step.decoded(first, step.size(start), range(half, half + 4))
-                for query in range(rows):
-                    q = step.load(0, step.size(query), step.size(start))
-                    for index, value in enumerate(values):
-                        place = 4 * query + index
-                        totals[place] = step.add_product(q, value, totals[place])
+                channel = step.size(start)
+                step.add_dots(totals, rows, channel, step.decoded(first, channel, range(half, half + 4)))
             step.store_sums(totals, 6, 4, builder.add(token, step.size(half)))
         return context.get_dummy_value()
 
@@ -220,13 +216,10 @@ def _book_dots(groups, signed, shifted, rows):
         step = _Book(context, builder, signature, args, 8, GROUP)
         first, token = args[6:8]
         totals = [step.zero() for _ in range(per_step * rows)]
+        places = [step.within(1, builder.add(first, step.size(index))) for index in range(per_step)]
         for group in range(groups):
-            for index in range(per_step):
-                row = step.within(1, builder.add(first, step.size(index)))
-                value = step.entry(row, step.size(group), signed, shifted)
-                for query in range(rows):
-                    q, place = step.load(0, step.size(query), step.size(GROUP * group)), per_step * query + index
-                    totals[place] = step.add_product(q, value, totals[place])
+            values = [step.entry(place, step.size(group), signed, shifted) for place in places]
+            step.add_dots(totals, rows, step.size(GROUP * group), values)
         step.store_sums(totals, 8, per_step, token)
         return context.get_dummy_value()
 

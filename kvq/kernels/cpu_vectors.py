@@ -115,6 +115,14 @@ class Step:
             ]
         return vectors
 
+    def add_dots(self, totals, rows, channel, values):
+        """Add the products of `rows` queries, from `channel` on, with one vector of each token to their totals."""
+        for row in range(rows):
+            query = self.load(0, self.size(row), channel)
+            for index, value in enumerate(values):
+                place = len(values) * row + index
+                totals[place] = self.add_product(query, value, totals[place])
+
     def store_sums(self, totals, array, tokens, token):
         """Sums over lanes of `totals`, `tokens` for each row, into `array[row, token ...]`."""
         sums = self.lane_sums(totals)
@@ -153,12 +161,7 @@ def dots(width: int, span: int, rows: int):
             totals = [step.zero() for _ in range(4 * rows)]
             for start in range(0, span, step.lanes):
                 at = builder.add(channel, step.size(start))
-                codes = step.codes(1, row, at, range(half, half + 4))
-                for query in range(rows):
-                    q = step.load(0, step.size(query), at)
-                    for token_index, code in enumerate(codes):
-                        place = 4 * query + token_index
-                        totals[place] = step.add_product(q, code, totals[place])
+                step.add_dots(totals, rows, at, step.codes(1, row, at, range(half, half + 4)))
             step.store_sums(totals, 4, 4, builder.add(token, step.size(half)))
         return context.get_dummy_value()
 
