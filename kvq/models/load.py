@@ -53,11 +53,11 @@ class LoadedModel:
         """
         given: dict[str, Tensor] = {}
         base, padding, seen = base_of(self.model), getattr(cache, "padding", None), cache.get_seq_length()
-        columns = torch.arange(seen + tokens.shape[1], device=tokens.device)[None]
+        end = seen + tokens.shape[1]
         if state_layers_of(self.text_config):  # some such families number a text from 0 in every forward
-            given["position_ids"] = columns[:, seen:]
+            given["position_ids"] = torch.arange(seen, end, device=tokens.device)[None]
         if padding is not None:
-            own = columns - torch.tensor(padding, device=tokens.device)[:, None]
+            own = torch.arange(end, device=tokens.device) - torch.tensor(padding, device=tokens.device)[:, None]
             given["attention_mask"] = (own >= 0).long()
             if "position_ids" in inspect.signature(type(base).forward).parameters:
                 given["position_ids"] = own[:, seen:].clamp_min(0)
