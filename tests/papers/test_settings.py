@@ -278,6 +278,7 @@ ROWS = [
     Row("oscar/longbench_e_tasks", "OScaR's review: its needles", NEEDLES, {"dataset": "NIAH"}),
     Row("oscar/token_norms oscar/tni_error", "OScaR, section 4.1: norms of real text", {"dataset": "wikitext2"}),
     Row("oscar/token_norms", "OScaR, section 4.1: Llama-2-7B, Llama-3.1-8B, Qwen3-8B", {"task": "tni"}),
+    Row("oscar/modality_norms", "OScaR, section 4.1: images; its models of the OCRBench table", {"task": "modality"}),
     Row("oscar/tni_error", "OScaR, section 4.1: extreme compression", {"bits": "2"}),
     Row("oscar/tni_error", "OScaR, tables' setting: groups of 32", {"groups": (32, 32)}),
     Row("oscar/longbench_e oscar/niah", "OScaR, LongBench-E: named without Instruct",

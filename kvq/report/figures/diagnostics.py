@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvq.report.figures import channels, distribution, memory, shift, states, throughput, tni, valley
+from kvq.report.figures import channels, distribution, memory, modality, shift, states, throughput, tni, valley
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing
 from kvq.report.isolated import made_of, noted
@@ -132,6 +132,17 @@ def _norms(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
         yield Drawing(f"tni-groups-{named(record)}", numbers, tni.groups_figure, (title,))
 
 
+def _modalities(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    where = _where(group)
+    tokens = modality.tokens_table(group[0], store)
+    if not tokens.empty:
+        title = f"Token norms by modality, from the least to the largest head: {where}"
+        yield Drawing("modality-tokens", tokens, modality.tokens_figure, (title,))
+    layers = modality.layers_table(group[0], store)
+    if not layers.empty:
+        yield Drawing("modality-layers", layers, modality.layers_figure, (f"Spread of norms by modality: {where}",))
+
+
 def _distributions(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     record = group[0]
     title = f"Closeness to N(0, 1): {_where(group)}"
@@ -213,6 +224,7 @@ def _model_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
 MAKERS: dict[str, Maker] = {
     "error": _errors,
     "tni": _norms,
+    "modality": _modalities,
     "distribution": _distributions,
     "memory": _memory,
     "throughput": _throughputs,

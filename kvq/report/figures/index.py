@@ -30,6 +30,8 @@ _KINDS = {
     "tni-layers": "Token norms by position, as they are",
     "tni-heat": "Token norms by layer and position",
     "tni-groups": "Ranges of groups, bounds and errors",
+    "modality-tokens": "Token norms by position and modality",
+    "modality-layers": "Spread of token norms by layer and modality",
     "distribution-kl": "Closeness to a normal distribution",
     "distribution-layers": "Normalized states by layer",
     "distribution-covariances": "Covariances of normalized states",
