@@ -39,6 +39,7 @@ _KINDS = {
     "distribution-steps": "Channels by steps of NSN",
     "distribution-magnitudes": "Magnitudes of states by token and channel",
     "distribution-tsne": "Tokens in two dimensions",
+    "published": "Published numbers, ours beside them where there are records",
     "dispersion": "Dispersion of norms and loss, over models",
 }
 _OTHERS = "Others"
