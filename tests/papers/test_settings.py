@@ -57,6 +57,7 @@ READ: dict[str, Callable[[Config], Any]] = {
                 "depths",
                 "batches",
                 "contexts",
+                "decode_steps",
                 "new_tokens",
                 "chunk",
                 "regimes",
@@ -299,6 +300,9 @@ ROWS = [
         PACKED | {"dataset": lambda label: label != "memory"}),
     Row("oscar/efficiency", "OScaR's review, Table 1: memory at 4K", {"task": "memory", "lengths": [4096]},
         {"dataset": "memory"}),
+    *(Row("oscar/scale_vector", "OScaR's review, weakness 4: a token decoded behind 4K and 128K, on codes",
+          {"task": "latency", "contexts": [tokens], "batches": [1], "attention": "packed", "decode_steps": True},
+          {"setting": f"{tokens // 1024}K tokens"}) for tokens in (4096, 131072)),
     *(Row("oscar/prefill_latency", "OScaR's review, limitation 7: prefill of 128K, and a small one",
           {"task": "latency", "contexts": [tokens], "batches": [1]}, {"setting": f"{tokens // 1024}K tokens"})
       for tokens in (4096, 131072)),
