@@ -165,7 +165,8 @@ class Rows:
     def _drawn(self, kind: str) -> tuple[int, int]:
         """Figures of a kind: of real models, of embedded ones. A drawing of published numbers is of neither."""
         stems = [stem for stem in self._figures if stem.startswith(kind) and not stem.startswith("published")]
-        small = sum(any(f"-{model}-" in stem for model in self._embedded) for stem in stems)
+        embedded = [*self._embedded, "embedded"]  # the last: of several models, all of them embedded
+        small = sum(any(f"-{model}-" in stem for model in embedded) for stem in stems)
         return len(stems) - small, small
 
 

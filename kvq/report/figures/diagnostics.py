@@ -9,7 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvq.report.figures import channels, distribution, memory, modality, shift, states, throughput, tni, valley
+from kvq.report.figures import (
+    channels,
+    dispersion,
+    distribution,
+    memory,
+    modality,
+    shift,
+    states,
+    throughput,
+    tni,
+    valley,
+)
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing
 from kvq.report.isolated import made_of, noted
@@ -37,10 +48,12 @@ def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[s
             for made in _sound(group, _made(make, store), f"figures of task={task}", skipped) or ():
                 yield replace(made, stem=file_name(f"{made.stem}-{_suffix(group)}"))
     yield from _shifts(done, store, skipped)
-    table = _sound(done, valley.dispersion_table, "dispersion", skipped)
+    table = _sound(done, dispersion.dispersion_table, "dispersion", skipped)
     if table is not None and not table.empty:
         yield Drawing("dispersion-pairs", table, None)
-        yield Drawing("dispersion-spearman", valley.dispersion_correlations(table), None)
+        yield Drawing("dispersion-spearman", dispersion.dispersion_correlations(table), None)
+        for stem, title, numbers in dispersion.scatters(table):
+            yield Drawing(file_name(stem), numbers, dispersion.scatter_figure, (title,))
 
 
 def _sound(
