@@ -1,8 +1,8 @@
 """Operations per element of methods, in closed form, in docs/methods.md: `python experiments/complexity.py`.
 
 A place is `<!-- complexity: oscar kivi at 2 -->` to `<!-- end -->`: methods and the bits of their codes. Counted are
-the additions, multiplications, divisions, comparisons, roundings and look-ups of an element (a channel of a token), as the
-formulas are written, whatever a kernel shares or leaves out; what is done once per token or per group is not. They
+the additions, multiplications, divisions, comparisons, roundings and look-ups of an element (a channel of a token), as
+the formulas are written, whatever a kernel shares or leaves out; what is done once per token or per group is not. They
 follow from the stages of a method's configuration.
 """
 
