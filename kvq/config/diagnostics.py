@@ -106,6 +106,7 @@ class DistributionConfig(CaptureConfig):
         signs: seeds of randomized Hadamard transforms over which the lemma is checked.
         codebooks: of 1 and 2 bits, whose cosines are compared with synthetic data; those that have the bits.
         vectors: tokens kept for t-SNE, of layer `vector_layer`.
+        channel_ranges: least and largest covariance of each channel of the first layer are kept, for figures.
     """
 
     name: str = "distribution"
@@ -117,6 +118,7 @@ class DistributionConfig(CaptureConfig):
     codebooks: list[str] = field(default_factory=lambda: ["finetuned", "kmeans"])
     vectors: int = 200
     vector_layer: int = 0
+    channel_ranges: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -106,6 +106,8 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
     for name in ("regimes", "prefill_steps", "decode_steps"):
         if name in task and (not task[name] or config.method.is_full_precision):
             del task[name]  # nothing of it is timed, as before it could be
+    if not task.get("channel_ranges", True):
+        del task["channel_ranges"]  # kept beside the same numbers, as before it could be
     return task
 
 

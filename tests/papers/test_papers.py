@@ -36,7 +36,7 @@ REVIEW = {
     "scale_vector",
     "weight_quantized",
 }
-WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure11", "nsnquant/figure8"}
+WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure11", "nsnquant/figure7", "nsnquant/figure8"}
 WITHOUT_NUMBERS |= {f"oscar/{name}" for name in ("modality_norms", "token_norms", "tni_error")}
 """What a paper tells or draws without a number that could stand in the published figures."""
 

@@ -171,6 +171,10 @@ def _channels(record: Record, store: Store, where: str) -> Iterable[Drawing]:
     covariances = channels.covariances_table(record, store)
     title = f"Covariances of channels behind NSN: {where}"
     yield Drawing("distribution-covariances", covariances, channels.covariances_figure, (title,))
+    ranges = channels.ranges_table(record, store)
+    if not ranges.empty:
+        title = f"Covariances by channel behind NSN, layer {ranges['layer'].min()}: {where}"
+        yield Drawing("distribution-ranges", ranges, channels.ranges_figure, (title,))
     moments = channels.moments_table(record, store)
     title = f"Channels behind NSN and Hadamard: {where}"
     yield Drawing("distribution-channels", channels.scattered(moments), channels.scatter_figure, (title,))

@@ -35,6 +35,7 @@ _KINDS = {
     "distribution-kl": "Closeness to a normal distribution",
     "distribution-layers": "Normalized states by layer",
     "distribution-covariances": "Covariances of normalized states",
+    "distribution-ranges": "Ranges of covariances by channel",
     "distribution-channels": "Means and deviations of normalized, rotated channels",
     "distribution-steps": "Channels by steps of NSN",
     "distribution-magnitudes": "Magnitudes of states by token and channel",

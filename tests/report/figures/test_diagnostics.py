@@ -15,7 +15,15 @@ from kvq.config.diagnostics import (
     SyntheticConfig,
     TniConfig,
 )
-from kvq.report.figures.channels import covariances_table, magnitudes_table, moments_table, one_head, scattered
+from kvq.report.figures.channels import (
+    covariances_table,
+    magnitudes_table,
+    moments_table,
+    one_head,
+    ranges_figure,
+    ranges_table,
+    scattered,
+)
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
 from kvq.report.figures.dispersion import dispersion_correlations, dispersion_table, scatter_figure, scatters
 from kvq.report.figures.distribution import closeness_table
@@ -113,6 +121,21 @@ def test_tables_are_means_of_samples(store: Store) -> None:
     assert set(table[table["tokens"] == 1024]["measured"]) == {False}
     parts = table[["codes", "scales", "norms", "shift", "other", "residual"]].sum(axis=1)
     assert parts.tolist() == table["total"].tolist()
+
+
+def test_ranges_of_channels_are_drawn_head_after_head(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results")
+    task = DistributionConfig(context=128, windows=1, signs=2, codebooks=["finetuned"], vectors=0, channel_ranges=True)
+    record = put(store, tmp_path, task, "fp16")
+    table = ranges_table(record, store)
+    assert len(table) == 2 * 2 * 32  # sides, heads, channels
+    assert bool((table["lowest"] <= 0).all() and (table["highest"] >= 0).all())
+    figure = ranges_figure(table, "ranges")
+    keys, values = figure.axes
+    assert "keys" in keys.get_ylabel()
+    assert "values" in values.get_ylabel()
+    assert len(keys.collections[0].get_segments()) == 2 * 32
+    assert any(path.stem.startswith("distribution-ranges") for path in drawn(store, tmp_path / "figures"))
 
 
 def test_throughput_by_batch(tmp_path: Path) -> None:
