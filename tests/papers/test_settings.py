@@ -50,20 +50,8 @@ READ: dict[str, Callable[[Config], Any]] = {
             *("windows", "context", "stride", "scoring", "prompt", "max_windows", "prefill", "tasks", "subsets"),
             *("buckets", "limit", "max_length", "chat_template", "num_fewshot", "generation", "repeats", "benchmark"),
             *("states", "tokens", "head_dim", "drift", "jumps", "against", "against_bits", "layers", "held_out"),
-            *(
-                "mode",
-                "planted",
-                "lengths",
-                "depths",
-                "batches",
-                "contexts",
-                "decode_steps",
-                "channel_ranges",
-                "new_tokens",
-                "chunk",
-                "regimes",
-                "vectors",
-            ),
+            *("mode", "planted", "lengths", "depths", "batches", "contexts", "new_tokens", "chunk", "regimes"),
+            *("vectors", "decode_steps", "channel_ranges"),
         )
     },
 }
