@@ -87,8 +87,9 @@ class Inputs:
     @property
     def names(self) -> tuple[str, str]:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
+        method = self.config.method
         return (
-            repr((self._placed_model, self.config.cache_dtype, self.config.method.merge_rotation)),
+            repr((self._placed_model, self.config.cache_dtype, method.merge_rotation, method.merge_key_rotation)),
             repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),
         )
 
