@@ -113,8 +113,8 @@ def ratios(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
 def thread_scaling(run: Callable[[], object], pairs: int, calls: int = 10) -> dict[str, Any]:
     """Time with one thread over that with two, in turns of some calls in a row, as the layers of a model call it.
 
-    The machine needs two idle cores. OpenMP's own threads, begun by a new number of threads, spin for some milliseconds,
-    so the first calls of a turn are not timed.
+    The machine needs two idle cores. OpenMP's own threads, begun by a new number of threads, spin for some
+    milliseconds, so the first calls of a turn are not timed.
     """
     before, seconds = torch.get_num_threads(), ([], [])  # type: tuple[int, tuple[list[float], list[float]]]
     try:
