@@ -28,6 +28,8 @@ import bench_fits
 import bench_report
 import encode_bench
 import peers_bench
+import sweep_bench
+import threads_bench
 
 from kvq.cache import KVCache
 from kvq.codecs import rope_table
@@ -292,6 +294,8 @@ ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "fused_encode": lambda pairs, records: fused_encode(pairs),
     "calibration_fits": lambda pairs, records: bench_fits.measure(),
     "encode_over_kivi": lambda pairs, records: encode_speed(3 * pairs),
+    "one_thread_over_two": lambda pairs, records: threads_bench.measure(max(2, pairs // 2)),
+    "sweep_of_two_processes": lambda pairs, records: sweep_bench.measure(max(1, pairs // 3)),
     "peers": lambda pairs, records: peers_bench.measure(pairs),
     "tni_peak_over_forward": lambda pairs, records: norms_peak(),
     "report_on_synthetic_records": lambda pairs, records: bench_report.measure(records),
@@ -322,10 +326,12 @@ def show(report: dict[str, Any]) -> None:
         print(
             f"{'packed_attention':<34}{name:<12}{values['ratio_median']:8.2f}x of {values['fastest_sdpa']}, memory 1/"
             f"{values['memory_ratio']:.2f}; {values['bytes'] / 1e6:.1f} MB at {of_copy:.2f} of copying ({dense:.2f})"
-            + "".join(
-                f"; two threads {each['ratio_median']:.2f}x" for each in [*values.get("two_threads", {}).values()][:1]
-            )
         )
+    for name, ways in report.get("one_thread_over_two", {}).items():
+        gains = ", ".join(f"{way} {values['ratio_median']:.2f}x" for way, values in ways.items())
+        print(f"{'one_thread_over_two':<34}{name:<12}{gains}")
+    if swept := report.get("sweep_of_two_processes"):
+        print(f"{'sweep_of_two_processes':<34}{swept['ratio_median']:8.2f}x of one process, 9 runs")
     for name, values in report.get("fused_encode", {}).get("cells", {}).items():
         moved, of_copy = values["bytes"] / 1e6, values["fraction_of_copy_bandwidth"]
         print(
