@@ -25,10 +25,10 @@ from kvq.cache.attention import (
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
-from kvq.cache.padded import PaddableCache
+from kvq.cache.padded import PaddableCache, PaddedLayer
 from kvq.cache.rotary import RopeTable, angles, styles_of_whole
 from kvq.cache.sources import SourceColumns
-from kvq.cache.states import LASTING, placed, states_of
+from kvq.cache.states import LASTING, StateLayer, placed, states_of
 from kvq.errors import ConfigError, Unsupported
 from kvq.models.layers import KvLayer, kv_layers_of, window_of
 
@@ -296,7 +296,7 @@ class KVCache(PaddableCache, WatchfulCache):
         model = self._model()
         if model is None:
             raise Unsupported("cache.save: its model is gone, which the file has to name")
-        if self.padding is not None:
+        if self.is_parted:
             raise Unsupported("cache.save: a padded batch; save prompts of equal length, or one by one")
         if self._states:
             raise Unsupported("cache.save: a file holds keys and values alone, not the states of other layers")
@@ -349,6 +349,28 @@ class KVCache(PaddableCache, WatchfulCache):
         """A copy of one sequence of the batch, without its padding."""
         other = self.fork()
         other.batch_select_indices(torch.tensor([row]))
-        if other.padding is not None:
+        if other.is_parted:
             other._open()
         return other
+
+    @classmethod
+    def together(cls, caches: Sequence[KVCache]) -> KVCache:
+        """One batch of the sequences of caches of one model and method that were filled apart, and stay as they are.
+
+        The shorter ones count as padded on the left, and `padding` says by how much. What it holds is theirs, bit for
+        bit. Each later forward has one token for each sequence.
+
+        Raises:
+            Unsupported: a method that cannot hold sequences apart, or a cache that is such a batch already.
+        """
+        forks = [cache.fork() for cache in caches]
+        for fork in forks:
+            reason = "a padded batch" if fork.is_parted else fork.unparted
+            if reason is not None:
+                raise Unsupported(f"KVCache.together: {reason}; go on with each cache alone")
+        found = forks[0]
+        found._states = {
+            index: StateLayer.joined([fork._states[index] for fork in forks]) for index in forks[0]._states
+        }
+        found._put([PaddedLayer.of(layers) for layers in zip(*(fork._own for fork in forks), strict=True)])
+        return found

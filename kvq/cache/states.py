@@ -66,6 +66,16 @@ class StateLayer(LinearAttentionLayer):
             states = getattr(self, name)
             setattr(self, name, {key: None if state is None else change(state) for key, state in states.items()})
 
+    @staticmethod
+    def joined(layers: Sequence[StateLayer]) -> StateLayer:
+        """The states of the sequences of several batches, in one."""
+        other = layers[0].fork()
+        for name in _PARTS:
+            held = [getattr(layer, name) for layer in layers]
+            parts = {key: [one[key] for one in held] for key, first in held[0].items() if first is not None}
+            setattr(other, name, held[0] | {key: torch.cat(states) for key, states in parts.items()})
+        return other
+
     def fork(self) -> StateLayer:
         """A copy that changes independently: models write into their states."""
         other = copy.copy(self)

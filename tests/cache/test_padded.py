@@ -173,3 +173,33 @@ def _beams(loaded: LoadedModel, one: Method, tokens: Tensor, mask: Tensor, given
     settings = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0, **given}
     out = loaded.model.generate(tokens, attention_mask=mask, past_key_values=KVCache(loaded.model, one), **settings)
     return out[:, tokens.shape[1] :]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next", "zamba2"])
+def test_caches_that_were_filled_apart_go_on_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method that takes padding, in the form that it has: tokens, logits and bytes of each cache alone."""
+    loaded, done = in_double_precision(family(name), monkeypatch), 0
+    for chosen in METHODS:
+        try:
+            one = method(chosen)
+            caches = [KVCache(loaded.model, one) for _ in prompts()]
+        except Unsupported:  # its head dim
+            continue
+        if caches[0].unparted:
+            continue
+        for cache, row in zip(caches, prompts(), strict=True):
+            loaded.hidden_states(row, cache)
+        together, tokens = KVCache.together(caches), token_ids(STEPS, batch=3, seed=7)
+        assert together.nbytes == sum(cache.nbytes for cache in caches), chosen
+        for column in tokens.split(1, 1):
+            found = loaded.hidden_states(column, together)
+            alone = [loaded.hidden_states(column[row : row + 1], cache) for row, cache in enumerate(caches)]
+            # The last bits of states decide the singular vectors of gear, in any batch.
+            limit = 1e-2 if chosen == "gear" else 1e-6
+            torch.testing.assert_close(found, torch.cat(alone), atol=limit, rtol=0, msg=chosen)
+        assert together.nbytes == sum(cache.nbytes for cache in caches), chosen
+        assert together.fork().sequence(1).nbytes == caches[1].nbytes
+        done += 1
+    assert done > 8
+    with pytest.raises(Unsupported, match=r"^KVCache\.together: a padded batch; go on with each cache alone$"):
+        KVCache.together([together])
