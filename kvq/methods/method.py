@@ -15,7 +15,7 @@ from kvq.cache.side import CacheSide
 from kvq.codecs import Codec, calibrated_parts
 from kvq.config.backend import BackendConfig
 from kvq.config.bits import Bits, mean_label
-from kvq.config.residual import Residual
+from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import form_of
@@ -233,18 +233,24 @@ class Method:
         key, value = (self._side(side, place, held, keep_decoded) for side in ("key", "value"))
         return key, value
 
+    def in_window(self, codec: Codec | None, residual: ResidualSide) -> tuple[Codec | None, ResidualSide]:
+        """Codec and residual of a side, without kept tokens, in a layer that attends to a window of tokens."""
+        if self.window_layers is WindowLayers.keep:
+            return None, residual
+        drops = codec is not None and not codec.stores_lists and not self.sink_tokens
+        return codec, residual.in_blocks() if drops else residual
+
     def _side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
         residual, count = getattr(self.residual, side), len(held)
-        keeps = self.window_layers is WindowLayers.keep and held[place].window is not None
-        codec = None if keeps else self.codec(side, place, count)
+        codec, own = self.codec(side, place, count), residual
+        if held[place].window is not None:
+            codec, own = self.in_window(codec, residual)
         label, kept = f"layer {held[place].index} {side}s", self.kept_keys
         if codec is not None and kept is not None and side == "key" and kept.holds(place, count):
             return kept.side(codec, residual, label, keep_decoded)
         if self.sink_detection is not None:
             return self.sink_detection.side(codec, residual, label, keep_decoded)
-        if held[place].window is not None and not self.sink_tokens and codec is not None and not codec.stores_lists:
-            residual = residual.in_blocks()
-        return side_of(codec, residual, label, keep_decoded, self.sink_tokens)
+        return side_of(codec, own, label, keep_decoded, self.sink_tokens)
 
 
 def bind_kept_keys(method: Method, tokenizer: Any) -> Method:
