@@ -11,7 +11,7 @@ import abc
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from kvq.cache.counted import CountedCache
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import SourceColumns
-from kvq.cache.states import placed
+from kvq.cache.states import StateLayer, placed
 from kvq.cache.window import outside
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer
@@ -271,3 +271,37 @@ class PaddableCache(CountedCache, abc.ABC):
         if self.is_parted:
             self._open()
         super().reset()
+
+    @abc.abstractmethod
+    def fork(self) -> Self:
+        """A copy that shares the tokens held so far and grows independently."""
+
+    def sequence(self, row: int) -> Self:
+        """A copy of one sequence of the batch, without its padding."""
+        other = self.fork()
+        other.batch_select_indices(torch.tensor([row]))
+        if other.is_parted:
+            other._open()
+        return other
+
+    @classmethod
+    def together(cls, caches: Sequence[Self]) -> Self:
+        """One batch of the sequences of caches of one model and method that were filled apart, and stay as they are.
+
+        The shorter ones count as padded on the left, and `padding` says by how much. What it holds is theirs, bit for
+        bit. Each later forward has one token for each sequence.
+
+        Raises:
+            Unsupported: a method that cannot hold sequences apart, or a cache that is such a batch already.
+        """
+        forks = [cache.fork() for cache in caches]
+        for fork in forks:
+            reason = "a padded batch" if fork.is_parted else fork.unparted
+            if reason is not None:
+                raise Unsupported(f"KVCache.together: {reason}; go on with each cache alone")
+        found = forks[0]
+        found._states = {
+            index: StateLayer.joined([fork._states[index] for fork in forks]) for index in forks[0]._states
+        }
+        found._put([PaddedLayer.of(layers) for layers in zip(*(fork._own for fork in forks), strict=True)])
+        return found

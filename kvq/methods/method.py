@@ -16,7 +16,7 @@ from kvq.codecs import Codec, calibrated_parts
 from kvq.config.backend import BackendConfig
 from kvq.config.bits import Bits, mean_label
 from kvq.config.residual import Residual, ResidualSide
-from kvq.config.run import WindowLayers
+from kvq.config.run import Latent, WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import form_of
 from kvq.methods.detected import SinkDetection
@@ -60,6 +60,7 @@ class Method:
         gqa: bits that are added in a model whose query heads share KV heads.
         window_layers: whether layers that attend to a window of tokens are quantized as the others.
         merged: rotates values by the model's weights; `value` then has no such stage.
+        latent: what is cached of multi-head latent attention.
     """
 
     name: str
@@ -81,6 +82,22 @@ class Method:
     gqa: GqaCompensation | None = None
     window_layers: WindowLayers = WindowLayers.quantize
     merged: MergedRotation | None = None
+    latent: Latent = Latent.latent
+
+    def check_latent(self) -> None:
+        """Raise `Unsupported` for a method that cannot quantize what a latent expands to."""
+        if self.latent is Latent.latent:
+            return
+        codecs = [codec for codec in (self.key, self.value) if codec is not None]
+        reason = (
+            "undoes rotary embeddings, which are in a part of such keys" if any(c.uses_rope for c in codecs) else None
+        )
+        if self.is_calibrated or self.merged is not None:
+            reason = "is fitted to the latent"
+        if self.plan is not None or self.eviction is not None or self.kept_keys is not None:
+            reason = "chooses tokens, which it is not tried with"
+        if reason is not None:
+            raise Unsupported(f"cache.latent=expanded: method={self.name} {reason}; use cache.latent=latent")
 
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
@@ -140,8 +157,11 @@ class Method:
         kept = None if self.kept_keys is None or self.kept_keys.ids is None else list(self.kept_keys.ids)
         tables = digest(self._tables(layers)) if self.is_calibrated else None
         found = {**self.settings, "residual": asdict(self.residual), "kept_ids": kept, "tables": tables}
-        keeps = self.window_layers is WindowLayers.keep
-        return found | ({"window_layers": self.window_layers.value} if keeps else {})
+        if self.window_layers is WindowLayers.keep:
+            found["window_layers"] = self.window_layers.value
+        if self.latent is Latent.expanded:
+            found["latent"] = self.latent.value
+        return found
 
     def _tables(self, layers: int) -> dict[str, Tensor]:
         """The tables of all layers, by side, layer, part and name."""

@@ -49,7 +49,9 @@ class Inputs:
     @property
     def model_fingerprint(self) -> str:
         """Fingerprint of the weights; of a task that reads none, the model's shape."""
-        return model_fingerprint(self.config.model) if self.reads_weights else cache_shape(self.config.model).name
+        if self.reads_weights:
+            return model_fingerprint(self.config.model)
+        return cache_shape(self.config.model, self.config.cache.latent).name
 
     @property
     def reads_weights(self) -> bool:
@@ -79,10 +81,11 @@ class Inputs:
 
     @property
     def _shape(self) -> tuple[list[int], int | None]:
+        latent = self.config.cache.latent
         if not self.reads_weights:
-            shape = cache_shape(self.config.model)
+            shape = cache_shape(self.config.model, latent)
             return shape.head_dims, shape.context
-        return self.shared("shape", self._model_name, lambda: shape_of(self.config.model))
+        return self.shared("shape", (self._model_name, latent), lambda: shape_of(self.config.model, latent))
 
     @property
     def names(self) -> tuple[str, str]:

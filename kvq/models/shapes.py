@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvq.models.layers import KvLayer, kv_layers_of
+from kvq.config.run import Latent
+from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers
 from kvq.models.load import text_config_of
 from kvq.models.state_sizes import state_bytes_of
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from kvq.config import ModelConfig
 
 
-class LayerKind(NamedTuple):
+@dataclass(frozen=True)
+class LayerKind:
     """Layers that cache alike.
 
     Attributes:
@@ -81,7 +83,7 @@ def shipped() -> dict[str, dict[str, int]]:
     return known
 
 
-def cache_shape(config: ModelConfig) -> CacheShape:
+def cache_shape(config: ModelConfig, latent: Latent = Latent.latent) -> CacheShape:
     """The shape of `model.path`; of a hub id that is not shipped, from its configuration file.
 
     Raises:
@@ -89,17 +91,20 @@ def cache_shape(config: ModelConfig) -> CacheShape:
         Unsupported: as `kv_layers_of`.
     """
     known = shipped().get(config.path)
-    if known is not None:
+    if known is not None and latent is Latent.latent:
         kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])
         return CacheShape((kind,), config.context or known["context"])
     text = text_config_of(config)
-    counts = Counter(_kind(text, layer) for layer in kv_layers_of(text))
-    layers = tuple(kind._replace(count=count) for kind, count in counts.items())
+    counts = Counter(_kind(text, layer, latent) for layer in kv_layers_of(text, latent))
+    layers = tuple(replace(kind, count=count) for kind, count in counts.items())
     return CacheShape(layers, config.context or getattr(text, "max_position_embeddings", None), state_bytes_of(text))
 
 
-def _kind(text: Any, layer: KvLayer) -> LayerKind:
-    heads = 1 if getattr(text, "kv_lora_rank", None) else _kv_heads(text, layer.index)
+def _kind(text: Any, layer: KvLayer, latent: Latent) -> LayerKind:
+    if latent_numbers(text) is None:
+        heads = _kv_heads(text, layer.index)
+    else:
+        heads = 1 if latent is Latent.latent else int(text.num_attention_heads)
     return LayerKind(
         1, heads, layer.head_dim, None if layer.value_dim == layer.head_dim else layer.value_dim, layer.window
     )

@@ -101,7 +101,7 @@ def _sides(kind: LayerKind, method: Method) -> dict[str, tuple[Codec | None, Res
 
 def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> list[dict[str, Any]]:
     """One row per side: bytes of all layers by kind, and those of full precision; and a row of states, if there are."""
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         side: {"kind": "bytes", "side": side, "tokens": tokens, "measured": measured, **dict.fromkeys(KINDS, 0)}
         | {"total": 0, "fp16": 0, "packed_tokens": 0, "packed_fp16": 0}
         for side in ("key", "value", *(["state"] if shape.state_bytes else []))
@@ -128,7 +128,7 @@ def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> l
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Bytes by part for every length, keys and values apart."""
     task: MemoryConfig = inputs.config.task
-    shape = cache_shape(inputs.config.model)
+    shape = cache_shape(inputs.config.model, method.latent)
     rows = [row for tokens in sorted(task.lengths) for row in rows_of(shape, method, tokens, tokens <= task.measured)]
     metrics, units = {}, {}
     for tokens in sorted(task.lengths):
@@ -157,7 +157,7 @@ def check(inputs: Inputs, method: Method) -> None:
     task: MemoryConfig = inputs.config.task
     check_codecs_alone(method, task.name)
     check_layers_alike(method, task.name)
-    shape = cache_shape(inputs.config.model)
+    shape = cache_shape(inputs.config.model, method.latent)
     for kind, side in itertools.product(shape.layers, ("key", "value")):
         if (codec := getattr(method, side)) is not None:
             codec.check(kind.dim(side))
@@ -170,7 +170,7 @@ def check(inputs: Inputs, method: Method) -> None:
 
 def fingerprint(inputs: Inputs) -> str:
     """The shape: bytes do not depend on text."""
-    return cache_shape(inputs.config.model).name
+    return cache_shape(inputs.config.model, inputs.config.cache.latent).name
 
 
 TASK = Task(check, measure, fingerprint)

@@ -82,7 +82,7 @@ def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = froz
     task: SpeedConfig = config.task
     generator = torch.Generator().manual_seed(config.seed)
     prompt = torch.randint(0, loaded.text_config.vocab_size, (batch, tokens), generator=generator).to(loaded.device)
-    method = method_of(config, head_dims_of(loaded.text_config)[0])
+    method = method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0])
     room = tokens + task.new_tokens
     makers = {name: make for name, make in _makers(config, method, loaded, room) if name not in without}
     rows: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> dict[str, A
     if not getattr(config.task, "prefill_steps", False) or config.method.is_full_precision:
         return None
     with suppress(torch.OutOfMemoryError):
-        own = method_of(config, head_dims_of(loaded.text_config)[0])
+        own = method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0])
         return watched_prefill(loaded, own, prompt, lambda: _now(loaded))
     torch.cuda.empty_cache()
     return None
