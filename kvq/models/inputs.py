@@ -91,7 +91,14 @@ class Inputs:
     def names(self) -> tuple[str, str]:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
         return (
-            repr((self._placed_model, self.config.cache_dtype, self.config.method.merge_rotation)),
+            repr(
+                (
+                    self._placed_model,
+                    self.config.cache_dtype,
+                    self.config.method.merge_rotation,
+                    self.config.cache.latent,
+                )
+            ),
             repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),
         )
 
