@@ -29,7 +29,7 @@ from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.padded import PaddableCache
 from kvq.cache.rotary import RopeTable, angles, styles_of_whole
 from kvq.cache.sources import SourceColumns
-from kvq.cache.states import LASTING, placed, states_of
+from kvq.cache.states import LASTING, placed, states_behind, states_of
 from kvq.config.run import Latent
 from kvq.errors import ConfigError, Unsupported
 from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, window_of
@@ -319,10 +319,8 @@ class KVCache(PaddableCache, WatchfulCache):
             raise Unsupported("cache.save: a padded batch; save prompts of equal length, or one by one")
         if self.expands:
             raise Unsupported("cache.save: keys and values expanded from a latent; use cache.latent=latent")
-        if self._states:
-            raise Unsupported("cache.save: a file holds keys and values alone, not the states of other layers")
         about = {**files.identity(model, self.method, len(self.kv_layers)), "label": self.method.label}
-        files.write(Path(path), about, self.kv_layers, self._tables, self.dtype)
+        files.write(Path(path), about, self.kv_layers, self._tables, self.dtype, self._states)
 
     @classmethod
     def load(
@@ -350,7 +348,9 @@ class KVCache(PaddableCache, WatchfulCache):
         given: Any = method
         dtype = files.dtype_of(path, files.identity(model, given, layers))
         cache = cls(model, method, keep_decoded, quantized_prefill, attention, dtype)
-        files.read(path, model, cache.kv_layers, cache._tables, cache._groups)
+        like = states_behind(model, cache.fork()) if cache._states else {}
+        fixed = {index: (state, like[index]) for index, state in cache._states.items()}
+        files.read(path, model, cache.kv_layers, cache._tables, cache._groups, fixed)
         return cache
 
     def fork(self) -> KVCache:
