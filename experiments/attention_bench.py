@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -109,6 +110,22 @@ def ratios(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def thread_scaling(run: Callable[[], object], pairs: int) -> dict[str, Any]:
+    """Time with one thread over that with two, in turns; the machine needs two idle cores."""
+    before, seconds = torch.get_num_threads(), ([], [])  # type: tuple[int, tuple[list[float], list[float]]]
+    try:
+        for turn in range(pairs + 2):
+            for threads, kept in zip((1, 2), seconds, strict=True):
+                torch.set_num_threads(threads)
+                run()  # wakes the threads
+                took = clock(run, torch.device("cpu"))
+                if turn > 1:
+                    kept.append(took)
+    finally:
+        torch.set_num_threads(before)
+    return ratios(*seconds)
+
+
 def measure(
     name: str, bits: int, device: torch.device, bandwidth: float, *, batch: int, tokens: int, group: int, pairs: int,
     heads: int = 8, dim: int = 128,
@@ -135,6 +152,8 @@ def measure(
     if device.type == "cuda":
         found = in_turns(plain, device, pairs)
         launched = {"seconds_median_launched_from_python": {label: statistics.median(x) for label, x in found.items()}}
+    elif (os.cpu_count() or 1) > 1:
+        launched = {"two_threads": {label: thread_scaling(plain[label], pairs) for label in ("packed", fastest)}}
     return launched | {
         "shape": {"batch": batch, "tokens": tokens, "kv_heads": heads, "queries_per_head": group, "head_dim": dim},
         "method": name,

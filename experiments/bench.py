@@ -324,6 +324,9 @@ def show(report: dict[str, Any]) -> None:
         print(
             f"{'packed_attention':<34}{name:<12}{values['ratio_median']:8.2f}x of {values['fastest_sdpa']}, memory 1/"
             f"{values['memory_ratio']:.2f}; {values['bytes'] / 1e6:.1f} MB at {of_copy:.2f} of copying ({dense:.2f})"
+            + "".join(
+                f"; two threads {each['ratio_median']:.2f}x" for each in [*values.get("two_threads", {}).values()][:1]
+            )
         )
     for name, values in report.get("fused_encode", {}).get("cells", {}).items():
         moved, of_copy = values["bytes"] / 1e6, values["fraction_of_copy_bandwidth"]

@@ -28,7 +28,9 @@ from kvq.codecs import (
 from kvq.codecs.packed import BlockRun, Packed
 from kvq.codecs.quantizers import Axis, Quantizer, ZeroPoint
 from kvq.errors import Unsupported
-from kvq.kernels.cpu_loops import Grid, loops_for, weights_of
+from kvq.kernels import cpu_integers
+from kvq.kernels.cpu_loops import Grid, loops_for
+from kvq.kernels.cpu_softmax import weights_of
 from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops
 from kvq.kernels.form import Form, PackedStates, continues, folds, form_of, group_size, is_per_channel
 from kvq.kernels.shifts import shift_scores, shift_weights
@@ -67,7 +69,7 @@ def attend(
         Unsupported: stages or quantizers that these loops do not support; `eager` supports more.
     """
     (batch, heads, dim), out_dim = keys.shape, values.shape[2]
-    key_side, value_side = _Side.of(keys), _Side.of(values)
+    key_side, value_side = (_Side.of(side, query.dtype.itemsize == 2) for side in (keys, values))
     q = query.float().reshape(batch, heads, -1, dim) * scaling
     group, tokens = q.shape[2], keys.tokens
     rotated = key_side.form.rotate(q).numpy()
@@ -103,12 +105,18 @@ def attend(
 
 
 def _each(work: Callable[[tuple[int, int]], None], places: list[tuple[int, int]]) -> None:
-    threads = min(torch.get_num_threads(), len(places))
-    if threads == 1:
-        for place in places:
+    """Do all places, this thread and those of the pool each taking the next one when it is free."""
+    left = iter(places)
+
+    def take() -> None:
+        for place in left:
             work(place)
-    else:
-        list(pool(threads).map(work, places))
+
+    others = min(torch.get_num_threads(), len(places)) - 1
+    started = [pool(others).submit(take) for _ in range(others)]
+    take()
+    for each in started:
+        each.result()
 
 
 def _scratch(group: int, tokens: int) -> Any:
@@ -138,13 +146,13 @@ class _Side:
     tables: tuple[Any, ...] | None
 
     @staticmethod
-    def of(states: PackedStates) -> _Side:
+    def of(states: PackedStates, integers: bool = False) -> _Side:
         reason = unfit(states)
         if reason is not None:
             raise Unsupported(f"cache.attention=packed: {reason}")
         assert states.codec is not None
         quantizer, form = states.codec.quantizer, form_of(states.codec)
-        loops, tables = _loops(quantizer, states.shape[2])
+        loops, tables = _loops(quantizer, states.shape[2], integers)
         return _Side(form, list(_segments(states, form, quantizer)), loops, tables)
 
     def scores(self, segment: Segment, query: Any, place: tuple[int, int], out: Any) -> None:
@@ -166,7 +174,7 @@ class _Side:
 
 @functools.lru_cache(maxsize=64)
 def _loops(
-    quantizer: Quantizer, dim: int
+    quantizer: Quantizer, dim: int, integers: bool
 ) -> tuple[tuple[Callable[..., Any], Callable[..., Any]], tuple[Any, ...] | None]:
     """Loops of scores and of weighted sums, and the tables that the codes index."""
     if isinstance(quantizer, LloydMaxQuantizer):
@@ -178,6 +186,8 @@ def _loops(
         books = book_loops(dim, quantizer.bits == 2, bool(shifts.any()))
         return (books.scores, books.mix), (entries, masks, shifts)
     grid, per_channel = _grid(quantizer, dim)
+    if integers and cpu_integers.fits(dim, grid.channels):
+        grid = dataclasses.replace(grid, integers=True)
     loops = loops_for(grid)
     if per_channel:
         return (loops.scores_per_channel, loops.mix_per_channel), None

@@ -1,8 +1,9 @@
 """The inner loops of attention on packed codes on a CPU, compiled by numba for one head dim and one kind of grid.
 
-Codes are multiplied with queries and weights as they are read from their bytes (`cpu_vectors`) and are never written to
-memory. Steps of groups of tokens are folded into the queries or applied after a sum, those of a token into its score or
-weight. The loops are written so that a compiler vectorizes them: constant bounds, contiguous numbers, independent sums.
+Codes are multiplied with queries and weights as they are read from their bytes (`cpu_vectors` in fp32, `cpu_integers`
+in integers) and are never written to memory. Steps of groups of tokens are folded into the queries or applied after a
+sum, those of a token into its score or weight. The loops are written so that a compiler vectorizes them: constant
+bounds, contiguous numbers, independent sums.
 """
 
 from __future__ import annotations
@@ -15,13 +16,9 @@ from typing import Any, no_type_check
 import numba
 import numpy as np
 
-from kvq.kernels import cpu_vectors
-
-TILE = 64
-"""Tokens whose scores or weights are scaled together; a multiple of 8."""
-OPTIONS = {"nogil": True, "fastmath": True, "error_model": "numpy", "boundscheck": False}
-_EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477)
-_EXP2_HIGH = (0.0013333558146428443, 0.00015403530393381608)
+from kvq.kernels import cpu_integers, cpu_vectors
+from kvq.kernels.cpu_softmax import largest
+from kvq.kernels.cpu_vectors import OPTIONS, TILE
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,8 @@ class Grid:
     """The parameters that loops are compiled for: channels, plane widths, and how a group's lowest value is stored.
 
     `channels`: of a group whose statistics are per token; a divisor of `dim`. `low`: `float` (fp16), `integer` (a zero
-    point in int16) or `symmetric` (`top` steps below zero).
+    point in int16) or `symmetric` (`top` steps below zero). `integers`: queries and weights are rounded to 16-bit
+    integers (`cpu_integers`).
     """
 
     dim: int
@@ -37,6 +35,7 @@ class Grid:
     widths: tuple[int, ...]
     low: str
     top: int
+    integers: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,57 +46,6 @@ class Loops:
     mix_per_channel: Callable[..., Any]
     scores_per_token: Callable[..., Any]
     mix_per_token: Callable[..., Any]
-
-
-_WIDEN, _WIDEN_ONE = cpu_vectors.widened(cpu_vectors.LANES), cpu_vectors.widened(1)
-
-
-@numba.njit(**OPTIONS)
-@no_type_check
-def widen(stored, floats, start, count):
-    """fp16 numbers, held as int16, to fp32."""
-    whole = count // cpu_vectors.LANES * cpu_vectors.LANES
-    for i in range(0, whole, cpu_vectors.LANES):
-        _WIDEN(stored, start + i, floats, i)
-    for i in range(whole, count):
-        _WIDEN_ONE(stored, start + i, floats, i)
-
-
-@numba.njit(**OPTIONS)
-@no_type_check
-def weights_of(scores, first):
-    """Softmax numerators in place, `exp(score - max)`, zero before token `first`; the sum of each row."""
-    rows, tokens = scores.shape
-    totals = np.zeros(rows, np.float32)
-    ints = np.empty(256, np.int32)
-    floats = ints.view(np.float32)
-    for row in range(rows):
-        line = scores[row]
-        line[:first] = 0
-        top = line[first]
-        for i in range(first, tokens):
-            top = max(top, line[i])
-        total = 0.0
-        for start in range(first, tokens, 256):
-            piece = line[start : min(start + 256, tokens)]
-            count = piece.shape[0]
-            for i in range(count):
-                y = max((piece[i] - top) * np.float32(1.4426950408889634), np.float32(-126))
-                whole = np.floor(y + np.float32(0.5))
-                f = y - whole
-                high = np.float32(_EXP2_HIGH[0]) + f * np.float32(_EXP2_HIGH[1])
-                for_4 = np.float32(_EXP2[4]) + f * high
-                for_3 = np.float32(_EXP2[3]) + f * for_4
-                for_2 = np.float32(_EXP2[2]) + f * for_3
-                piece[i] = np.float32(1) + f * (np.float32(_EXP2[1]) + f * for_2)
-                ints[i] = (np.int32(whole) + 127) << 23
-            part = np.float32(0)
-            for i in range(count):
-                piece[i] *= floats[i]
-                part += piece[i]
-            total += part
-        totals[row] = total
-    return totals
 
 
 @no_type_check
@@ -120,19 +68,24 @@ def by_rows(make):
 
 
 @no_type_check
-def _planes(grid, span, groups):
-    """Products and sums over all planes of some tokens and `span` channels from one on.
+def _planes(grid, span):
+    """Products and weighted sums over all planes of some tokens, for `span` channels from one on.
 
-    Weights of a sum have `groups` columns per token, of which each sum reads one; `scaled` is a buffer for them.
+    `found` and `raw` are buffers `[rows, TILE]`, `ready` is one of `_columns`. Weights past `count` are zero, and the
+    others at most `tops[row] * most` (of no concern in fp32).
     """
     number, last = len(grid.widths), len(grid.widths) - 1
-    widths = [grid.widths[min(index, last)] for index in range(3)]
-    dots = [by_rows(functools.partial(cpu_vectors.dots, width, span)) for width in widths]
-    sums = [by_rows(functools.partial(cpu_vectors.sums, width, span)) for width in widths]
-    (dots0, dots1, dots2), (sums0, sums1, sums2) = dots, sums
-    counts = [cpu_vectors.factors(grid.widths, min(index, last), TILE) for index in range(3)]
-    f0, f1, f2 = counts
-    g0, g1, g2 = (np.repeat(each, groups) for each in counts)
+    indices = [min(index, last) for index in range(3)]
+    made = [_plane(grid, index, span) for index in indices]
+    (dots0, sums0, weigh0), (dots1, sums1, weigh1), (dots2, sums2, weigh2) = made
+    f0, f1, f2 = (cpu_vectors.factors(grid.widths, index, TILE) for index in indices)
+
+    @numba.njit(**OPTIONS)
+    def put(raw, factors, count, found):
+        for h in range(raw.shape[0]):
+            line, out = raw[h], found[h]
+            for t in range(count):
+                out[t] = line[t] * factors[t]
 
     @numba.njit(**OPTIONS)
     def add(raw, factors, count, found):
@@ -143,9 +96,8 @@ def _planes(grid, span, groups):
 
     @numba.njit(**OPTIONS)
     def products(queries, planes, first, channel, count, raw, found):
-        found[:] = 0
         dots0(queries, planes[0], channel, first, count, raw)
-        add(raw, f0, count, found)
+        put(raw, f0, count, found)
         if number > 1:
             dots1(queries, planes[1 if number > 1 else 0], channel, first, count, raw)
             add(raw, f1, count, found)
@@ -154,45 +106,93 @@ def _planes(grid, span, groups):
             add(raw, f2, count, found)
 
     @numba.njit(**OPTIONS)
-    def times(weights, factors, scaled):
-        for h in range(weights.shape[0]):
-            line, out = weights[h], scaled[h]
-            for i in range(TILE * groups):
-                out[i] = line[i] * factors[i]
-
-    @numba.njit(**OPTIONS)
-    def mixed(weights, planes, first, count, scaled, out):
-        times(weights, g0, scaled)
-        for group in range(groups):
-            sums0(scaled[:, group::groups], planes[0], group * span, first, count, out)
+    def mixed(weights, tops, most, planes, first, channel, count, ready, out):
+        weigh0(weights, tops, most, ready)
+        sums0(ready, planes[0], channel, first, count, out)
         if number > 1:
-            times(weights, g1, scaled)
-            for group in range(groups):
-                sums1(scaled[:, group::groups], planes[1 if number > 1 else 0], group * span, first, count, out)
+            weigh1(weights, tops, most, ready)
+            sums1(ready, planes[1 if number > 1 else 0], channel, first, count, out)
         if number > 2:
-            times(weights, g2, scaled)
-            for group in range(groups):
-                sums2(scaled[:, group::groups], planes[2 if number > 2 else 0], group * span, first, count, out)
+            weigh2(weights, tops, most, ready)
+            sums2(ready, planes[2 if number > 2 else 0], channel, first, count, out)
 
     return products, mixed
 
 
 @no_type_check
-def _statistics(grid):
-    """A loop that reads the steps and lowest values of consecutive groups as fp32."""
-    integer, symmetric, top = grid.low == "integer", grid.low == "symmetric", np.float32(grid.top)
+def _plane(grid, index, span):
+    """One plane's products and sums, and what puts weights into the form that its sums read."""
+    width, step = grid.widths[index], cpu_integers if grid.integers else cpu_vectors
+    dots, sums = (by_rows(functools.partial(make, width, span)) for make in (step.dots, step.sums))
+    if grid.integers:
+        return dots, sums, rounded(TILE, width, float(2 ** sum(grid.widths[:index])))
+    factors = cpu_vectors.factors(grid.widths, index, TILE)
+
+    @numba.njit(**OPTIONS)
+    def weigh(weights, tops, most, ready):
+        for h in range(weights.shape[0]):
+            line, out = weights[h], ready[h]
+            for i in range(TILE):
+                out[i] = line[i] * factors[i]
+
+    return dots, sums, weigh
+
+
+def _columns(grid: Grid, count: int) -> int:
+    """Numbers of fp32 in a row of a buffer for `count` queries' channels or weights, in the form that a step reads."""
+    return cpu_integers.words(count) if grid.integers else count
+
+
+@no_type_check
+def rounded(count, width=None, factor=1.0):
+    """Rows of `count` numbers, at most `tops[row] * most`, as `cpu_integers.digits`.
+
+    These are queries, or (`width`) weights of the codes of a plane.
+    """
+    digits = cpu_integers.digits(count, width, factor)
+
+    @numba.njit(**OPTIONS)
+    def round_rows(numbers, tops, most, ready):
+        for h in range(numbers.shape[0]):
+            digits(numbers, h, tops[h] * most, ready)
+
+    return round_rows
+
+
+@no_type_check
+def _queries(grid, span):
+    """What puts `span` channels of queries into the form that products read, and what picks that form."""
+
+    @numba.njit(**OPTIONS)
+    def fill(queries, tops, most, ready):
+        pass
+
+    @numba.njit(**OPTIONS)
+    def rounded_ones(queries, ready):
+        return ready
+
+    @numba.njit(**OPTIONS)
+    def themselves(queries, ready):
+        return queries
+
+    return (rounded(span), rounded_ones) if grid.integers else (fill, themselves)
+
+
+@no_type_check
+def _statistics(grid, groups):
+    """A loop that reads the statistics of `count` tokens (or channels), each with `groups`, from the place `start` on.
+
+    `floats[0, group]` become their steps and `floats[1, group]` their lowest values.
+    """
+    many, one = (cpu_vectors.statistics(groups, grid.low, grid.top, lanes) for lanes in (cpu_vectors.LANES, 1))
 
     @numba.njit(**OPTIONS)
     def read(scale, low, start, count, floats):
-        widen(scale, floats[0], start, count)
-        if integer:
-            for i in range(count):
-                floats[1, i] = -floats[0, i] * np.float32(low[start + i])
-        elif symmetric:
-            for i in range(count):
-                floats[1, i] = -floats[0, i] * top
-        else:
-            widen(low, floats[1], start, count)
+        whole = count // cpu_vectors.LANES * cpu_vectors.LANES
+        for i in range(0, whole, cpu_vectors.LANES):
+            many(scale, low, start + i * groups, floats, i)
+        for i in range(whole, count):
+            one(scale, low, start + i * groups, floats, i)
 
     return read
 
@@ -206,26 +206,31 @@ def loops_for(grid: Grid) -> Loops:
 @no_type_check
 def _channel_scores(grid):
     """Scores of a segment whose groups are `size` tokens of one channel."""
-    dim, read, (products, _) = grid.dim, _statistics(grid), _planes(grid, grid.dim, 1)
+    dim, read, (products, _) = grid.dim, _statistics(grid, 1), _planes(grid, grid.dim)
+    (fill, pick), columns = _queries(grid, dim), _columns(grid, dim)
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, scale, low, size, norms, out):
         rows, tokens = out.shape
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
         folded, least = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
-        floats = np.empty((2, dim), np.float32)
+        floats, buffer = np.empty((2, 1, dim), np.float32), np.empty((rows, columns), np.float32)
+        steps, lows, tops, most = floats[0, 0], floats[1, 0], np.empty(rows, np.float32), np.empty(1, np.float32)
+        largest(query, tops)
         for group in range((tokens + size - 1) // size):
             read(scale, low, group * dim, dim, floats)
             for h in range(rows):
                 part = np.float32(0)
                 for c in range(dim):
-                    folded[h, c] = query[h, c] * floats[0, c]
-                    part += query[h, c] * floats[1, c]
+                    folded[h, c] = query[h, c] * steps[c]
+                    part += query[h, c] * lows[c]
                 least[h] = part
+            largest(floats[0], most)
+            fill(folded, tops, most[0], buffer)
             end = min((group + 1) * size, tokens)
             for token in range(group * size, end, TILE):
                 count = min(TILE, end - token)
-                products(folded, planes, token, 0, count, raw, found)
+                products(pick(folded, buffer), planes, token, 0, count, raw, found)
                 near = norms[token : token + count]
                 for h in range(rows):
                     line, here, lowest = out[h, token : token + count], found[h], least[h]
@@ -238,14 +243,16 @@ def _channel_scores(grid):
 @no_type_check
 def _channel_mix(grid):
     """Weighted sums of such a segment, added to `out`."""
-    dim, read, (_, mixed) = grid.dim, _statistics(grid), _planes(grid, grid.dim, 1)
+    dim, read, (_, mixed) = grid.dim, _statistics(grid, 1), _planes(grid, grid.dim)
+    columns = _columns(grid, TILE)
 
     @numba.njit(**OPTIONS)
     def mix(weights, planes, scale, low, size, norms, out):
         rows, tokens = weights.shape
-        near, scaled = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
+        near, ready = np.zeros((rows, TILE), np.float32), np.zeros((rows, columns), np.float32)
         part, total = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
-        floats = np.empty((2, dim), np.float32)
+        floats, tops = np.empty((2, 1, dim), np.float32), np.empty(rows, np.float32)
+        steps, lows = floats[0, 0], floats[1, 0]
         for group in range((tokens + size - 1) // size):
             read(scale, low, group * dim, dim, floats)
             part[:] = 0
@@ -261,10 +268,11 @@ def _channel_mix(grid):
                         here[t] = line[t] * norm[t]
                         all_of += here[t]
                     total[h] += all_of
-                mixed(near, planes, token, count, scaled, part)
+                largest(near, tops)
+                mixed(near, tops, np.float32(1), planes, token, 0, count, ready, part)
             for h in range(rows):
                 for c in range(dim):
-                    out[h, c] += part[h, c] * floats[0, c] + total[h] * floats[1, c]
+                    out[h, c] += part[h, c] * steps[c] + total[h] * lows[c]
 
     return mix
 
@@ -273,29 +281,36 @@ def _channel_mix(grid):
 def _token_scores(grid):
     """Scores of a segment whose groups are `grid.channels` channels of one token."""
     dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
-    read, (products, _) = _statistics(grid), _planes(grid, span, 1)
+    read, (products, _) = _statistics(grid, groups), _planes(grid, span)
+    (fill, pick), columns = _queries(grid, span), _columns(grid, span)
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, scale, low, size, norms, out):
         rows, tokens = out.shape
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
-        whole, floats = np.zeros((rows, groups), np.float32), np.empty((2, TILE * groups), np.float32)
+        whole, floats = np.zeros((rows, groups), np.float32), np.empty((2, groups, TILE), np.float32)
+        buffers, tops = np.empty((groups, rows, columns), np.float32), np.empty(rows, np.float32)
         for h in range(rows):
             for c in range(dim):
                 whole[h, c // span] += query[h, c]
+        for group in range(groups):
+            part = query[:, group * span : (group + 1) * span]
+            largest(part, tops)
+            fill(part, tops, np.float32(1), buffers[group])
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
-            read(scale, low, token * groups, count * groups, floats)
+            read(scale, low, token * groups, count, floats)
             near = norms[token : token + count]
             for group in range(groups):
-                products(query, planes, token, group * span, count, raw, found)
+                ready = pick(query[:, group * span : (group + 1) * span], buffers[group])
+                products(ready, planes, token, group * span, count, raw, found)
                 for h in range(rows):
                     line, here, sum_of = out[h, token : token + count], found[h], whole[h, group]
+                    steps, lows = floats[0, group], floats[1, group]
                     if group == 0:
                         line[:] = 0
                     for t in range(count):
-                        i = t * groups + group
-                        line[t] += (here[t] * floats[0, i] + sum_of * floats[1, i]) * near[t]
+                        line[t] += (here[t] * steps[t] + sum_of * lows[t]) * near[t]
 
     return scores
 
@@ -304,31 +319,37 @@ def _token_scores(grid):
 def _token_mix(grid):
     """Weighted sums of such a segment, added to `out`; the steps of a token are folded into its weights."""
     span, groups = grid.channels, grid.dim // grid.channels
-    read, (_, mixed) = _statistics(grid), _planes(grid, span, groups)
+    read, (_, mixed), columns = _statistics(grid, groups), _planes(grid, span), _columns(grid, TILE)
 
     @numba.njit(**OPTIONS)
     def mix(weights, planes, scale, low, size, norms, out):
         rows, tokens = weights.shape
-        near, stepped = np.empty(TILE * groups, np.float32), np.zeros((rows, TILE * groups), np.float32)
-        scaled, least = np.zeros((rows, TILE * groups), np.float32), np.zeros((rows, TILE * groups), np.float32)
-        floats = np.zeros((2, TILE * groups), np.float32)
+        near, stepped = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
+        ready, least = np.zeros((rows, columns), np.float32), np.zeros((groups, rows, TILE), np.float32)
+        floats, tops = np.zeros((2, groups, TILE), np.float32), np.empty(rows, np.float32)
+        most = np.empty(groups, np.float32)
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
-            read(scale, low, token * groups, count * groups, floats)
+            read(scale, low, token * groups, count, floats)
             norm = norms[token : token + count]
             for h in range(rows):
-                line, here, lowest = weights[h, token : token + count], stepped[h], least[h]
-                near[count * groups :] = 0
+                line, here = weights[h, token : token + count], near[h]
+                here[count:] = 0
                 for t in range(count):
-                    for group in range(groups):
-                        near[t * groups + group] = line[t] * norm[t]
-                for i in range(TILE * groups):
-                    here[i] = near[i] * floats[0, i]
-                    lowest[i] += near[i] * floats[1, i]
-            mixed(stepped, planes, token, count, scaled, out)
+                    here[t] = line[t] * norm[t]
+            largest(near, tops)
+            largest(floats[0], most)
+            for group in range(groups):
+                steps, lows = floats[0, group], floats[1, group]
+                for h in range(rows):
+                    here, line, lowest = near[h], stepped[h], least[group, h]
+                    for i in range(TILE):
+                        line[i] = here[i] * steps[i]
+                        lowest[i] += here[i] * lows[i]
+                mixed(stepped, tops, most[group], planes, token, group * span, count, ready, out)
         for h in range(rows):
             for group in range(groups):
-                total = least[h, group::groups].sum()
+                total = least[group, h].sum()
                 for c in range(span):
                     out[h, group * span + c] += total
 

@@ -18,8 +18,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvq.kernels.cpu_loops import OPTIONS, TILE, by_rows
-from kvq.kernels.cpu_vectors import INT, Step, step_tokens
+from kvq.kernels.cpu_loops import by_rows
+from kvq.kernels.cpu_vectors import INT, OPTIONS, TILE, Step, lanes_of, step_tokens
 
 GROUP = 8
 """Channels of a codebook's entry."""
@@ -129,7 +129,7 @@ def _level_dots(widths, span, rows):
     per_step = max(step_tokens(width) for width in widths)
 
     def build(context, builder, signature, args):
-        step = _Levels(context, builder, signature, args, widths[0], span)
+        step = _Levels(context, builder, signature, args, widths[0], lanes_of(span))
         step.begin(widths)
         first, token = args[4:6]
         for half in range(0, per_step, 4):
@@ -159,7 +159,7 @@ def _level_sums(widths, span, rows):
     per_step = max(step_tokens(width) for width in widths)
 
     def build(context, builder, signature, args):
-        step = _Levels(context, builder, signature, args, widths[0], span)
+        step = _Levels(context, builder, signature, args, widths[0], lanes_of(span))
         step.begin(widths)
         first, count = args[4:6]
         for start in range(0, span, step.lanes):

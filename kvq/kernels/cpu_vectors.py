@@ -18,7 +18,10 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+OPTIONS = {"nogil": True, "fastmath": True, "error_model": "numpy", "boundscheck": False}
 LANES = 16
+TILE = 128
+"""Tokens whose scores or weights are scaled together; a multiple of 32."""
 FLOAT, BYTE, INT = ir.FloatType(), ir.IntType(8), ir.IntType(32)
 
 
@@ -26,6 +29,11 @@ def factors(widths: tuple[int, ...], index: int, tokens: int) -> Any:
     """The factors that turn masked codes of plane `index` into values, for `tokens` tokens from the start of a byte."""
     places = np.arange(tokens) % (8 // widths[index]) * widths[index]
     return (2.0 ** (sum(widths[:index]) - places)).astype(np.float32)
+
+
+def lanes_of(span: int) -> int:
+    """Lanes of a vector that divide `span` channels."""
+    return math.gcd(span, LANES)
 
 
 def step_tokens(width: int) -> int:
@@ -37,9 +45,8 @@ def step_tokens(width: int) -> int:
 class Step:
     """Builds one step: where its operands are, and its arithmetic on vectors."""
 
-    def __init__(self, context, builder, signature, args, width, span):
-        self.context, self.builder, self.width = context, builder, width
-        self.lanes = math.gcd(span, LANES)
+    def __init__(self, context, builder, signature, args, width, lanes):
+        self.context, self.builder, self.width, self.lanes = context, builder, width, lanes
         self.vector = ir.VectorType(FLOAT, self.lanes)
         self.arrays = [
             context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else None
@@ -108,11 +115,10 @@ class Step:
 
     def lane_sums(self, vectors):
         """The sum over the lanes of each vector, in order, in the lanes of as few as hold them."""
+        add = self.builder.fadd if vectors[0].type == self.vector else self.builder.add
         for _ in range(self.lanes.bit_length() - 1):
             pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], vectors[0])]
-            vectors = [
-                self.builder.fadd(*(self._every_other(one, two, start) for start in (0, 1))) for one, two in pairs
-            ]
+            vectors = [add(*(self._every_other(one, two, start) for start in (0, 1))) for one, two in pairs]
         return vectors
 
     def add_dots(self, totals, rows, channel, values):
@@ -123,13 +129,21 @@ class Step:
                 place = len(values) * row + index
                 totals[place] = self.add_product(query, value, totals[place])
 
-    def store_sums(self, totals, array, tokens, token):
-        """Sums over lanes of `totals`, `tokens` for each row, into `array[row, token ...]`."""
+    def store_sums(self, totals, array, tokens, token, units=None):
+        """Sums over lanes of `totals`, `tokens` for each row, into `array[row, token ...]`; integers times `units`."""
         sums = self.lane_sums(totals)
-        for place in range(len(totals)):
-            number = self.builder.extract_element(sums[place // self.lanes], INT(place % self.lanes))
+        kind = ir.VectorType(FLOAT, min(tokens, self.lanes))
+        for place in range(0, len(totals), kind.count):
+            lanes = list(range(place % self.lanes, place % self.lanes + kind.count))
+            part = self.shuffled(sums[place // self.lanes], sums[place // self.lanes], lanes)
+            if units is not None:
+                unit = units[place // tokens]
+                part = self.builder.fmul(self.builder.sitofp(part, kind), self.shuffled(unit, unit, [0] * kind.count))
             at = self.builder.add(token, self.size(place % tokens))
-            self.builder.store(number, self.pointer(array, FLOAT, self.size(place // tokens), at))
+            self.builder.store(part, self.pointer(array, kind, self.size(place // tokens), at)).align = 4
+
+    def shuffled(self, one, two, places):
+        return self.builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(INT, len(places)), places))
 
     def store(self, vector, array, *index):
         self.builder.store(vector, self.pointer(array, self.vector, *index)).align = 4
@@ -142,8 +156,7 @@ class Step:
             yield self.builder.mul(loop.index, self.size(tokens))
 
     def _every_other(self, one, two, start):
-        places = ir.Constant(ir.VectorType(INT, self.lanes), list(range(start, 2 * self.lanes, 2)))
-        return self.builder.shuffle_vector(one, two, places)
+        return self.shuffled(one, two, list(range(start, 2 * self.lanes, 2)))
 
 
 @functools.cache
@@ -151,17 +164,18 @@ class Step:
 def dots(width: int, span: int, rows: int):
     """A step of scores: `(queries, plane, row, channel, found, token)` of `rows` queries and a step's tokens.
 
-    `found[query, token ...]` become the products over `span` channels from `channel` on, `row` being that of the bytes.
+    `found[query, token ...]` become the products of `span` channels of a query with as many of the plane, from
+    `channel` on; `row` is that of the bytes.
     """
 
     def build(context, builder, signature, args):
-        step = Step(context, builder, signature, args, width, span)
+        step = Step(context, builder, signature, args, width, lanes_of(span))
         _, _, row, channel, _, token = args
         for half in range(0, step_tokens(width), 4):
             totals = [step.zero() for _ in range(4 * rows)]
             for start in range(0, span, step.lanes):
                 at = builder.add(channel, step.size(start))
-                step.add_dots(totals, rows, at, step.codes(1, row, at, range(half, half + 4)))
+                step.add_dots(totals, rows, step.size(start), step.codes(1, row, at, range(half, half + 4)))
             step.store_sums(totals, 4, 4, builder.add(token, step.size(half)))
         return context.get_dummy_value()
 
@@ -185,10 +199,10 @@ def sums(width: int, span: int, rows: int):
 
     `weights[row, token]` are those of tokens `first` to `first + count`, by the factors of masked codes, then zeros.
     """
-    together = 2 if span % (2 * math.gcd(span, LANES)) == 0 else 1
+    together = 2 if span % (2 * lanes_of(span)) == 0 else 1
 
     def build(context, builder, signature, args):
-        step = Step(context, builder, signature, args, width, span)
+        step = Step(context, builder, signature, args, width, lanes_of(span))
         _, _, channel, first, count, _ = args
         tokens = step_tokens(width)
         for start in range(0, span, together * step.lanes):
@@ -220,31 +234,42 @@ def sums(width: int, span: int, rows: int):
 
 @functools.cache
 @no_type_check
-def widened(lanes: int):
-    """A step that reads `lanes` fp16 numbers, held as int16: `(stored, start, floats, at)`, both arrays flat.
+def statistics(groups: int, low: str, top: int, lanes: int):
+    """A step that reads the statistics of `lanes` tokens (or channels): `(scale, low, start, floats, place)`.
 
-    The bits are shifted into place, then scaled, which is also correct for subnormal numbers.
+    `scale` is fp16 and `low` fp16 (`float`) or int16 (`integer`), both held as int16, flat, `groups` of each token from
+    `start` on; `floats[:, group, place ...]` become its steps and lowest values in fp32, as `cpu_loops.Grid` has them.
     """
 
     def build(context, builder, signature, args):
         step = Step(context, builder, signature, args, 8, lanes)
-        _, start, _, at = args
-        short, wide = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(INT, lanes)
-        loaded = builder.load(step.pointer(0, short, start), typ=short)
-        loaded.align = 2
-        bits = builder.zext(loaded, wide)
+        start, place = args[2], args[4]
+        half = ir.VectorType(ir.HalfType(), lanes * groups)
 
-        def moved(mask, by):
-            part = builder.and_(bits, ir.Constant(wide, [mask] * lanes))
-            return builder.shl(part, ir.Constant(wide, [by] * lanes))
+        def read(array, kind):
+            loaded = builder.load(step.pointer(array, kind, start), typ=kind)
+            loaded.align = 2
+            return loaded
 
-        number = builder.bitcast(builder.or_(moved(0x7FFF, 13), moved(0x8000, 16)), step.vector)
-        scaled = builder.fmul(number, ir.Constant(step.vector, [2.0**112] * lanes))
-        step.store(scaled, 2, at)
+        def of_group(loaded, group):
+            return step.shuffled(loaded, loaded, list(range(group, lanes * groups, groups)))
+
+        scales = read(0, half)
+        lows = read(1, half if low == "float" else ir.VectorType(ir.IntType(16), lanes * groups))
+        for group in range(groups):
+            scale = builder.fpext(of_group(scales, group), step.vector)
+            if low == "float":
+                least = builder.fpext(of_group(lows, group), step.vector)
+            elif low == "integer":
+                least = builder.fneg(builder.fmul(scale, builder.sitofp(of_group(lows, group), step.vector)))
+            else:
+                least = builder.fmul(scale, ir.Constant(step.vector, [-float(top)] * lanes))
+            for kind, values in enumerate((scale, least)):
+                step.store(values, 3, step.size(kind), step.size(group), place)
         return context.get_dummy_value()
 
     @intrinsic
-    def widen_step(typing_context, stored, start, floats, at):
-        return types.void(stored, types.intp, floats, types.intp), build
+    def read_step(typing_context, scale, low, start, floats, place):
+        return types.void(scale, low, types.intp, floats, types.intp), build
 
-    return widen_step
+    return read_step

@@ -72,7 +72,7 @@ def _search(signed):
     """A loop `(rows, columns, codes, signs, scores)` over an even number of vectors `[count, 8]`."""
 
     def build(context, builder, signature, args):
-        step = _Vectors(context, builder, signature, args, 8, ENTRIES)
+        step = _Vectors(context, builder, signature, args, 8, LANES)
         at = [builder.add(args[5], step.size(index)) for index in range(TOGETHER)]
         vectors = [step.vector_of(row, signed) for row in at]
         wide = ir.VectorType(INT, LANES)

@@ -48,20 +48,20 @@ def test_any_uniform_chain(data):
     """What the loops do not have is refused, in a line; everything else is right."""
     dim, bits = data.draw(st.sampled_from([96, 256])), data.draw(st.sampled_from([2, 3]))
     heads, batch, total = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.integers(2, 200))
-    sides = []
+    dtype, sides = data.draw(st.sampled_from(list(TOLERANCE))), []
     for seed in (0, 1):
         packed = data.draw(st.integers(1, total))
         tail = data.draw(st.integers(0, packed - 1))
         block = data.draw(st.sampled_from([None, 5, 16, 32, 64]))
         codec = uniform(**data.draw(UNIFORM) | {"bits": bits})
-        size = {"heads": heads, "dim": dim, "batch": batch, "block": block}
+        size = {"heads": heads, "dim": dim, "batch": batch, "block": block, "dtype": dtype}
         sides.append(oracle.states(codec, packed - tail, total - packed, tail=tail, seed=seed, **size))
     group, first = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.integers(0, total - 1))
     if any(map(cpu.unfit, sides)):
         with pytest.raises(Unsupported):
-            check(*sides, group=group, first=first)
+            check(*sides, group=group, first=first, dtype=dtype)
     else:
-        check(*sides, group=group, first=first)
+        check(*sides, group=group, first=first, dtype=dtype)
 
 
 def test_threads_agree(monkeypatch):
