@@ -8,13 +8,13 @@ from torch import Tensor
 from kvq.codecs import Codec, Rope
 from kvq.errors import Unsupported
 
-KINDS = ("codes", "scales", "norms", "shift", "other", "residual", "states")
+KINDS = ("codes", "scales", "norms", "shift", "other", "residual")
 
 
 def kind_of(part: str) -> str:
     """Which of `KINDS` a stored part belongs to, by its name (`kvq.codecs.packed`) and its stage's."""
     first, *rest = [piece for piece in part.split(".") if piece not in ("high", "low", "base")]
-    if first in ("residual", "states"):
+    if first == "residual":
         return first
     if first in ("codes", "signs", "values"):
         return "codes"

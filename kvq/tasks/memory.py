@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,30 +101,47 @@ def _sides(kind: LayerKind, method: Method) -> dict[str, tuple[Codec | None, Res
     return {side: method.in_window(codec, residual) for side, (codec, residual) in sides.items()}
 
 
-def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> list[dict[str, Any]]:
-    """One row per side: bytes of all layers by kind, and those of full precision; and a row of states, if there are."""
-    rows: dict[str, dict[str, Any]] = {
-        side: {"kind": "bytes", "side": side, "tokens": tokens, "measured": measured, **dict.fromkeys(KINDS, 0)}
-        | {"total": 0, "fp16": 0, "packed_tokens": 0, "packed_fp16": 0}
-        for side in ("key", "value", *(["state"] if shape.state_bytes else []))
-    }
+@dataclass(frozen=True)
+class _Held:
+    """What one side of layers of a kind holds: `packed` encoded tokens; the first `dropped` tokens are forgotten."""
+
+    side: str
+    kind: LayerKind
+    codec: Codec | None
+    residual: ResidualSide
+    packed: int
+    dropped: int
+
+
+def _held(shape: CacheShape, method: Method, tokens: int) -> Iterator[_Held]:
     for kind in shape.layers:
         sides, gone = _sides(kind, method), outside(tokens, kind.window)
         dropped = in_common(gone, [functools.partial(droppable, *side, tokens) for side in sides.values()])
         for side, (codec, residual) in sides.items():
-            row, dim = rows[side], kind.dim(side)
-            parts = side_parts(codec, residual, tokens, kind.heads, dim, measured, dropped)
-            for name, size in by_kind(parts).items():
-                row[name] += kind.count * size
             packed = 0 if codec is None else schedule(residual, codec, tokens)[0] - dropped
-            row["packed_tokens"] = max(row["packed_tokens"], packed)
-            row["packed_fp16"] += kind.count * plain_bytes(packed, kind.heads, dim, FP16)
-            row["fp16"] += kind.count * plain_bytes(tokens - gone, kind.heads, dim, FP16)
-    if shape.state_bytes:
-        rows["state"] |= {"states": shape.state_bytes, "fp16": shape.state_bytes}
+            yield _Held(side, kind, codec, residual, packed, dropped)
+
+
+def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> list[dict[str, Any]]:
+    """One row per side: bytes of all layers by kind, and those of full precision; and a row of states, if there are."""
+    rows: dict[str, dict[str, Any]] = {
+        side: {"kind": "bytes", "side": side, "tokens": tokens, "measured": measured, **dict.fromkeys(KINDS, 0)}
+        | {"total": 0, "fp16": 0, "packed_tokens": 0}
+        for side in ("key", "value")
+    }
+    for held in _held(shape, method, tokens):
+        row, kind, dim = rows[held.side], held.kind, held.kind.dim(held.side)
+        parts = side_parts(held.codec, held.residual, tokens, kind.heads, dim, measured, held.dropped)
+        for name, size in by_kind(parts).items():
+            row[name] += kind.count * size
+        row["packed_tokens"] = max(row["packed_tokens"], held.packed)
+        row["fp16"] += kind.count * plain_bytes(tokens - outside(tokens, kind.window), kind.heads, dim, FP16)
     for row in rows.values():
         row["total"] = sum(row[name] for name in KINDS)
-    return list(rows.values())
+    out = list(rows.values())
+    if size := shape.state_bytes:
+        out.append({"kind": "bytes", "side": "state", "tokens": tokens, "total": size, "fp16": size})
+    return out
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
@@ -134,8 +153,11 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     for tokens in sorted(task.lengths):
         here = [row for row in rows if row["tokens"] == tokens]
         total, plain = (sum(row[name] for row in here) for name in ("total", "fp16"))
-        plain_parts = sum(row["residual"] + row["states"] for row in here)
-        in_packed = sum(row["packed_fp16"] for row in here)
+        plain_parts = shape.state_bytes + sum(row.get("residual", 0) for row in here)
+        in_packed = sum(
+            held.kind.count * plain_bytes(held.packed, held.kind.heads, held.kind.dim(held.side), FP16)
+            for held in _held(shape, method, tokens)
+        )
         found = {"total_bytes": (float(total), "bytes"), "compression": (plain / total, "x") if total else (0.0, "x")}
         if total > plain_parts:
             found["compression_without_residual"] = (in_packed / (total - plain_parts), "x")
