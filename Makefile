@@ -32,7 +32,7 @@ tables: setup ## write and print the tables of all results, and the papers' tabl
 	$(BIN)/python -m kvq.papers
 
 figures: setup ## draw every figure that the results allow; needs no model
-	$(BIN)/python -m kvq.report.figures
+	$(BIN)/python -m kvq.papers.figures
 
 report: figures ## write results/report.html: tables, an interactive plot, figures, provenance on one page; needs no model
 	$(BIN)/python -m kvq.report.html
@@ -40,10 +40,11 @@ report: figures ## write results/report.html: tables, an interactive plot, figur
 screenshot: setup ## take docs/report.png of the report of the committed records; needs chromium and chromedriver
 	$(BIN)/python experiments/screenshot.py
 
-docs: setup ## fill the numbers of README.md, docs/findings.md and docs/experiments.md from the records (fails where a finding no longer holds); build site/
+docs: setup ## fill the numbers of README.md, docs/findings.md, docs/experiments.md and docs/methods.md from records and configurations (fails where a finding no longer holds); build site/
 	$(BIN)/python experiments/readme.py
 	$(BIN)/python experiments/findings.py
 	$(BIN)/python experiments/documents.py
+	$(BIN)/python experiments/complexity.py
 	$(BIN)/python experiments/citations.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

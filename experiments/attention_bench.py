@@ -110,17 +110,20 @@ def ratios(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def thread_scaling(run: Callable[[], object], pairs: int) -> dict[str, Any]:
-    """Time with one thread over that with two, in turns; the machine needs two idle cores."""
+def thread_scaling(run: Callable[[], object], pairs: int, calls: int = 10) -> dict[str, Any]:
+    """Time with one thread over that with two, in turns of some calls in a row, as the layers of a model call it.
+
+    The machine needs two idle cores. OpenMP's own threads, begun by a new number of threads, spin for some
+    milliseconds, so the first calls of a turn are not timed.
+    """
     before, seconds = torch.get_num_threads(), ([], [])  # type: tuple[int, tuple[list[float], list[float]]]
     try:
-        for turn in range(pairs + 2):
+        for turn in range(pairs + 1):
             for threads, kept in zip((1, 2), seconds, strict=True):
                 torch.set_num_threads(threads)
-                run()  # wakes the threads
-                took = clock(run, torch.device("cpu"))
-                if turn > 1:
-                    kept.append(took)
+                took = [clock(run, torch.device("cpu")) for _ in range(calls + 4)][4:]
+                if turn:
+                    kept.append(statistics.median(took))
     finally:
         torch.set_num_threads(before)
     return ratios(*seconds)
@@ -153,7 +156,7 @@ def measure(
         found = in_turns(plain, device, pairs)
         launched = {"seconds_median_launched_from_python": {label: statistics.median(x) for label, x in found.items()}}
     elif (os.cpu_count() or 1) > 1:
-        launched = {"two_threads": {label: thread_scaling(plain[label], pairs) for label in ("packed", fastest)}}
+        launched = {"two_threads": {label: thread_scaling(plain[label], pairs // 3) for label in ("packed", fastest)}}
     return launched | {
         "shape": {"batch": batch, "tokens": tokens, "kv_heads": heads, "queries_per_head": group, "head_dim": dim},
         "method": name,

@@ -163,9 +163,10 @@ class Rows:
         return fill_cells(experiment, self._answers, self._reference, stale=lambda _: False)
 
     def _drawn(self, kind: str) -> tuple[int, int]:
-        """Figures of a kind: of real models, of embedded ones."""
-        stems = [stem for stem in self._figures if stem.startswith(kind)]
-        small = sum(any(f"-{model}-" in stem for model in self._embedded) for stem in stems)
+        """Figures of a kind: of real models, of embedded ones. A drawing of published numbers is of neither."""
+        stems = [stem for stem in self._figures if stem.startswith(kind) and not stem.startswith("published")]
+        embedded = [*self._embedded, "embedded"]  # the last: of several models, all of them embedded
+        small = sum(any(f"-{model}-" in stem for model in embedded) for stem in stems)
         return len(stems) - small, small
 
 

@@ -15,8 +15,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "launcher", ["joblib", *(pytest.param(name, marks=pytest.mark.long) for name in ("submitit_local", "ray"))]
+)
 def test_a_sweep_under_a_launcher_is_the_same_sweep(tmp_path: Path, launcher: str) -> None:
+    if launcher == "ray":
+        pytest.importorskip("ray", reason="pip install -e '.[ray]'")
     given = small_run(tmp_path)
     sweep = ["-m", "bits=1,2", "dataset.path=squares.txt,gone.txt"]
     given = [word for word in given if not word.startswith("dataset.path")]

@@ -74,6 +74,28 @@ class TniConfig(CaptureConfig):
 
 
 @dataclass
+class ModalityConfig(DiagnosticConfig):
+    """Token norms of text and of images in prompts with an image each.
+
+    Attributes:
+        limit: items, one prompt each; null: all.
+        layers: layers whose norms by position are kept for figures, of the first prompt, evenly spread.
+    """
+
+    benchmark: ClassVar[str] = "ocrbench"
+    """Whose items are read."""
+
+    name: str = "modality"
+    limit: int | None = 4
+    layers: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("task.limit", self.limit, 1)
+        at_least("task.layers", self.layers, 1)
+
+
+@dataclass
 class DistributionConfig(CaptureConfig):
     """Closeness of channels to N(0, 1).
 
@@ -84,6 +106,7 @@ class DistributionConfig(CaptureConfig):
         signs: seeds of randomized Hadamard transforms over which the lemma is checked.
         codebooks: of 1 and 2 bits, whose cosines are compared with synthetic data; those that have the bits.
         vectors: tokens kept for t-SNE, of layer `vector_layer`.
+        channel_ranges: least and largest covariance of each channel of the first layer are kept, for figures.
     """
 
     name: str = "distribution"
@@ -95,6 +118,7 @@ class DistributionConfig(CaptureConfig):
     codebooks: list[str] = field(default_factory=lambda: ["finetuned", "kmeans"])
     vectors: int = 200
     vector_layer: int = 0
+    channel_ranges: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -271,7 +295,7 @@ class ModelStatesConfig(KnownStatesConfig, CaptureConfig):
 SCHEMAS = {
     kind.name: kind
     for kind in (
-        *(TniConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig),
+        *(TniConfig, ModalityConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig),
         *(RandomStatesConfig, ModelStatesConfig),
     )
 }

@@ -96,7 +96,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
         | _sinks(method)
         | _kept_keys(method)
         | ({"gqa_compensation": True} if method.gqa_compensation else {})
-        | ({"merge_rotation": True} if method.merge_rotation else {})
+        | {name: True for name in ("merge_rotation", "merge_key_rotation") if getattr(method, name)}
         | _more(method)
     )
     return found
@@ -113,9 +113,11 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
         own, asked = trained_with_bos(config.model, trained_with), task.pop("bos")
         if own or asked:
             task["bos"] = own if asked is None else asked
-    for name in ("regimes", "prefill_steps"):
+    for name in ("regimes", "prefill_steps", "decode_steps"):
         if name in task and (not task[name] or config.method.is_full_precision):
             del task[name]  # nothing of it is timed, as before it could be
+    if not task.get("channel_ranges", True):
+        del task["channel_ranges"]  # kept beside the same numbers, as before it could be
     return task
 
 

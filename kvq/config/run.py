@@ -233,7 +233,8 @@ class MethodConfig:
     `full_precision_layers`: layers whose keys or values are not quantized, by side; negative ones count from the end.
     `backend`: another library's cache in the place of codecs, which are then null (a `BackendConfig` once checked).
     `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8.
-    `merge_rotation`: the weights of the model rotate values, in the place of the first stage of their codec.
+    `merge_rotation`: the weights of the model rotate values, in the place of the first stage of their codec;
+    `merge_key_rotation`: keys and queries too, of a model without rotary embeddings.
     `sink_tokens`: so many first tokens stay in full precision. `kept_keys`: and the keys of these, in some layers.
     `sink_detection`: or those that this finds (`kvq.methods.detected`), wherever they stand.
     """
@@ -254,6 +255,7 @@ class MethodConfig:
     sink_tokens: int = 0
     gqa_compensation: bool = False
     merge_rotation: bool = False
+    merge_key_rotation: bool = False
     kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
     sink_detection: Any = None
     eviction: Any = None

@@ -81,6 +81,8 @@ class LatencyConfig(SpeedConfig):
     Attributes:
         regimes: ways to read the packed past that are timed as well, each with its overhead over the references.
         prefill_steps: a further prefill, whose time is split into the steps of the codecs.
+        decode_steps: tokens decoded once more, with the time of attention on codes split into its steps, and by the
+            method without its token norms.
     """
 
     name: str = "latency"
@@ -88,6 +90,7 @@ class LatencyConfig(SpeedConfig):
     contexts: list[int] = field(default_factory=lambda: [512, 1024])
     regimes: list[Regime] = field(default_factory=list)
     prefill_steps: bool = False
+    decode_steps: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -66,17 +66,20 @@ def oracle(draws: int, samples: int = ORACLE_SAMPLES, seed: int = 0) -> float:
 
 @dataclass(frozen=True)
 class Moments:
-    """Per head: means and deviations of channels over tokens, and of their covariance the part off the diagonal."""
+    """Per head: means and deviations of channels over tokens, and of their covariance the part off the diagonal.
+
+    `lowest`, `highest`: least and largest covariance of each channel with the others (0 where all have one sign).
+    """
 
     mean: Float[Tensor, "heads dim"]
     deviation: Float[Tensor, "heads dim"]
     off_diagonal: Float[Tensor, " heads"]
-    lowest: Float[Tensor, " heads"]
-    highest: Float[Tensor, " heads"]
+    lowest: Float[Tensor, "heads dim"]
+    highest: Float[Tensor, "heads dim"]
 
 
 def moments(x: States) -> Moments:
-    """Moments over the tokens of all sequences of the batch; the Frobenius norm, least and largest covariance."""
+    """Moments over the tokens of all sequences of the batch; the Frobenius norm, least and largest covariances."""
     flat = x.double().transpose(0, 1).flatten(1, 2)
     mean = flat.mean(1)
     centered = flat - mean[:, None]
@@ -87,8 +90,8 @@ def moments(x: States) -> Moments:
         mean,
         variance.sqrt(),
         torch.linalg.matrix_norm(covariance),
-        covariance.amin((1, 2)),
-        covariance.amax((1, 2)),
+        covariance.amin(2),
+        covariance.amax(2),
     )
 
 

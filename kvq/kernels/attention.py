@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from jaxtyping import Float
@@ -11,7 +14,21 @@ from torch import Tensor
 from kvq.kernels import eager
 from kvq.kernels.form import PackedStates
 
+_WATCH: ContextVar[eager.Step | None] = ContextVar("_WATCH", default=None)
 HAS_NUMBA, HAS_TRITON = (importlib.util.find_spec(name) is not None for name in ("numba", "triton"))
+
+
+@contextmanager
+def watched(step: eager.Step) -> Iterator[None]:
+    """Within it attention runs in PyTorch, where a step can be told from the next: `step` is opened around each.
+
+    It is opened around the whole too, as `attention`.
+    """
+    token = _WATCH.set(step)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
 
 
 def form_for(query: Tensor, keys: PackedStates, values: PackedStates, softcap: float | None = None) -> str:
@@ -39,6 +56,9 @@ def attend(
     softcap: float | None = None,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
     """As `kvq.kernels.eager.attend`, by the implementation that `form_for` chooses."""
+    if (step := _WATCH.get()) is not None:
+        with step("attention"):
+            return eager.attend(query, keys, values, scaling, first, softcap, step)
     form = form_for(query, keys, values, softcap)
     if form == "cpu":
         from kvq.kernels import cpu

@@ -7,6 +7,8 @@ FlashAttention, arXiv 2205.14135) joins the pieces and the full-precision tokens
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from jaxtyping import Float
@@ -15,11 +17,22 @@ from torch import Tensor
 from kvq.codecs import UniformQuantizer
 from kvq.codecs.packing import unpack_parts
 from kvq.codecs.quantizers import Axis, ZeroPoint
-from kvq.kernels.form import Form, PackedStates, folds, form_of, turned_scores
+from kvq.kernels.form import Form, PackedStates, Shift, folds, form_of, turned_scores
 from kvq.kernels.pieces import TILE, Piece, pieces
 from kvq.kernels.shifts import shift_of
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
+Step = Callable[[str], AbstractContextManager[None]]
+"""Opened around every step of attention, with its name: one of `STEPS`."""
+STEPS = ("rotation", "scores", "norms", "shifts", "residual", "softmax", "values", "joining")
+"""Queries rotated; their products with the codes of keys; factors of tokens made and multiplied, of keys and values;
+shifts; products with tokens in full precision; weights; sums of the codes of values; sums rotated back and joined."""
+_NOTHING = nullcontext()
+
+
+def unwatched(_name: str) -> AbstractContextManager[None]:
+    """A `Step` that does nothing."""
+    return _NOTHING
 
 
 class Softmax:
@@ -55,6 +68,7 @@ def attend(
     scaling: float,
     first: int = 0,
     softcap: float | None = None,
+    step: Step = unwatched,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
     """Attention of one new token per sequence to all tokens held from token `first` on.
 
@@ -62,6 +76,7 @@ def attend(
         query: any multiple of the heads of `keys`; consecutive ones share a head.
         scaling: of the scores.
         softcap: scores become `softcap · tanh(score / softcap)` (Gemma 2).
+        step: opened around each step, to time it.
 
     Computes in fp32 (fp64 for fp64 queries) and returns the query's dtype.
 
@@ -71,23 +86,26 @@ def attend(
     kind = torch.float64 if query.dtype is torch.float64 else torch.float32
     batch, heads = query.shape[0], keys.shape[1]
     q = query.to(kind).reshape(batch, heads, -1, query.shape[-1]) * scaling
-    reader, mixer = _Keys(keys, q), _Values(values, kind)
+    reader, mixer = _Keys(keys, q, step), _Values(values, kind, step)
     softmax = Softmax()
     bounds = [first, *range(first + TILE, keys.tokens, TILE), keys.tokens]
     for start, stop in itertools.pairwise(bounds):
         scores = reader.scores(start, stop)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        mixer.mix(softmax, softmax.weigh(scores), start, stop)
+        with step("softmax"):
+            weights = softmax.weigh(scores)
+        mixer.mix(softmax, weights, start, stop)
     assert softmax.total is not None
-    return (mixer.total(softmax) / softmax.total).reshape(batch, query.shape[1], 1, -1).to(query.dtype)
+    with step("joining"):
+        return (mixer.total(softmax) / softmax.total).reshape(batch, query.shape[1], 1, -1).to(query.dtype)
 
 
 class _Side:
     """Iterates over the pieces of one side for successive ranges of tokens; ranges only move forward."""
 
-    def __init__(self, states: PackedStates) -> None:
-        self.states = states
+    def __init__(self, states: PackedStates, step: Step) -> None:
+        self.states, self.step = states, step
         self.form: Form | None = None if states.codec is None else form_of(states.codec)
         self._coming = iter(()) if self.form is None else pieces(states, self.form)
         self._held: list[Piece] = []
@@ -118,10 +136,11 @@ class _Side:
 
 
 class _Keys(_Side):
-    def __init__(self, states: PackedStates, query: Queries) -> None:
-        super().__init__(states)
+    def __init__(self, states: PackedStates, query: Queries, step: Step) -> None:
+        super().__init__(states, step)
         self.query = query
-        self.rotated = query if self.form is None else self.form.rotate(query)
+        with step("rotation"):
+            self.rotated = query if self.form is None else self.form.rotate(query)
         self._known: tuple[Piece, Tensor] | None = None
 
     def scores(self, start: int, stop: int) -> Float[Tensor, "batch kv_heads group tokens"]:
@@ -129,35 +148,40 @@ class _Keys(_Side):
         for piece, some, where in self.within(start, stop):
             out[..., where] = self._of(piece)[..., some]
         if (rest := self.behind(start, stop)) is not None:
-            out[..., rest[1]] = self.query @ rest[0].to(self.query.dtype).mT
+            with self.step("residual"):
+                out[..., rest[1]] = self.query @ rest[0].to(self.query.dtype).mT
         return out
 
     def _of(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
         if self._known is not None and self._known[0] is piece:
             return self._known[1]
         assert self.form is not None
-        form, kind = self.form, self.query.dtype
-        scores = _code_scores(form, piece, self.rotated[:, None])
-        if (norms := form.factors(piece.blocks, None, piece.length, kind)) is not None:
-            scores = scores * norms[..., None, piece.inner]
+        form = self.form
+        with self.step("scores"):
+            scores = _code_scores(form, piece, self.rotated[:, None])
+        with self.step("norms"):
+            scores = _scaled(form, piece, scores, None)
         for shift in form.shifts:
-            offset = shift_of(shift, piece.blocks, self.query.shape[-1], kind)
-            seen = form.rotate(self.query, shift.rotations)[:, None]
-            if shift.turned and piece.rope is not None:
-                more = turned_scores(seen, offset, piece.rope)
-            else:
-                more = seen @ offset.mT
-            if (norms := form.factors(piece.blocks, shift.norms, piece.length, kind)) is not None:
-                more = more * norms[..., None, piece.inner]
-            scores = scores + more
+            with self.step("shifts"):
+                scores = scores + self._shifted(shift, piece)
         out = scores.permute(0, 2, 3, 1, 4).flatten(-2)
         self._known = (piece, out)
         return out
 
+    def _shifted(self, shift: Shift, piece: Piece) -> Tensor:
+        """What a shift adds to the scores."""
+        assert self.form is not None
+        form, kind = self.form, self.query.dtype
+        offset = shift_of(shift, piece.blocks, self.query.shape[-1], kind)
+        seen = form.rotate(self.query, shift.rotations)[:, None]
+        rope = piece.rope if shift.turned else None
+        more = seen @ offset.mT if rope is None else turned_scores(seen, offset, rope)
+        return _scaled(form, piece, more, shift.norms)
+
 
 class _Values(_Side):
-    def __init__(self, states: PackedStates, kind: torch.dtype) -> None:
-        super().__init__(states)
+    def __init__(self, states: PackedStates, kind: torch.dtype, step: Step) -> None:
+        super().__init__(states, step)
         self.kind = kind
 
     def mix(self, softmax: Softmax, weights: Float[Tensor, "batch kv_heads group _t"], start: int, stop: int) -> None:
@@ -167,21 +191,21 @@ class _Values(_Side):
             spread[..., some] = weights[..., where]
             self._mix(softmax, piece, spread.unflatten(-1, (piece.count, piece.tokens)).permute(0, 3, 1, 2, 4))
         if (rest := self.behind(start, stop)) is not None:
-            softmax.add("full", weights[..., rest[1]] @ rest[0].to(self.kind))
+            with self.step("residual"):
+                softmax.add("full", weights[..., rest[1]] @ rest[0].to(self.kind))
 
     def _mix(self, softmax: Softmax, piece: Piece, weights: Tensor) -> None:
         assert self.form is not None
         form = self.form
-        norms = form.factors(piece.blocks, None, piece.length, self.kind)
-        scaled = weights if norms is None else weights * norms[..., None, piece.inner]
-        softmax.add("codes", _code_mix(form, piece, scaled, self.states.shape[2]))
+        with self.step("norms"):
+            scaled = _scaled(form, piece, weights, None)
+        with self.step("values"):
+            softmax.add("codes", _code_mix(form, piece, scaled, self.states.shape[2]))
         for shift in form.shifts:
-            if (norms := form.factors(piece.blocks, shift.norms, piece.length, self.kind)) is None:
-                scaled = weights
-            else:
-                scaled = weights * norms[..., None, piece.inner]
-            offset = shift_of(shift, piece.blocks, self.states.shape[2], self.kind)
-            softmax.add(shift.name, (scaled.sum(-1, keepdim=True) * offset).sum(1))
+            with self.step("shifts"):
+                scaled = _scaled(form, piece, weights, shift.norms)
+                offset = shift_of(shift, piece.blocks, self.states.shape[2], self.kind)
+                softmax.add(shift.name, (scaled.sum(-1, keepdim=True) * offset).sum(1))
 
     def total(self, softmax: Softmax) -> Queries:
         """The weighted sum of the values, rotated back once."""
@@ -190,6 +214,12 @@ class _Values(_Side):
             return sums["full"]
         out = self.form.rotate_back(sums["codes"], [sums[shift.name] for shift in self.form.shifts])
         return out + sums["full"] if "full" in sums else out
+
+
+def _scaled(form: Form, piece: Piece, numbers: Tensor, names: tuple[str, ...] | None) -> Tensor:
+    """Scores or weights `[batch, blocks, heads, group, tokens]` times the norms `names` of their tokens (None: all)."""
+    norms = form.factors(piece.blocks, names, piece.length, numbers.dtype)
+    return numbers if norms is None else numbers * norms[..., None, piece.inner]
 
 
 def _decoded(form: Form, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:

@@ -181,12 +181,13 @@ def _sink_detection(method: MethodConfig) -> SinkDetection | None:
 
 
 def _merged(method: MethodConfig, codecs: dict[str, Codec | None]) -> MergedRotation | None:
-    """What rotates values in the weights, if anything does; their codec in `codecs` loses its rotation then."""
-    if not method.merge_rotation:
-        return None
-    if method.first_layers.count or method.calibration.dataset is not None:
-        raise ConfigError(f"method.merge_rotation of {method.name}: needs codecs that are the same in all layers")
-    codecs["value"], merged = merged_rotation(method.name, codecs["value"])
+    """What rotates values or keys in the weights, if anything does; their `codecs` lose the rotation then."""
+    asked = {"value": method.merge_rotation, "key": method.merge_key_rotation}
+    if any(asked.values()) and (method.first_layers.count or method.calibration.dataset is not None):
+        setting = "merge_rotation" if method.merge_rotation else "merge_key_rotation"
+        raise ConfigError(f"method.{setting} of {method.name}: needs codecs that are the same in all layers")
+    left, merged = merged_rotation(method.name, codecs, asked)
+    codecs.update(left)
     return merged
 
 

@@ -1,61 +1,70 @@
-"""The rotation of values in the weights: v_proj writes rotated values, o_proj turns what attention makes of them back.
+"""Rotations in the weights, in the place of the first stage of a codec.
 
-Keys cannot be merged so: RoPE stands between k_proj and the cache, and turns pairs of channels that a rotation mixes.
+Values: v_proj writes rotated values, o_proj turns what attention makes of them back. Keys: q_proj and k_proj write
+rotated queries and keys, whose products are the same. Where a model has rotary embeddings (RoPE), keys cannot be merged
+so: RoPE stands between k_proj and the cache, and turns pairs of channels that a rotation mixes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
+from kvq.cache.rotary import styles_of
 from kvq.codecs import Codec, Hadamard, RandomizedHadamard
 from kvq.errors import ConfigError, Unsupported
+from kvq.methods.projections import Heads, projections
 
-_MARK = "kvq_rotated_values"
+_MARK = "kvq_rotated"
+Rotation = Hadamard | RandomizedHadamard
+# Sides by the setting that merges them: what rotates them, and what an attention may do with them alone.
+_SETTINGS = {"value": "merge_rotation", "key": "merge_key_rotation"}
+_PARTS = {"value": ("value", "output"), "key": ("query", "key")}
+_NAMES = {"value": "v_proj and o_proj", "key": "q_proj and k_proj"}
+_MORE = {"value": "does more with values than sum them", "key": "does more with queries and keys than multiply them"}
 
 
 @dataclass(frozen=True)
 class MergedRotation:
-    """Rotates values by the weights of a model instead of by the codec (QuaRot, arXiv 2404.00456, section 4).
+    """Rotates values, or keys and queries, by the weights of a model instead of by the codec.
+
+    Source: QuaRot (arXiv 2404.00456), section 4, for values; OScaR (arXiv 2605.19660), Algorithm 1.
 
     Attributes:
-        rotation: the stage that the codec of values loses.
+        rotations: the stage that a side's codec loses, by side.
     """
 
-    rotation: Hadamard | RandomizedHadamard
+    rotations: Mapping[str, Rotation]
     version: ClassVar[int] = 1
 
     @contextmanager
     def in_weights(self, model: nn.Module) -> Iterator[None]:
-        """Rotate the values of all layers while the context lasts; the same weights, bit for bit, come back after it.
+        """Rotate the sides in all layers while the context lasts; the same weights, bit for bit, come back after it.
 
-        A second copy of the projections of values and outputs is held meanwhile.
+        A second copy of the projections is held meanwhile.
 
         Raises:
-            Unsupported: attention without plain v_proj and o_proj in every layer, or that does more between the two
-                than sum values.
+            Unsupported: attention without plain projections in every layer, or that does more with them than sum values
+                and multiply queries by keys; keys with rotary embeddings.
         """
         text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        projections = _projections(model, text.num_hidden_layers)
-        before = {
-            part: part.detach().clone()
-            for v, o in projections
-            for part in (v.weight, o.weight, v.bias)
-            if part is not None
-        }
-        expected = _logits(model)
+        sides = {side: _heads(model, text, side) for side in self.rotations}
+        if "key" in sides and any(style is not None for style, _ in styles_of(model)):
+            raise Unsupported(
+                f"method.merge_key_rotation: {type(model).__name__} turns keys by RoPE between k_proj and the cache; "
+                "method.merge_rotation=true rotates its values in the weights, and keys stay with the codec"
+            )
+        matrices = {heads.matrix for layers in sides.values() for pair in layers for heads in pair}
+        before = {part: part.detach().clone() for matrix in matrices for part in matrix.parameters(recurse=False)}
         try:
-            for v, o in projections:
-                self._merge(v, o, _head_dim(text))
-            if not torch.allclose(_logits(model), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
-                raise Unsupported(f"method.merge_rotation: {type(model).__name__} does more with values than sum them")
-            setattr(text, _MARK, True)
+            for side, layers in sides.items():
+                self._merge(model, side, layers, _head_dim(text))
+            setattr(text, _MARK, frozenset(sides))
             yield
         finally:
             for part, own in before.items():
@@ -64,53 +73,52 @@ class MergedRotation:
                 delattr(text, _MARK)
 
     def check(self, config: Any) -> None:
-        """Raise `Unsupported` for a cache of a model whose weights do not rotate values now."""
-        if not getattr(config, _MARK, False):
-            raise Unsupported(
-                "method.merge_rotation: the weights do not rotate values; run the model and its cache within "
-                "`with method.merged.in_weights(model):`"
-            )
+        """Raise `Unsupported` for a cache of a model whose weights do not rotate the sides now."""
+        for side in self.rotations:
+            if side not in getattr(config, _MARK, ()):
+                raise Unsupported(
+                    f"method.{_SETTINGS[side]}: the weights do not rotate {side}s; run the model and its cache within "
+                    "`with method.merged.in_weights(model):`"
+                )
 
-    def _merge(self, v: nn.Linear, o: nn.Linear, head_dim: int) -> None:
-        """Values v become v M in rows of `v`; columns of `o` take them back."""
-        matrix = self.rotation.matrix(head_dim, v.weight.double())
-        v.weight.data.copy_(_turned(v.weight.T, matrix).T)
-        if v.bias is not None:
-            v.bias.data.copy_(_turned(v.bias[None], matrix)[0])
-        o.weight.data.copy_(_turned(o.weight, matrix.to(o.weight.device)))
+    def _merge(self, model: nn.Module, side: str, layers: list[tuple[Heads, Heads]], head_dim: int) -> None:
+        """Both projections of a side times the rotation; logits stay as they are."""
+        expected = _logits(model)
+        for pair in layers:
+            for heads in pair:
+                weight: Tensor = heads.matrix.weight  # type: ignore[assignment]
+                heads.turn(self.rotations[side].matrix(head_dim, weight.double()))
+        if not torch.allclose(_logits(model), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
+            raise Unsupported(f"method.{_SETTINGS[side]}: {type(model).__name__} {_MORE[side]}")
 
 
-def merged_rotation(name: str, codec: Codec | None) -> tuple[Codec, MergedRotation]:
-    """The codec of values without its rotation, and what rotates in its place.
+def merged_rotation(
+    name: str, codecs: Mapping[str, Codec | None], sides: Mapping[str, bool]
+) -> tuple[dict[str, Codec | None], MergedRotation | None]:
+    """The codecs without the rotations of those of `sides` that are asked for, and what rotates in their place.
 
     Raises:
-        ConfigError: values whose first stage is no Hadamard rotation.
+        ConfigError: a side whose first stage is no Hadamard rotation.
     """
-    first = codec.stages[0][1] if codec is not None and codec.stages else None
-    if codec is None or not isinstance(first, (Hadamard, RandomizedHadamard)) or not first.orthogonal:
-        raise ConfigError(f"method.merge_rotation of {name}: values whose first stage is a Hadamard rotation")
-    return codec.rebuilt(codec.stages[1:]), MergedRotation(first)
+    left, rotations = dict(codecs), {}
+    for side in (side for side, asked in sides.items() if asked):
+        codec = codecs[side]
+        first = codec.stages[0][1] if codec is not None and codec.stages else None
+        if codec is None or not isinstance(first, Hadamard | RandomizedHadamard) or not first.orthogonal:
+            raise ConfigError(f"method.{_SETTINGS[side]} of {name}: {side}s whose first stage is a Hadamard rotation")
+        left[side], rotations[side] = codec.rebuilt(codec.stages[1:]), first
+    return left, MergedRotation(rotations) if rotations else None
 
 
-def _turned(rows: Float[Tensor, "rows channels"], matrix: Float[Tensor, "dim dim"]) -> Float[Tensor, "rows channels"]:
-    """Every head's channels of each row times the matrix, in double precision."""
-    return (rows.double().unflatten(1, (-1, matrix.shape[0])) @ matrix).flatten(1)
-
-
-def _projections(model: nn.Module, layers: int) -> list[tuple[nn.Linear, nn.Linear]]:
-    both = ((_plain(module, "v_proj"), _plain(module, "o_proj")) for module in model.modules())
-    found = [(v, o) for v, o in both if v is not None and o is not None]
-    if len(found) != layers:
-        raise Unsupported(
-            f"method.merge_rotation: {type(model).__name__} has v_proj and o_proj in {len(found)} of {layers} layers"
-        )
+def _heads(model: nn.Module, text: Any, side: str) -> list[tuple[Heads, Heads]]:
+    """The two projections of a side in every layer."""
+    first, second = _PARTS[side]
+    modules = (projections(module, _head_dim(text)) for module in model.modules())
+    found = [(parts[first], parts[second]) for parts in modules if {first, second} <= parts.keys()]
+    if len(found) != text.num_hidden_layers:
+        where = f"in {len(found)} of {text.num_hidden_layers} layers"
+        raise Unsupported(f"method.{_SETTINGS[side]}: {type(model).__name__} has {_NAMES[side]} {where}")
     return found
-
-
-def _plain(module: nn.Module, name: str) -> nn.Linear | None:
-    """A matrix of floating-point numbers; quantized weights are none."""
-    part = getattr(module, name, None)
-    return part if isinstance(part, nn.Linear) and part.weight.is_floating_point() else None
 
 
 def _head_dim(config: Any) -> int:

@@ -59,7 +59,7 @@ class Method:
             method that was put together by hand.
         gqa: bits that are added in a model whose query heads share KV heads.
         window_layers: whether layers that attend to a window of tokens are quantized as the others.
-        merged: rotates values by the model's weights; `value` then has no such stage.
+        merged: rotates values or keys by the model's weights; their codecs then have no such stage.
         latent: what is cached of multi-head latent attention.
     """
 

@@ -90,15 +90,9 @@ class Inputs:
     @property
     def names(self) -> tuple[str, str]:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
+        merged = self.config.method.merge_rotation, self.config.method.merge_key_rotation
         return (
-            repr(
-                (
-                    self._placed_model,
-                    self.config.cache_dtype,
-                    self.config.method.merge_rotation,
-                    self.config.cache.latent,
-                )
-            ),
+            repr((self._placed_model, self.config.cache_dtype, self.config.cache.latent, *merged)),
             repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),
         )
 

@@ -161,11 +161,16 @@ def cache_dtype(run: Record) -> str:
     return stored if isinstance(stored, str) else run.provenance.dtype
 
 
-def _by_model(run: Record) -> list[str]:
-    """What a run does otherwise than the preset of its model would have it: its first token, its cache's dtype."""
+def begins_otherwise(run: Record) -> list[str]:
+    """How windows or prompts begin, where that is not as the run's model was trained."""
     task, preset = run.config.get("task"), presets().settings("model", run.model) or {}
     bos, own = task.get("bos") if isinstance(task, Mapping) else None, bool(preset.get("bos"))
-    words = [] if bos in (None, own) else ["begins with BOS" if bos else "begins without BOS"]
+    return [] if bos in (None, own) else ["begins with BOS" if bos else "begins without BOS"]
+
+
+def _by_model(run: Record) -> list[str]:
+    """What a run does otherwise than the preset of its model would have it: its first token, its cache's dtype."""
+    words, preset = begins_otherwise(run), presets().settings("model", run.model) or {}
     stored = cache_dtype(run)
     if run.task not in DIAGNOSTICS and stored != (preset.get("cache_dtype") or run.provenance.dtype):
         words.append(_CACHES.get(stored, f"cache in {stored}"))

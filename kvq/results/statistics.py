@@ -8,6 +8,7 @@ one by one, `flips` and `mcnemar` compare right and wrong answers, and `item_tes
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -243,7 +244,8 @@ def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
 class Correlation(NamedTuple):
     """Spearman's rho of `n` points, its 95% interval (None: fewer than 4 points, or ties alone) and p-value.
 
-    `p` is two-sided, by Student's t, which is coarse for few points (None: fewer than 4, or ties alone).
+    `p` is two-sided: exact up to 8 points, the share of all orders that are as extreme, and by Student's t beyond
+    (None: fewer than 4, or ties alone).
     """
 
     n: int
@@ -251,6 +253,10 @@ class Correlation(NamedTuple):
     low: float | None = None
     high: float | None = None
     p: float | None = None
+
+
+_MOST_ORDERED = 8
+"""Points whose orders are all gone through: 40,320 of them."""
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation:
@@ -269,4 +275,13 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation:
         return Correlation(len(x), rho)
     reach = float(scipy.stats.norm.ppf(0.975)) * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
     z = math.atanh(max(min(rho, 1 - 1e-12), -1 + 1e-12))
-    return Correlation(len(x), rho, math.tanh(z - reach), math.tanh(z + reach), float(found.pvalue))
+    p = _exact_p(x, y) if len(x) <= _MOST_ORDERED else float(found.pvalue)
+    return Correlation(len(x), rho, math.tanh(z - reach), math.tanh(z + reach), p)
+
+
+def _exact_p(x: Sequence[float], y: Sequence[float]) -> float:
+    """The share of all orders of `y` whose rank correlation with `x` is as far from 0 as theirs, or farther."""
+    first, second = (scipy.stats.rankdata(values) for values in (x, y))
+    centred = first - first.mean()
+    found = np.abs(np.array(list(itertools.permutations(second))) @ centred)
+    return float(np.mean(found >= abs(second @ centred) - 1e-9))

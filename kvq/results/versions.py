@@ -31,6 +31,7 @@ _BEHIND: Final = {
     "sink_tokens": "SinkSide",
     "gqa_compensation": "GqaCompensation",
     "merge_rotation": "MergedRotation",
+    "merge_key_rotation": "MergedRotation",
     "kept_keys": "KeptSide",
     "backend": "BackendConfig",
     "calibration": "CalibrationConfig",

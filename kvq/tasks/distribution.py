@@ -133,10 +133,13 @@ class Distributions:
                     "variance_min": float(here.min()),
                     "variance_max": float(here.max()),
                     "inside": float(inside.double().mean()),
-                    "covariance_min": float(found.lowest[head]),
-                    "covariance_max": float(found.highest[head]),
+                    "covariance_min": float(found.lowest[head].amin()),
+                    "covariance_max": float(found.highest[head].amax()),
                 }
             )
+            if self.task.channel_ranges and not self._seen:  # the first layer
+                ranges = {"lowest": _short(found.lowest[head]), "highest": _short(found.highest[head])}
+                self.first.append({"kind": "ranges", "side": side, "layer": layer, "head": head, **ranges})
 
     def _keep(self, side: str, layer: int, x: Tensor) -> None:
         count = min(self.task.vectors, x.shape[2])

@@ -12,6 +12,7 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
+from kvq.tasks.decode_steps import check_decode_steps, decode_metrics
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.prefill_steps import check_steps, step_metrics
 from kvq.tasks.regimes import check_regimes
@@ -39,8 +40,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         for regime in () if method.is_full_precision else task.regimes:
             of_regime, regime_units = _regime(regime, name, here)
             metrics, units = metrics | of_regime, units | regime_units
-        of_steps, step_units = step_metrics(name, here)
-        metrics, units = metrics | of_steps, units | step_units
+        for of_steps, step_units in (step_metrics(name, here), decode_metrics(name, here, SUBJECT)):
+            metrics, units = metrics | of_steps, units | step_units
         metrics[f"cache_bytes_{name}"], units[f"cache_bytes_{name}"] = float(here[0]["cache_bytes"]), "bytes"
     return Measurement(metrics, units, rows)
 
@@ -62,8 +63,11 @@ def check(inputs: Inputs, method: Method) -> None:
     task: LatencyConfig = inputs.config.task
     check_length(inputs, f"task.contexts={task.contexts}", max(task.contexts) + task.new_tokens, method)
     check_regimes(method, task.regimes)
+    packed = inputs.config.cache.attention is Attention.packed
     if task.prefill_steps and not method.is_full_precision:
-        check_steps(method, inputs.config.cache.attention is Attention.packed)
+        check_steps(method, packed)
+    if task.decode_steps and not method.is_full_precision:
+        check_decode_steps(method, packed)
 
 
 TASK = Task(check, measure, fingerprint)

@@ -12,10 +12,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvq.config.diagnostics import ModalityConfig
 from kvq.config.tasks import MultimodalConfig, Prefill
 from kvq.data.multimodal import MediaItem, choice_score, ocrbench_score, read_items
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
+from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.models.load import load_processor
 from kvq.models.media import MODALITIES, MediaModel, modalities
@@ -31,7 +33,7 @@ _BESIDE = ("input_ids", "attention_mask")
 
 def items_of(inputs: Inputs) -> tuple[list[MediaItem], dict[str, str]]:
     """The items of a run and the skipped ones, read once."""
-    task: MultimodalConfig = inputs.config.task
+    task: MultimodalConfig | ModalityConfig = inputs.config.task
     name = repr((inputs.config.dataset, task.benchmark, task.limit))
 
     def read() -> tuple[list[MediaItem], dict[str, str]]:
@@ -73,13 +75,22 @@ def prompt_of(
     return made["input_ids"].to(device), {name: made[name] for name in made if name not in _BESIDE}
 
 
+def with_media(model: LoadedModel, processor: Any, item: MediaItem) -> tuple[MediaModel, Int[Tensor, "1 tokens"]]:
+    """The model with the image of an item's prompt, and the prompt's tokens.
+
+    Raises:
+        DataError: an image that cannot be read.
+    """
+    tokens, media = prompt_of(processor, item, model.device)
+    return MediaModel(model.model, model.device, media, cache_dtype=model.cache_dtype), tokens
+
+
 def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> Scored:
     """The answer to one item, scored by its benchmark."""
     task: MultimodalConfig = inputs.config.task
-    model, tokenizer = inputs.model, inputs.tokenizer
-    tokens, media = prompt_of(processor, item, model.device)
-    loaded = MediaModel(model.model, model.device, media, cache_dtype=model.cache_dtype)
-    reader, clock = Reader(loaded, method, task.prefill, inputs.config.cache.keep_decoded), Clock(model.device)
+    tokenizer = inputs.tokenizer
+    loaded, tokens = with_media(inputs.model, processor, item)
+    reader, clock = Reader(loaded, method, task.prefill, inputs.config.cache.keep_decoded), Clock(loaded.device)
     try:
         with clock.phase("prefill"):
             cache, logits = reader.begin(tokens)
@@ -90,7 +101,7 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
     finally:
         loaded.forget()
     cache.check_finite()
-    text, labels = answer_text(tokenizer, row, []), modalities(model.model.config, tokens)
+    text, labels = answer_text(tokenizer, row, []), modalities(loaded.model.config, tokens)
     right = choice_score(item.answers[0], item.choices, text) if item.choices else None
     sample = {
         "item": item.name,
@@ -107,9 +118,8 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
     return Scored(sample, cost | storage_metrics(cache, 1) | clock.seconds)
 
 
-def make_items(inputs: Inputs, processor: Any) -> Items[MediaItem]:
-    """Batches of one item, and skipped items with the reason."""
-    task: MultimodalConfig = inputs.config.task
+def make_items(inputs: Inputs, processor: Any, answer: int) -> Items[MediaItem]:
+    """Batches of one item, and skipped items with the reason; `answer`: tokens written behind a prompt."""
     items, skipped = items_of(inputs)
     skipped, kept, longest = dict(skipped), [], inputs.longest_context
     for item in items:
@@ -118,10 +128,8 @@ def make_items(inputs: Inputs, processor: Any) -> Items[MediaItem]:
         except DataError as error:
             skipped[item.name] = str(error)
             continue
-        if longest is not None and tokens.shape[1] + task.max_new_tokens > longest:
-            skipped[item.name] = (
-                f"{tokens.shape[1]} tokens and {task.max_new_tokens} of an answer, the model takes {longest}"
-            )
+        if longest is not None and tokens.shape[1] + answer > longest:
+            skipped[item.name] = f"{tokens.shape[1]} tokens and {answer} of an answer, the model takes {longest}"
         else:
             kept.append([item])
     return Items(kept, lambda item: item.name, skipped)
@@ -147,7 +155,7 @@ def check(inputs: Inputs, method: Method) -> None:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Answer every item under `method`; a baseline is compared with item by item."""
     processor = load_processor(inputs.config.model)
-    items = make_items(inputs, processor)
+    items = make_items(inputs, processor, inputs.config.task.max_new_tokens)
 
     def score(batch: Sequence[MediaItem]) -> list[Scored]:
         return [answer(inputs, method, processor, item) for item in batch]

@@ -30,7 +30,7 @@ from kvq.models.inputs import Inputs, with_cache_dtype
 from kvq.models.layers import head_dims_of
 from kvq.models.load import pick_device
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
-from kvq.tasks.prefill_steps import WATCHED, watched_prefill
+from kvq.tasks import decode_steps, prefill_steps
 from kvq.tasks.regimes import cache_maker
 
 SUBJECT = "method"
@@ -97,21 +97,32 @@ def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = froz
                     rows = [*(row for row in rows if row["subject"] != name), place | {"repeat": 0, "fits": False}]
                 elif repeat >= 0:
                     rows.append(place | {"fits": True} | row)
-            if (row := _watched(config, loaded, prompt)) is not None and repeat >= 0:
-                place = {"batch": batch, "tokens": tokens, "subject": WATCHED, "repeat": repeat}
-                rows.append(place | {"fits": True} | row)
+            for name, row in _watched(config, loaded, prompt):
+                place = {"batch": batch, "tokens": tokens, "subject": name, "repeat": repeat}
+                if repeat >= 0:
+                    rows.append(place | {"fits": True} | row)
     return rows
 
 
-def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> dict[str, Any] | None:
-    """A prefill by steps; None where none is asked for, or where the GPU has too little memory for it."""
-    if not getattr(config.task, "prefill_steps", False) or config.method.is_full_precision:
-        return None
-    with suppress(torch.OutOfMemoryError):
-        own = method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0])
-        return watched_prefill(loaded, own, prompt, lambda: _now(loaded))
-    torch.cuda.empty_cache()
-    return None
+def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A prefill and decoding by steps, where asked for and where the GPU has the memory for it."""
+    task: Any = config.task
+
+    def now() -> float:
+        return _now(loaded)
+
+    watched: list[tuple[str, Callable[[Method], dict[str, Any]]]] = []
+    if getattr(task, "prefill_steps", False):
+        watched.append((prefill_steps.WATCHED, lambda own: prefill_steps.watched_prefill(loaded, own, prompt, now)))
+    if getattr(task, "decode_steps", False):
+        watched.append(
+            (decode_steps.WATCHED, lambda own: decode_steps.watched_decode(loaded, own, prompt, task.new_tokens, now))
+        )
+    for name, measure in [] if config.method.is_full_precision else watched:
+        try:
+            yield name, measure(method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0]))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
 
 
 def _makers(config: Config, method: Method, loaded: LoadedModel, room: int) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -119,6 +130,8 @@ def _makers(config: Config, method: Method, loaded: LoadedModel, room: int) -> I
     attention = "dense" if method.is_full_precision else config.cache.attention.value
     kept, dtype = config.cache.keep_decoded, loaded.cache_dtype
     yield SUBJECT, lambda: KVCache(loaded.model, method, kept, attention=attention, dtype=dtype)
+    if getattr(config.task, "decode_steps", False) and (plain := decode_steps.without_norms(method)) is not None:
+        yield decode_steps.PLAIN, lambda: KVCache(loaded.model, plain, kept, attention=attention, dtype=dtype)
     # Full precision has no past to decode.
     for regime in [] if method.is_full_precision else getattr(config.task, "regimes", []):
         yield regime.value, cache_maker(regime, loaded.model, method, dtype)

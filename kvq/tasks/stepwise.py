@@ -53,7 +53,7 @@ def check_codecs_alone(method: Method, task: str, apart: bool = False) -> None:
     if any(part is not None for part in (method.plan, method.eviction, method.kept_keys, method.sink_detection)):
         raise Unsupported(f"task={task}: tries codecs alone; {method.name} also chooses tokens in a cache")
     if method.merged is not None:
-        raise Unsupported(f"task={task}: tries codecs alone; values of {method.name} are rotated by a model's weights")
+        raise Unsupported(f"task={task}: tries codecs alone; states of {method.name} are rotated by a model's weights")
     if method.gqa is not None:
         raise Unsupported(
             f"task={task}: tries codecs alone; {method.name} adds bits by the query heads of a cache's model"

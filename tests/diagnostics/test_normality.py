@@ -62,7 +62,8 @@ def test_moments_in_closed_form() -> None:
     assert found.mean.tolist() == [[3, 6]]
     assert found.deviation[0].tolist() == pytest.approx([(8 / 3) ** 0.5, (32 / 3) ** 0.5])
     assert float(found.off_diagonal) == pytest.approx(2**0.5 * 16 / 3)
-    assert float(found.highest) == pytest.approx(16 / 3)
+    assert found.highest[0].tolist() == pytest.approx([16 / 3, 16 / 3])
+    assert found.lowest[0].tolist() == [0, 0]  # no covariance is negative
 
 
 def test_lemma_holds_on_correlated_channels() -> None:

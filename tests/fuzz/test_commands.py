@@ -47,6 +47,7 @@ TASKS = [
     "longbench",
     "lm_eval",
     "multimodal",
+    "modality",
     "generate",
 ]
 # What would write elsewhere, or ask the hub for a name that was made up.

@@ -1,5 +1,6 @@
 """Attention on packed codes in plain PyTorch against fp64 dequantize-then-attend."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -8,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvq
+import kvq.kernels
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
 from kvq.config import conf_dir
 from kvq.config.backend import BITS
 from kvq.errors import Unsupported
-from kvq.kernels import PackedStates, form_of
-from kvq.kernels.eager import attend
+from kvq.kernels import PackedStates, form_of, watched
+from kvq.kernels.eager import STEPS, attend
 from kvq.kernels.pieces import TILE
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
@@ -130,6 +132,27 @@ def test_long_blocks_are_cut(name):
     values = oracle.states(method.value, TILE + 93, TILE + 34, heads=1, seed=1)
     check(keys, values)
     check(keys, values, first=TILE + 3)
+
+
+@pytest.mark.parametrize("name", ["nsnquant", "oscar", "kivi"])
+def test_watched_steps_give_the_same(name):
+    """Watched attention opens every step and gives what it gives unwatched, bit for bit."""
+    method = kvq.build_method(name, bits=2, head_dim=64)
+    rope = rope_table(200, 64) if method.key.uses_rope else None
+    keys, values = oracle.states(method.key, 128, 9, rope=rope), oracle.states(method.value, 96, 41, seed=1)
+    seen = []
+
+    @contextlib.contextmanager
+    def step(name):
+        seen.append(name)
+        yield
+
+    plain = attend(query(4, 64), keys, values, 0.125)
+    with watched(step):
+        found = kvq.kernels.attend(query(4, 64), keys, values, 0.125)
+    assert torch.equal(found, plain)
+    assert seen.count("attention") == seen.count("rotation") == seen.count("joining") == 1
+    assert set(seen) == {*STEPS, "attention"} - (set() if form_of(method.key).shifts else {"shifts"})
 
 
 UNIFORM = st.fixed_dictionaries(

@@ -86,6 +86,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "sink_detection",
         "gqa_compensation",
         "merge_rotation",
+        "merge_key_rotation",
     }
 
 

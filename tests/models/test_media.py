@@ -129,15 +129,24 @@ def test_tokens_are_labelled_by_modality_and_diagnostics_tell_them_apart(name):
     loaded, tokens = media_model(name)
     labels = modalities(loaded.model.config, tokens)
     assert torch.equal(labels, (tokens == IMAGE).long() * MODALITIES.index("image"))
-    rows = norms_by_modality(loaded, tokens[0])
+    rows = norms_by_modality(loaded, tokens[0], layers=1)
+    boxes = [row for row in rows if row["kind"] == "tokens"]
+    rows = [row for row in rows if row["kind"] == "modality"]
     counts = {"all": tokens.shape[1], "image": PATCHES, "text": tokens.shape[1] - PATCHES}
     assert len(rows) == 2 * len(SIDES) * len(counts)
     for row in rows:
         assert row["tokens"] == counts[row["modality"]]
+        assert row["max_over_min"] >= row["max_over_median"] >= 1
         assert row["max_over_min"] >= row["median_over_min"] >= 1
     by = {(row["layer"], row["side"], row["modality"]): row for row in rows}
     assert by[0, "value", "image"]["relative"] != by[0, "value", "text"]["relative"]
     assert by[0, "value", "all"]["relative"] == pytest.approx(1, abs=0.1)
+    assert [(row["layer"], row["side"]) for row in boxes] == [(0, side) for side in SIDES]
+    for row in boxes:
+        assert row["spans"] == [["text", 3], ["image", PATCHES], ["text", tokens.shape[1] - PATCHES - 3]]
+        norms = torch.tensor(row["norms"])
+        assert norms.shape == (5, tokens.shape[1])
+        assert bool((norms.diff(dim=0) >= 0).all())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

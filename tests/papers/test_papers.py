@@ -33,9 +33,11 @@ REVIEW = {
     "niah_depth",
     "prefill_latency",
     "residual",
+    "scale_vector",
     "weight_quantized",
 }
-WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure11", "nsnquant/figure8", "oscar/token_norms", "oscar/tni_error"}
+WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure11", "nsnquant/figure7", "nsnquant/figure8"}
+WITHOUT_NUMBERS |= {f"oscar/{name}" for name in ("modality_norms", "token_norms", "tni_error")}
 """What a paper tells or draws without a number that could stand in the published figures."""
 
 

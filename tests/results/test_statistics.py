@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -205,8 +206,12 @@ def test_spearman_against_its_definition() -> None:
     assert found.low == pytest.approx(np.tanh(np.arctanh(rho) - reach))
     assert found.high == pytest.approx(np.tanh(np.arctanh(rho) + reach))
     assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == (3, -1.0, None, None, None)
-    t = rho * (4 / (1 - rho**2)) ** 0.5
-    assert found.p == pytest.approx(2 * scipy.stats.t.sf(t, 4))
+    orders = list(itertools.permutations(y))
+    extreme = sum(abs(scipy.stats.spearmanr(x, order).statistic) >= abs(rho) - 1e-9 for order in orders)
+    assert found.p == pytest.approx(extreme / len(orders))
+    many = [*x, 7.0, 8.0, 9.0], [*y, 9.0, 7.0, 8.0]
+    t = (rho := spearman(*many).rho) * (7 / (1 - rho**2)) ** 0.5
+    assert spearman(*many).p == pytest.approx(2 * scipy.stats.t.sf(t, 7))
     assert spearman([1.0, 2.0], [3.0, 2.0]).rho is None
     assert spearman([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]).rho is None
     with pytest.raises(RecordError, match="they come in pairs"):

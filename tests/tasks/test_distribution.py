@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kvq import build_method
+from kvq.config import compose, resolve
 from kvq.config.diagnostics import DistributionConfig
+from kvq.config.identity import canonical
 from kvq.diagnostics.normality import channel_kl, hadamard, nsn
 from kvq.errors import ConfigError, Unsupported
 from kvq.tasks import distribution
@@ -33,6 +35,29 @@ def test_table_one_of_captured_values(tmp_path: Path) -> None:
     assert vectors[0] == pytest.approx(layers[0].value[0, 0, 0].tolist(), rel=1e-3)
     assert len(vectors) == 5
     assert set(found.units) == set(found.metrics)
+
+
+def test_ranges_of_channels_are_kept_where_asked(tmp_path: Path) -> None:
+    """Of the first layer; their ends are the range of the head. Nothing else changes, nor the key without them."""
+    plain = distribution.measure(DiagnosedInputs(config()), build_method("fp16"), None, journal(tmp_path))
+    asked = DiagnosedInputs(config(channel_ranges=True))
+    found = distribution.measure(asked, build_method("fp16"), None, journal(tmp_path))
+    ranges = [row for row in found.samples if row["kind"] == "ranges"]
+    assert [(row["side"], row["layer"], row["head"]) for row in ranges] == [
+        (side, 0, head) for side in ("key", "value") for head in range(2)
+    ]
+    heads = {(row["side"], row["layer"], row["head"]): row for row in found.samples if row["kind"] == "lemma"}
+    for row in ranges:
+        head = heads[row["side"], row["layer"], row["head"]]
+        assert len(row["lowest"]) == len(row["highest"]) == 32
+        assert min(row["lowest"]) == pytest.approx(head["covariance_min"], rel=1e-3)
+        assert max(row["highest"]) == pytest.approx(head["covariance_max"], rel=1e-3)
+    assert [row for row in found.samples if row["kind"] != "ranges"] == plain.samples
+    assert found.metrics == plain.metrics
+    settings = [["task=distribution"], ["task=distribution", "task.channel_ranges=true"]]
+    tasks = [canonical(resolve(compose(words)), "", "")["task"] for words in settings]
+    assert "channel_ranges" not in tasks[0]
+    assert tasks[1]["channel_ranges"] is True
 
 
 def test_keys_go_through_nsn_before_rope(tmp_path: Path) -> None:

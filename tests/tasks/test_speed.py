@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +20,12 @@ from kvq.config import compose, full_precision, resolve
 from kvq.config.identity import canonical
 from kvq.config.speed import LatencyConfig
 from kvq.errors import ConfigError, Unsupported
+from kvq.kernels.eager import STEPS
 from kvq.methods.build import build_method
 from kvq.results import Store
 from kvq.runner import run
 from kvq.tasks import speed
+from kvq.tasks.decode_steps import without_norms
 from kvq.tasks.regimes import PerHeadCodec
 from kvq.tasks.speed import median_of, paired_ratios
 from kvq.tasks.throughput import metrics_of
@@ -95,6 +98,53 @@ def test_a_prefill_by_steps(model: Path, tmp_path: Path) -> None:
     assert record.config["task"]["prefill_steps"] is True
     assert "prefill_steps" not in canonical(config(model, tmp_path, "task=latency"), "", "")["task"]
     assert "prefill_steps" not in canonical(full_precision(given), "", "")["task"]
+
+
+@pytest.mark.slow
+def test_decoding_by_steps(model: Path, tmp_path: Path) -> None:
+    """Seconds of every step of attention on codes, and the method without its norms beside it, as pairs."""
+    small = ["task.contexts=[96]", "task.new_tokens=3", "task.repeats=2", "task.warmup=0", "task.references=[dynamic]"]
+    asked = ["task=latency", *small, "cache.attention=packed"]
+    given = config(model, tmp_path, *asked, "task.decode_steps=true")
+    record = run(given)
+    assert record.status == "done", record.reason
+    shares = {
+        name.removeprefix("decode_share_").removesuffix("_b1_t96"): value
+        for name, value in record.metrics.items()
+        if name.startswith("decode_share_")
+    }
+    assert set(shares) == set(STEPS) - {"shifts"}  # OScaR has none
+    assert all(0 < share < 1 for share in shares.values())
+    assert record.metrics["decode_step_norms_b1_t96"] < record.metrics["decode_step_attention_b1_t96"]
+    rows = Store(tmp_path).samples(record.key)
+    assert [row["repeat"] for row in rows if row["subject"] == "watched_decode"] == [0, 1]
+    watched = next(row for row in rows if row["subject"] == "watched_decode")
+    whole = watched["steps"]["attention"]
+    assert sum(watched["steps"].values()) - whole < whole < watched["step_seconds_mean"]
+    pairs = [
+        [row["step_seconds_median"] for row in rows if row["subject"] == name] for name in ("method", "without_norms")
+    ]
+    ratio = statistics.median(mine / plain for mine, plain in zip(*pairs, strict=True))
+    assert record.metrics["decode_over_without_norms_b1_t96"] == pytest.approx(ratio)
+    assert record.metrics["overhead_norms_b1_t96"] == pytest.approx(100 * (ratio - 1))
+    assert record.config["task"]["decode_steps"] is True
+    assert "decode_steps" not in canonical(config(model, tmp_path, *asked), "", "")["task"]
+    assert "decode_steps" not in canonical(full_precision(given), "", "")["task"]
+
+
+def test_a_method_without_its_norms() -> None:
+    """Nothing else goes; a method that has none is not timed twice."""
+    plain = without_norms(build_method("oscar", bits=2, head_dim=64))
+    assert plain is not None
+    assert plain.key is not None
+    assert [name for name, _ in plain.key.stages] == ["hadamard"]
+    assert without_norms(build_method("kivi", bits=2, head_dim=64)) is None
+
+
+def test_steps_of_dense_attention_are_refused(model: Path, tmp_path: Path) -> None:
+    record = run(config(model, tmp_path, "task=latency", "task.contexts=[40]", "task.decode_steps=true"))
+    assert record.status == "unsupported"
+    assert "task.decode_steps: the steps of attention on codes; use cache.attention=packed" in (record.reason or "")
 
 
 @pytest.mark.parametrize(

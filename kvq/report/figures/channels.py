@@ -60,6 +60,44 @@ def covariances_figure(table: pd.DataFrame, title: str) -> Figure:
     return made
 
 
+def ranges_table(record: Record, store: Store) -> pd.DataFrame:
+    """Per side, head and channel of the first layer, behind NSN: least and largest covariance; empty: not kept."""
+    rows = rows_of(record, store, "ranges")
+    if rows.empty:
+        return rows
+    rows["channel"] = rows["lowest"].map(lambda values: list(range(len(values))))
+    table = rows.explode(["channel", "lowest", "highest"], ignore_index=True)
+    names = ["side", "layer", "head", "channel", "lowest", "highest"]
+    return table[names].astype({"channel": int, "lowest": float, "highest": float})
+
+
+def ranges_figure(table: pd.DataFrame, title: str) -> Figure:
+    """Range of each channel's covariances with the others, head after head: keys above, values below.
+
+    As NSNQuant's Figure 7 draws them.
+    """
+    with style():
+        made = figure(2, 3.2)
+        axes = made.subplots(2, 1, sharex=True, sharey=True)
+        channels = int(table["channel"].max()) + 1
+        for index, (axis, side) in enumerate(zip(axes, SIDES, strict=True)):
+            part = table[table["side"] == side]
+            axis.vlines(
+                part["head"] * channels + part["channel"],
+                part["lowest"],
+                part["highest"],
+                color=colour(index),
+                linewidth=0.8,
+            )
+            for head in range(1, int(table["head"].max()) + 1):
+                axis.axvline(head * channels - 0.5, color="#999999", linewidth=0.6, linestyle="--")
+            axis.axhline(0, color="black", linewidth=0.6)
+            axis.set_ylabel(f"{side}s: least to\nlargest covariance")
+        axes[-1].set_xlabel("channel, head after head")
+        made.suptitle(title, fontsize=8)
+    return made
+
+
 def moments_table(record: Record, store: Store) -> pd.DataFrame:
     """Per side, layer, head, stage and channel: mean and deviation over the tokens of the first window."""
     rows = rows_of(record, store, "moments").drop(columns=["kind"], errors="ignore")

@@ -9,7 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvq.report.figures import channels, distribution, memory, shift, states, throughput, tni, valley
+from kvq.report.figures import (
+    channels,
+    dispersion,
+    distribution,
+    memory,
+    modality,
+    shift,
+    states,
+    throughput,
+    tni,
+    valley,
+)
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing
 from kvq.report.isolated import made_of, noted
@@ -37,10 +48,12 @@ def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[s
             for made in _sound(group, _made(make, store), f"figures of task={task}", skipped) or ():
                 yield replace(made, stem=file_name(f"{made.stem}-{_suffix(group)}"))
     yield from _shifts(done, store, skipped)
-    table = _sound(done, valley.dispersion_table, "dispersion", skipped)
+    table = _sound(done, dispersion.dispersion_table, "dispersion", skipped)
     if table is not None and not table.empty:
         yield Drawing("dispersion-pairs", table, None)
-        yield Drawing("dispersion-spearman", valley.dispersion_correlations(table), None)
+        yield Drawing("dispersion-spearman", dispersion.dispersion_correlations(table), None)
+        for stem, title, numbers in dispersion.scatters(table):
+            yield Drawing(file_name(stem), numbers, dispersion.scatter_figure, (title,))
 
 
 def _sound(
@@ -132,6 +145,17 @@ def _norms(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
         yield Drawing(f"tni-groups-{named(record)}", numbers, tni.groups_figure, (title,))
 
 
+def _modalities(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    where = _where(group)
+    tokens = modality.tokens_table(group[0], store)
+    if not tokens.empty:
+        title = f"Token norms by modality, from the least to the largest head: {where}"
+        yield Drawing("modality-tokens", tokens, modality.tokens_figure, (title,))
+    layers = modality.layers_table(group[0], store)
+    if not layers.empty:
+        yield Drawing("modality-layers", layers, modality.layers_figure, (f"Spread of norms by modality: {where}",))
+
+
 def _distributions(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     record = group[0]
     title = f"Closeness to N(0, 1): {_where(group)}"
@@ -147,6 +171,10 @@ def _channels(record: Record, store: Store, where: str) -> Iterable[Drawing]:
     covariances = channels.covariances_table(record, store)
     title = f"Covariances of channels behind NSN: {where}"
     yield Drawing("distribution-covariances", covariances, channels.covariances_figure, (title,))
+    ranges = channels.ranges_table(record, store)
+    if not ranges.empty:
+        title = f"Covariances by channel behind NSN, layer {ranges['layer'].min()}: {where}"
+        yield Drawing("distribution-ranges", ranges, channels.ranges_figure, (title,))
     moments = channels.moments_table(record, store)
     title = f"Channels behind NSN and Hadamard: {where}"
     yield Drawing("distribution-channels", channels.scattered(moments), channels.scatter_figure, (title,))
@@ -213,6 +241,7 @@ def _model_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
 MAKERS: dict[str, Maker] = {
     "error": _errors,
     "tni": _norms,
+    "modality": _modalities,
     "distribution": _distributions,
     "memory": _memory,
     "throughput": _throughputs,

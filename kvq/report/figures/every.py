@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,11 @@ def _made_losses(table: Table, comparisons: Comparisons) -> Callable[[list[Row]]
 
 
 def _name(row: Row) -> str:
-    return f"run {row.record.key[:12]}"
+    return _run(row.record)
+
+
+def _run(record: Record) -> str:
+    return f"run {record.key[:12]}"
 
 
 def _losses(table: Table, comparisons: Comparisons) -> Iterator[Drawing]:
@@ -127,31 +131,43 @@ def _is_of_needles(table: Table) -> bool:
     return any(row.record.task == "niah" and row.record.status == "done" for row in table.rows)
 
 
-def _drawings(store: Store, scanned: tuple[list[Record], list[Broken]], skipped: list[str]) -> Iterator[Drawing]:
+More = Callable[[list[Record]], Iterable[Drawing]]
+"""Makes further drawings of records."""
+
+
+def _drawings(
+    store: Store, scanned: tuple[list[Record], list[Broken]], skipped: list[str], more: More | None
+) -> Iterator[Drawing]:
     """All figures; t-SNE first, because it takes longest and runs in another process while tables are made."""
     yield from embedding_drawings(scanned[0], store, skipped)
     yield from table_drawings(build_tables(store, scanned=scanned), store, skipped)
     yield from diagnostic_drawings(scanned[0], store, skipped)
+    if more is not None:
+        what = "published numbers beside it"
+        yield from made_of(scanned[0], lambda records: list(more(records)), _run, what, noted(skipped)) or ()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status; what cannot be drawn is named, the rest is drawn."""
+def main(arguments: Sequence[str] | None = None, more: More | None = None) -> int:
+    """Run the command and return its exit status; what cannot be drawn is named, the rest is drawn.
+
+    `more`: makes further drawings of the records.
+    """
     out = "folder for the figures (default: figures/ in the results folder)"
-    parser = command.parser_of("kvq.report.figures", __doc__, out)
+    parser = command.parser_of("kvq.papers.figures", __doc__, out)
     parser.add_argument(
         "--jobs", type=int, default=1 if arguments else cores(), help="processes that draw (default: one for each core)"
     )
-    return command.run(parser.parse_args(arguments), _draw)
+    return command.run(parser.parse_args(arguments), functools.partial(_draw, more=more))
 
 
-def _draw(given: argparse.Namespace) -> int:
+def _draw(given: argparse.Namespace, more: More | None) -> int:
     store, out = Store(given.results), given.out or given.results / "figures"
     skipped: list[str] = []
     records, broken = scanned = read_records(store)
     command.say_skipped(broken)
     if not records:
         raise command.no_records(store)
-    drawings = Noted(_drawings(store, scanned, skipped))
+    drawings = Noted(_drawings(store, scanned, skipped, more))
     paths = write_drawings(drawings, out, given.jobs, skipped)
     paths.append(drawings.write(out))
     for path in paths:

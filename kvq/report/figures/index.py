@@ -30,13 +30,17 @@ _KINDS = {
     "tni-layers": "Token norms by position, as they are",
     "tni-heat": "Token norms by layer and position",
     "tni-groups": "Ranges of groups, bounds and errors",
+    "modality-tokens": "Token norms by position and modality",
+    "modality-layers": "Spread of token norms by layer and modality",
     "distribution-kl": "Closeness to a normal distribution",
     "distribution-layers": "Normalized states by layer",
     "distribution-covariances": "Covariances of normalized states",
+    "distribution-ranges": "Ranges of covariances by channel",
     "distribution-channels": "Means and deviations of normalized, rotated channels",
     "distribution-steps": "Channels by steps of NSN",
     "distribution-magnitudes": "Magnitudes of states by token and channel",
     "distribution-tsne": "Tokens in two dimensions",
+    "published": "Published numbers, ours beside them where there are records",
     "dispersion": "Dispersion of norms and loss, over models",
 }
 _OTHERS = "Others"

@@ -50,11 +50,14 @@ def _numbers(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
 
 
 def throughput_figure(table: pd.DataFrame, title: str) -> Figure:
-    """Tokens per second and peak memory above the weights, by batch; a cross: the first batch that does not fit."""
+    """Peak memory above the weights and tokens per second, by batch; a cross: the first batch that does not fit.
+
+    As NSNQuant's figures 4 and 8 draw them.
+    """
     looks = lines_of(list(dict.fromkeys(table["method"])))
     with style():
         made = figure(2, 3)
-        rates, peaks = made.subplots(1, 2)
+        peaks, rates = made.subplots(1, 2)
         for method, look in looks.items():
             part = table[table["method"] == method].sort_values("batch")
             fits = part[part["fits"]]

@@ -1,4 +1,4 @@
-"""Figures of perplexity over bit widths, and the correlation of token-norm dispersion with Δperplexity."""
+"""Figures of perplexity over bit widths."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pandas as pd
 from kvq.report.comparisons import loss_change
 from kvq.report.figures.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
 from kvq.report.labels import label
-from kvq.results import Record, Store, run_key
+from kvq.results import Record, Store
 from kvq.results.metrics import METRICS
-from kvq.results.statistics import NOISE, spearman
+from kvq.results.statistics import NOISE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,56 +90,3 @@ def valley_figure(table: pd.DataFrame, title: str) -> Figure:
         made.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, handlelength=2.6)
         axis.set_title(title)
     return made
-
-
-def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
-    """Pairs of a model's dispersion of norms (`task=tni`) and what a method costs it (`task=ppl`), one line per pair.
-
-    A pair has the same weights, implants and text. Several runs of `task=tni` on them count once, the last by key.
-    """
-    spread = {_states(record): record for record in records if record.task == "tni" and _SPREADS[0] in record.metrics}
-    lines = []
-    for record in records:
-        found = spread.get(_states(record))
-        if record.task == "ppl" and found is not None and "delta_nll" in record.metrics:
-            lines.append(
-                {
-                    "model": record.model,
-                    "weights": run_key(_model(record))[:8],
-                    "dataset": record.dataset,
-                    "method": label(record),
-                    "bits": record.bits,
-                    "protocol": run_key({name: record.config.get(name) for name in _PROTOCOL})[:6],
-                    **{name: found.metrics[name] for name in _SPREADS},
-                    "delta_nll": record.metrics["delta_nll"],
-                    "delta_perplexity": record.metrics["delta_perplexity"],
-                }
-            )
-    return pd.DataFrame(lines)
-
-
-_SPREADS = ("key_cv_layer0", "value_cv_layer0", "key_cv", "value_cv")
-_PROTOCOL = ("task", "method", "residual", "seed")
-
-
-def _states(record: Record) -> str:
-    return repr([sorted(part.items()) for part in (_model(record), record.config.get("dataset", {}))])
-
-
-def _model(record: Record) -> dict[str, Any]:
-    """The model's settings without the dtype of its cache, which `task=tni` does not fill."""
-    return {name: value for name, value in record.config.get("model", {}).items() if name != "cache_dtype"}
-
-
-def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
-    """Spearman's rho over models of each statistic with Δperplexity, for every method, width and protocol.
-
-    A model is one point, the mean over its texts.
-    """
-    lines = []
-    for (method, bits, protocol), runs in table.groupby(["method", "bits", "protocol"], sort=True):
-        part = runs.groupby("weights")[[*_SPREADS, "delta_perplexity"]].mean()
-        for name in _SPREADS:
-            found = spearman(part[name].tolist(), part["delta_perplexity"].tolist())
-            lines.append({"method": method, "bits": bits, "protocol": protocol, "statistic": name, **found._asdict()})
-    return pd.DataFrame(lines)

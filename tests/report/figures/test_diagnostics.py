@@ -15,8 +15,17 @@ from kvq.config.diagnostics import (
     SyntheticConfig,
     TniConfig,
 )
-from kvq.report.figures.channels import covariances_table, magnitudes_table, moments_table, one_head, scattered
+from kvq.report.figures.channels import (
+    covariances_table,
+    magnitudes_table,
+    moments_table,
+    one_head,
+    ranges_figure,
+    ranges_table,
+    scattered,
+)
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
+from kvq.report.figures.dispersion import dispersion_correlations, dispersion_table, scatter_figure, scatters
 from kvq.report.figures.distribution import closeness_table
 from kvq.report.figures.drawing import write_drawings
 from kvq.report.figures.error import steps_table
@@ -24,11 +33,7 @@ from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.memory import memory_table
 from kvq.report.figures.states import bars_figure, bars_table, layers_figure, layers_table, states_of
 from kvq.report.figures.throughput import throughput_table
-from kvq.report.figures.valley import (
-    dispersion_correlations,
-    dispersion_table,
-    valley_table,
-)
+from kvq.report.figures.valley import valley_table
 from kvq.results import Store
 from tests.report import sweeps
 from tests.report.diagnosed import drawn, put
@@ -118,6 +123,21 @@ def test_tables_are_means_of_samples(store: Store) -> None:
     assert parts.tolist() == table["total"].tolist()
 
 
+def test_ranges_of_channels_are_drawn_head_after_head(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results")
+    task = DistributionConfig(context=128, windows=1, signs=2, codebooks=["finetuned"], vectors=0, channel_ranges=True)
+    record = put(store, tmp_path, task, "fp16")
+    table = ranges_table(record, store)
+    assert len(table) == 2 * 2 * 32  # sides, heads, channels
+    assert bool((table["lowest"] <= 0).all() and (table["highest"] >= 0).all())
+    figure = ranges_figure(table, "ranges")
+    keys, values = figure.axes
+    assert "keys" in keys.get_ylabel()
+    assert "values" in values.get_ylabel()
+    assert len(keys.collections[0].get_segments()) == 2 * 32
+    assert any(path.stem.startswith("distribution-ranges") for path in drawn(store, tmp_path / "figures"))
+
+
 def test_throughput_by_batch(tmp_path: Path) -> None:
     """Medians of repeats, references of the first run alone, and where a batch does not fit."""
     store = Store(tmp_path)
@@ -183,6 +203,18 @@ def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
     assert found.loc["value_cv_layer0", "rho"] == pytest.approx(1)
     assert found.loc["key_cv", "rho"] == pytest.approx(-1)
     assert pd.isna(found.loc["key_cv_layer0", "rho"])
+    ((stem, title, points),) = scatters(table)
+    assert stem.startswith("dispersion-scatter-models-3-")
+    assert title == "Spread of token norms in layer 0 and loss at 3 bits, over models"
+    assert sorted(points["value_cv_layer0"]) == [0.1, 0.2, 0.3, 0.4]
+    assert points["value_cv_layer0_p"].tolist() == pytest.approx(4 * [2 / 24])  # two of the 24 orders are as extreme
+    figure = scatter_figure(points, title)
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said[-1] == "nsn: unknown, 1.00"
+    points["key_cv_layer0_rho"], points["key_cv_layer0_p"] = -0.8, 1 / 3
+    said = [text.get_text() for text in scatter_figure(points, title).legends[0].get_texts()]
+    assert said[-1] == "nsn: -0.80, 1.00 (p = 0.33, 0.083)"
+    assert list(scatters(table[table["model"] != "m0"].iloc[:2])) == []
 
 
 def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

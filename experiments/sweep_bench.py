@@ -1,0 +1,36 @@
+"""A sweep of nine runs in one process and over two, in turns: wall time of README's first sweep, records and all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import attention_bench
+
+ROOT = Path(__file__).parents[1]
+SWEEP = ["-m", "method=nsn,oscar,kivi", "bits=2,3,4", "threads=1"]
+TWO = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+
+
+def seconds(overrides: list[str]) -> float:
+    """Wall time of the sweep, as a command, into an empty folder.
+
+    Raises:
+        subprocess.CalledProcessError: a run of the sweep has failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "run.py"), *SWEEP, *overrides, f"results_dir={folder}"]
+        start = time.perf_counter()
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return time.perf_counter() - start
+
+
+def measure(pairs: int) -> dict[str, Any]:
+    """Time over two processes (joblib) by that of one; a thread each."""
+    taken = [(seconds(TWO), seconds([])) for _ in range(pairs)]
+    two, one = zip(*taken, strict=True)
+    return {"sweep": SWEEP, "two_processes": TWO, "seconds": taken, **attention_bench.ratios(two, one)}
