@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import attention_bench
+import batch_bench
 import bench_fits
 import bench_report
 import encode_bench
@@ -292,6 +293,7 @@ def fused_encode(pairs: int) -> dict[str, Any]:
 ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "packed_attention": _attention,
     "fused_encode": lambda pairs, records: fused_encode(pairs),
+    "batches": lambda pairs, records: batch_bench.measure(inputs()[0], pairs),
     "calibration_fits": lambda pairs, records: bench_fits.measure(),
     "encode_over_kivi": lambda pairs, records: encode_speed(3 * pairs),
     "one_thread_over_two": lambda pairs, records: threads_bench.measure(max(2, pairs // 2)),
@@ -338,6 +340,8 @@ def show(report: dict[str, Any]) -> None:
             f"{'fused_encode':<34}{name:<22}{values['ratio_median']:8.2f}x of the codec's; {moved:.1f} MB at "
             f"{of_copy:.2f} of copying"
         )
+    if found := report.get("batches"):
+        batch_bench.show(found)
     if found := report.get("peers"):
         peers_bench.show(found)
     if found := report.get("calibration_fits"):

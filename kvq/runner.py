@@ -70,7 +70,7 @@ class Prepared:
         for head_dim in self.inputs.head_dims:  # a layer may have one of its own
             method = method_of(self.config, head_dim)
         if method.by_layer:
-            method.check_layers(sum(layers for layers, _, _ in cache_shape(self.config.model).layers))
+            method.check_layers(cache_shape(self.config.model).count)
         check_decode_mode(self.config.task, method)
         _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)

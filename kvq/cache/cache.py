@@ -22,15 +22,17 @@ from kvq.cache.attention import (
     unmasked,
     watch,
 )
+from kvq.cache.latent import Expansion, expansions
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.padded import PaddableCache
 from kvq.cache.rotary import RopeTable, angles, styles_of_whole
 from kvq.cache.sources import SourceColumns
-from kvq.cache.states import LASTING, placed, states_of
+from kvq.cache.states import LASTING, placed, states_behind, states_of
+from kvq.config.run import Latent
 from kvq.errors import ConfigError, Unsupported
-from kvq.models.layers import KvLayer, kv_layers_of, window_of
+from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, window_of
 
 ATTENTIONS = ("dense", "packed")
 
@@ -101,7 +103,8 @@ class KVCache(PaddableCache, WatchfulCache):
             raise ConfigError("attention=packed: reads codes; keep_decoded=true is for attention=dense")
         config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         packed = attention == "packed"
-        held = kv_layers_of(config)
+        latent = getattr(method, "latent", Latent.latent)
+        held = kv_layers_of(config, latent)
         self._states = states_of(model, [layer.index for layer in held])
         own = method.layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
@@ -118,6 +121,9 @@ class KVCache(PaddableCache, WatchfulCache):
         self._columns: dict[int | None, SourceColumns | None] = {}
         super().__init__(layers=placed(held, own, self._states))
         watched = watch(model)
+        self.expands = latent is Latent.expanded
+        self._expansions = expansions(watched, list(self._held)) if self.expands else {}
+        self._latent_numbers = latent_numbers(config)
         self._lasting = f"model: {LASTING}" if self._states else _lasting(model, watched)
         self._told: int | None = None
         self._candidates: int | None = None
@@ -139,6 +145,19 @@ class KVCache(PaddableCache, WatchfulCache):
 
         Both casts to and from `dtype` are here, so that no layer, codec or policy knows of them.
         """
+        if (expansion := self._expansion(layer_idx)) is not None:
+            keys, values = expansion.of(key_states, value_states)
+            expansion.put(self._update(keys, values, layer_idx, *args, **kwargs))
+            return key_states, value_states  # which the model hands to the expansion
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _expansion(self, index: int) -> Expansion | None:
+        held = self._expansions.get(index)
+        return None if held is None else held()
+
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         self._check_dims(key_states, layer_idx)
         if self.dtype is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -296,12 +315,12 @@ class KVCache(PaddableCache, WatchfulCache):
         model = self._model()
         if model is None:
             raise Unsupported("cache.save: its model is gone, which the file has to name")
-        if self.padding is not None:
+        if self.is_parted:
             raise Unsupported("cache.save: a padded batch; save prompts of equal length, or one by one")
-        if self._states:
-            raise Unsupported("cache.save: a file holds keys and values alone, not the states of other layers")
+        if self.expands:
+            raise Unsupported("cache.save: keys and values expanded from a latent; use cache.latent=latent")
         about = {**files.identity(model, self.method, len(self.kv_layers)), "label": self.method.label}
-        files.write(Path(path), about, self.kv_layers, self._tables, self.dtype)
+        files.write(Path(path), about, self.kv_layers, self._tables, self.dtype, self._states)
 
     @classmethod
     def load(
@@ -329,7 +348,9 @@ class KVCache(PaddableCache, WatchfulCache):
         given: Any = method
         dtype = files.dtype_of(path, files.identity(model, given, layers))
         cache = cls(model, method, keep_decoded, quantized_prefill, attention, dtype)
-        files.read(path, model, cache.kv_layers, cache._tables, cache._groups)
+        like = states_behind(model, cache.fork()) if cache._states else {}
+        fixed = {index: (state, like[index]) for index, state in cache._states.items()}
+        files.read(path, model, cache.kv_layers, cache._tables, cache._groups, fixed)
         return cache
 
     def fork(self) -> KVCache:
@@ -343,12 +364,4 @@ class KVCache(PaddableCache, WatchfulCache):
             for layer in other.kv_layers:
                 layer.key.rope = layer.value.rope = own[id(layer.key.rope)]
             other._tables = [own.get(id(table), table) for table in self._tables]
-        return other
-
-    def sequence(self, row: int) -> KVCache:
-        """A copy of one sequence of the batch, without its padding."""
-        other = self.fork()
-        other.batch_select_indices(torch.tensor([row]))
-        if other.padding is not None:
-            other._open()
         return other

@@ -14,6 +14,9 @@ class CountedCache(StatefulCache, abc.ABC):
     """A cache of sides that count their own bytes, beside states of fixed size."""
 
     method: Any
+    expands: bool
+    """Keys and values that multi-head latent attention expands are held in the place of its latent."""
+    _latent_numbers: int | None
 
     @property
     @abc.abstractmethod
@@ -55,6 +58,14 @@ class CountedCache(StatefulCache, abc.ABC):
         sides = [(layer, side) for layer in self.kv_layers for side in (layer.key, layer.value)]
         elements = sum(side.elements_per_token * (side.tokens + layer.evicted) for layer, side in sides)
         return 8 * self.nbytes / elements if elements else 0.0
+
+    @property
+    def latent_bits(self) -> float | None:
+        """Of expanded keys and values: stored bits per number of the latents that they come from; else None."""
+        if not self.expands:
+            return None
+        tokens = sum(max(layer.batch_size, 0) * (layer.key.tokens + layer.evicted) for layer in self.kv_layers)
+        return 8 * self.nbytes / (tokens * (self._latent_numbers or 0)) if tokens else 0.0
 
     def side_bits(self, which: str | None = None) -> float:
         """Stored bits per element of `key`, `value` or both: of packed tokens, or of full precision if none are."""

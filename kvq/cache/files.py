@@ -17,6 +17,7 @@ from kvq.cache.attention import attentions
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.state import Reader, Writer
+from kvq.cache.states import StateLayer
 from kvq.errors import DataError, RecordError
 from kvq.models.layers import head_dims_of, kv_layers_of
 from kvq.models.placing import base_of, device_of
@@ -53,13 +54,19 @@ def identity(model: Any, method: Any, layers: int) -> dict[str, Any]:
 
 
 def write(
-    path: Path, about: Mapping[str, Any], layers: Sequence[Layer], tables: Sequence[RopeTable], dtype: Any
+    path: Path,
+    about: Mapping[str, Any],
+    layers: Sequence[Layer],
+    tables: Sequence[RopeTable],
+    dtype: Any,
+    states: Mapping[int, StateLayer],
 ) -> None:
     """Write a cache atomically; while it is written, memory holds its bytes a second time.
 
     Args:
         about: `identity`, and a label for whoever reads the header.
         dtype: of the cache (None: the model's).
+        states: of fixed size, by layer.
 
     Raises:
         RecordError: a folder that cannot be written.
@@ -71,14 +78,16 @@ def write(
     for index, table in enumerate(tables):
         if table.tokens:
             table.write(out.part(f"rope.{index}"))
-    states = layers[0].dtype if layers[0].get_seq_length() else None
+    for number, state in states.items():
+        state.write(out.part(f"states.{number}"))
+    kind = layers[0].dtype if layers[0].get_seq_length() else None
     header = {
         **about,
         "format": FORMAT,
         "tokens": layers[0].get_seq_length(),
         "batch": max(layers[0].batch_size, 0),
         "cache_dtype": _name(dtype),
-        "states_dtype": _name(states),
+        "states_dtype": _name(kind),
         "state": out.tree,
     }
     try:
@@ -125,11 +134,19 @@ def _short(value: Any) -> str:
     return "null" if value is None else str(value)[:60]
 
 
-def read(path: Path, model: nn.Module, layers: Sequence[Layer], tables: Sequence[RopeTable], groups: Any) -> None:
-    """Fill empty layers and tables from a file that `dtype_of` has accepted.
+def read(
+    path: Path,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    tables: Sequence[RopeTable],
+    groups: Any,
+    fixed: Mapping[int, tuple[StateLayer, StateLayer]],
+) -> None:
+    """Fill empty layers, tables and states from a file that `dtype_of` has accepted.
 
     Args:
         groups: the table of each layer, by index; empty: there are no tables.
+        fixed: by layer, the state to fill, and one of the same model behind a few tokens.
 
     Raises:
         DataError: a file that is damaged, or holds what no cache has written.
@@ -145,12 +162,19 @@ def read(path: Path, model: nn.Module, layers: Sequence[Layer], tables: Sequence
     given.sizes["most_heads"] = heads if isinstance(heads, int) else _MOST_HEADS
     given.sizes["most_tokens"] = longest if isinstance(longest, int) else _MOST_TOKENS
     held = kv_layers_of(config)
+    devices |= {kv.index: next(iter(devices.values())) for kv in held if kv.index not in devices}  # shared attentions
     if states is not None:
         for index, table in enumerate(tables):
             table.read(given.part(f"rope.{index}", devices[held[list(groups).index(index)].index]))
     for index, (layer, kv) in enumerate(zip(layers, held, strict=True)):
         given.sizes["head_dim"] = kv.head_dim
         layer.read(given.part(f"layers.{index}", devices[kv.index]))
+    given.sizes["batch"] = max(layers[0].batch_size, 0)
+    for number, (state, like) in fixed.items():
+        part = given.part(f"states.{number}", like.device)
+        if states is not None:
+            state.read(part, like)
+        part.finish()
     given.finish()
     seen = [layer.get_seq_length() for layer in layers]
     if (

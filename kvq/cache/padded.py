@@ -1,7 +1,8 @@
 """Left-padded batches: a cache without their padding, in which each sequence is stored as in a batch of its own.
 
 Sequences with as many tokens of padding lie together in one layer. Padding is in no block and in no statistics, and no
-byte of it is stored. Attention reads zeros in its columns, which the model's own mask hides.
+byte of it is stored. Attention reads zeros in its columns, which the model's own mask hides. A batch may also be made
+of caches that were filled one by one (`KVCache.together`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import abc
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from kvq.cache.counted import CountedCache
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.sources import SourceColumns
-from kvq.cache.states import placed
+from kvq.cache.states import StateLayer, placed
 from kvq.cache.window import outside
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer
@@ -64,6 +65,18 @@ class PaddedLayer(Layer):
             for count in sorted(set(padding))
         ]
         self._seen = 0
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer]) -> PaddedLayer:
+        """The layer of a batch that holds what `layers` do, in their order."""
+        most, rows, parts = max(layer.get_seq_length() for layer in layers), 0, []
+        for layer in layers:
+            count = layer.batch_size
+            parts.append(Part(list(range(rows, rows + count)), most - layer.get_seq_length(), layer))
+            rows += count
+        found = cls(layers[0], [])
+        found.parts, found._seen = parts, most
+        return found
 
     @property
     @override
@@ -200,17 +213,26 @@ class PaddableCache(CountedCache, abc.ABC):
     def padding(self) -> Sequence[int] | None:
         """Columns of padding before the first token of each sequence; None: none."""
         found: Sequence[int] | None = self._own[0].padding
-        return found
+        return found if found is not None and any(found) else None
+
+    @property
+    def is_parted(self) -> bool:
+        """Sequences are held apart: each token has to come in a forward of its own, and none can be taken back."""
+        return isinstance(self._own[0], PaddedLayer)
+
+    @property
+    def unparted(self) -> str | None:
+        """The reason why it cannot hold sequences apart; None: it can."""
+        reason = next(filter(None, (layer.unpadded for layer in self._own)), None)
+        if reason is not None:
+            return f"method={self.method.name} {reason}"
+        return "candidates of assisted generation" if self.recording else None
 
     @property
     def unpadded(self) -> str | None:
         """The reason why it takes no padded batch; None: it does."""
-        reason = next(filter(None, (layer.unpadded for layer in self._own)), None)
-        if reason is not None:
-            return f"method={self.method.name} {reason}"
-        if self._states:
-            return "layers keep states of fixed size, which it would enter"
-        return "candidates of assisted generation" if self.recording else None
+        states = "layers keep states of fixed size, which it would enter" if self._states else None
+        return self.unparted or states
 
     def pad(self, padding: Sequence[int] | None) -> None:
         """Receive how many columns of padding come before the first token of each sequence, before any token.
@@ -246,6 +268,40 @@ class PaddableCache(CountedCache, abc.ABC):
 
     def reset(self) -> None:
         """Forget everything, padding included."""
-        if self.padding is not None:
+        if self.is_parted:
             self._open()
         super().reset()
+
+    @abc.abstractmethod
+    def fork(self) -> Self:
+        """A copy that shares the tokens held so far and grows independently."""
+
+    def sequence(self, row: int) -> Self:
+        """A copy of one sequence of the batch, without its padding."""
+        other = self.fork()
+        other.batch_select_indices(torch.tensor([row]))
+        if other.is_parted:
+            other._open()
+        return other
+
+    @classmethod
+    def together(cls, caches: Sequence[Self]) -> Self:
+        """One batch of the sequences of caches of one model and method that were filled apart, and stay as they are.
+
+        The shorter ones count as padded on the left, and `padding` says by how much. What it holds is theirs, bit for
+        bit. Each later forward has one token for each sequence.
+
+        Raises:
+            Unsupported: a method that cannot hold sequences apart, or a cache that is such a batch already.
+        """
+        forks = [cache.fork() for cache in caches]
+        for fork in forks:
+            reason = "a padded batch" if fork.is_parted else fork.unparted
+            if reason is not None:
+                raise Unsupported(f"KVCache.together: {reason}; go on with each cache alone")
+        found = forks[0]
+        found._states = {
+            index: StateLayer.joined([fork._states[index] for fork in forks]) for index in forks[0]._states
+        }
+        found._put([PaddedLayer.of(layers) for layers in zip(*(fork._own for fork in forks), strict=True)])
+        return found

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
+from kvq.cache.state import Field, Reader, Writer
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer, state_layers_of
 from kvq.models.placing import base_of, device_of
@@ -42,8 +43,7 @@ class StateLayer(LinearAttentionLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of the states held."""
-        parts = [part for name in _PARTS for part in getattr(self, name).values() if part is not None]
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(state.numel() * state.element_size() for _, _, state in self._held())
 
     def reset(self) -> None:
         """Forget everything, also the shapes."""
@@ -65,6 +65,40 @@ class StateLayer(LinearAttentionLayer):
         for name in _PARTS:
             states = getattr(self, name)
             setattr(self, name, {key: None if state is None else change(state) for key, state in states.items()})
+
+    def write(self, out: Writer) -> None:
+        """Write all that it holds."""
+        for name, number, state in self._held():
+            out.tensor(f"{name}.{number}", state)
+
+    def read(self, given: Reader, like: StateLayer) -> None:
+        """Hold what a file has, in the shapes and dtypes of the states that `like` has of a few tokens.
+
+        Raises:
+            DataError: states that the model does not have.
+        """
+        vars(self).update(vars(like.fork()))
+        for name, number, state in like._held():
+            axes = " ".join(["batch", *map(str, state.shape[1:])])
+            found = given.tensor(f"{name}.{number}", Field("tensor", axes, state.dtype))
+            if found is None:
+                raise given.error(f"{name}.{number} is missing")
+            getattr(self, name)[number] = found
+        given.finish()
+
+    def _held(self) -> list[tuple[str, int, Tensor]]:
+        parts = [(name, number, state) for name in _PARTS for number, state in getattr(self, name).items()]
+        return [part for part in parts if part[2] is not None]
+
+    @staticmethod
+    def joined(layers: Sequence[StateLayer]) -> StateLayer:
+        """The states of the sequences of several batches, in one."""
+        other = layers[0].fork()
+        for name in _PARTS:
+            held = [getattr(layer, name) for layer in layers]
+            parts = {key: [one[key] for one in held] for key, first in held[0].items() if first is not None}
+            setattr(other, name, held[0] | {key: torch.cat(states) for key, states in parts.items()})
+        return other
 
     def fork(self) -> StateLayer:
         """A copy that changes independently: models write into their states."""
@@ -183,10 +217,22 @@ def reads_in_parts(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _probe(model: Any) -> bool:
-    base = base_of(model)
+def states_behind(model: Any, cache: StatefulCache) -> Mapping[int, StateLayer]:
+    """The states of an empty cache behind a few tokens, whose shapes and dtypes are those behind any others."""
+    tokens = _tokens(model, 2)
+    at = torch.arange(2, device=tokens.device)[None]
+    base_of(model)(input_ids=tokens, position_ids=at, past_key_values=cache, use_cache=True)
+    return cache._states
+
+
+def _tokens(model: Any, count: int) -> Tensor:
     embedding = model.get_input_embeddings()
-    tokens = torch.arange(1, _PROBE_CUTS[-1] + 1, device=device_of(embedding))[None] % embedding.weight.shape[0]
+    return torch.arange(1, count + 1, device=device_of(embedding))[None] % embedding.weight.shape[0]
+
+
+@torch.no_grad()
+def _probe(model: Any) -> bool:
+    base, tokens = base_of(model), _tokens(model, _PROBE_CUTS[-1])
     whole = base(input_ids=tokens, use_cache=False).last_hidden_state
     cache, parts = DynamicCache(config=model.config), []
     for start, end in itertools.pairwise(_PROBE_CUTS):

@@ -8,7 +8,8 @@ columns either way: those that transformers' own sliding layers return.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from kvq.cache.side import CacheSide
 from kvq.cache.sources import Departures
@@ -21,12 +22,18 @@ def outside(tokens: int, window: int | None) -> int:
 
 def drop(sides: Sequence[CacheSide], tokens: int) -> None:
     """Forget as many of the first `tokens` tokens held as all sides can."""
-    before = tokens + 1
-    while before > tokens:  # until no side has to give less than another
-        before, tokens = tokens, min(_droppable(side, tokens) for side in sides)
+    tokens = in_common(tokens, [functools.partial(_droppable, side) for side in sides])
     if tokens:
         for side in sides:
             side.drop(tokens)
+
+
+def in_common(tokens: int, droppable: Sequence[Callable[[int], int]]) -> int:
+    """How many of the first `tokens` tokens all sides can forget, each as many as `droppable` says of a number."""
+    before = tokens + 1
+    while before > tokens:  # until no side has to give less than another
+        before, tokens = tokens, min(one(tokens) for one in droppable)
+    return tokens
 
 
 def _droppable(side: CacheSide, tokens: int) -> int:

@@ -10,7 +10,16 @@ from typing import Any
 from kvq.config.backend import MODE
 from kvq.config.composing import full_precision
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import Attention, Config, MethodConfig, ModelConfig, OutliersConfig, WindowLayers, trained_with_bos
+from kvq.config.run import (
+    Attention,
+    Config,
+    Latent,
+    MethodConfig,
+    ModelConfig,
+    OutliersConfig,
+    WindowLayers,
+    trained_with_bos,
+)
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
@@ -65,6 +74,7 @@ def canonical(
             "seed": config.seed,
             **_attention(config),
             **_window_layers(config),
+            **_latent(config),
             **({"machine": dataset_fingerprint} if is_timed(config.task) else {}),
         }
     )
@@ -215,6 +225,11 @@ def _window_layers(config: Config) -> dict[str, Any]:
     """Window layers that stay in full precision; no entry by default, so that older keys stay valid."""
     kept = config.cache.window_layers is WindowLayers.keep and not config.method.is_full_precision
     return {"window_layers": config.cache.window_layers} if kept else {}
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    """Expanded keys and values in the place of the latent, also in full precision; no entry by default."""
+    return {"latent": config.cache.latent} if config.cache.latent is Latent.expanded else {}
 
 
 def _bare_side(side: ResidualSide) -> dict[str, Any]:

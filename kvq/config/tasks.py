@@ -117,7 +117,7 @@ class ItemsConfig(TaskConfig):
     Attributes:
         prefill: how a prompt is read.
         bos: whether each prompt begins with the begin-of-text token; None: if the model was trained with it.
-        batch_size: prompts that go through the model together, of equal length where the method takes no padding.
+        batch_size: prompts that go through the model together; None: as `kvq.tasks.batching` chooses.
         noise_floor: the full-precision run is repeated in another batch order, and its flips are recorded.
         margin: largest fall of the score that still counts as "not worse".
         resamples: of the paired bootstrap over items.
@@ -127,7 +127,7 @@ class ItemsConfig(TaskConfig):
     version: ClassVar[int] = 1
     prefill: Prefill = Prefill.whole
     bos: bool | None = None
-    batch_size: int = 1
+    batch_size: int | None = None
     noise_floor: bool = True
     margin: float = 0.05
     resamples: int = 2000
@@ -291,6 +291,7 @@ class MultimodalConfig(ItemsConfig):
     benchmark: str = "ocrbench"
     limit: int | None = None
     max_new_tokens: int = 100
+    batch_size: int | None = 1
     noise_floor: bool = False
 
     def __post_init__(self) -> None:

@@ -84,7 +84,9 @@ def _relative(override: str) -> str:
 def method_of(config: Config, head_dim: int) -> Method:
     """Build the method of a resolved run."""
     built = instantiate_method(config.method, config.residual, config.bits, head_dim)
-    return replace(built, window_layers=config.cache.window_layers)
+    found = replace(built, window_layers=config.cache.window_layers, latent=config.cache.latent)
+    found.check_latent()
+    return found
 
 
 def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> Method:

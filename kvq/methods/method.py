@@ -15,8 +15,8 @@ from kvq.cache.side import CacheSide
 from kvq.codecs import Codec, calibrated_parts
 from kvq.config.backend import BackendConfig
 from kvq.config.bits import Bits, mean_label
-from kvq.config.residual import Residual
-from kvq.config.run import WindowLayers
+from kvq.config.residual import Residual, ResidualSide
+from kvq.config.run import Latent, WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import form_of
 from kvq.methods.detected import SinkDetection
@@ -60,6 +60,7 @@ class Method:
         gqa: bits that are added in a model whose query heads share KV heads.
         window_layers: whether layers that attend to a window of tokens are quantized as the others.
         merged: rotates values or keys by the model's weights; their codecs then have no such stage.
+        latent: what is cached of multi-head latent attention.
     """
 
     name: str
@@ -81,6 +82,22 @@ class Method:
     gqa: GqaCompensation | None = None
     window_layers: WindowLayers = WindowLayers.quantize
     merged: MergedRotation | None = None
+    latent: Latent = Latent.latent
+
+    def check_latent(self) -> None:
+        """Raise `Unsupported` for a method that cannot quantize what a latent expands to."""
+        if self.latent is Latent.latent:
+            return
+        codecs = [codec for codec in (self.key, self.value) if codec is not None]
+        reason = (
+            "undoes rotary embeddings, which are in a part of such keys" if any(c.uses_rope for c in codecs) else None
+        )
+        if self.is_calibrated or self.merged is not None:
+            reason = "is fitted to the latent"
+        if self.plan is not None or self.eviction is not None or self.kept_keys is not None:
+            reason = "chooses tokens, which it is not tried with"
+        if reason is not None:
+            raise Unsupported(f"cache.latent=expanded: method={self.name} {reason}; use cache.latent=latent")
 
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
@@ -140,8 +157,11 @@ class Method:
         kept = None if self.kept_keys is None or self.kept_keys.ids is None else list(self.kept_keys.ids)
         tables = digest(self._tables(layers)) if self.is_calibrated else None
         found = {**self.settings, "residual": asdict(self.residual), "kept_ids": kept, "tables": tables}
-        keeps = self.window_layers is WindowLayers.keep
-        return found | ({"window_layers": self.window_layers.value} if keeps else {})
+        if self.window_layers is WindowLayers.keep:
+            found["window_layers"] = self.window_layers.value
+        if self.latent is Latent.expanded:
+            found["latent"] = self.latent.value
+        return found
 
     def _tables(self, layers: int) -> dict[str, Tensor]:
         """The tables of all layers, by side, layer, part and name."""
@@ -233,18 +253,24 @@ class Method:
         key, value = (self._side(side, place, held, keep_decoded) for side in ("key", "value"))
         return key, value
 
+    def in_window(self, codec: Codec | None, residual: ResidualSide) -> tuple[Codec | None, ResidualSide]:
+        """Codec and residual of a side, without kept tokens, in a layer that attends to a window of tokens."""
+        if self.window_layers is WindowLayers.keep:
+            return None, residual
+        drops = codec is not None and not codec.stores_lists and not self.sink_tokens
+        return codec, residual.in_blocks() if drops else residual
+
     def _side(self, side: str, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> CacheSide:
         residual, count = getattr(self.residual, side), len(held)
-        keeps = self.window_layers is WindowLayers.keep and held[place].window is not None
-        codec = None if keeps else self.codec(side, place, count)
+        codec, own = self.codec(side, place, count), residual
+        if held[place].window is not None:
+            codec, own = self.in_window(codec, residual)
         label, kept = f"layer {held[place].index} {side}s", self.kept_keys
         if codec is not None and kept is not None and side == "key" and kept.holds(place, count):
             return kept.side(codec, residual, label, keep_decoded)
         if self.sink_detection is not None:
             return self.sink_detection.side(codec, residual, label, keep_decoded)
-        if held[place].window is not None and not self.sink_tokens and codec is not None and not codec.stores_lists:
-            residual = residual.in_blocks()
-        return side_of(codec, residual, label, keep_decoded, self.sink_tokens)
+        return side_of(codec, own, label, keep_decoded, self.sink_tokens)
 
 
 def bind_kept_keys(method: Method, tokenizer: Any) -> Method:

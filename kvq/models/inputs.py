@@ -49,7 +49,9 @@ class Inputs:
     @property
     def model_fingerprint(self) -> str:
         """Fingerprint of the weights; of a task that reads none, the model's shape."""
-        return model_fingerprint(self.config.model) if self.reads_weights else cache_shape(self.config.model).name
+        if self.reads_weights:
+            return model_fingerprint(self.config.model)
+        return cache_shape(self.config.model, self.config.cache.latent).name
 
     @property
     def reads_weights(self) -> bool:
@@ -79,17 +81,18 @@ class Inputs:
 
     @property
     def _shape(self) -> tuple[list[int], int | None]:
+        latent = self.config.cache.latent
         if not self.reads_weights:
-            shape = cache_shape(self.config.model)
+            shape = cache_shape(self.config.model, latent)
             return shape.head_dims, shape.context
-        return self.shared("shape", self._model_name, lambda: shape_of(self.config.model))
+        return self.shared("shape", (self._model_name, latent), lambda: shape_of(self.config.model, latent))
 
     @property
     def names(self) -> tuple[str, str]:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
-        method = self.config.method
+        merged = self.config.method.merge_rotation, self.config.method.merge_key_rotation
         return (
-            repr((self._placed_model, self.config.cache_dtype, method.merge_rotation, method.merge_key_rotation)),
+            repr((self._placed_model, self.config.cache_dtype, self.config.cache.latent, *merged)),
             repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvq.config.run import Latent
 from kvq.errors import Unsupported
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
@@ -22,9 +23,10 @@ class KvLayer:
 
     Attributes:
         index: its number among all layers of the model (`layer_idx`), from 0.
-        head_dim: channels of a cached key per head. Of multi-head latent attention: of the latent, one head.
+        head_dim: channels of a cached key per head. Of multi-head latent attention: of the latent, one head, unless it
+            is expanded.
         value_dim: channels of a cached value per head. Of multi-head latent attention: of the rotated part of the keys,
-            which transformers caches in the place of values.
+            which transformers caches in the place of values, unless expanded.
         window: how many tokens back a query reads, itself included; None: all.
     """
 
@@ -34,14 +36,16 @@ class KvLayer:
     window: int | None
 
 
-def kv_layers_of(config: Any) -> list[KvLayer]:
+def kv_layers_of(config: Any, latent: Latent = Latent.latent) -> list[KvLayer]:
     """The layers of a model that have keys and values of their own, in order.
 
     Args:
         config: a transformers text configuration.
+        latent: what is cached of multi-head latent attention.
 
     Raises:
-        Unsupported: no layer has, or some layer caches something that is neither keys and values nor a state.
+        Unsupported: no layer has, or some layer caches something that is neither keys and values nor a state; a model
+            without a latent that could be expanded.
     """
     name, kinds = type(config).__name__, _kinds(config)
     unknown = set(kinds) - {*_ATTENTION, *_STATE, *_NOTHING}
@@ -51,19 +55,27 @@ def kv_layers_of(config: Any) -> list[KvLayer]:
     if (outside := _OUTSIDE.get(getattr(config, "model_type", ""))) is not None:
         raise Unsupported(f"model: {name} {outside}")
     count = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    found = [_kv_layer(config, index) for index in range(count) if kinds[index] in _ATTENTION]
+    if latent is Latent.expanded and latent_numbers(config) is None:
+        raise Unsupported(f"cache.latent=expanded: model: {name} caches no latent; use cache.latent=latent")
+    found = [_kv_layer(config, index, latent) for index in range(count) if kinds[index] in _ATTENTION]
     if not found:
         raise Unsupported(f"model: {name} has no keys and values, only states of fixed size")
     return found
 
 
-def head_dims_of(config: Any) -> list[int]:
+def latent_numbers(config: Any) -> int | None:
+    """Numbers that multi-head latent attention caches for a token in a layer; None: another attention."""
+    rank = getattr(config, "kv_lora_rank", None)
+    return int(rank) + int(config.qk_rope_head_dim) if rank else None
+
+
+def head_dims_of(config: Any, latent: Latent = Latent.latent) -> list[int]:
     """Channels of a cached key per head, of every layer that has keys and values of its own.
 
     Raises:
         Unsupported: as `kv_layers_of`.
     """
-    return [layer.head_dim for layer in kv_layers_of(config)]
+    return [layer.head_dim for layer in kv_layers_of(config, latent)]
 
 
 def places_of(config: Any) -> dict[int, int]:
@@ -98,10 +110,13 @@ def _layer_config(config: Any, index: int) -> Any:
     return config if own is None else own[index]
 
 
-def _kv_layer(config: Any, index: int) -> KvLayer:
+def _kv_layer(config: Any, index: int, latent: Latent) -> KvLayer:
     window = window_of(config, index)
     if rank := getattr(config, "kv_lora_rank", None):
-        return KvLayer(index, int(rank), int(config.qk_rope_head_dim), window)
+        rotated = int(config.qk_rope_head_dim)
+        if latent is Latent.latent:
+            return KvLayer(index, int(rank), rotated, window)
+        return KvLayer(index, int(config.qk_nope_head_dim) + rotated, int(config.v_head_dim), window)
     head_dim = _head_dim(_layer_config(config, index), config)
     return KvLayer(index, head_dim, head_dim, window)
 

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from kvq.config.run import Latent
 from kvq.data import hub
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.delta import apply_delta
@@ -202,7 +203,7 @@ def text_config_of(config: ModelConfig) -> Any:
     return _from_hub(config, AutoConfig).get_text_config()
 
 
-def shape_of(config: ModelConfig) -> tuple[list[int], int | None]:
+def shape_of(config: ModelConfig, latent: Latent = Latent.latent) -> tuple[list[int], int | None]:
     """The model's head dims, ascending, and the longest context in tokens where its configuration gives one.
 
     Raises:
@@ -210,7 +211,7 @@ def shape_of(config: ModelConfig) -> tuple[list[int], int | None]:
         Unsupported: some layer caches no keys and values per head.
     """
     text = text_config_of(config)
-    return sorted(set(head_dims_of(text))), config.context or getattr(text, "max_position_embeddings", None)
+    return sorted(set(head_dims_of(text, latent))), config.context or getattr(text, "max_position_embeddings", None)
 
 
 def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:

@@ -3,43 +3,77 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvq.models.layers import kv_layers_of, state_layers_of
+from kvq.config.run import Latent
+from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers
 from kvq.models.load import text_config_of
+from kvq.models.state_sizes import state_bytes_of
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class CacheShape:
-    """Numbers of layers by KV heads and head dim, as (layers, kv_heads, head_dim), and the longest context.
+class LayerKind:
+    """Layers that cache alike.
 
     Attributes:
-        window: the smallest window of a layer; None: all keep the whole past.
-        others: what layers cache beside keys and values, in words.
+        count: how many.
+        heads: KV heads; of multi-head latent attention 1.
+        head_dim, value_dim, window: as `KvLayer` has them; `value_dim` None: `head_dim`.
     """
 
-    layers: tuple[tuple[int, int, int], ...]
-    context: int | None
+    count: int
+    heads: int
+    head_dim: int
+    value_dim: int | None = None
     window: int | None = None
-    others: str = ""
+
+    def dim(self, side: str) -> int:
+        """Channels of a head of `key` or `value`."""
+        return self.head_dim if side == "key" or self.value_dim is None else self.value_dim
+
+    def __str__(self) -> str:
+        value = "" if self.value_dim is None else f"+{self.value_dim}"
+        return f"{self.count}x{self.heads}x{self.head_dim}{value}" + (
+            "" if self.window is None else f" of {self.window}"
+        )
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What the layers of a model cache, and its longest context.
+
+    Attributes:
+        layers: those with keys and values of their own.
+        state_bytes: of all states of fixed size of one sequence, in a model of 16 bits.
+    """
+
+    layers: tuple[LayerKind, ...]
+    context: int | None
+    state_bytes: int = 0
 
     @property
     def head_dims(self) -> list[int]:
         """The head dims that occur, ascending."""
-        return sorted({head_dim for _, _, head_dim in self.layers})
+        return sorted({kind.head_dim for kind in self.layers})
+
+    @property
+    def count(self) -> int:
+        """Layers with keys and values of their own."""
+        return sum(kind.count for kind in self.layers)
 
     @property
     def name(self) -> str:
         """The model's name in the key of a run that reads no weights."""
-        return "shape " + ", ".join(f"{layers}x{heads}x{dim}" for layers, heads, dim in self.layers)
+        states = f", {self.state_bytes} bytes of states" if self.state_bytes else ""
+        return "shape " + ", ".join(map(str, self.layers)) + states
 
 
 @lru_cache(maxsize=1)
@@ -49,7 +83,7 @@ def shipped() -> dict[str, dict[str, int]]:
     return known
 
 
-def cache_shape(config: ModelConfig) -> CacheShape:
+def cache_shape(config: ModelConfig, latent: Latent = Latent.latent) -> CacheShape:
     """The shape of `model.path`; of a hub id that is not shipped, from its configuration file.
 
     Raises:
@@ -57,18 +91,23 @@ def cache_shape(config: ModelConfig) -> CacheShape:
         Unsupported: as `kv_layers_of`.
     """
     known = shipped().get(config.path)
-    if known is not None:
-        return CacheShape(
-            ((known["layers"], known["kv_heads"], known["head_dim"]),), config.context or known["context"]
-        )
+    if known is not None and latent is Latent.latent:
+        kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])
+        return CacheShape((kind,), config.context or known["context"])
     text = text_config_of(config)
-    held = kv_layers_of(text)
-    counts = Counter((_kv_heads(text, layer.index), layer.head_dim) for layer in held)
-    layers = tuple((count, heads, dim) for (heads, dim), count in counts.items())
-    window = min((layer.window for layer in held if layer.window is not None), default=None)
-    latent = "latents" if any(layer.value_dim != layer.head_dim for layer in held) else ""
-    others = " and ".join(filter(None, (latent, "states of fixed size" if state_layers_of(text) else "")))
-    return CacheShape(layers, config.context or getattr(text, "max_position_embeddings", None), window, others)
+    counts = Counter(_kind(text, layer, latent) for layer in kv_layers_of(text, latent))
+    layers = tuple(replace(kind, count=count) for kind, count in counts.items())
+    return CacheShape(layers, config.context or getattr(text, "max_position_embeddings", None), state_bytes_of(text))
+
+
+def _kind(text: Any, layer: KvLayer, latent: Latent) -> LayerKind:
+    if latent_numbers(text) is None:
+        heads = _kv_heads(text, layer.index)
+    else:
+        heads = 1 if latent is Latent.latent else int(text.num_attention_heads)
+    return LayerKind(
+        1, heads, layer.head_dim, None if layer.value_dim == layer.head_dim else layer.value_dim, layer.window
+    )
 
 
 def _kv_heads(text: Any, index: int) -> int:

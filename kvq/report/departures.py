@@ -21,7 +21,8 @@ def departures(found: Settings, preset: Settings) -> list[str]:
     """The settings that differ between a run and its preset, stages first: `− key.hadamard`, `residual 64`.
 
     Args:
-        found: `method`, `residual` and where there are some `window_layers` and `attention` of a record's settings.
+        found: `method`, `residual` and where there are some `window_layers`, `latent` and `attention` of a record's
+            settings.
         preset: the same settings of the preset at the run's bits.
     """
     ours, theirs = _part(found, "method"), _part(preset, "method")
@@ -33,6 +34,8 @@ def departures(found: Settings, preset: Settings) -> list[str]:
     parts += _others(*rest)
     if found.get("window_layers") is not None:
         parts.append("window layers in full precision")
+    if found.get("latent") is not None:
+        parts.append(f"{found['latent']} keys and values")
     if found.get("attention") is not None:
         parts.append(f"{found['attention']} attention")
     return parts

@@ -66,6 +66,7 @@ METRICS = {
     for metric in (
         Metric("bits_per_element", "bits", "Measured bits/element", "Meas.", role="size"),
         Metric("effective_bits", "bits", "Effective bits/element", "Eff.", role="size"),
+        Metric("expanded_bits", "bits", "Effective bits/element of keys and values expanded from a latent", "Exp."),
         _quality("perplexity", "1", "Perplexity", "PPL", 3, "lower"),
         _quality("delta_perplexity", "1", "Δppl", "Δppl", 3, "lower", signed=True),
         _quality("delta_nll", "nats/token", "ΔNLL (nats/token)", "ΔNLL", 4, "lower", signed=True),

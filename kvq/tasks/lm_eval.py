@@ -163,15 +163,18 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
     drawn: list[list[Sample]] = []
     odd: dict[str, str] = {}
+    together: dict[str, int] = {}
     metrics: dict[str, float] = {}
     for repeat in range(task.repeats):
         asked = model(config.seed + repeat)
         samples, results = evaluate(inputs, asked)
         drawn.append(samples)
         odd |= asked.odd
+        together |= asked.together
         metrics |= results
     samples = _merged(drawn)
     for sample in samples:
+        sample["together"] = together.get(sample["item"], 1)
         if sample["item"] in odd:
             sample["odd"] = odd[sample["item"]]
     say(odd, "odd")
@@ -318,7 +321,8 @@ class KvqLM(CacheLM):
             method = method_of(config, head_dim)
         check_prefill(method, Prefill(prefill))
         reader = Reader(inputs.model, method, Prefill(prefill), config.cache.keep_decoded)
-        rows, longest = int(batch_size or 1), inputs.longest_context
+        rows = None if str(batch_size).startswith("auto") else int(batch_size or 1)
+        longest = inputs.longest_context
         super().__init__(reader, inputs.tokenizer, rows, longest, seed=config.seed, bos=inputs.bos)
 
 

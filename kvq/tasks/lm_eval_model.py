@@ -1,14 +1,15 @@
 """A model for lm-eval that answers every request through the quantized cache.
 
 Tokenization, truncation and stop texts are those of lm-eval's own `HFLM`. The context of several requests is read once;
-under `prefill=chunked` so is a common prefix of contexts (few-shot examples, a document with many questions).
+under `prefill=chunked` so is a common prefix of contexts (few-shot examples, a document with many questions). Answers
+are written in batches; continuations are scored context by context.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Float
@@ -19,11 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
+from kvq.config.tasks import Prefill
 from kvq.data.text import begun
 from kvq.errors import ConfigError, DataError
 from kvq.results.journal import Journal
+from kvq.tasks.batching import read_in_batches
 from kvq.tasks.items import Clock
-from kvq.tasks.reader import Reader, Sampler, end_tokens, greedy, stop_at
+from kvq.tasks.reader import Pick, Reader, Sampler, end_tokens, greedy, stop_at
 from kvq.tasks.storage import storage_metrics
 
 Logits = Float[Tensor, "batch vocab"]
@@ -36,8 +39,7 @@ class CacheLM(HFLM):
     Args:
         reader: model, method and prefill.
         tokenizer: the model's.
-        batch_size: contexts that are read together, of equal length where the method takes no padding; 1 shares common
-            prefixes instead.
+        batch_size: contexts that are answered together; None: as `kvq.tasks.batching` chooses.
         max_length: longest context in tokens, None = the model's own.
         journal: stores every answer at once; answers in it are not computed again.
         seed: of sampled answers, each with a stream of its own.
@@ -49,7 +51,7 @@ class CacheLM(HFLM):
         self,
         reader: Reader,
         tokenizer: Any,
-        batch_size: int = 1,
+        batch_size: int | None = None,
         max_length: int | None = None,
         journal: Journal | None = None,
         seed: int = 0,
@@ -63,6 +65,7 @@ class CacheLM(HFLM):
         self.journal = Journal() if journal is None else journal
         self.seed, self.prefix = seed, ""
         self.odd: dict[str, str] = {}
+        self.together: dict[str, int] = {}
         self._asked: dict[tuple[Any, ...], str] = {}
         self._until_end = end_tokens(reader.loaded, tokenizer)
 
@@ -98,17 +101,18 @@ class CacheLM(HFLM):
             if key not in self.journal.rows:
                 options.setdefault(context, {})[key] = continuation
         clock = Clock(self.reader.loaded.device)
+        # What is scored alone need not be joined.
+        rows = self.rows if self.reader.prefill is Prefill.whole else 1
         with tqdm(total=len(options), desc="contexts", unit="context", leave=False, disable=None) as bar:
-            for context, cache, logits, cost in self._read(list(options), clock):
-                rows = []
-                for key, continuation in options[context].items():
-                    with clock.phase("decode"):
-                        answer = self._score(cache, logits, continuation)
-                    spent = {"prompt_tokens": float(len(context)), "decode": clock.seconds.pop("decode")}
-                    rows.append({"item": key, "sample": {"answer": answer}, "cost": spent | cost})
-                    cost = {}  # of the context, which its first option pays for
-                self.journal.add(rows)
-                bar.update()
+            for batch, cache, logits, cost in self._read(list(options), rows, clock):
+                for row, context in enumerate(batch):
+                    own = cache if logits.shape[0] == 1 else cache.sequence(row)
+                    scored = self._score_all(context, own, logits[row : row + 1], options[context], clock)
+                    scored[0]["cost"] |= cost  # which the first option pays for
+                    self.journal.add([one | {"sample": one["sample"] | {"together": len(batch)}} for one in scored])
+                    bar.update()
+        for request, key in zip(requests, keys, strict=True):
+            self._note_batch(self._of(request[0]), key)
         return [tuple(self.journal.rows[key]["sample"]["answer"]) for key in keys]
 
     def _cut(self, request: Any) -> tuple[Tokens, Tokens]:
@@ -139,44 +143,44 @@ class CacheLM(HFLM):
         found, likeliest = self.reader.log_probs(cache.fork() if len(continuation) > 1 else cache, logits, tokens)
         return [float(found.double().sum()), bool((likeliest == tokens).all())]
 
-    def _read(
-        self, contexts: Sequence[Tokens], clock: Clock
-    ) -> Iterator[tuple[Tokens, KVCache, Logits, dict[str, float]]]:
-        """Each context once, with its cache, the logits after it and the cost of reading it."""
-        if self.rows == self.copies == 1:
-            reading = self.reader.each(contexts)
-            while True:
-                before = self.reader.tokens_read
-                with clock.phase("prefill"):
-                    found = next(reading, None)
-                if found is None:
-                    clock.seconds.pop("prefill")
-                    return
-                index, cache, logits = found
-                yield contexts[index], cache, logits, self._cost(cache, 1, clock, self.reader.tokens_read - before)
-        lengths: dict[int, list[Tokens]] = {}
-        pads = self.rows > 1 and self.reader.pads
-        for context in contexts:
-            lengths.setdefault(0 if pads and len(context) > 1 else len(context), []).append(context)
-        for same in lengths.values():
-            same.sort(key=len)  # little padding
-            for start in range(0, len(same), self.rows):
-                batch = same[start : start + self.rows]
-                with clock.phase("prefill"):
-                    cache, logits = self.reader.begin_together(batch * self.copies)
-                cost = self._cost(cache, len(batch) * self.copies, clock, 0)
-                for row, context in enumerate(batch):
-                    yield (
-                        context,
-                        cache.sequence(row),
-                        logits[row : row + 1],
-                        cost | {"read_tokens": float(len(context))},
-                    )
+    def _score_all(
+        self, context: Tokens, cache: KVCache, logits: Logits, options: Mapping[str, Tokens], clock: Clock
+    ) -> list[dict[str, Any]]:
+        """The journal's rows of all continuations of a context."""
+        held, rows = storage_metrics(cache, 1), []
+        for key, continuation in options.items():
+            with clock.phase("decode"):
+                answer = self._score(cache, logits, continuation)
+            spent = {"prompt_tokens": float(len(context)), "decode": clock.seconds.pop("decode")}
+            rows.append({"item": key, "sample": {"answer": answer}, "cost": spent | held})
+            held = {}
+        return rows
 
-    @staticmethod
-    def _cost(cache: KVCache, rows: int, clock: Clock, tokens: int) -> dict[str, float]:
-        seconds = clock.seconds.pop("prefill") / rows
-        return {"prefill": seconds, "read_tokens": float(tokens), **storage_metrics(cache, rows)}
+    def _note_batch(self, item: str, key: str) -> None:
+        self.together[item] = self.journal.rows[key]["sample"].get("together", 1)
+
+    def _read(
+        self, contexts: Sequence[Tokens], rows: int | None, clock: Clock
+    ) -> Iterator[tuple[list[Tokens], KVCache, Logits, dict[str, float]]]:
+        """Batches of contexts, each with its cache, the logits after each context, and the cost of reading one."""
+        reading = self._copied(contexts) if self.copies > 1 else read_in_batches(self.reader, contexts, rows)
+        while True:
+            before = self.reader.tokens_read
+            with clock.phase("prefill"):
+                found = next(reading, None)
+            seconds = clock.seconds.pop("prefill")
+            if found is None:
+                return
+            batch, cache, logits = found
+            cost = {"prefill": seconds, "read_tokens": float(self.reader.tokens_read - before)}
+            each = {name: value / logits.shape[0] for name, value in cost.items()}
+            yield [contexts[index] for index in batch], cache, logits, each
+
+    def _copied(self, contexts: Sequence[Tokens]) -> Iterator[tuple[list[int], KVCache, Logits]]:
+        """Each context as a batch of copies, of which the first counts."""
+        for index, context in enumerate(contexts):
+            cache, logits = self.reader.begin_together([context] * self.copies)
+            yield [index], cache, logits
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Answers, greedy unless the request's settings sample."""
@@ -190,14 +194,16 @@ class CacheLM(HFLM):
         with tqdm(total=len(set(keys)), desc="answers", unit="answer", leave=False, disable=None) as bar:
             bar.update(len(set(keys) & self.journal.rows.keys()))
             for given, contexts in groups.items():
-                settings = json.loads(given)
-                for context, cache, logits, cost in self._read(list(contexts), clock):
-                    with clock.phase("decode"):
-                        tokens, text = self._answer(context, cache, logits, settings)
-                    spent = {"prompt_tokens": float(len(context)), "new_tokens": float(len(tokens))}
-                    cost |= spent | {"decode": clock.seconds.pop("decode"), **storage_metrics(cache, 1)}
-                    self.journal.add([{"item": contexts[context], "sample": {"answer": text}, "cost": cost}])
-                    bar.update()
+                for batch, cache, logits, cost in self._read(list(contexts), self.rows, clock):
+                    answers = self._answers(batch, cache, logits, json.loads(given), clock)
+                    rows = [
+                        {"item": contexts[context], "sample": answer, "cost": cost | spent}
+                        for context, (answer, spent) in zip(batch, answers, strict=True)
+                    ]
+                    self.journal.add(rows)
+                    bar.update(len(batch))
+        for request, key in zip(requests, keys, strict=True):
+            self._note_batch(_name(request), key)
         return [self.journal.rows[key]["sample"]["answer"] for key in keys]
 
     def _wanted(self, request: Instance) -> tuple[Tokens, dict[str, Any]]:
@@ -222,23 +228,37 @@ class CacheLM(HFLM):
             self.odd[_name(request)] = f"{len(whole)} tokens, the model takes {most} and an answer: cut on the left"
         return self._beginning(tokens, most), settings
 
-    def _answer(
-        self, context: Tokens, cache: KVCache, logits: Logits, settings: dict[str, Any]
-    ) -> tuple[list[int], str]:
-        pick = greedy
-        if settings.get("do_sample") and settings.get("temperature", 0.0) > 0:
-            digest = hashlib.sha256(repr((self.seed, context)).encode()).digest()
-            pick = Sampler(
-                settings["temperature"],
-                settings.get("top_p"),
-                settings.get("top_k"),
-                int.from_bytes(digest[:7], "big"),
-            )
+    def _answers(
+        self, batch: Sequence[Tokens], cache: KVCache, logits: Logits, settings: dict[str, Any], clock: Clock
+    ) -> list[tuple[dict[str, Any], dict[str, float]]]:
+        """Sample and cost of an answer to each context of a batch."""
+        held: dict[int, dict[str, float]] = {}
+
+        def leave(row: int, own: KVCache) -> None:
+            held[row] = storage_metrics(own, 1)
+
         until = settings["until"]
         ends = stop_at(self.tokenizer, self._until_end, until)
-        row = self.reader.write(cache, logits, settings["max_gen_toks"], ends, pick)[0]
-        text = self.tok_decode(row[:-1] if row[-1] in self._until_end else row)
-        return row, postprocess_generated_text(generation=text, stop=until, think_end_token=None)
+        picks = [self._pick(context, settings) for context in batch for _ in range(self.copies)]
+        with clock.phase("decode"):
+            rows = self.reader.write(cache, logits, settings["max_gen_toks"], ends, picks, leave)
+        seconds = clock.seconds.pop("decode") / len(rows)
+        out = []
+        for index, (context, row) in enumerate(zip(batch, rows[:: self.copies], strict=True)):
+            text = self.tok_decode(row[:-1] if row[-1] in self._until_end else row)
+            text = postprocess_generated_text(generation=text, stop=until, think_end_token=None)
+            spent = {"prompt_tokens": float(len(context)), "new_tokens": float(len(row)), "decode": seconds}
+            sample = {"answer": text, "together": len(rows)}
+            out.append((sample, spent | held[index * self.copies]))
+        return out
+
+    def _pick(self, context: Tokens, settings: Mapping[str, Any]) -> Pick:
+        if not (settings.get("do_sample") and settings.get("temperature", 0.0) > 0):
+            return greedy
+        digest = hashlib.sha256(repr((self.seed, context)).encode()).digest()
+        return Sampler(
+            settings["temperature"], settings.get("top_p"), settings.get("top_k"), int.from_bytes(digest[:7], "big")
+        )
 
     def _key(self, *request: Any) -> str:
         """Name of a request in the journal."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kvq.cache import KVCache
 from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
 from kvq.data import hub
@@ -27,6 +28,7 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
+from kvq.tasks.batching import batches_of
 from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, paired
 from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
 from kvq.tasks.measurement import Baseline, Measurement, Task
@@ -158,8 +160,8 @@ def _halves(tokens: Sequence[int], room: int) -> list[int]:
     return [*tokens[:first], *tokens[len(tokens) - room // 2 :]]
 
 
-def make_items(inputs: Inputs, together: bool = False) -> Items[LongItem]:
-    """Batches of prompts, of equal length unless `together`, and skipped items with the reason."""
+def make_items(inputs: Inputs, unequal: bool = False) -> Items[LongItem]:
+    """Batches of prompts of one subset each, of equal length unless `unequal`, and skipped items with the reason."""
     task: LongbenchConfig = inputs.config.task
     longest, skipped, items = inputs.longest_context, {}, []
     for document in documents(inputs):
@@ -180,29 +182,37 @@ def make_items(inputs: Inputs, together: bool = False) -> Items[LongItem]:
                 skipped[document.name] = f"its chat template alone takes {len(tokens)} tokens, there is room for {room}"
             else:
                 items.append(LongItem(document, tuple(tokens), cut))
-    groups: dict[tuple[str, int], list[LongItem]] = {}
+    groups: dict[str, list[LongItem]] = {}
     for item in items:
-        groups.setdefault((item.document.subset.name, 0 if together else len(item.prompt)), []).append(item)
-    size = task.batch_size
-    for same in groups.values():
-        same.sort(key=lambda item: len(item.prompt))  # little padding
-    batches = [same[start : start + size] for same in groups.values() for start in range(0, len(same), size)]
+        groups.setdefault(item.document.subset.name, []).append(item)
+    batches = [
+        [same[index] for index in batch]
+        for same in groups.values()
+        for batch in batches_of([len(item.prompt) for item in same], task.batch_size, unequal)
+    ]
     return Items(batches, lambda item: item.document.name, skipped)
 
 
 def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Scored]:
     """Answers to prompts of one subset, read together, scored by the subset's metric."""
     clock, tokenizer, subset = Clock(reader.loaded.device), inputs.tokenizer, batch[0].document.subset
+    before, held = reader.tokens_read, {}
     with clock.phase("prefill"):
         cache, logits = reader.begin_together([item.prompt for item in batch])
+    read = (reader.tokens_read - before) / len(batch)
     finish = end_tokens(reader.loaded, tokenizer)
+
+    def leave(row: int, own: KVCache) -> None:
+        own.check_finite()
+        held[row] = storage_metrics(own, 1)
+
     with clock.phase("decode"):
         rows = reader.write(
-            cache, logits, subset.max_new_tokens, subset.ends(tokenizer, finish), subset.pick(tokenizer, finish)
+            *(cache, logits, subset.max_new_tokens, subset.ends(tokenizer, finish), subset.pick(tokenizer, finish)),
+            leave,
         )
-    cache.check_finite()
-    held, out = storage_metrics(cache, len(batch)), []
-    for item, row in zip(batch, rows, strict=True):
+    out = []
+    for index, (item, row) in enumerate(zip(batch, rows, strict=True)):
         text = subset.answer(str(tokenizer.decode(row, skip_special_tokens=True)))
         words = int(item.document.row.get("length") or 0)
         sample = {
@@ -211,11 +221,12 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
             "length": words,
             "bucket": next(name for name, most in BUCKETS if most is None or words < most),
             "cut": item.cut,
+            "together": len(batch),
             "text": text,
             "score": subset.score(item.document.row, text),
         }
-        cost = {"prompt_tokens": float(len(item.prompt)), "read_tokens": float(len(item.prompt))}
-        cost |= {"new_tokens": float(len(row)), **held}
+        cost = {"prompt_tokens": float(len(item.prompt)), "read_tokens": read}
+        cost |= {"new_tokens": float(len(row)), **held[index]}
         out.append(Scored(sample, cost | {phase: spent / len(batch) for phase, spent in clock.seconds.items()}))
     return out
 
@@ -231,7 +242,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Answer every item under `method`; a baseline is compared with item by item, by score and by ROUGE-L."""
     task: LongbenchConfig = inputs.config.task
     reader = Reader(inputs.model, method, task.prefill, inputs.config.cache.keep_decoded)
-    items = make_items(inputs, task.batch_size > 1 and reader.pads)
+    items = make_items(inputs, reader.unequal)
     found = measure_items(
         items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label, "score"
     )

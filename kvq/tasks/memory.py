@@ -1,24 +1,31 @@
 """`task=memory`: bytes of the cache by part after a prompt, from stored tensors, or for long prompts from their layout.
 
-No weights are read: bytes depend on a model's shape alone. The papers' results: nsn's 5.09x at 2,048 tokens and 3 bits,
-OScaR's 5.3x at 128K tokens and 2 bits, both against 16 bits.
+No weights are read: bytes depend on a model's shape alone. Layers with a window hold what `kvq.cache.window` leaves
+behind a prompt that is read at once; latents count as they are cached, and states of fixed size as models of 16 bits
+keep them. The papers' results: nsn's 5.09x at 2,048 tokens and 3 bits, OScaR's 5.3x at 128K tokens and 2 bits, both
+against 16 bits.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvq.cache.store import UNIT, BlockStore, TokenStore
+from kvq.cache.window import in_common, outside
 from kvq.codecs import Codec, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.diagnostics.layout import KINDS, by_kind, layout, plain_bytes
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.models.shapes import CacheShape, cache_shape
+from kvq.models.shapes import CacheShape, LayerKind, cache_shape
 from kvq.results.journal import Journal
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.stepwise import check_codecs_alone, check_layers_alike
@@ -39,16 +46,25 @@ def schedule(residual: ResidualSide, codec: Codec, tokens: int) -> tuple[int, in
 
 
 def side_parts(
-    codec: Codec | None, residual: ResidualSide, tokens: int, heads: int, head_dim: int, measured: bool
+    codec: Codec | None,
+    residual: ResidualSide,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    measured: bool,
+    dropped: int = 0,
 ) -> dict[str, int]:
     """Bytes of keys or values of one layer by part; full-precision tokens are part `residual`.
 
-    `measured`: random states are encoded and stored; else bytes follow from the layout.
+    Args:
+        measured: random states are encoded and stored; else bytes follow from the layout.
+        dropped: first tokens that the layer has forgotten.
     """
     if codec is None:
-        return {"residual": plain_bytes(tokens, heads, head_dim, FP16)}
+        return {"residual": plain_bytes(tokens - dropped, heads, head_dim, FP16)}
     packed, block, alone = schedule(residual, codec, tokens)
     rest = {"residual": plain_bytes(tokens - packed, heads, head_dim, FP16)} if tokens > packed else {}
+    packed -= dropped
     if not packed:
         return rest
     if not measured:
@@ -64,51 +80,90 @@ def side_parts(
     return out | rest
 
 
+def droppable(codec: Codec | None, residual: ResidualSide, tokens: int, wanted: int) -> int:
+    """How many of the `wanted` first tokens of a side can be forgotten, behind a prompt of `tokens`: whole blocks."""
+    if codec is None:
+        return wanted
+    packed, block, alone = schedule(residual, codec, tokens)
+    if codec.stores_lists:
+        return 0
+    if alone:
+        block, packed = UNIT, packed // UNIT * UNIT
+    if wanted >= packed:
+        return packed
+    return 0 if block is None else wanted // block * block
+
+
+def _sides(kind: LayerKind, method: Method) -> dict[str, tuple[Codec | None, ResidualSide]]:
+    sides = {side: (getattr(method, side), getattr(method.residual, side)) for side in ("key", "value")}
+    if kind.window is None:
+        return sides
+    return {side: method.in_window(codec, residual) for side, (codec, residual) in sides.items()}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one side of layers of a kind holds: `packed` encoded tokens; the first `dropped` tokens are forgotten."""
+
+    side: str
+    kind: LayerKind
+    codec: Codec | None
+    residual: ResidualSide
+    packed: int
+    dropped: int
+
+
+def _held(shape: CacheShape, method: Method, tokens: int) -> Iterator[_Held]:
+    for kind in shape.layers:
+        sides, gone = _sides(kind, method), outside(tokens, kind.window)
+        dropped = in_common(gone, [functools.partial(droppable, *side, tokens) for side in sides.values()])
+        for side, (codec, residual) in sides.items():
+            packed = 0 if codec is None else schedule(residual, codec, tokens)[0] - dropped
+            yield _Held(side, kind, codec, residual, packed, dropped)
+
+
 def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> list[dict[str, Any]]:
-    """One row per side: bytes of all layers by kind, and their bytes in fp16."""
-    rows = []
-    for side in ("key", "value"):
-        kinds, plain = dict.fromkeys(KINDS, 0), 0
-        for layers, heads, head_dim in shape.layers:
-            parts = side_parts(getattr(method, side), getattr(method.residual, side), tokens, heads, head_dim, measured)
-            for kind, size in by_kind(parts).items():
-                kinds[kind] += layers * size
-            plain += layers * plain_bytes(tokens, heads, head_dim, FP16)
-        rows.append(
-            {
-                "kind": "bytes",
-                "side": side,
-                "tokens": tokens,
-                "measured": measured,
-                **kinds,
-                "total": sum(kinds.values()),
-                "fp16": plain,
-                "packed_tokens": _packed(method, side, tokens),
-            }
-        )
-    return rows
-
-
-def _packed(method: Method, side: str, tokens: int) -> int:
-    codec = getattr(method, side)
-    return 0 if codec is None else schedule(getattr(method.residual, side), codec, tokens)[0]
+    """One row per side: bytes of all layers by kind, and those of full precision; and a row of states, if there are."""
+    rows: dict[str, dict[str, Any]] = {
+        side: {"kind": "bytes", "side": side, "tokens": tokens, "measured": measured, **dict.fromkeys(KINDS, 0)}
+        | {"total": 0, "fp16": 0, "packed_tokens": 0}
+        for side in ("key", "value")
+    }
+    for held in _held(shape, method, tokens):
+        row, kind, dim = rows[held.side], held.kind, held.kind.dim(held.side)
+        parts = side_parts(held.codec, held.residual, tokens, kind.heads, dim, measured, held.dropped)
+        for name, size in by_kind(parts).items():
+            row[name] += kind.count * size
+        row["packed_tokens"] = max(row["packed_tokens"], held.packed)
+        row["fp16"] += kind.count * plain_bytes(tokens - outside(tokens, kind.window), kind.heads, dim, FP16)
+    for row in rows.values():
+        row["total"] = sum(row[name] for name in KINDS)
+    out = list(rows.values())
+    if size := shape.state_bytes:
+        out.append({"kind": "bytes", "side": "state", "tokens": tokens, "total": size, "fp16": size})
+    return out
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Bytes by part for every length, keys and values apart."""
     task: MemoryConfig = inputs.config.task
-    shape = cache_shape(inputs.config.model)
+    shape = cache_shape(inputs.config.model, method.latent)
     rows = [row for tokens in sorted(task.lengths) for row in rows_of(shape, method, tokens, tokens <= task.measured)]
     metrics, units = {}, {}
     for tokens in sorted(task.lengths):
         here = [row for row in rows if row["tokens"] == tokens]
         total, plain = (sum(row[name] for row in here) for name in ("total", "fp16"))
-        residual = sum(row["residual"] for row in here)
-        in_packed = sum(row["fp16"] * row["packed_tokens"] // tokens for row in here)
+        plain_parts = shape.state_bytes + sum(row.get("residual", 0) for row in here)
+        in_packed = sum(
+            held.kind.count * plain_bytes(held.packed, held.kind.heads, held.kind.dim(held.side), FP16)
+            for held in _held(shape, method, tokens)
+        )
         found = {"total_bytes": (float(total), "bytes"), "compression": (plain / total, "x") if total else (0.0, "x")}
-        if total > residual:
-            found["compression_without_residual"] = (in_packed / (total - residual), "x")
-            found["bits_without_residual"] = (16 * (total - residual) / in_packed, "bits")
+        if total > plain_parts:
+            found["compression_without_residual"] = (in_packed / (total - plain_parts), "x")
+            found["bits_without_residual"] = (16 * (total - plain_parts) / in_packed, "bits")
+        if shape.state_bytes:
+            found["state_bytes"] = (float(shape.state_bytes), "bytes")
         for name, (value, unit) in found.items():
             metrics[f"{name}_{tokens}"], units[f"{name}_{tokens}"] = value, unit
     return Measurement(metrics, units, rows)
@@ -119,21 +174,15 @@ def check(inputs: Inputs, method: Method) -> None:
 
     Raises:
         ConfigError: prompts longer than the model takes.
-        Unsupported: more than one codec per side, or layers that hold other things than all keys and values.
+        Unsupported: more than one codec per side, a head dim that the method cannot do, or states of an unknown form.
     """
     task: MemoryConfig = inputs.config.task
     check_codecs_alone(method, task.name)
     check_layers_alike(method, task.name)
-    shape = cache_shape(inputs.config.model)
-    if shape.others:
-        raise Unsupported(
-            f"task=memory: counts keys and values; layers of {inputs.config.model.name} cache {shape.others}"
-        )
-    if shape.window is not None and max(task.lengths) >= shape.window:
-        raise Unsupported(
-            f"task.lengths={task.lengths}: task=memory counts layers that keep the whole past; some of "
-            f"model={inputs.config.model.name} drop what has left a window of {shape.window}"
-        )
+    shape = cache_shape(inputs.config.model, method.latent)
+    for kind, side in itertools.product(shape.layers, ("key", "value")):
+        if (codec := getattr(method, side)) is not None:
+            codec.check(kind.dim(side))
     longest = shape.context
     if longest is not None and max(task.lengths) > longest:
         raise ConfigError(
@@ -143,7 +192,7 @@ def check(inputs: Inputs, method: Method) -> None:
 
 def fingerprint(inputs: Inputs) -> str:
     """The shape: bytes do not depend on text."""
-    return cache_shape(inputs.config.model).name
+    return cache_shape(inputs.config.model, inputs.config.cache.latent).name
 
 
 TASK = Task(check, measure, fingerprint)

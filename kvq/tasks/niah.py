@@ -23,6 +23,7 @@ from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import flips, mcnemar
+from kvq.tasks.batching import batches_of
 from kvq.tasks.hallucination import Outcome, classify, random_rate
 from kvq.tasks.items import Clock, Items, Sample, Scored, by_part, measure_items, paired
 from kvq.tasks.measurement import Baseline, Measurement, Task
@@ -167,7 +168,8 @@ def _batched(items: Sequence[NiahItem], task: NiahConfig, inputs: Inputs) -> Ite
             if longest is not None and needed > longest:
                 skipped[item.name] = f"prompt and answer take {needed} tokens, the model takes {longest}"
                 fit.remove(item)
-        batches += [fit[start : start + task.batch_size] for start in range(0, len(fit), task.batch_size)]
+        lengths = [len(item.prompt) for item in fit]
+        batches += [[fit[index] for index in batch] for batch in batches_of(lengths, task.batch_size, unequal=False)]
     return Items(batches, lambda item: item.name, skipped)
 
 

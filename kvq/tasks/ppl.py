@@ -171,7 +171,7 @@ def _check(result: PplResult, indices: Sequence[int], cache: KVCache) -> None:
 
 
 def _without_codecs(method: Method) -> Method:
-    return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None)
+    return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None, latent=method.latent)
 
 
 def _full_precision(

@@ -7,8 +7,10 @@ depends on the method. `Prefill` sets how the tokens before it are read.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.config.residual import Policy
 from kvq.config.tasks import Prefill
-from kvq.errors import Unsupported
+from kvq.errors import ConfigError, Unsupported
 from kvq.methods.eviction import When
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
@@ -29,6 +31,9 @@ from kvq.tasks.stepwise import steps
 Logits = Float[Tensor, "batch vocab"]
 Pick = Callable[[Logits], Int[Tensor, " batch"]]
 Ends = Callable[[Sequence[int]], bool]
+
+PADDING = 0.25
+"""Largest part of a batch that may be padding; prompts that differ more are read one by one, in less time."""
 
 
 def check_prefill(method: Method, prefill: Prefill) -> None:
@@ -63,23 +68,43 @@ class Reader:
         cache.one_by_one = True
         return cache
 
-    @property
+    @functools.cached_property
     def pads(self) -> bool:
-        """Whether prompts of unequal length, of at least 2 tokens each, can be read together."""
+        """Whether prompts of unequal length, of at least 2 tokens each, can be read in one forward."""
         return self.prefill is Prefill.whole and self.new_cache().unpadded is None
 
+    @functools.cached_property
+    def joins(self) -> bool:
+        """Whether prompts that were read one by one can be answered together."""
+        return self.new_cache().unparted is None
+
+    @property
+    def unequal(self) -> bool:
+        """Whether prompts of unequal length can be answered together, however they are read."""
+        return self.pads or self.joins
+
     def begin_together(self, prompts: Sequence[Sequence[int]]) -> tuple[KVCache, Logits]:
-        """A cache that holds prompts, padded on the left to the longest, and the logits after each.
+        """A cache that holds prompts, and the logits after each.
+
+        Those of unequal length are padded on the left to the longest. They are read one by one where that cannot be
+        (under `chunked`, or where layers keep states of fixed size) or would be mostly in vain (`PADDING`).
 
         Raises:
-            Unsupported: unequal lengths where not `pads`.
+            Unsupported: unequal lengths in a method that cannot hold sequences apart.
         """
         most = max(map(len, prompts))
         padding = [most - len(prompt) for prompt in prompts]
-        if any(padding) and self.prefill is not Prefill.whole:
-            raise Unsupported("task.prefill=chunked: reads prompts of equal length together; use task.prefill=whole")
+        one_forward = self.pads and min(map(len, prompts)) > 1 and sum(padding) <= PADDING * most * len(prompts)
+        if any(padding) and not one_forward:
+            found = sorted(self.each(prompts), key=lambda one: one[0])
+            return self.join([cache for _, cache, _ in found], [logits for _, _, logits in found])
         rows = [[*[0] * ahead, *prompt] for ahead, prompt in zip(padding, prompts, strict=True)]
         return self.begin(self.tensor(rows), padding if any(padding) else None)
+
+    @staticmethod
+    def join(caches: Sequence[KVCache], logits: Sequence[Logits]) -> tuple[KVCache, Logits]:
+        """Caches of one prompt each as one batch, and the logits after each. Raises: as `KVCache.together`."""
+        return caches[0] if len(caches) == 1 else KVCache.together(caches), torch.cat(list(logits))
 
     @torch.no_grad()
     def begin(
@@ -103,8 +128,11 @@ class Reader:
             start = end
 
     def _feed(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens hidden"]:
-        self.tokens_read += tokens.numel()
-        return self.loaded.hidden_states(tokens, cache)
+        columns = cache.get_seq_length()
+        padding = sum(min(max(one - columns, 0), tokens.shape[1]) for one in cache.padding or ())
+        self.tokens_read += tokens.numel() - padding
+        with fitting(tokens.shape[0], columns + tokens.shape[1]):
+            return self.loaded.hidden_states(tokens, cache)
 
     def _add(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Logits:
         """Add tokens as if they came one by one and return the logits after the last."""
@@ -168,24 +196,65 @@ class Reader:
         return found, all_logits.argmax(-1)
 
     @torch.no_grad()
-    def write(self, cache: KVCache, logits: Logits, most: int, ends: Ends, pick: Pick | None = None) -> list[list[int]]:
+    def write(
+        self,
+        cache: KVCache,
+        logits: Logits,
+        most: int,
+        ends: Ends,
+        pick: Pick | Sequence[Pick] | None = None,
+        leave: Callable[[int, KVCache], None] | None = None,
+    ) -> list[list[int]]:
         """Decode until `ends(row)`, at most `most` tokens; greedy unless `pick` chooses the tokens from their logits.
+
+        Args:
+            pick: for all rows, or one for each.
+            leave: receives each row as its answer ends, with the cache of this row alone; the others go on without it.
+                None: all rows stay until the last has ended.
 
         Returns one list of new tokens per row of the batch, up to and with the one that ended it.
         """
-        pick = greedy if pick is None else pick
         rows: list[list[int]] = [[] for _ in range(logits.shape[0])]
-        going = set(range(len(rows)))
+        here, going = list(range(len(rows))), set(range(len(rows)))
         for step in range(most):
-            tokens = pick(logits)
-            for index in sorted(going):
-                rows[index].append(int(tokens[index]))
-                if ends(rows[index]):
-                    going.discard(index)
-            if not going or step == most - 1:
+            tokens = _picked(logits, pick, here)
+            for place, index in enumerate(here):
+                if index in going:
+                    rows[index].append(int(tokens[place]))
+                    if ends(rows[index]):
+                        going.discard(index)
+            done = not going or step == most - 1
+            if leave is not None:
+                kept = [place for place, index in enumerate(here) if index in going and not done]
+                for place in sorted(set(range(len(here))) - set(kept)):
+                    leave(here[place], cache.sequence(place) if len(here) > 1 or cache.is_parted else cache)
+                if kept and len(kept) < len(here):
+                    cache.batch_select_indices(torch.tensor(kept))
+                    tokens, here = tokens[kept], [here[place] for place in kept]
+            if done:
                 break
             logits = self.read(cache, tokens[:, None])[:, -1]
         return rows
+
+
+@contextmanager
+def fitting(rows: int, tokens: int) -> Iterator[None]:
+    """Raise `ConfigError` naming `task.batch_size` where a batch of several rows of so many tokens finds no memory."""
+    try:
+        yield
+    except RuntimeError as error:  # a GPU's error, and of the CPU's allocator what it says
+        if rows == 1 or not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+            raise
+        raise ConfigError(
+            f"task.batch_size: {rows} prompts of up to {tokens} tokens do not fit into memory together; give "
+            f"task.batch_size={rows // 2} or less"
+        ) from error
+
+
+def _picked(logits: Logits, pick: Pick | Sequence[Pick] | None, rows: Sequence[int]) -> Int[Tensor, " batch"]:
+    if pick is None or callable(pick):
+        return (greedy if pick is None else pick)(logits)
+    return torch.cat([pick[row](logits[place : place + 1]) for place, row in enumerate(rows)])
 
 
 def room(cache: KVCache, most: int) -> int:
@@ -193,7 +262,7 @@ def room(cache: KVCache, most: int) -> int:
     layer = cache.kv_layers[0]
     sides: list[Any] = [layer.key, layer.value]
     quantized = [side for side in sides if side.codec is not None]
-    if steps(cache.method) or cache.padding is not None:
+    if steps(cache.method) or cache.is_parted:
         return 1
     if not quantized:
         return min(most, FULL_PRECISION_CHUNK - cache.get_seq_length() % FULL_PRECISION_CHUNK)

@@ -82,7 +82,7 @@ def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = froz
     task: SpeedConfig = config.task
     generator = torch.Generator().manual_seed(config.seed)
     prompt = torch.randint(0, loaded.text_config.vocab_size, (batch, tokens), generator=generator).to(loaded.device)
-    method = method_of(config, head_dims_of(loaded.text_config)[0])
+    method = method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0])
     room = tokens + task.new_tokens
     makers = {name: make for name, make in _makers(config, method, loaded, room) if name not in without}
     rows: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tu
         )
     for name, measure in [] if config.method.is_full_precision else watched:
         try:
-            yield name, measure(method_of(config, head_dims_of(loaded.text_config)[0]))
+            yield name, measure(method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0]))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
 

@@ -13,6 +13,7 @@ STORED = (
     "packed_bytes",
     "total_bytes",
     "cached_tokens",
+    "expanded_bits",
     "index_bits",
     "index_entropy",
 )
@@ -30,7 +31,8 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     Where indices have Huffman codes, also the mean length of their code words and the Shannon entropy of their
     frequencies in each block, over keys and values. Where packed tokens are encoded again: how many were (each of a
     head, and as often as it was), and the relative squared difference between their decoded forms before and after.
-    Where layers keep states of fixed size: their bytes, and their part of the effective bits.
+    Where layers keep states of fixed size: their bytes, and their part of the effective bits. Where a latent is cached
+    in expanded form, effective bits count against the numbers of the latent, and `expanded_bits` against those cached.
     """
     stored = {
         "bits_per_element": cache.bits_per_element,
@@ -46,9 +48,11 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     if indices := sum(rate.indices for rate in rates):
         stored["index_bits"] = sum(rate.coded for rate in rates) / indices
         stored["index_entropy"] = sum(rate.entropy for rate in rates) / indices
+    if (latent := cache.latent_bits) is not None:
+        stored |= {"expanded_bits": cache.effective_bits, "effective_bits": latent}
     if cache.state_bytes:
         stored["state_bytes"] = cache.state_bytes / sequences
-        stored["state_bits"] = cache.effective_bits * cache.state_bytes / cache.nbytes
+        stored["state_bits"] = stored["effective_bits"] * cache.state_bytes / cache.nbytes
     if (done := cache.recompression) is not None:
         stored |= {
             "recompressed_tokens": done.moves / sequences,

@@ -16,7 +16,7 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from tests.families import family
 from tests.models.test_families import METHODS, method
-from tests.random_models import in_double_precision, token_ids
+from tests.random_models import VOCABULARY, in_double_precision, token_ids
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma4", "gpt2", "gpt_neox", "falcon_alibi"]
 """Full attention, windows, shared layers, and positions that are rotated, embedded and distances."""
@@ -27,8 +27,12 @@ PADDING = 7
 """A token that no prompt has on its left by chance only; what it is must not matter."""
 
 
-def prompts() -> list[Tensor]:
-    return [token_ids(60)[:, start : start + length] for start, length in zip((0, 3, 11), LENGTHS, strict=True)]
+def prompts(chosen: str = "") -> list[Tensor]:
+    """Of gear with no token twice: it keeps extremes by rank, and between equal keys the last bits of states decide."""
+    text = token_ids(60)
+    if chosen == "gear":
+        text = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[None]
+    return [text[:, start : start + length] for start, length in zip((0, 3, 11), LENGTHS, strict=True)]
 
 
 def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -57,8 +61,6 @@ def test_generate_writes_the_tokens_of_batch_1(name: str, monkeypatch: pytest.Mo
     loaded, done = in_double_precision(family(name), monkeypatch), []
     pools = ["ott"] if name in FULL else []  # they move tokens, which a window and distances forbid
     for chosen in METHODS + pools:
-        if chosen == "gear":  # the last bits of states decide its singular vectors, in any batch
-            continue
         try:
             one = method(chosen, *(["plan.exempt_layers=0"] if chosen == "ott" else []))
             layers = KVCache(loaded.model, one).kv_layers
@@ -66,8 +68,9 @@ def test_generate_writes_the_tokens_of_batch_1(name: str, monkeypatch: pytest.Mo
             continue
         if any(layer.unpadded for layer in layers):
             continue
-        together, logits, cache = written(loaded, one, *padded(prompts()))
-        alone = [written(loaded, one, row, torch.ones_like(row)) for row in prompts()]
+        rows = prompts(chosen)
+        together, logits, cache = written(loaded, one, *padded(rows))
+        alone = [written(loaded, one, row, torch.ones_like(row)) for row in rows]
         assert torch.equal(together, torch.cat([tokens for tokens, _, _ in alone])), chosen
         torch.testing.assert_close(logits, torch.cat([found for _, found, _ in alone]), atol=1e-5, rtol=0, msg=chosen)
         assert cache.nbytes == sum(own.nbytes for _, _, own in alone), chosen
@@ -173,3 +176,31 @@ def _beams(loaded: LoadedModel, one: Method, tokens: Tensor, mask: Tensor, given
     settings = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0, **given}
     out = loaded.model.generate(tokens, attention_mask=mask, past_key_values=KVCache(loaded.model, one), **settings)
     return out[:, tokens.shape[1] :]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next", "zamba2"])
+def test_caches_that_were_filled_apart_go_on_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method that takes padding, in the form that it has: tokens, logits and bytes of each cache alone."""
+    loaded, done = in_double_precision(family(name), monkeypatch), 0
+    for chosen in METHODS:
+        try:
+            one = method(chosen)
+            caches = [KVCache(loaded.model, one) for _ in prompts()]
+        except Unsupported:  # its head dim
+            continue
+        if caches[0].unparted:
+            continue
+        for cache, row in zip(caches, prompts(), strict=True):
+            loaded.hidden_states(row, cache)
+        together, tokens = KVCache.together(caches), token_ids(STEPS, batch=3, seed=7)
+        assert together.nbytes == sum(cache.nbytes for cache in caches), chosen
+        for column in tokens.split(1, 1):
+            found = loaded.hidden_states(column, together)
+            alone = [loaded.hidden_states(column[row : row + 1], cache) for row, cache in enumerate(caches)]
+            torch.testing.assert_close(found, torch.cat(alone), atol=1e-6, rtol=0, msg=chosen)
+        assert together.nbytes == sum(cache.nbytes for cache in caches), chosen
+        assert together.fork().sequence(1).nbytes == caches[1].nbytes
+        done += 1
+    assert done > 8
+    with pytest.raises(Unsupported, match=r"^KVCache\.together: a padded batch; go on with each cache alone$"):
+        KVCache.together([together])

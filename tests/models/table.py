@@ -1,8 +1,8 @@
 """`python -m tests.models.table [FAMILY ...]`: measures the families and writes the tables of docs/models.md.
 
 Of every family a random small model reads 43 tokens in double precision under KIVI at 2 bits with a sliding residual of
-8 tokens, of both sides (`key`), and of values behind blocks of keys (`value`): one by one, in whole residuals
-at a time, and in chunks of 7 tokens.
+8 tokens, of both sides (`both`), of keys alone (`key`) and of values alone (`value`), the other side in blocks: one by
+one, in whole residuals at a time, and in chunks of 7 tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tests.tasks.test_scoring import chunked
 MEASURED = Path(__file__).with_name("families.json")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MARK = "<!-- made by `python -m tests.models.table` -->"
+_TWO = ("key", "value")
+SIDES = ("both", *_TWO)
 LIMIT = 1e-9
 """Largest difference of a log-probability that counts as exact."""
 
@@ -34,12 +36,13 @@ def measure(name: str) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
         loaded, tokens = in_double_precision(family(name, seed=3), patch), token_ids(43)
         found: dict[str, float] = {}
-        for side in ("key", "value"):
-            given = ["residual.size=8", f"residual.{side}.policy=sliding", "key.quantizer.group_size=4"]
+        for sliding in SIDES:
+            apart = [f"residual.{side}.policy={'sliding' if sliding in (side, 'both') else 'block'}" for side in _TWO]
+            given = ["residual.size=8", *apart, "key.quantizer.group_size=4"]
             one = kvq.build_method("kivi", bits=2, head_dim=32, overrides=given)
             single = chunked(loaded, one, tokens, generation_bounds(one, 42, 1))
             others = [chunked(loaded, one, tokens, generation_bounds(one, 42, chunk)) for chunk in (None, 7)]
-            found[side] = max(float((other - single).abs().max()) for other in others)
+            found[sliding] = max(float((other - single).abs().max()) for other in others)
         exact = chunked(loaded, kvq.build_method("fp16"), tokens, [(0, 42)])
         return found | {"quantized": float((exact - single).abs().max())}
 
@@ -70,11 +73,11 @@ def rows() -> str:
         "",
         f"Measured with transformers {measured['transformers']}.",
         "",
-        "| family | what its layers cache (how many) | Δ, both slide | Δ, values slide | Δ to full precision |",
-        "|---|---|---:|---:|---:|",
+        "| family | what its layers cache (how many) | Δ, both slide | Δ, keys | Δ, values | Δ to full precision |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     lines = [
-        f"| `{name}` | {row['held']} | {row['key']:.0e} | {row['value']:.0e} | {row['quantized']:.2f} |"
+        f"| `{name}` | {row['held']} | {' | '.join(f'{row[side]:.0e}' for side in SIDES)} | {row['quantized']:.2f} |"
         for name, row in sorted(measured["families"].items())
     ]
     missing = [f"`{name}`" for name in (*FAMILIES, *MORE) if name not in measured["families"]]

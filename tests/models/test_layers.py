@@ -11,9 +11,11 @@ import transformers
 
 import kvq
 from kvq.cache import KVCache
+from kvq.cache.files import FORMAT
 from kvq.cache.states import reads_in_parts
-from kvq.errors import Unsupported
+from kvq.errors import DataError, Unsupported
 from kvq.models.layers import KvLayer, head_dims_of, kv_layers_of, state_layers_of
+from kvq.results.tensor_files import dump, read_tensors
 from kvq.tasks.scoring import generation_bounds
 from kvq.tasks.storage import storage_metrics
 from tests.families import LATENT, MORE, WINDOW, WINDOWED, family
@@ -248,9 +250,12 @@ def test_crops_of_a_window() -> None:
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "kimi_linear", "lfm2", "falcon_h1", "zamba2", "nemotron_h"],
+)
 @torch.no_grad()
-def test_caches_with_windows_or_latents_are_saved(name: str, tmp_path: Path) -> None:
+def test_caches_with_windows_latents_or_states_are_saved(name: str, tmp_path: Path) -> None:
     loaded, tokens = family(name), token_ids(60)
     one = kivi()
     cache = KVCache(loaded.model, one)
@@ -260,9 +265,34 @@ def test_caches_with_windows_or_latents_are_saved(name: str, tmp_path: Path) -> 
     for at in range(50, 60):
         got, expected = (loaded.hidden_states(tokens[:, at : at + 1], given) for given in (again, cache))
         assert torch.equal(got, expected)
-    hybrid = family("qwen3_next")  # a cache holds no model
-    with pytest.raises(Unsupported, match="not the states of other layers"):
-        KVCache(hybrid.model, one).save(tmp_path / "other")
+    assert (again.nbytes, again.state_bytes) == (cache.nbytes, cache.state_bytes)
+    KVCache(loaded.model, one).save(tmp_path / "empty")
+    empty = KVCache.load(tmp_path / "empty", loaded.model, one)
+    got, expected = (loaded.hidden_states(tokens, given) for given in (empty, KVCache(loaded.model, one)))
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("change", ["missing", "shape", "dtype", "odd"])
+@torch.no_grad()
+def test_a_file_with_other_states_than_the_models_is_refused(change: str, tmp_path: Path) -> None:
+    loaded, one = family("qwen3_next"), kivi()
+    cache = KVCache(loaded.model, one)
+    loaded.hidden_states(token_ids(30), cache)
+    cache.save(tmp_path / "cache")
+    header, tensors = read_tensors(tmp_path / "cache", "cache", FORMAT)
+    name = "states.0.recurrent_states.0"
+    if change == "missing":
+        del tensors[name]
+    elif change == "shape":
+        tensors[name] = tensors[name][:, 1:].contiguous()
+    elif change == "dtype":
+        tensors[name] = tensors[name].double()
+    else:
+        tensors["states.0.recurrent_states.7"] = tensors[name].clone()
+    (tmp_path / "cache").write_bytes(dump(tensors, header))
+    with pytest.raises(DataError, match=r"states\.0.*recurrent_states\.(0|7)") as caught:
+        KVCache.load(tmp_path / "cache", loaded.model, one)
+    assert "\n" not in str(caught.value)
 
 
 @torch.no_grad()

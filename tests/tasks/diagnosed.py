@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvq.config import ModelConfig
+from kvq.config.run import CacheConfig
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
@@ -19,7 +20,8 @@ class DiagnosedInputs(Inputs):
     """Inputs of a random llama of 2 layers, 2 KV heads and head_dim 32, or of another model, on random tokens."""
 
     def __init__(self, task: Any, loaded: LoadedModel | None = None, path: str = "random") -> None:
-        self.config: Any = SimpleNamespace(task=task, model=ModelConfig(name="random", path=path, bos=False))
+        model = ModelConfig(name="random", path=path, bos=False)
+        self.config: Any = SimpleNamespace(task=task, model=model, cache=CacheConfig())
         self._loaded = loaded
 
     @property

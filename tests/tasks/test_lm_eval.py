@@ -143,10 +143,22 @@ def test_the_record_says_what_was_measured(canaries: Path) -> None:
     assert 2 < run.metrics["bits_per_element"] < 8
 
 
-def test_batches_are_one_at_a_time(given: list[str], canaries: Path, tmp_path: Path) -> None:
-    assert main([*given, "method=kivi", "bits=2", "task.batch_size=4", f"results_dir={tmp_path}"]) == 0
-    assert records(tmp_path)["kivi 2"].key == records(canaries)["kivi 2"].key
-    for one, other in zip(answers(tmp_path, "kivi 2"), answers(canaries, "kivi 2"), strict=True):
+@pytest.mark.parametrize(("prefill", "sizes"), [("chunked", [1, 4]), ("whole", [1, "null"])], ids=["chunked", "whole"])
+def test_batches_are_one_at_a_time(given: list[str], tmp_path: Path, prefill: str, sizes: list[Any]) -> None:
+    """Also what a cache holds behind an answer; prompts of a batch are of unequal length."""
+    kept, held = [], []
+    for size in sizes:
+        folder = tmp_path / str(size)
+        batch = [f"task.prefill={prefill}", f"task.batch_size={size}", "task.noise_floor=false"]
+        assert main([*given, *batch, "method=kivi", "bits=2", f"results_dir={folder}"]) == 0
+        kept.append(records(folder)["kivi 2"])
+        held.append(answers(folder, "kivi 2"))
+    assert kept[0].key == kept[1].key
+    for name in ("total_bytes", "cached_tokens", "new_tokens", "prompt_tokens", "read_tokens"):
+        assert kept[0].metrics[name] == pytest.approx(kept[1].metrics[name], rel=1e-9), name
+    assert {row["together"] for row in held[0]} == {1}
+    assert max(row["together"] for row in held[1] if row["task"] == "say") == (6 if prefill == "whole" else 4)
+    for one, other in zip(*held, strict=True):
         assert one["item"] == other["item"]
         if one["task"] == "say":
             assert one["responses"] == other["responses"]
@@ -186,8 +198,10 @@ def test_sampling_is_drawn_by_its_seed_and_averaged(given: list[str], tmp_path: 
         folder = f"results_dir={tmp_path / name}"
         assert main([*given, *sampling, "task.repeats=3", "method=fp16", *changes, folder]) == 0
     first, batched, other = (answers(tmp_path / name, "fp16") for name in "abc")
+    assert {row.pop("together") for row in first} == {6}
+    assert {row.pop("together") for row in batched} == {3}
     assert first == batched
-    assert first != other
+    assert first != [{name: value for name, value in row.items() if name != "together"} for row in other]
     for row in first:
         assert len(row["responses"]) == len(row["scores"]) == 3
         assert row["score"] == pytest.approx(sum(row["scores"]) / 3)

@@ -152,24 +152,32 @@ def test_a_run_scores_every_item_and_compares_it_with_full_precision(given: list
     assert run["decode_tokens_per_second"] > 0
 
 
-def test_prompts_of_unequal_length_are_one_batch_with_the_answers_of_each(given: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefill", ["whole", "chunked"])
+def test_prompts_of_unequal_length_are_one_batch_with_the_answers_of_each(
+    given: list[str], tmp_path: Path, prefill: str
+) -> None:
     one = item("passage_count")
     rows = [one | {"_id": str(number), "context": one["context"] * (number + 1)} for number in range(4)]
     file = tmp_path / "passage_count.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     only = ["task.subsets=[passage_count]", f"dataset.path={file}", "task.noise_floor=false", "model.context=4000"]
     asked = [one for one in given if not one.startswith(("dataset.path", "model.context"))]
-    inputs = inputs_of([*asked, *only], "task.batch_size=4")
-    assert [len(batch) for batch in longbench.make_items(inputs, together=True).batches] == [4]
+    inputs = inputs_of([*asked, *only])
+    assert [len(batch) for batch in longbench.make_items(inputs, unequal=True).batches] == [4]
     assert [len(batch) for batch in longbench.make_items(inputs).batches] == [1] * 4
-    texts = {}
-    for size in (1, 4):
-        folder = tmp_path / str(size)
-        run = [f"task.batch_size={size}", "method=kivi", "bits=2", f"results_dir={folder}"]
+    texts, found = {}, {}
+    for size in ("1", "null"):
+        folder = tmp_path / size
+        run = [f"task.batch_size={size}", f"task.prefill={prefill}", "method=kivi", "bits=2", f"results_dir={folder}"]
         assert main([*asked, *only, *run]) == 0
         texts[size] = {row["item"]: row["text"] for row in samples(folder, "kivi 2")}
-    assert texts[1] == texts[4]
-    assert len(set(texts[1].values())) > 1
+        assert {row["together"] for row in samples(folder, "kivi 2")} == {1 if size == "1" else 4}
+        found[size] = records(folder)["kivi 2"]
+    assert found["1"].key == found["null"].key
+    assert texts["1"] == texts["null"]
+    assert len(set(texts["1"].values())) > 1
+    for name in ("total_bytes", "cached_tokens", "new_tokens", "effective_bits"):
+        assert found["1"].metrics[name] == pytest.approx(found["null"].metrics[name], rel=1e-9), name
 
 
 def test_bad_items_are_named_and_counted(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from kvq.cli import main
 from kvq.codecs.rope import Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.errors import ConfigError, Unsupported
-from kvq.models.shapes import CacheShape, cache_shape, shipped
+from kvq.models.shapes import CacheShape, LayerKind, cache_shape, shipped
+from kvq.models.state_sizes import state_bytes_of
 from kvq.tasks import memory
 from kvq.tasks.memory import rows_of, side_parts
 from tests.families import family
@@ -59,7 +62,7 @@ def test_a_whole_model_adds_up() -> None:
     loaded, method = random_llama(), build_method("kivi", 2, 32)
     cache = KVCache(loaded.model.half(), method)
     loaded.model(input_ids=token_ids(300), past_key_values=cache)
-    rows = rows_of(CacheShape(((2, 2, 32),), 512), method, 300, measured=True)
+    rows = rows_of(CacheShape((LayerKind(2, 2, 32),), 512), method, 300, measured=True)
     assert sum(row["total"] for row in rows) == cache.nbytes
     assert sum(row["fp16"] for row in rows) == 2 * 2 * 2 * 300 * 32 * 2
 
@@ -86,7 +89,7 @@ def test_shapes_of_models_without_weights(tmp_path: Path) -> None:
         memory.check(DiagnosedInputs(MemoryConfig(lengths=[200000]), path=LLAMA), build_method("nsn", 3, 128))
     random_llama().model.save_pretrained(tmp_path)
     shape = cache_shape(DiagnosedInputs(MemoryConfig(), path=str(tmp_path)).config.model)
-    assert (shape.layers, shape.context, shape.head_dims) == (((2, 2, 32),), 512, [32])
+    assert (shape.layers, shape.context, shape.head_dims) == ((LayerKind(2, 2, 32),), 512, [32])
 
 
 def test_shipped_shapes_are_those_of_configured_models() -> None:
@@ -112,15 +115,44 @@ def test_a_model_of_70b_takes_less_than_a_minute_and_no_weights(tmp_path: Path) 
     assert found["bits_without_residual_131072"] == pytest.approx(3 + 16 / 128 + 32 / 131072)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("mistral", r"task\.lengths=\[64\]: task=memory counts layers that keep the whole past"),
-        ("qwen3_next", r"task=memory: counts keys and values; layers of random cache"),
-        ("deepseek_v2", r"task=memory: counts keys and values; layers of random cache"),
-    ],
-)
-def test_layers_that_hold_something_else_are_refused(tmp_path: Path, name: str, says: str) -> None:
-    family(name).model.config.save_pretrained(tmp_path)
-    with pytest.raises(Unsupported, match=says):
-        memory.check(DiagnosedInputs(MemoryConfig(lengths=[64]), path=str(tmp_path)), build_method("nsn", 3, 16))
+WINDOWS = ["mistral", "gemma2", "gemma4", "gpt_oss"]
+LATENTS = ["deepseek_v2", "deepseek_v3", "minicpm3"]
+STATES = ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "lfm2", "falcon_h1", "bamba", "granitemoehybrid"]
+STATES += ["zamba2", "nemotron_h", "jamba"]
+
+
+@pytest.mark.parametrize("name", [*WINDOWS, *LATENTS, *STATES])
+@torch.no_grad()
+def test_bytes_of_windows_latents_and_states_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
+    """Of random models in 16 bits, to the byte, from their configuration alone; windows of 24 tokens behind 75."""
+    model, tokens = copy.deepcopy(family(name).model).bfloat16(), 75
+    model.config.save_pretrained(tmp_path)
+    shape = cache_shape(DiagnosedInputs(MemoryConfig(), path=str(tmp_path)).config.model)
+    assert bool(shape.state_bytes) == (name in STATES)
+    keep, size = "cache.window_layers=keep", "residual.size=8"
+    sliding = "residual.policy=sliding"
+    methods = {("fp16", ()), ("nsn", (size,)), ("kivi", (size,)), ("kivi", (size, keep)), ("turboquant", ())}
+    for chosen, overrides in methods | {("turboquant", (size, sliding)), ("turboquant", (size, sliding, keep))}:
+        method = build_method(chosen, bits=2, head_dim=32, overrides=list(overrides))
+        cache = KVCache(model, method)
+        model(input_ids=token_ids(tokens), past_key_values=cache)
+        for measured in (True, False):
+            rows = rows_of(shape, method, tokens, measured)
+            assert sum(row["total"] for row in rows) == cache.nbytes, (chosen, overrides)
+            assert sum(row["total"] for row in rows if row["side"] == "state") == cache.state_bytes
+        if chosen == "fp16":
+            assert sum(row["fp16"] for row in rows) == cache.nbytes
+
+
+def test_a_hybrid_has_its_states_in_the_record_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    family("qwen3_next").model.config.save_pretrained(tmp_path)
+    inputs = DiagnosedInputs(MemoryConfig(lengths=[64]), path=str(tmp_path))
+    method = build_method("fp16")
+    memory.check(inputs, method)
+    found = memory.measure(inputs, method, None, journal(tmp_path)).metrics
+    assert memory.fingerprint(inputs) == "shape 1x2x32, 5120 bytes of states"
+    assert (found["state_bytes_64"], found["compression_64"]) == (5120, 1)
+    assert found["total_bytes_64"] == 5120 + 2 * 2 * 64 * 32 * 2
+    config = family("lfm2").text_config
+    with pytest.raises(Unsupported, match="does not say how large its states are, in a form that kvq knows"):
+        state_bytes_of(SimpleNamespace(layer_types=config.layer_types))

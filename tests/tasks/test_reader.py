@@ -9,10 +9,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from kvq.cache import KVCache
 from kvq.config.tasks import Prefill
-from kvq.errors import Unsupported
+from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
+from kvq.tasks.batching import TOKENS, batches_of, read_in_batches
 from kvq.tasks.reader import Reader, Sampler, answer_text, check_prefill, stop_at
 from tests.data.byte_tokenizer import byte_tokenizer
 from tests.families import family
@@ -179,29 +180,89 @@ def test_an_answer_ends_at_its_stop_text() -> None:
     assert answer_text(tokenizer, said, ["END"]) == "so it goes "
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bloom"])
-def test_prompts_of_unequal_length_are_read_together_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers and log-probabilities; positions are rotated, embedded and distances, and one model has windows."""
+HYBRIDS = ["qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"]
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill"),
+    [
+        *((name, prefill) for name in ("llama", "gemma2", "gpt2", "bloom") for prefill in Prefill),
+        *((name, Prefill.whole) for name in HYBRIDS),
+        *((name, Prefill.chunked) for name in ("qwen3_next", "bamba")),
+    ],
+)
+def test_prompts_of_unequal_length_are_answered_together_as_alone(
+    name: str, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers and log-probabilities; positions are rotated, embedded and distances, and layers have windows or states.
+
+    Prompts are read in one forward where they can be, and else one by one, what they share once.
+    """
     loaded, text = in_double_precision(family(name), monkeypatch), token_ids(90)[0].tolist()
-    prompts, continuation = [text[:33], text[40:49], text[20:61]], torch.tensor([text[60:79]])
-    reader = Reader(loaded, build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=8"]), Prefill.whole)
-    assert reader.pads
+    prompts, continuation = [text[:33], text[40:69], text[:25] + text[50:70]], torch.tensor([text[60:79]])
+    reader = Reader(loaded, build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=8"]), prefill)
+    assert reader.joins
+    assert reader.pads == (prefill is Prefill.whole and name not in HYBRIDS)
     cache, logits = reader.begin_together(prompts)
+    assert reader.tokens_read == 33 + 29 + 45 - (25 if prefill is Prefill.chunked else 0)
     held = [cache.sequence(row) for row in range(3)]
-    for row, (prompt, written) in enumerate(zip(prompts, reader.write(cache, logits, 6, never), strict=True)):
+    left: dict[int, KVCache] = {}
+    rows = reader.write(cache, logits, 6, lambda row: len(row) == row[0] % 6 + 1, leave=left.__setitem__)
+    assert len({len(row) for row in rows}) > 1  # answers end one by one
+    for row, (prompt, written) in enumerate(zip(prompts, rows, strict=True)):
         alone, after = reader.begin(reader.tensor([prompt]))
         torch.testing.assert_close(logits[row : row + 1], after, atol=1e-9, rtol=0)
-        assert (held[row].padding, held[row].nbytes) == (None, alone.nbytes)
+        assert (held[row].padding, held[row].is_parted, held[row].nbytes) == (None, False, alone.nbytes)
         expected = reader.log_probs(alone.fork(), after, continuation)[0]
         found = reader.log_probs(held[row], logits[row : row + 1], continuation)[0]
         torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
-        assert written == reader.write(alone, after, 6, never)[0]
+        assert written == reader.write(alone, after, len(written), never)[0]
+        assert (left[row].get_seq_length(), left[row].nbytes) == (alone.get_seq_length(), alone.nbytes)
 
 
-def test_prompts_of_unequal_length_are_refused_where_each_token_reads_a_cache_of_its_own() -> None:
-    reader = Reader(random_llama(), method_of("kivi"), Prefill.chunked)
-    assert not reader.pads
-    with pytest.raises(Unsupported, match=r"task\.prefill=chunked: reads prompts of equal length together; use"):
-        reader.begin_together([[1, 2, 3], [1, 2]])
+def test_methods_that_evict_answer_prompts_of_equal_length_together() -> None:
     evicting = build_method("h2o", head_dim=32, overrides=["residual.size=8"])
-    assert not Reader(random_llama(), evicting, Prefill.whole).pads
+    reader = Reader(random_llama(), evicting, Prefill.whole)
+    assert not reader.unequal
+    with pytest.raises(Unsupported, match=r"^KVCache\.together: method=h2o evicts .*; go on with each cache alone$"):
+        reader.begin_together([[1, 2, 3], [1, 2]])
+    assert reader.begin_together([[1, 2, 3], [1, 2, 4]])[1].shape[0] == 2
+
+
+def test_batches_are_as_large_as_their_setting_or_their_tokens_say() -> None:
+    lengths = [30, 10, 20, 10, 10]
+    assert batches_of(lengths, 2, unequal=True) == [[1, 3], [4, 2], [0]]
+    assert batches_of(lengths, 2, unequal=False) == [[1, 3], [4], [2], [0]]
+    assert batches_of(lengths, None, unequal=True) == [[1, 3, 4, 2, 0]]
+    assert [len(batch) for batch in batches_of([5] * 20, None, unequal=True)] == [8, 8, 4]
+    long = [TOKENS // 4, TOKENS // 3, TOKENS // 2, TOKENS, 2 * TOKENS]
+    assert batches_of(long, None, unequal=True) == [[0, 1], [2], [3], [4]]
+    assert batches_of(long, 5, unequal=True) == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("prefill", Prefill)
+def test_all_prompts_are_read_in_batches_once(prefill: Prefill) -> None:
+    prompts = [[1, 2, 3, *range(count)] for count in range(11)]
+    found = list(read_in_batches(Reader(random_llama(), method_of("kivi"), prefill), prompts, None))
+    assert sorted(index for batch, _, _ in found for index in batch) == list(range(11))
+    assert [(len(batch), logits.shape[0]) for batch, _, logits in found] == [(8, 8), (3, 3)]
+    # Mostly padding: read one by one.
+    reader = Reader(random_llama(), method_of("kivi"), prefill)
+    assert reader.begin_together([[1, 2], list(range(40))])[0].padding == [38, 0]
+    assert reader.tokens_read == 42
+    evicting = Reader(random_llama(), build_method("h2o", head_dim=32, overrides=["residual.size=8"]), prefill)
+    assert [batch for batch, _, _ in read_in_batches(evicting, [[1], [2, 3], [4, 5]], None)] == [[0], [1, 2]]
+
+
+def test_a_batch_without_memory_names_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(random_llama(), method_of("kivi"), Prefill.whole)
+
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(LoadedModel, "hidden_states", full)
+    says = r"^task\.batch_size: 4 prompts of up to 2 tokens do not fit into memory together; give task\.batch_size=2 or"
+    with pytest.raises(ConfigError, match=says):
+        reader.begin_together([[1, 2, 3]] * 4)
+    with pytest.raises(torch.OutOfMemoryError):
+        reader.begin_together([[1, 2, 3]])
