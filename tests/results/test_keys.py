@@ -29,7 +29,11 @@ def one_per_protocol() -> list[Record]:
     return [*protocols.values(), *{record.method: record for record in records()}.values()]
 
 
-SETTINGS = ("oscar/", "nsnquant/table7", "nsnquant/table20", "kvquant_plus_plus/9_2")
+SETTINGS = (
+    "oscar/",
+    *(f"nsnquant/{name}" for name in ("figure4", "figure8", "table15", "table20", "table21", "table3", "table7")),
+    "kvquant_plus_plus/9_2",
+)
 """Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's."""
 
 
@@ -52,6 +56,7 @@ def key_of(record: Record) -> str:
     given += [f"bits={record.bits}"] if record.bits else []
     task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] != "task.name" and leaf[1] != "null"]
     given += ["=".join(leaf) for leaf in task] + own_settings(record)
+    given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
     config = resolve(compose(given))
     calibration = record.config["method"].get("calibration") or {}
     fingerprints = [record.config[group]["fingerprint"] for group in ("model", "dataset")]
