@@ -337,7 +337,9 @@ class KVCache(PaddableCache, WatchfulCache):
         Args:
             model: with the weights and the dtype of the one that filled it, on any device.
             method: with the settings, the residual and the tables of the one that filled it.
-            keep_decoded, quantized_prefill, attention: as `KVCache` has them; the dtype is the file's.
+            keep_decoded: as `KVCache` has it.
+            quantized_prefill: as `KVCache` has it; the dtype is the file's.
+            attention: as `KVCache` has it.
 
         Raises:
             DataError: no such file; one that is damaged or was written by something else; another method, model or
