@@ -11,7 +11,7 @@ import abc
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -191,6 +191,10 @@ class PaddedLayer(Layer):
         return other
 
 
+Paddable = TypeVar("Paddable", bound="PaddableCache")
+"""The class of a cache itself; the checks of types at each call do not know `Self` in methods."""
+
+
 class PaddableCache(CountedCache, abc.ABC):
     """A cache that holds the sequences of a left-padded batch apart."""
 
@@ -273,10 +277,10 @@ class PaddableCache(CountedCache, abc.ABC):
         super().reset()
 
     @abc.abstractmethod
-    def fork(self) -> Self:
+    def fork(self: Paddable) -> Paddable:
         """A copy that shares the tokens held so far and grows independently."""
 
-    def sequence(self, row: int) -> Self:
+    def sequence(self: Paddable, row: int) -> Paddable:
         """A copy of one sequence of the batch, without its padding."""
         other = self.fork()
         other.batch_select_indices(torch.tensor([row]))
@@ -285,7 +289,7 @@ class PaddableCache(CountedCache, abc.ABC):
         return other
 
     @classmethod
-    def together(cls, caches: Sequence[Self]) -> Self:
+    def together(cls: type[Paddable], caches: Sequence[Paddable]) -> Paddable:
         """One batch of the sequences of caches of one model and method that were filled apart, and stay as they are.
 
         The shorter ones count as padded on the left, and `padding` says by how much. What it holds is theirs, bit for
