@@ -102,7 +102,7 @@ class Reader:
         return self.begin(self.tensor(rows), padding if any(padding) else None)
 
     @staticmethod
-    def join(caches: Sequence[KVCache], logits: Sequence[Logits]) -> tuple[KVCache, Logits]:
+    def join(caches: Sequence[KVCache], logits: Sequence[Float[Tensor, "1 vocab"]]) -> tuple[KVCache, Logits]:
         """Caches of one prompt each as one batch, and the logits after each. Raises: as `KVCache.together`."""
         return caches[0] if len(caches) == 1 else KVCache.together(caches), torch.cat(list(logits))
 
