@@ -11,12 +11,11 @@ import functools
 from typing import no_type_check
 
 import llvmlite.binding
-import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvq.kernels.cpu_vectors import BYTE, FLOAT, INT, LANES, TILE, Step, step_tokens
+from kvq.kernels.cpu_vectors import BYTE, FLOAT, INT, LANES, TILE, Step, step_tokens, steps_of
 
 LARGEST = 32639
 """Largest magnitude whose upper byte, after rounding, is a signed byte."""
@@ -73,9 +72,7 @@ class _Integers(Step):
     def digit(self, row, place):
         """The four bytes of a row of `digits` at the 32-bit word `place`, for each lane."""
         at = self.builder.add(self.size(1), place)
-        number = self.read(0, INT, self.size(row), at)
-        one = self.builder.insert_element(ir.Constant(self.ints, ir.Undefined), number, INT(0))
-        return self.shuffled(one, one, [0] * self.lanes)
+        return self.spread(self.read(0, INT, self.size(row), at))
 
     def unit(self, row):
         return self.splat(0, self.size(row), self.size(0))
@@ -104,8 +101,7 @@ def digits(count: int, width: int | None, factor: float):
         step = _Integers(context, builder, signature, args, 8, lanes)
         _, row, top, _ = args
         top = builder.select(builder.fcmp_ordered(">", top, FLOAT(LEAST)), top, FLOAT(LEAST))
-        one = builder.insert_element(ir.Constant(step.vector, ir.Undefined), builder.fdiv(FLOAT(LARGEST), top), INT(0))
-        steps = step.shuffled(one, one, [0] * lanes)
+        steps = step.spread(builder.fdiv(FLOAT(LARGEST), top))
         for start in range(0, count, lanes):
             number = step.load(0, row, step.size(start))
             # The sum's lowest bits are the rounded number in two's complement
@@ -167,17 +163,7 @@ def dots(width: int, span: int, rows: int):
             step.store_sums(totals, 4, 4, builder.add(token, step.size(half)), units)
         return context.get_dummy_value()
 
-    @intrinsic
-    def dot_step(typing_context, queries, plane, row, channel, found, token):
-        return types.void(queries, plane, types.intp, types.intp, found, types.intp), build
-
-    @numba.njit(nogil=True, inline="always")
-    def all_steps(queries, plane, channel, first, count, found):
-        for token in range(0, count, per_step):
-            dot_step(queries, plane, (first + token) * width // 8, channel, found, token)
-
-    per_step = step_tokens(width)
-    return all_steps
+    return steps_of(width, build)
 
 
 @no_type_check

@@ -109,9 +109,14 @@ class Step:
 
     def splat(self, array, *index):
         """One number of an array in all lanes."""
-        number = self.builder.load(self.pointer(array, FLOAT, *index), typ=FLOAT)
-        one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), number, INT(0))
-        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT, self.lanes), [0] * self.lanes))
+        return self.spread(self.builder.load(self.pointer(array, FLOAT, *index), typ=FLOAT))
+
+    def spread(self, number):
+        """A number in all lanes."""
+        one = self.builder.insert_element(
+            ir.Constant(ir.VectorType(number.type, self.lanes), ir.Undefined), number, INT(0)
+        )
+        return self.shuffled(one, one, [0] * self.lanes)
 
     def lane_sums(self, vectors):
         """The sum over the lanes of each vector, in order, in the lanes of as few as hold them."""
@@ -159,6 +164,23 @@ class Step:
         return self.shuffled(one, two, list(range(start, 2 * self.lanes, 2)))
 
 
+@no_type_check
+def steps_of(width, build):
+    """The loop `(queries, plane, channel, first, count, found)` over the steps of scores that `build` emits."""
+
+    @intrinsic
+    def dot_step(typing_context, queries, plane, row, channel, found, token):
+        return types.void(queries, plane, types.intp, types.intp, found, types.intp), build
+
+    @numba.njit(nogil=True, inline="always")
+    def all_steps(queries, plane, channel, first, count, found):
+        for token in range(0, count, per_step):
+            dot_step(queries, plane, (first + token) * width // 8, channel, found, token)
+
+    per_step = step_tokens(width)
+    return all_steps
+
+
 @functools.cache
 @no_type_check
 def dots(width: int, span: int, rows: int):
@@ -179,17 +201,7 @@ def dots(width: int, span: int, rows: int):
             step.store_sums(totals, 4, 4, builder.add(token, step.size(half)))
         return context.get_dummy_value()
 
-    @intrinsic
-    def dot_step(typing_context, queries, plane, row, channel, found, token):
-        return types.void(queries, plane, types.intp, types.intp, found, types.intp), build
-
-    @numba.njit(nogil=True, inline="always")
-    def all_steps(queries, plane, channel, first, count, found):
-        for token in range(0, count, per_step):
-            dot_step(queries, plane, (first + token) * width // 8, channel, found, token)
-
-    per_step = step_tokens(width)
-    return all_steps
+    return steps_of(width, build)
 
 
 @functools.cache
