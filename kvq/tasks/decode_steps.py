@@ -25,6 +25,7 @@ from kvq.errors import Unsupported
 from kvq.kernels import watched
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
+from kvq.tasks.prefill_steps import check_two_codecs, medians_by_step
 
 WATCHED = "watched_decode"
 """Name of the watched decoding among the subjects of a cell."""
@@ -51,9 +52,7 @@ def check_decode_steps(method: Method, packed: bool) -> None:
     """Raise `Unsupported` for attention that does not read codes, or codes of more than two codecs."""
     if not packed:
         raise Unsupported("task.decode_steps: the steps of attention on codes; use cache.attention=packed")
-    for name in ("backend", "plan", "eviction", "first_layers", "by_layer", "gqa", "is_calibrated"):
-        if getattr(method, name):
-            raise Unsupported(f"task.decode_steps: method={method.name} ({name}) has codes of more than two codecs")
+    check_two_codecs(method, "task.decode_steps", "has codes of")
 
 
 def without_norms(method: Method) -> Method | None:
@@ -92,15 +91,9 @@ def decode_metrics(cell: str, rows: list[dict[str, Any]], subject: str) -> tuple
         rows: of the cell.
         subject: the name of the run's method among them.
     """
-    metrics, units = {}, {}
     here = [row for row in rows if row["subject"] == WATCHED and row["fits"]]
-    for step in here[0]["steps"] if here else ():
-        seconds = [row["steps"][step] for row in here]
-        metrics[f"decode_step_{step}_{cell}"], units[f"decode_step_{step}_{cell}"] = statistics.median(seconds), "s"
-        if step != _WHOLE:
-            shares = [row["steps"][step] / row["steps"][_WHOLE] for row in here]
-            metrics[f"decode_share_{step}_{cell}"] = statistics.median(shares)
-            units[f"decode_share_{step}_{cell}"] = "fraction"
+    wholes = [row["steps"][_WHOLE] for row in here]
+    metrics, units = medians_by_step(cell, here, ("decode_step", "decode_share"), wholes, without=_WHOLE)
     value = itemgetter("step_seconds_median")
     mine, plain = (
         {row["repeat"]: value(row) for row in rows if row["subject"] == name and row["fits"]}

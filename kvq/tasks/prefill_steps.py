@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -59,9 +59,14 @@ def check_steps(method: Method, packed: bool) -> None:
     """Raise `Unsupported` for a method whose steps are not those of two codecs."""
     if packed:
         raise Unsupported("task.prefill_steps: packed attention encodes in one pass; use cache.attention=dense")
+    check_two_codecs(method, "task.prefill_steps", "encodes by")
+
+
+def check_two_codecs(method: Method, setting: str, does: str) -> None:
+    """Raise `Unsupported` in the name of a setting for a method that `does` something by more than two codecs."""
     for name in ("backend", "plan", "eviction", "first_layers", "by_layer", "gqa", "is_calibrated"):
         if getattr(method, name):
-            raise Unsupported(f"task.prefill_steps: method={method.name} ({name}) encodes by more than two codecs")
+            raise Unsupported(f"{setting}: method={method.name} ({name}) {does} more than two codecs")
 
 
 def watched_prefill(loaded: LoadedModel, method: Method, prompt: Tensor, now: Callable[[], float]) -> dict[str, Any]:
@@ -76,11 +81,27 @@ def watched_prefill(loaded: LoadedModel, method: Method, prompt: Tensor, now: Ca
 
 def step_metrics(cell: str, rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
     """Medians over repeats: seconds of each step, and its share of the watched prefill."""
-    metrics, units = {}, {}
     here = [row for row in rows if row["subject"] == WATCHED and row["fits"]]
-    for step in here[0]["steps"] if here else ():
-        seconds = [row["steps"][step] for row in here]
-        shares = [row["steps"][step] / row["prefill_seconds"] for row in here]
-        for name, values, unit in ((f"prefill_{step}", seconds, "s"), (f"prefill_share_{step}", shares, "fraction")):
-            metrics[f"{name}_{cell}"], units[f"{name}_{cell}"] = statistics.median(values), unit
+    return medians_by_step(cell, here, ("prefill", "prefill_share"), [row["prefill_seconds"] for row in here])
+
+
+def medians_by_step(
+    cell: str, rows: list[dict[str, Any]], names: tuple[str, str], wholes: Sequence[float], without: str | None = None
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Medians over watched rows, and their units: seconds of each step, and its share of the row's whole.
+
+    Args:
+        cell: the end of the metrics' names.
+        names: their beginnings, of seconds and of shares.
+        wholes: seconds, one number for each row.
+        without: the step that is the whole, which has no share.
+    """
+    metrics, units = {}, {}
+    for step in rows[0]["steps"] if rows else ():
+        seconds = [row["steps"][step] for row in rows]
+        shares = [part / whole for part, whole in zip(seconds, wholes, strict=True)]
+        for name, values, unit in zip(names, (seconds, shares), ("s", "fraction"), strict=True):
+            if unit == "s" or step != without:
+                metrics[f"{name}_{step}_{cell}"] = statistics.median(values)
+                units[f"{name}_{step}_{cell}"] = unit
     return metrics, units
