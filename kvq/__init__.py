@@ -7,12 +7,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvq.cache import KVCache
     from kvq.calibration import bind_calibration
+    from kvq.calibration.fit import calibrate_on_text as calibrate
     from kvq.methods.build import build_method
     from kvq.methods.method import Method, bind_kept_keys
     from kvq.methods.packed_tensor import PackedTensor
+    from kvq.methods.quantized import method_for, quantize
+    from kvq.report.frame import load_results
 
 __version__ = "0.1.0"
-__all__ = ["KVCache", "Method", "PackedTensor", "__version__", "bind_calibration", "bind_kept_keys", "build_method"]
+__all__ = [
+    "KVCache",
+    "Method",
+    "PackedTensor",
+    "__version__",
+    "bind_calibration",
+    "bind_kept_keys",
+    "build_method",
+    "calibrate",
+    "load_results",
+    "method_for",
+    "quantize",
+]
 
 _HOMES = {
     "KVCache": "kvq.cache",
@@ -21,6 +36,10 @@ _HOMES = {
     "bind_calibration": "kvq.calibration",
     "bind_kept_keys": "kvq.methods.method",
     "build_method": "kvq.methods.build",
+    "calibrate": "kvq.calibration.fit:calibrate_on_text",
+    "load_results": "kvq.report.frame",
+    "method_for": "kvq.methods.quantized",
+    "quantize": "kvq.methods.quantized",
 }
 
 
@@ -30,4 +49,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kvq' has no attribute '{name}'")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module, _, other = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), other or name)

@@ -24,8 +24,11 @@ from tqdm import tqdm
 
 from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, resolve
-from kvq.config.explain import COMPOSE_ERRORS, choices, explain, value_for_choice
-from kvq.errors import ConfigError, KvqError, Unsupported
+from kvq.config.bits import check_range
+from kvq.config.explain import COMPOSE_ERRORS, explain, value_for_choice
+from kvq.config.listing import help_text
+from kvq.entry import SCRATCH
+from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable
 from kvq.papers.sweep import EXPERIMENT_SWEEPER, product, sweep_of
 
 if TYPE_CHECKING:
@@ -37,8 +40,7 @@ if TYPE_CHECKING:
     from kvq.config import Config
     from kvq.sweep import Sweep, SweepPlan
 
-OK, RUN_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-_SCRATCH = "KVQ_SCRATCH"
+OK, RUN_FAILED, BAD_INPUT = 0, 1, 2
 _DEBUG = "KVQ_DEBUG"
 
 
@@ -113,8 +115,6 @@ def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
         outside.admit(outside.folder_of())
         with _hydra_environment(given):
             hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=CONFIG_NAME)(_job)()
-    except KeyboardInterrupt as error:
-        return _complain("interrupted; what is done is kept, repeat the command to go on", error, INTERRUPTED)
     except COMPOSE_ERRORS as error:
         return _complain(explain(error, overrides), error, BAD_INPUT)
     except RecursionError as error:
@@ -152,9 +152,11 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return get_args_parser().parse_args(list(given))
+            flags = get_args_parser().parse_args(list(given))
     except SystemExit as error:
         raise ConfigError(f"{said.getvalue().strip().partition('error: ')[2]}; see --help") from error
+    check_path("--config-dir", flags.config_dir)
+    return flags
 
 
 @contextmanager
@@ -167,7 +169,7 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
     if (own := outside.folder_of()) is not None:
         changed["PYTHONPATH"] = outside.import_path(own)
     with tempfile.TemporaryDirectory(prefix="kvq-") as scratch:
-        changed[_SCRATCH] = scratch
+        changed[SCRATCH] = scratch
         before = {name: os.environ.get(name) for name in changed}
         words = sys.argv
         os.environ.update(changed)
@@ -185,7 +187,8 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
 
 def _measuring() -> tuple[ModuleType, ModuleType]:
     # Importing these takes seconds, so a mistyped name is reported before.
-    from kvq import lookup, sweep
+    from kvq import sweep
+    from kvq.sweep import lookup
 
     return lookup, sweep
 
@@ -198,7 +201,7 @@ def _job(cfg: DictConfig) -> None:
 
 
 def _measure(cfg: DictConfig, sweep: bool) -> None:
-    config = resolve(cfg)
+    config = _within_bits(resolve(cfg))
     runner, shown = _measuring()
     if not _session.here:
         if not config.plan:
@@ -215,6 +218,17 @@ def _measure(cfg: DictConfig, sweep: bool) -> None:
     # In a sweep the table shows an unsupported run; a single run fails with the reason.
     if record.status == "unsupported" and not sweep:
         raise Unsupported(record.reason)
+
+
+def _within_bits(config: Config) -> Config:
+    """The configuration, whose bits its method can do; others are refused before seconds of imports, without a record.
+
+    A plan shows them. Raises: Unsupported: as `check_range`.
+    """
+    limits, bits = config.method.bits_range, config.parsed_bits
+    if limits is not None and bits is not None and not (config.plan or config.method.bits_by_layer):
+        check_range(config.method.name, limits, bits)
+    return config
 
 
 def _planned(config: Config, shown: ModuleType) -> bool:
@@ -236,7 +250,7 @@ def _show_experiment(name: str, jobs: int) -> None:
 
 def _fetch(job: list[str]) -> None:
     """Add the record that a launcher's worker wrote for a job."""
-    config = resolve(compose(job))
+    config = _within_bits(resolve(compose(job)))
     runner, shown = _measuring()
     if _planned(config, shown):
         return
@@ -270,34 +284,4 @@ def _complain(message: str, error: BaseException | None, code: int) -> int:
 
 def _say(line: str) -> None:
     """Write to stderr without tearing a progress bar."""
-    tqdm.write(line, file=sys.stderr)
-
-
-def help_text() -> str:
-    """The help page: common commands, and every choice of every group with its description."""
-    lines = [_USAGE]
-    for group, names in choices().items():
-        prefix = "+" if group == "experiment" else ""
-        lines.append(f"\n{prefix}{group}=")
-        width = max(len(name) for name in names)
-        lines += [f"  {name:<{width}}  {description}".rstrip() for name, description in names.items()]
-    return "\n".join(lines)
-
-
-_USAGE = """\
-kvq measures KV-cache quantizers: one run, or a sweep with -m. Results are JSON records under results/.
-
-  python run.py method=nsn bits=3                           one run
-  python run.py -m method=nsn,oscar,kivi bits=2,3,4         a sweep; runs that are done are skipped
-  python run.py -m method=kivi,nsn hydra/launcher=joblib    in parallel; also submitit_local, submitit_slurm, ray
-  python run.py -m method=kivi bits=2,k4v2 plan=true        what is done, stale, pending or unsupported; starts nothing
-  python run.py method=nsn method.key.stages.norm=null      an ablation; any setting can be given this way
-  python run.py method=kivi residual=none task=ppl/nsn      another residual, another protocol
-  python run.py model=hf model.path=<hub id or folder>      any llama-shaped model
-  python run.py --config-dir=mine method=my_method          methods, tasks, data sets of your own (docs/extend.md)
-  python run.py +experiment=nsnquant/table5 model=tiny      a paper's table in small; without model= it is the paper's
-  python run.py --cfg job method=oscar                      print the configuration and stop
-  make tables                                               tables of all results
-  make report                                               one page of all results, results/report.html
-
-bits is 3, k3v2 (keys 3, values 2) or {key: 3, value: 2}. KVQ_DEBUG=1 shows tracebacks, --hydra-help Hydra's flags."""
+    tqdm.write(printable(line), file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
+def printable(text: str) -> str:
+    """`text` with its lines, without other control characters and marks that change the direction of writing."""
+    if text.isprintable():
+        return text
+    kept = text.expandtabs(4)
+    return "".join(character for character in kept if character == "\n" or unicodedata.category(character)[0] != "C")
+
+
 def first_line(error: Exception) -> str:
     """The first line of what another library's error says, or the error's type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -71,6 +80,18 @@ def not_empty(setting: str, value: str | None) -> None:
         raise ConfigError(f"{setting}={value}: empty")
 
 
+def check_path(setting: str, path: str | None) -> None:
+    """Raise `ConfigError` naming `setting` for what no path can be: empty, too long, with a null character."""
+    not_empty(setting, path)
+    try:
+        os.lstat(path or ".")
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"{setting}={str(path)[:40]!r}...: {reason}") from error
+
+
 def check_codec(setting: str, given: Any) -> None:
     """Raise `ConfigError` naming `setting` for what cannot be a codec, whose parts are checked when it is built."""
     if given is not None and not isinstance(given, Mapping):
@@ -79,10 +100,6 @@ def check_codec(setting: str, given: Any) -> None:
 
 def check_folder(setting: str, path: str) -> None:
     """Raise `ConfigError` naming `setting` for what is no folder and cannot become one by its name."""
-    try:
-        usable = bool(path) and (Path(path).is_dir() or not os.path.lexists(path))
-    except (OSError, ValueError) as error:  # a name too long, a null character
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"{setting}={path[:40]!r}...: {reason}") from error
-    if not usable:
+    check_path(setting, path)
+    if not Path(path).is_dir() and os.path.lexists(path):
         raise ConfigError(f"{setting}={path}: not a folder")

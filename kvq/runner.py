@@ -17,10 +17,11 @@ from kvq.calibration.fit import fitted
 from kvq.config import Config, full_precision
 from kvq.config.identity import canonical, names
 from kvq.data.rows import source_of
-from kvq.errors import KvqError, RecordError, Unsupported
+from kvq.errors import KvqError, RecordError, Unsupported, printable
 from kvq.methods.build import method_of
 from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
+from kvq.models.load import text_config_of
 from kvq.models.shapes import cache_shape
 from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.journal import Journal
@@ -28,7 +29,7 @@ from kvq.results.metrics import units_of
 from kvq.results.provenance import PeakMemory, collect, timed, utc_now
 from kvq.results.record import Status
 from kvq.results.store import State
-from kvq.results.versions import versions_of
+from kvq.results.versions import Versions, versions_of
 from kvq.tasks.measurement import Baseline, Measurement
 from kvq.tasks.registry import task_of
 from kvq.tasks.stepwise import check_decode_mode, check_sinks
@@ -69,8 +70,10 @@ class Prepared:
         """
         for head_dim in self.inputs.head_dims:  # a layer may have one of its own
             method = method_of(self.config, head_dim)
+        if method.asks_for_order and self.inputs.reads_weights:
+            method = method.in_order_of(text_config_of(self.config.model))
         if method.by_layer:
-            method.check_layers(cache_shape(self.config.model).count)
+            method.check_layers(cache_shape(replace(self.config.model, context=None)).count)
         check_decode_mode(self.config.task, method)
         _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)
@@ -78,12 +81,35 @@ class Prepared:
         if method.kept_keys is not None:
             method = bind_kept_keys(method, self.inputs.tokenizer)
         text.check(self.inputs, method)
+        if method.is_calibrated and not self.config.task.calibrates_itself:
+            _ = self.shared_text
         return method
+
+    @functools.cached_property
+    def shared_text(self) -> float:
+        """Share of n-grams that its calibration has in common with what it scores. Raises: as `text.shared_text`."""
+        inputs, calibration = self.inputs, self.config.method.calibration
+        name = repr((text.fingerprint_of(inputs), self.task.fingerprint(inputs), self.config.task, calibration))
+        return inputs.shared("shared text", name, lambda: text.shared_text(inputs, self.task.texts(inputs)))
 
     @property
     def state(self) -> State:
         """The state of its record on disk."""
         return self.store.state(self.key)
+
+    @functools.cached_property
+    def versions(self) -> Versions:
+        """Versions of the parts that make its numbers."""
+        return versions_of(self.settings, type(self.config.task))
+
+    def journal(self, device: str) -> Journal:
+        """What an earlier process that was killed has scored under the same versions, on this kind of device."""
+        return Journal(self.store.journal_path(self.key), f"{json.dumps(self.versions)} {device}")
+
+    @property
+    def scored(self) -> int:
+        """Windows or items that a killed process has scored, and that need not be scored again on the same device."""
+        return max(len(self.journal(device).rows) for device in ("cpu", "cuda"))
 
     @property
     def needs_calibration(self) -> bool:
@@ -137,20 +163,24 @@ def _usable(prepared: Prepared) -> Record | None:
     """The record on disk, unless it failed, is stale or cannot be read: such runs are measured again."""
     state = prepared.state
     if state.name == "pending" and state.why:
-        print(f"{state.why}; measuring again", file=sys.stderr)
-    return None if state.name != "done" or prepared.config.force else state.record
+        print(printable(f"{state.why}; measuring again"), file=sys.stderr)
+    config = prepared.config
+    repeats = config.force or getattr(config.task, "save_logits", None) is not None  # logits come from a measurement
+    return None if state.name != "done" or repeats else state.record
 
 
 def _baseline(config: Config, store: Store) -> Baseline:
     """The full-precision run; only `method=fp16 force=true` or unreadable samples repeat it."""
     config = replace(full_precision(config), force=False)
+    if getattr(config.task, "save_logits", None) is not None:
+        config = replace(config, task=replace(config.task, save_logits=None))
     record = run(config)
     if record.status == "unsupported":
         raise Unsupported(f"full precision: {record.reason}")
     try:
         samples = store.samples(record.key)
     except RecordError as error:
-        print(f"{error}; measuring again", file=sys.stderr)
+        print(printable(f"{error}; measuring again"), file=sys.stderr)
         record = run(replace(config, force=True))
         samples = store.samples(record.key)
     return Baseline(record.key, record.metrics, samples)
@@ -158,7 +188,6 @@ def _baseline(config: Config, store: Store) -> Baseline:
 
 def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported | None) -> Record:
     config, inputs = prepared.config, prepared.inputs
-    versions = versions_of(prepared.settings, type(config.task))
     started, journal, result = utc_now(), Journal(), Measurement()
     clock: dict[str, float] = {}
     status: Status = "done"
@@ -175,15 +204,13 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
                 method, calibration = fitted(inputs, method)
         torch.manual_seed(config.seed)
         memory = PeakMemory(device)
-        kept = prepared.store.journal_path(prepared.key)
+        journal = prepared.journal(device.type)
         if config.force:
-            kept.unlink(missing_ok=True)
-        # Holds the scores of an earlier process that was killed.
-        journal = Journal(kept, f"{json.dumps(versions)} {device.type}")
+            journal.discard()
         with timed(clock, "measure"), _weights(inputs, method):
             result = prepared.task.measure(inputs, method, baseline, journal)
         if calibration is not None:
-            cost = calibration.metrics(result.metrics)
+            cost = calibration.metrics(result.metrics) | {"calibration_shared": prepared.shared_text}
             result = replace(result, metrics=result.metrics | cost, units=result.units | units_of(cost))
     except Unsupported as error:
         status, reason = "unsupported", str(error)
@@ -201,8 +228,8 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         config=prepared.settings,
         metrics=result.metrics,
         units=result.units,
-        versions=versions,
-        provenance=_provenance(prepared, started, memory, clock),
+        versions=prepared.versions,
+        provenance=_provenance(prepared, started, memory, clock, result.engine),
     )
     prepared.store.put(record, result.samples)
     if failure is not None:
@@ -211,8 +238,11 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
     return record
 
 
-def _provenance(prepared: Prepared, started: datetime, memory: PeakMemory, clock: dict[str, float]) -> Provenance:
+def _provenance(
+    prepared: Prepared, started: datetime, memory: PeakMemory, clock: dict[str, float], engine: str | None
+) -> Provenance:
     return collect(
+        engine=engine,
         dtype=prepared.config.model.dtype.value,
         seed=prepared.config.seed,
         started=started,

@@ -17,7 +17,13 @@ VOCABULARY = 61
 
 
 def llama(
-    layers: int = 2, head_dim: int = 128, seed: int = 0, heads: int = 4, kv_heads: int = 2, vocabulary: int = VOCABULARY
+    layers: int = 2,
+    head_dim: int = 128,
+    seed: int = 0,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocabulary: int = VOCABULARY,
+    positions: int = 512,
 ) -> LlamaForCausalLM:
     """A random llama with peaked attention, so that what the cache holds matters."""
     torch.manual_seed(seed)
@@ -29,7 +35,7 @@ def llama(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=None,
@@ -70,12 +76,13 @@ def token_ids(count: int, seed: int = 1, batch: int = 1) -> Tensor:
     return torch.randint(0, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
-def save_random_model(folder: Path, seed: int = 0, head_dim: int = 128) -> Path:
+def save_random_model(folder: Path, seed: int = 0, head_dim: int = 128, positions: int = 512) -> Path:
     """A random llama over bytes, with its tokenizer, as a local folder that `model.path=` takes."""
     alphabet = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    llama(head_dim=head_dim, seed=seed, heads=2, kv_heads=1, vocabulary=256).save_pretrained(folder)
+    shape = {"heads": 2, "kv_heads": 1, "vocabulary": 256, "positions": positions}
+    llama(head_dim=head_dim, seed=seed, **shape).save_pretrained(folder)
     return folder

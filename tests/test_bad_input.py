@@ -60,6 +60,7 @@ FORMS = [
     (["--multrun"], "unrecognized arguments: --multrun; see --help"),
     (["--cfg", "jbo"], "argument --cfg.*invalid choice: 'jbo'"),
     (["--config-dir", "nowhere"], "'.*nowhere' not found"),
+    (["--config-dir", "x" * 300], "--config-dir='x+'...: File name too long"),
     (["-m", "method=nsn,nns", "bits=2,3"], "method=nns: unknown method.*Did you mean 'nsn'"),
     (["-m", "method=nsn,kivi", "bts=2,3"], "bts: unknown setting; .*Did you mean 'bits'"),
 ]
@@ -86,8 +87,18 @@ VALUES = [
     (["threads=0"], "threads=0: at least 1"),
     (["plan=perhaps"], "plan=perhaps: .*bool"),
     (["device=gpu"], r"device=gpu: .*expected one of \[auto, cpu, cuda\]"),
-    (["results_dir="], "results_dir=: not a folder"),
-    ([f"results_dir={'x' * 300}"], "results_dir='x+'...: File name too long"),
+    (["results_dir="], "results_dir=: empty"),
+    *(
+        ([*chosen, f"{setting}={'x' * 300}"], f"{setting}='x+'...: File name too long")
+        for chosen, setting in (
+            ([], "results_dir"),
+            ([], "model.path"),
+            ([], "dataset.path"),
+            (["method=kvquant"], "method.calibration.path"),
+            (["task=lm_eval", "task.tasks=[x]"], "task.include_path"),
+        )
+    ),
+    (["task=lm_eval", f"task.tasks=[/{'x' * 300}.yaml]"], "task.tasks='/x+'...: File name too long"),
     (["threads=100000"], "threads=100000: at most 1024"),
     (["method.name=''"], "method.name=: empty"),
     (["dataset.name=''"], "dataset.name=: empty"),
@@ -176,7 +187,7 @@ VALUES = [
     (["method=h2o", "method.eviction.budget=0"], "method.eviction of h2o: budget=0"),
     (["method=h2o", "method.eviction.budgt=0.5"], "method.eviction.budgt: .*Did you mean 'budget'"),
     (["method=streamingllm", "method.eviction.sinks=9", "method.eviction.budget=9"], "sinks alone are 9 tokens"),
-    (["method=snapkv", "task.scoring=generation"], "snapkv evicts once, behind a prompt"),
+    (["method=snapkv", "task.scoring=generation"], "snapkv evicts once, after a prompt"),
     (["method=h2o", "task.scoring=parallel"], "task.scoring=parallel: eviction has an order"),
     (["method=h2o/kivi", "method.eviction.when=sometimes"], "when=sometimes: one of prompt, always"),
     (["method=qjl", "method.first_layers.count=-1"], "method.first_layers.count=-1: at least 0"),

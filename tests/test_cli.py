@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvq import cli
+from kvq.config import listing
+from kvq.config.explain import choices
 from kvq.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -67,6 +69,7 @@ REFUSED = [  # tests/test_bad_input.py has many more
     (["bits=banana"], 1, "bits=banana: whole numbers 1-16"),
     (["model=hf"], 1, "model.path has no value"),
     (["bits=7"], 1, "bits=7: not today"),
+    (["bits=11"], 1, "bits=11: nsn does 2 to 8 bits"),
     (["seed=7"], 1, "dataset.path=none: not found"),
 ]
 
@@ -140,13 +143,18 @@ def test_debug_shows_the_traceback(runner, monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_interrupted(runner, monkeypatch, capsys):
-    def interrupt(config):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", interrupt)
-    assert cli.main(["-m", "method=kivi", "bits=2,3"]) == 130
-    assert "repeat the command to go on" in capsys.readouterr().err
+def test_bits_that_the_method_cannot_do_are_refused_before_anything_is_imported(runner, monkeypatch, capsys):
+    assert cli.main(["-m", "method=nsn", "bits=11,3,k2v9"]) == 1
+    assert [call for call in runner.calls if call[0] == "add"] == [("add", "nsn", 3, MEASURED)]
+    assert capsys.readouterr().err.splitlines() == [
+        "error: method=nsn bits=11: bits=11: nsn does 2 to 8 bits",
+        "error: method=nsn bits=k2v9: bits=k2v9: nsn does 2 to 8 bits for values",
+    ]
+    monkeypatch.setattr(cli, "_measuring", lambda: pytest.fail("imported"))
+    assert cli.main(["method=nsn", "bits=11"]) == 1
+    assert capsys.readouterr().err == "error: bits=11: nsn does 2 to 8 bits\n"
+    assert cli.main(["-m", "method=nsn,kivi", "bits=11"]) == 1
+    assert capsys.readouterr().err.count("bits=11: nsn does 2 to 8 bits") == 1
 
 
 def test_methods_of_ones_own(runner, tmp_path, capsys):
@@ -157,17 +165,38 @@ def test_methods_of_ones_own(runner, tmp_path, capsys):
     assert ("add", "my_kivi", 3, MEASURED) in runner.calls
     assert cli.main(["--config-dir=mine", "method=my_kiwi"]) == 2
     assert "Did you mean 'my_kivi'" in capsys.readouterr().err
-    assert cli.main(["--config-dir=mine", "--help"]) == 0
+    assert listing.main(["--config-dir=mine", "methods"]) == 0
     assert "My own idea." in capsys.readouterr().out
 
 
-def test_help_lists_every_choice_with_its_description(capsys):
+def test_help_fits_a_screen_and_names_every_group(capsys):
     assert cli.main(["--help"]) == 0
-    out = capsys.readouterr().out
-    for group, names in cli.choices().items():
-        assert f"{group}=" in out
-        for name, description in names.items():
-            assert any(line.split()[:1] == [name] and description in line for line in out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 70
+    assert max(map(len, lines)) <= 120
+    for group, names in choices().items():
+        assert any(line.lstrip("+").split() == [f"{group}=", f"({len(names)})"] for line in lines)
+
+
+@pytest.mark.parametrize("group", list(choices()))
+def test_ls_lists_every_choice_with_its_description(group, capsys):
+    for name in (group, f"{group}s"):
+        assert listing.main([name]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.partition(" ")[0] for line in lines] == list(choices()[group])
+        assert all(said in line for line, said in zip(lines, choices()[group].values(), strict=True))
+
+
+def test_ls_with_a_word_and_with_none_that_fits(capsys):
+    assert listing.main(["methods", "KVTuner"]) == 0
+    assert capsys.readouterr().out.split()[0] == "kivi/kvtuner"
+    assert listing.main([]) == 0
+    assert "method=  (" in capsys.readouterr().out
+    assert listing.main(["metods"]) == listing.main(["methods", "no such"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("error: ls metods: unknown group; one of ")
+    assert said[0].endswith("Did you mean 'method'?")
+    assert said[1].startswith("error: ls methods no such: no method has this word.")
 
 
 def test_print_the_configuration(capsys):

@@ -12,7 +12,7 @@ from kvq.config import compose, resolve
 from kvq.config.backend import BITS
 from kvq.config.identity import canonical
 from kvq.methods.transformers_caches import installed
-from kvq.report import build_tables
+from kvq.report.tables.build import build_tables
 from kvq.results import Store
 from tests.sweeps import records, small_run
 

@@ -25,6 +25,7 @@ from kvq.report import __main__ as report
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Record, Store, is_stale
+from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 from kvq.results.source import code_hash
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +122,9 @@ def test_a_task(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = ran("A task")
     assert [record.task for record in records] == ["agreement", "agreement"]
     assert "agreement (% of tokens)" in capsys.readouterr().out
+    full = Store("results").get(records[0].baseline_key or "")
+    assert full is not None
+    assert full.metrics["effective_bits"] == 16  # of the embedded models' caches
     for record in records:
         assert 0 <= record.metrics["agreement"] <= 100
         assert record.units["agreement"] == "% of tokens"
@@ -207,6 +211,20 @@ def test_the_readme_shows_the_committed_tables() -> None:
         rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in place[4].splitlines()[3:]]
         assert {name for name, _ in rows} == set(words[2].split())
         assert {bits for _, bits in rows} == set(words[3].split())
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/report.md"])
+def test_the_rule_of_noise_is_said_in_the_same_words_everywhere(name: str) -> None:
+    """Tables' notes, figures' index and the page take the sentences from the code; no page has a rule of its own."""
+    text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+    assert NOISE_RULE in text
+    assert FRONTIER_RULE in text
+
+
+def test_no_rule_counts_standard_errors() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "kvq" / "report").rglob("*.py")]
+    found = [page.name for page in pages if re.search(r"(two|2)( paired)? standard errors", page.read_text("utf-8"))]
+    assert found == []
 
 
 def test_the_commands_for_an_8b_model_compose() -> None:

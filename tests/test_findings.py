@@ -51,9 +51,9 @@ def test_every_format_of_the_engines_page_has_a_place_for_its_loss() -> None:
     rows = [row for row in text.splitlines() if row.startswith("| ") and "`engine/" in row]
     assert len(rows) > 35
     for row in rows:
-        named = re.findall(r"`(engine/[\w/]+)`", row)
+        named = re.findall(r"`(engine/[\w/]+)[` ]", row)
         (place,) = PLACE.findall(row)
-        assert place.endswith(" - paired fp16 -"), row
+        assert place.endswith((" - paired fp16 -", " 3 paired fp16 -")), row
         read = set(place.partition(" ")[0].split("|"))
         assert named[0] in read or read == {"engine/vllm_fp8"}, row
 
@@ -61,6 +61,33 @@ def test_every_format_of_the_engines_page_has_a_place_for_its_loss() -> None:
 def test_no_measured_decimal_is_typed_by_hand() -> None:
     text = re.sub(r"<!--.*?-->", "", PLACE.sub("", TEMPLATE.read_text(encoding="utf-8")))
     assert set(re.findall(r"\d*\.\d{2,}(?!\d)", text)) - {"0.001", "0.005"} == PRINTED
+
+
+def test_what_is_said_of_noise_is_claimed() -> None:
+    """A sentence on noise, or one that says what to take, stands below a claim on noise."""
+    text = TEMPLATE.read_text(encoding="utf-8")
+    items = re.findall(r"((?:^<!-- claim: .+ -->\n)*)(^- .+\n(?:  .+\n)*)", text, re.M)
+    said = [(claims, item) for claims, item in items if re.search(r"\bnoise\b|\*\*[^*]*\btake\b", item)]
+    assert len(said) > 4
+    for claims, item in said:
+        assert " ~ " in claims or "within_noise" in claims or "(`widths`)" in item, item
+    widths = list((ROOT / "results" / "figures").glob("widths-*.csv"))
+    assert widths
+    assert not any(line.endswith(",True") for path in widths for line in path.read_text().splitlines())
+
+
+def test_runs_that_are_within_noise_of_each_other(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for method, shift in (("kivi", 0.0), ("nsn", 0.5), ("cq", 0.0)):
+        jitter = 0.1 if method == "cq" else 0.0
+        rows = made.samples([250.0 + shift + jitter * (-1) ** place for place in range(8)])
+        store.put(made.record(method, "2", metrics={"nll": 2.5}), rows)
+    found = Findings(tmp_path)
+    assert (
+        found.page("<!-- use: task=ppl metric=nll -->\n<!-- claim: cq 2 ~ kivi 2 -->\n<!-- claim: nsn 2 ~ kivi 2 -->\n")
+        == ""
+    )
+    assert found.failed == ["nsn 2 ~ kivi 2: they differ beyond noise, judged alone"]
 
 
 def test_places(findings: Any) -> None:

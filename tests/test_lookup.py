@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvq import lookup, runner
+from kvq import runner
 from kvq.config import Config, compose, resolve
 from kvq.results import Store, versions
+from kvq.sweep import lookup
 from tests.sweeps import small_run
 
 ROOT = Path(__file__).parents[1]

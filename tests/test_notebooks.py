@@ -1,16 +1,19 @@
-"""The notebooks run from top to bottom, read or measure what they say, and are committed without outputs."""
+"""The notebooks run from top to bottom, read or measure what they say, and are committed with small outputs."""
 
 from __future__ import annotations
 
 import ast
+import base64
+import io
 import os
 import re
 from pathlib import Path
 
 import nbformat
 import pytest
+from PIL import Image
 
-from experiments.notebooks import stripped
+from experiments.notebooks import MOST_BYTES, slim
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -27,25 +30,61 @@ def test_all_four_are_there() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_committed_without_outputs(path: Path) -> None:
+def test_committed_as_it_ran(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert stripped(text) == text, "python experiments/notebooks.py strips them"
-    nbformat.validate(nbformat.reads(text, as_version=4))
-    assert "/home/" not in text
+    notebook = nbformat.reads(text, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    ran = "python experiments/notebooks.py runs them"
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), ran
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in outputs) or path.stem == "quickstart"
+    assert not re.findall(r"/(?:home|root|tmp|work)/\w+", re.sub(r'"image/png": "[^"]*"', "", text))
     for source in code(path):
         ast.parse(re.sub(r"^%.*$", "", source, flags=re.M))
         assert max(map(len, source.splitlines())) <= 130
 
 
-def test_stripping_takes_what_running_leaves() -> None:
+def test_they_are_small_together() -> None:
+    assert sum(path.stat().st_size for path in NOTEBOOKS) < MOST_BYTES
+
+
+def test_every_source_has_its_figures() -> None:
+    """Behind each heading of a paper in `paper_figures` stands a figure or a table."""
+    notebook = nbformat.read(ROOT / "notebooks" / "paper_figures.ipynb", as_version=4)
+    drawn: dict[str, int] = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (heading := re.match(r"## (.+)", cell.source)):
+            drawn[heading[1]] = 0
+        elif cell.cell_type == "code" and drawn:
+            drawn[list(drawn)[-1]] += sum("image/png" in output.get("data", {}) for output in cell.outputs)
+    assert all(drawn.values()), drawn
+    for source in ("nsn", "NSNQuant", "OScaR", "KVQuant++"):
+        assert any(re.search(rf"\b{re.escape(source)}", heading) for heading in drawn), source
+
+
+def test_slimming_takes_what_running_leaves() -> None:
+    picture = io.BytesIO()
+    Image.effect_noise((1800, 600), 90).convert("RGB").save(picture, format="png")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1", execution_count=3)])
-    notebook.cells[0].outputs = [nbformat.v4.new_output("stream", text="2")]
+    cell = notebook.cells[0]
+    cell.outputs = [
+        nbformat.v4.new_output("stream", text=f"{ROOT}/results"),
+        nbformat.v4.new_output("stream", name="stderr"),
+    ]
+    png = base64.b64encode(picture.getvalue()).decode()
+    cell.outputs.append(nbformat.v4.new_output("display_data", data={"image/png": png, "text/plain": "<Figure>"}))
     notebook.metadata["language_info"] = {"name": "python", "version": "3.11.7"}
-    clean = nbformat.reads(stripped(nbformat.writes(notebook)), as_version=4)
-    assert clean.cells[0].source == "1 + 1"
-    assert clean.cells[0].outputs == []
-    assert clean.cells[0].execution_count is None
+    clean = slim(notebook)
     assert clean.metadata["language_info"] == {"name": "python"}
+    assert clean.cells[0].execution_count == 1
+    said, drawn = clean.cells[0].outputs
+    assert said.text == "./results"
+    assert list(drawn.data) == ["image/png"]
+    small = Image.open(io.BytesIO(base64.b64decode(drawn.data["image/png"])))
+    assert small.size == (760, 253)
+    assert len(small.getcolors()) <= 32
 
 
 @pytest.mark.slow

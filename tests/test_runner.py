@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from kvq.cli import main
 from kvq.results import Record, Store
+from kvq.results.journal import Journal
 from tests import sweeps
 from tests.random_models import save_random_model
 from tests.sweeps import small_run
@@ -148,10 +149,26 @@ def test_a_stale_run_is_said_and_measured_again(
     capsys.readouterr()
     assert main([*given, "method=rtn", "bits=2", "plan=true"]) == 0
     out = capsys.readouterr().out
-    assert "stale       rtn bits=2" in out
-    assert "done        fp16" in out
+    assert "stale        rtn bits=2" in out
+    assert "done         fp16" in out
     assert main([*given, "method=rtn", "bits=2"]) == 0
     assert records(tmp_path)["rtn 2"].versions["ppl"] == 1
+
+
+def test_a_plan_estimates_by_runs_of_the_same_protocol(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*given, "method=rtn", "bits=2", "plan=true"]) == 0
+    assert "time: unknown" in capsys.readouterr().out
+    assert main([*given, "method=rtn", "bits=2"]) == 0
+    for name, seconds in {"rtn 2": 600.0, "fp16": 60.0}.items():
+        record = records(tmp_path)[name].model_dump(mode="json")
+        edit_record(tmp_path, name, provenance=record["provenance"] | {"wall_seconds": {"measure": seconds}})
+    capsys.readouterr()
+    assert main(["-m", *given, "method=rtn,kivi", "bits=3", "plan=true"]) == 0
+    assert "time: about 16 minutes for 2 runs" in capsys.readouterr().out  # rtn's 10, and the median of 10 and 1
+    assert main([*given, "method=rtn", "bits=3", "task.context=80", "plan=true"]) == 0
+    assert "time: unknown" in capsys.readouterr().out
 
 
 def test_a_corrupt_record_is_named_and_measured_again(
@@ -194,7 +211,9 @@ def test_full_precision_has_one_name_however_it_is_spelled(given: list[str], tmp
 
 def test_what_is_refused_runs_no_baseline(given: list[str], tmp_path: Path) -> None:
     assert main([*given, "method=nsn", "bits=1"]) == 1
-    assert {name: record.status for name, record in records(tmp_path).items()} == {"nsn 1": "unsupported"}
+    assert not records(tmp_path)
+    assert main([*given, "-m", "method=nsn", "bits=1"]) == 1
+    assert not records(tmp_path)
 
 
 def test_bytes_are_of_one_sequence(given: list[str], tmp_path: Path) -> None:
@@ -209,16 +228,50 @@ def test_bytes_are_of_one_sequence(given: list[str], tmp_path: Path) -> None:
 
 
 def test_unsupported_is_an_answer(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*given, "-m", "method=nsn,rtn", "bits=1,2"]) == 0
-    assert "nsn does 2 to 8 bits" in capsys.readouterr().out
+    together = [*given, "bits=2", "residual.policy=sliding", "residual.size=0"]
+    assert main([*together, "-m", "method=nsn,q8_0"]) == 0
+    assert "tokens of nsn share statistics" in capsys.readouterr().out
     assert {name: record.status for name, record in records(tmp_path).items()} == {
         "fp16": "done",
-        "nsn 1": "unsupported",
-        "nsn 2": "done",
-        "rtn 1": "done",
-        "rtn 2": "done",
+        "nsn 2": "unsupported",
+        "q8_0": "done",
     }
-    assert main([*given, "method=nsn", "bits=1"]) != 0
+    assert main([*together, "method=nsn"]) != 0
+
+
+def test_a_plan_says_what_an_interrupted_run_has_scored(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, plan = [*given, "method=rtn", "bits=2"], [*given, "method=rtn", "bits=2", "plan=true"]
+    add = Journal.add
+
+    def interrupted(journal: Journal, rows: Any) -> None:
+        add(journal, rows)
+        if journal.path is not None:  # else it is full precision's reference, in memory
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            main(whole)
+    capsys.readouterr()
+    [journal] = (tmp_path / "results" / "partial").glob("*.jsonl")
+    scored = len(journal.read_text().splitlines()) - 1  # the first line says what made them
+    assert scored > 0
+    assert main(plan) == 0
+    said = capsys.readouterr().out
+    assert f"{scored} scored before it was interrupted" in said
+    assert "1 partly done" in said
+    header, rest = journal.read_text().split("\n", 1)
+    journal.write_text(json.dumps({"header": "another version"}) + "\n" + rest)
+    assert main(plan) == 0
+    assert "partly" not in capsys.readouterr().out
+    journal.write_text(f"{header}\n{rest}")
+    assert main([*plan, "force=true"]) == 0
+    assert "partly" not in capsys.readouterr().out
+    assert main(whole) == 0
+    assert main(plan) == 0
+    assert "plan: 2 done" in capsys.readouterr().out
 
 
 def test_nan_in_the_cache_names_the_layer(
@@ -241,7 +294,7 @@ def test_plan_starts_nothing(given: list[str], tmp_path: Path, capsys: pytest.Ca
     assert main([*given, "-m", "method=nsn,rtn", "bits=1,2", "plan=true"]) == 0
     out = capsys.readouterr().out
     assert out.count("pending") == 4 + 1  # three methods and their baseline, and the totals
-    assert "unsupported nsn bits=1" in out
+    assert "unsupported  nsn bits=1" in out
     assert "4 pending, 1 unsupported" in out
     assert not list((tmp_path / "results").rglob("*.json"))
 

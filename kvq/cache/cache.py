@@ -32,6 +32,7 @@ from kvq.cache.sources import SourceColumns
 from kvq.cache.states import LASTING, placed, states_behind, states_of
 from kvq.config.run import Latent
 from kvq.errors import ConfigError, Unsupported
+from kvq.models import LoadedModel
 from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, window_of
 
 ATTENTIONS = ("dense", "packed")
@@ -57,6 +58,13 @@ class GivesLayers(Protocol):
         """
 
 
+def _unwrapped(model: nn.Module | LoadedModel, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype | None]:
+    """The model itself, and the dtype of its cache: the given one, else that of a `LoadedModel`."""
+    if isinstance(model, LoadedModel):
+        return model.model, model.cache_dtype if dtype is None else dtype
+    return model, dtype
+
+
 def _lasting(model: nn.Module, attentions: list[nn.Module]) -> str | None:
     """The reason why `crop` cannot undo a forward of this model exactly; None: it can."""
     if not says_candidates(model):
@@ -69,7 +77,8 @@ class KVCache(PaddableCache, WatchfulCache):
     """A quantized cache for `model.generate(**inputs, past_key_values=kvq.KVCache(model, method))`.
 
     Args:
-        model: a causal LM some of whose layers cache keys and values (`docs/models.md`).
+        model: a causal LM some of whose layers cache keys and values (`docs/models.md`), or such a model as tasks have
+            it (`kvq.models.LoadedModel`), which says the dtype too.
         method: from `kvq.build_method`.
         keep_decoded: keep the decoded copy beside the packed one: faster, bit-identical, no memory saved.
         quantized_prefill: attention in a prefill already reads complete blocks in decoded form. The default attends at
@@ -77,8 +86,9 @@ class KVCache(PaddableCache, WatchfulCache):
         attention: `dense` decodes keys and values for the model's own attention; `packed` computes the attention of a
             decoded token from the codes (the same function up to rounding), switching the model's attention to one that
             can. A prefill is dense.
-        dtype: of what stays in full precision, and of decoded tokens; None: as the model computes. States are cast to
-            it as they enter and to the model's when attention reads them, as if the model computed in this dtype.
+        dtype: of what stays in full precision, and of decoded tokens; None: the `cache_dtype` of a `LoadedModel`, else
+            as the model computes. States are cast to it as they enter and to the model's when attention reads them, as
+            if the model computed in this dtype.
 
     Raises:
         ConfigError: an unknown attention, or packed attention with `keep_decoded`.
@@ -90,7 +100,7 @@ class KVCache(PaddableCache, WatchfulCache):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | LoadedModel,
         method: GivesLayers,
         keep_decoded: bool = False,
         quantized_prefill: bool = False,
@@ -101,36 +111,37 @@ class KVCache(PaddableCache, WatchfulCache):
             raise ConfigError(f"attention={attention}: one of {', '.join(ATTENTIONS)}")
         if attention == "packed" and keep_decoded:
             raise ConfigError("attention=packed: reads codes; keep_decoded=true is for attention=dense")
-        config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        module, dtype = _unwrapped(model, dtype)
+        config = module.config.get_text_config()  # type: ignore[union-attr, operator]
         packed = attention == "packed"
         latent = getattr(method, "latent", Latent.latent)
         held = kv_layers_of(config, latent)
-        self._states = states_of(model, [layer.index for layer in held])
+        self._states = states_of(module, [layer.index for layer in held])
         own = method.layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
             if getattr(config, "kv_lora_rank", None):
                 raise Unsupported("attention=packed: the model expands the latent that it caches before it attends")
-            check_replaceable(model)
-            use_packed_attention(model)
+            check_replaceable(module)
+            use_packed_attention(module)
         self.method: Any = method
         self.enters = getattr(method, "sink_detection", None) is not None
         self.dtype = dtype
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(module)
         self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
         self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
         self._columns: dict[int | None, SourceColumns | None] = {}
         super().__init__(layers=placed(held, own, self._states))
-        watched = watch(model)
+        watched = watch(module)
         self.expands = latent is Latent.expanded
         self._expansions = expansions(watched, list(self._held)) if self.expands else {}
         self._latent_numbers = latent_numbers(config)
-        self._lasting = f"model: {LASTING}" if self._states else _lasting(model, watched)
+        self._lasting = f"model: {LASTING}" if self._states else _lasting(module, watched)
         self._told: int | None = None
         self._candidates: int | None = None
         self._tables: list[RopeTable] = []
         self._groups: list[int] = []
         if any(side.uses_rope for side in self._sides()):
-            styles = styles_of_whole(model)
+            styles = styles_of_whole(module)
             self._groups = [group for _, group in styles]
             self._tables = [
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())

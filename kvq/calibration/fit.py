@@ -6,6 +6,7 @@ import hashlib
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -19,6 +20,7 @@ from kvq.calibration.learn import learn, learned_rotation
 from kvq.calibration.text import text_of
 from kvq.codecs import Codec, calibrated_parts, fit_codec
 from kvq.config.calibration import CalibrationConfig
+from kvq.data.text import encode
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
@@ -159,3 +161,31 @@ def bind_calibration(method: Method, model: nn.Module, file: str | Path) -> Meth
         raise Unsupported(f"method={method.name}: calibrates nothing; use it without a calibration")
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     return bind(method, files.read(file), weights_name(model), head_dims_of(config))
+
+
+def calibrate_on_text(
+    model: nn.Module, method: Method, text: str, tokenizer: Any, *, samples: int = 16, length: int = 2048, seed: int = 0
+) -> Method:
+    """A calibrated method with tables fitted to a model on a text, for use with `kvq.KVCache(model, method)`.
+
+    Args:
+        model: a causal LM of transformers.
+        method: from `kvq.build_method` for the model's head dim.
+        text: not the text that is scored; the first `samples` windows of `length` tokens are read.
+        tokenizer: the model's.
+        samples, length, seed: as `method.calibration` of a run; fewer samples where the text is shorter.
+
+    Raises:
+        DataError: a text of less than one window.
+        Unsupported: a method that calibrates nothing, or that cannot be fitted to this model.
+    """
+    if not method.is_calibrated:
+        raise Unsupported(f"method={method.name}: calibrates nothing; use it without a calibration")
+    ids = encode(tokenizer, text, special=False)
+    if len(ids) < length:
+        raise DataError(f"calibration: the text has {len(ids)} tokens, fewer than one window of length={length}")
+    windows = torch.tensor(ids[: min(samples, len(ids) // length) * length]).view(-1, length)
+    loaded = LoadedModel(model, next(model.parameters()).device)
+    settings = CalibrationConfig(samples=len(windows), length=length, seed=seed)
+    found = calibrate(loaded, method, windows, settings)
+    return bind(method, found, weights_name(model), head_dims_of(loaded.text_config))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvq.calibration.overlap import WORDS, shared_ngrams
 from kvq.config import DatasetConfig, Loader, compose, resolve
-from kvq.config.calibration import CalibrationConfig
+from kvq.config.calibration import TEST_TEXT, CalibrationConfig
 from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.data.text import load_tokens
 from kvq.errors import ConfigError, DataError, Unsupported
@@ -58,18 +59,6 @@ def dataset_of(config: CalibrationConfig) -> DatasetConfig:
     return found
 
 
-def check_apart(calibration: DatasetConfig, tested: DatasetConfig) -> None:
-    """Raise `ConfigError` for a calibration on the text under test."""
-    if calibration.path is not None and tested.path is not None:
-        same = Path(calibration.path).resolve() == Path(tested.path).resolve()
-    else:
-        same = calibration.path is tested.path and all(
-            getattr(calibration, name) == getattr(tested, name) for name in ("name", "hub_id", "hub_config", "split")
-        )
-    if same:
-        raise ConfigError(f"method.calibration.dataset={calibration.name}: it is the text under test; use another")
-
-
 def calibration_text(config: CalibrationConfig, tokenizer: Any, bos: int | None = None) -> CalibrationText:
     """`samples` disjoint windows of `length` tokens, drawn by `seed`; `bos`: the first token of each.
 
@@ -97,13 +86,12 @@ def text_of(inputs: Inputs) -> CalibrationText | None:
     """The text that the run's method is calibrated on; None: it names none, or the task reads no model.
 
     Raises:
-        ConfigError: the text under test, or a data set that cannot be calibrated on.
+        ConfigError: a data set that cannot be calibrated on.
         DataError: too little text.
     """
     settings = inputs.config.method.calibration
     if settings.dataset is None or not inputs.reads_weights:
         return None
-    check_apart(dataset_of(settings), inputs.config.dataset)
     name = repr((settings, inputs.config.model, inputs.model_fingerprint, inputs.bos))
     return inputs.shared("calibration text", name, lambda: calibration_text(settings, inputs.tokenizer, inputs.bos))
 
@@ -112,6 +100,24 @@ def fingerprint_of(inputs: Inputs) -> str | None:
     """SHA-256 (hex) of that text's tokens; None: no text."""
     text = text_of(inputs)
     return None if text is None else text.fingerprint
+
+
+def shared_text(inputs: Inputs, texts: Sequence[str]) -> float:
+    """Share (0 to 1) of n-grams that the windows of the run's calibration have in common with what it scores.
+
+    Raises:
+        ConfigError: a calibration on the text under test, unless its settings ask for that; as `text_of`.
+        DataError: as `text_of`.
+    """
+    settings, text = inputs.config.method.calibration, text_of(inputs)
+    share = 0.0 if text is None else shared_ngrams(inputs.tokenizer.batch_decode(text.windows), texts)
+    if settings.allow_test_text or share <= TEST_TEXT:
+        return share
+    raise ConfigError(
+        f"method.calibration.{f'path={settings.path}' if settings.path else f'dataset={settings.dataset}'}: shares "
+        f"{100 * share:.0f}% of its sequences of {WORDS} words with the text under test, at most {100 * TEST_TEXT:g}%; "
+        "use another text, or method.calibration.allow_test_text=true, which the tables mark"
+    )
 
 
 def check(inputs: Inputs, method: Method) -> None:

@@ -1,12 +1,20 @@
 """Tensor maths of quantization: packing, stages, quantizers and the chain that joins them. No transformers here."""
 
 from kvq.codecs.block_float import BlockFloatQuantizer
-from kvq.codecs.block_formats import Float8Quantizer, HalfAwayQuantizer, LevelsQuantizer, SignedMaxQuantizer
+from kvq.codecs.block_formats import (
+    Float8Quantizer,
+    HalfAwayQuantizer,
+    LevelsQuantizer,
+    RmsLevelsQuantizer,
+    SignedMaxQuantizer,
+    TurboMindQuantizer,
+)
 from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
 from kvq.codecs.channel_groups import ChannelGroups, PairWidths
-from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit
+from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit, LeadingChannels
 from kvq.codecs.clipped import ClippedQuantizer
+from kvq.codecs.codebook_starts import StartingCodebook
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
 from kvq.codecs.covariance import CovarianceRotation, RankClip
@@ -22,6 +30,7 @@ from kvq.codecs.low_rank import LowRankCorrection, Svd
 from kvq.codecs.nsnquant import Center, ChannelScale, ChannelShift
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs
 from kvq.codecs.packing import pack, plane_widths, unpack
+from kvq.codecs.pair_order import Order, PairOrder
 from kvq.codecs.polarquant import PolarQuantizer, angle_levels
 from kvq.codecs.product import PrefillCodec, ProductQuantizer
 from kvq.codecs.qjl import SketchQuantizer
@@ -63,13 +72,16 @@ __all__ = [
     "Imbalance",
     "InnerProductQuantizer",
     "LayerScale",
+    "LeadingChannels",
     "LearnedRotation",
     "LevelsQuantizer",
     "LloydMaxQuantizer",
     "LowRankCorrection",
     "NonUniformQuantizer",
+    "Order",
     "Packed",
     "PackedStore",
+    "PairOrder",
     "PairWidths",
     "Passthrough",
     "PlannedCodec",
@@ -81,6 +93,7 @@ __all__ = [
     "RandomizedHadamard",
     "RankClip",
     "Rate",
+    "RmsLevelsQuantizer",
     "Rope",
     "Scope",
     "SignedMaxQuantizer",
@@ -89,10 +102,12 @@ __all__ = [
     "SparseCodec",
     "SparseLowRank",
     "Stage",
+    "StartingCodebook",
     "Svd",
     "TokenNorm",
     "TokenSplit",
     "TokenTiers",
+    "TurboMindQuantizer",
     "UndoRope",
     "UniformQuantizer",
     "VarianceBalance",

@@ -21,35 +21,38 @@ _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _NEGATIVE = 8  # the bit of the sign
 _LEAST = 1e-10  # of a scale that is a power of two
+_LEAST_E4M3 = 2.0**-9  # the smallest positive number of e4m3
 
 
 class BlockScale(enum.Enum):
-    """The byte of a group's scale: e4m3, or an exponent of 2 with bias 127 (e8m0)."""
+    """The byte of a group's scale: e4m3, the same rounded up, or an exponent of 2 with bias 127 (e8m0)."""
 
     e4m3 = "e4m3"
+    e4m3_up = "e4m3_up"
     e8m0 = "e8m0"
 
 
 class BlockFloatQuantizer(Quantizer):
     """e2m1 numbers (0, .5, 1, 1.5, 2, 3, 4, 6 and a sign), with one byte of scale per group of a token's channels.
 
-    e4m3: S = e4m3(max|x| / 6), code = e2m1(x / S), all 0 where S is 0. e8m0: S = 2^ceil(log2(max|x| / 6)), with a
-    quotient of at least 1e-10. Groups of 16 take 4 + 8/16 bits. NVFP4's number per layer is the stage `LayerScale`.
+    e4m3: S = e4m3(max|x| (1/6)), code = e2m1(x (1 / S)), all 0 where S is 0. e4m3_up: S is the least e4m3 number not
+    below max|x| / 6 and 2^-9, so that no value is clipped. e8m0: S = 2^ceil(log2(max|x| / 6)), with a quotient of at
+    least 1e-10. Groups of 16 take 4 + 8/16 bits. NVFP4's number per layer is the stage `LayerScale`.
 
     Args:
         group_size: channels that share a scale. A short last group has its own.
         scale: see `BlockScale`.
         halves: of codes halfway between two: `even` (the even code, IEEE) or `up` (the larger magnitude).
-        four_over_six: also try S = e4m3(max|x| / 4) and keep it where the sum of squared errors is smaller; the trial
-            rounds halves up, whatever `halves` says.
+        four_over_six: also try S = e4m3(max|x| / 4) and keep it where the sum of squared errors is smaller.
 
     Raises:
         ConfigError: an unknown name, a group size below 1, settings that do not belong together.
 
-    Source: NVFP4 as in vLLM (pull request 45187 for "four over six"), FP4 as in SGLang's `kvfp4_tensor`.
+    Source: NVFP4 as in vLLM's nvfp4_kv_cache_kernels.cu, rounded up as in its nvfp4_ds_mla_cache_kernels.cu, FP4 as in
+    SGLang's `kvfp4_tensor`.
     """
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     token_group = 1
     bits = 4
@@ -83,11 +86,14 @@ class BlockFloatQuantizer(Quantizer):
         if self.scale is BlockScale.e8m0:
             exponent = (largest / 6).clamp_min_(_LEAST).log2_().ceil_()
             scale, stored = torch.exp2(exponent), exponent.add(127).to(torch.uint8)
+        elif self.scale is BlockScale.e4m3_up:
+            stored = _e4m3_up((largest / 6).clamp_min_(_LEAST_E4M3))
+            scale = stored.to(x.dtype)
         else:
-            stored = _e4m3(largest / 6)
+            stored = _e4m3(largest * (1 / 6))
             if self.four_over_six:
                 other = _e4m3(largest / 4)
-                closer = _error(groups, other) < _error(groups, stored)
+                closer = _error(groups, other, self.halves) < _error(groups, stored, self.halves)
                 stored = torch.where(closer, other.to(x.dtype), stored.to(x.dtype)).to(torch.float8_e4m3fn)
             scale = stored.to(x.dtype)
         codes = _codes(groups, scale, self.halves).flatten(-2)[..., : x.shape[-1]]
@@ -108,9 +114,17 @@ def _e4m3(x: Tensor) -> Tensor:
     return x.clamp(max=torch.finfo(torch.float8_e4m3fn).max).to(torch.float8_e4m3fn)
 
 
+def _e4m3_up(x: Tensor) -> Tensor:
+    """The least e4m3 number that is not below `x`, which is positive; the largest number above that."""
+    near = _e4m3(x)
+    code = near.view(torch.uint8)  # of positive numbers, in their order
+    below = (near.to(x.dtype) < x) & (code < _e4m3(torch.full_like(x, torch.inf)).view(torch.uint8))
+    return (code + below.to(torch.uint8)).view(torch.float8_e4m3fn)
+
+
 def _codes(x: Tensor, scale: Tensor, halves: Halves) -> UInt8[Tensor, "*shape"]:
     """Index of the nearest e2m1 number to the magnitude of x / scale, 8 more where x < 0; 0 where the scale is 0."""
-    magnitude = x.abs().div_(scale.masked_fill(scale == 0, torch.inf))
+    magnitude = x.abs().mul_(scale.masked_fill(scale == 0, torch.inf).reciprocal_())
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for index, middle in enumerate(_MIDDLES):
         up = halves is Halves.up or index % 2  # the even neighbour is the higher one
@@ -124,8 +138,8 @@ def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return looked_up(torch.tensor(levels, dtype=dtype, device=codes.device), codes)
 
 
-def _error(groups: Tensor, stored: Tensor) -> Tensor:
-    """Sum of squared errors of each group under a scale, with halves rounded up."""
+def _error(groups: Tensor, stored: Tensor, halves: Halves) -> Tensor:
+    """Sum of squared errors of each group under a scale."""
     scale = stored.to(groups.dtype)
-    decoded = _numbers(_codes(groups, scale, Halves.up), groups.dtype) * scale
+    decoded = _numbers(_codes(groups, scale, halves), groups.dtype) * scale
     return (groups - decoded).square().sum(-1, keepdim=True)

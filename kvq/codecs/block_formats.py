@@ -1,4 +1,4 @@
-"""Formats of inference engines: llama.cpp's q4_0, q8_0 and IQ4_NL, and 8-bit floating point."""
+"""Formats of inference engines: llama.cpp's q4_0, q8_0 and IQ4_NL, TurboMind's integers, 8-bit floats, Octave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.grids import Halves, SideDtype
-from kvq.codecs.levels import looked_up
+from kvq.codecs.levels import looked_up, nearest_level
 from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, Parts, Quantizer, UniformQuantizer, choice, to_stored
 from kvq.errors import ConfigError, Unsupported
@@ -25,12 +25,18 @@ def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, 
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
 
+def _reciprocal(scale: Tensor) -> Tensor:
+    """1 / scale, and 0 where the scale is 0."""
+    return scale.reciprocal().masked_fill_(scale == 0, 0)
+
+
 class SignedMaxQuantizer(Quantizer):
     """Round to nearest with a signed scale that gives a group's largest value by magnitude the lowest code.
 
     Per token and group of `group_size` channels, with m the group's value of largest magnitude (the first of them):
-    d = -m / 2^(b-1), code = clamp(floor(x / d + 1/2) + 2^(b-1), 0, 2^b - 1), x̂ = d (code - 2^(b-1)). Codes use the
-    unrounded d; d is stored in fp16. 4 bits and groups of 32 are llama.cpp's q4_0 (4.5 bits), 5 bits its q5_0.
+    d = -m / 2^(b-1), code = clamp(floor(x (1 / d) + 1/2) + 2^(b-1), 0, 2^b - 1), x̂ = d (code - 2^(b-1)). Codes use the
+    reciprocal of the unrounded d; d is stored in fp16. 4 bits and groups of 32 are llama.cpp's q4_0 (4.5 bits), 5 bits
+    its q5_0.
 
     Args:
         bits: bits per code, 2-16.
@@ -43,7 +49,7 @@ class SignedMaxQuantizer(Quantizer):
     Source: `quantize_row_q4_0_ref` and `dequantize_row_q4_0` of ggml.
     """
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     token_group = 1
 
@@ -66,7 +72,7 @@ class SignedMaxQuantizer(Quantizer):
         groups = in_groups(x, self.group_size)
         scale = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -self._middle
         # Halves go up, as in ggml, not to the even code.
-        codes = groups.div(scale.masked_fill(scale == 0, 1)).add_(self._middle + 0.5).floor_()
+        codes = groups.mul(_reciprocal(scale)).add_(self._middle + 0.5).floor_()
         codes = codes.clamp_(0, 2**self.bits - 1).flatten(-2)[..., : x.shape[-1]]
         return pack_parts(codes, self.bits) | {"scale": to_stored(scale.squeeze(-1), torch.float16)}
 
@@ -100,6 +106,47 @@ class HalfAwayQuantizer(UniformQuantizer):
         super().__init__(bits, Axis.per_token, group_size, symmetric=True, halves=Halves.away, reciprocal=True)
 
 
+class TurboMindQuantizer(UniformQuantizer):
+    """A grid per token and head in the 16 bits of the states, as LMDeploy's TurboMind computes it.
+
+    Scale (max - min) / (2^b - 1) and min are rounded to bf16 for bf16 states, else to fp16. Code = round((x - min) (1 /
+    scale)), halves to even, with each step rounded to the same dtype; x̂ = scale code + min. As there, the reciprocal of
+    an fp16 scale below 1/65,504 is infinite: at 8 bits, all values of a token whose range is below .0039 get the
+    largest code, but for the smallest value (infinity times 0), which gets code 0.
+
+    Args:
+        bits: bits per code, 1-8.
+
+    Raises:
+        Unsupported: other bits.
+
+    Source: `warp_stats` and `ConvertKvCache` of LMDeploy's quantization.h.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, bits: int) -> None:
+        if bits > 8:
+            raise Unsupported(f"bits={bits}: TurboMind's grid has 1 to 8 bits")
+        super().__init__(bits, Axis.per_token)
+
+    @property
+    @override
+    def is_affine(self) -> bool:
+        """No: the dtype of the scales is not always fp16."""
+        return False
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Codes (`codes.<plane>`), `scale` and `zero_point` `[..., heads, tokens, 1]` in the states' 16 bits."""
+        own = dtype if dtype is torch.bfloat16 else torch.float16
+        low, high = torch.aminmax(x, dim=-1, keepdim=True)
+        scale, low = to_stored((high - low) * (1 / self._divisor), own), to_stored(low, own)
+        steps = (to_stored(x, own) - low) * scale.float().reciprocal().to(own)
+        codes = steps.float().nan_to_num_(0).round_().clamp_(0, self._divisor)
+        return pack_parts(codes, self.bits) | {"scale": scale, "zero_point": low}
+
+
 class Float8(enum.Enum):
     """8-bit floats: e4m3 (3 mantissa bits, largest 448, no infinities) and e5m2 (2 mantissa bits, largest 57344)."""
 
@@ -131,15 +178,17 @@ class Float8Quantizer(Quantizer):
         format: see `Float8`.
         scale: see `FloatScale`. With a scale per block of H heads, T tokens and D channels in fp16 an element takes
             8 + 16 / (H T D) bits, with one per token and head in fp32 8 + 32 / D, without any 8.
+        group_size: with `scale: token`, channels that share a scale; None = all of the head.
         least_scale: scales below it become it.
         saturate: clamp to the largest number before the cast; else overflow is torch's: e4m3 saturates, e5m2 becomes
             infinite.
         side_dtype: dtype of stored scales, see `SideDtype`. Codes use the unrounded scale.
+        reciprocal: multiply by the reciprocal of the scale (vLLM) instead of dividing by the scale.
 
     A scale that is fixed, per layer or per head is the stage `LayerScale` before this quantizer with `scale: none`.
 
     Raises:
-        ConfigError: an unknown name, a negative least scale.
+        ConfigError: an unknown name, a negative least scale, a group size below 1 or without `scale: token`.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv 2209.05433), Table 1.
     """
@@ -153,12 +202,16 @@ class Float8Quantizer(Quantizer):
         least_scale: float = 0.0,
         saturate: bool = True,
         side_dtype: SideDtype | str = SideDtype.float16,
+        reciprocal: bool = False,
+        group_size: int | None = None,
     ) -> None:
         self.format, self.scale = choice(Float8, format, "format"), choice(FloatScale, scale, "scale")
-        self.side_dtype = choice(SideDtype, side_dtype, "side_dtype")
+        self.side_dtype, self.group_size = choice(SideDtype, side_dtype, "side_dtype"), group_size
+        if group_size is not None and (group_size < 1 or self.scale is not FloatScale.token):
+            raise ConfigError(f"group_size={group_size}: at least 1, with scale=token")
         if least_scale < 0:
             raise ConfigError(f"least_scale={least_scale}: at least 0")
-        self.least_scale, self.saturate = least_scale, saturate
+        self.least_scale, self.saturate, self.reciprocal = least_scale, saturate, reciprocal
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
@@ -167,32 +220,37 @@ class Float8Quantizer(Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`values` in the format's dtype, shaped as `x`, and `scale`: `[..., 1, 1, 1]` or `[..., heads, tokens, 1]`."""
+        """`values` in the format's dtype, as `x`, and `scale`: `[..., 1, 1, 1]` or `[..., heads, tokens, groups]`."""
         limit = torch.finfo(self.format.torch).max
         side: Parts = {}
+        groups = in_groups(x, self.group_size)
         if self.scale is not FloatScale.none:
-            over = (-3, -2, -1) if self.scale is FloatScale.block else (-1,)
-            scale = x.abs().amax(over, keepdim=True) / limit
+            over = (-4, -3, -2, -1) if self.scale is FloatScale.block else (-1,)
+            scale = groups.abs().amax(over, keepdim=True) / limit
             if self.least_scale:
                 scale = scale.clamp_min(self.least_scale)
-            x = x.div(scale.masked_fill(scale == 0, 1))
-            side = {"scale": to_stored(scale, self.side_dtype.torch)}
-        values = x.clamp(-limit, limit) if self.saturate else x
+            groups = groups * _reciprocal(scale) if self.reciprocal else groups / scale.masked_fill(scale == 0, 1)
+            side = {"scale": to_stored(scale.squeeze(-1), self.side_dtype.torch)}
+        values = groups.flatten(-2)[..., : x.shape[-1]]
+        values = values.clamp(-limit, limit) if self.saturate else values
         return {"values": values.to(self.format.torch), **side}
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * value`, from the stored scale."""
         values = parts["values"].to(dtype)
-        return values * parts["scale"].to(dtype) if "scale" in parts else values
+        if "scale" not in parts:
+            return values
+        groups = in_groups(values, self.group_size) * parts["scale"].to(dtype).unsqueeze(-1)
+        return groups.flatten(-2)[..., : shape[-1]]
 
 
 class LevelsQuantizer(Quantizer):
     """The nearest of fixed levels, with a signed scale that maps a group's largest value by magnitude to the first one.
 
     Per token and group, with m the value of largest magnitude (the first of them) and v the levels: d = m / v_0, code =
-    the nearest v to x / d (of two, the higher). With `refit`, the stored scale is then the one of least squared error
-    weighted with x²: d = Σ x² v x / Σ x² v². IQ4_NL of ggml has 16 levels, groups of 32 and 4.5 bits.
+    the nearest v to x (1 / d) (of two, the higher). With `refit`, the stored scale is then the one of least squared
+    error weighted with x²: d = Σ x² v x / Σ x² v². IQ4_NL of ggml has 16 levels, groups of 32 and 4.5 bits.
 
     Args:
         levels: 2 to 256 ascending numbers, the first of them negative.
@@ -203,10 +261,10 @@ class LevelsQuantizer(Quantizer):
     Raises:
         ConfigError: levels that are not ascending, a group size below 1.
 
-    Source: `quantize_row_iq4_nl_ref` of ggml, without its trials of several scales, which a cache does not make.
+    Source: `quantize_row_iq4_nl_ref` of ggml.
     """
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     token_group = 1
 
@@ -233,7 +291,7 @@ class LevelsQuantizer(Quantizer):
         levels = groups.new_tensor(self.levels)
         largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         scale = (largest / levels[0]).masked_fill(largest.abs() < self.least, 0)
-        steps = groups.div(scale.masked_fill(scale == 0, 1)).contiguous()
+        steps = groups.mul(_reciprocal(scale)).contiguous()
         codes = torch.bucketize(steps, (levels[1:] + levels[:-1]) / 2, right=True)
         if self.refit:
             chosen, weight = looked_up(levels, codes), groups.square()
@@ -251,3 +309,51 @@ class LevelsQuantizer(Quantizer):
             looked_up(torch.tensor(self.levels, dtype=dtype, device=codes.device), codes), self.group_size
         )
         return (values * parts["scale"].to(dtype).unsqueeze(-1)).flatten(-2)[..., : shape[-1]]
+
+
+class RmsLevelsQuantizer(LevelsQuantizer):
+    """The nearest of fixed levels to values over their root mean square, under a scale that keeps the inner product.
+
+    Per token and group, with v the levels: code = the nearest v to x `per_rms` / rms(x) (of two, the lower), then the
+    scale d = |x|² / (x·v) with which x·x̂ = |x|², stored in fp16 as d `one`; x̂ = d v. A group of zeros has scale 0.
+
+    Args:
+        levels: 2 to 256 ascending numbers, the first of them negative.
+        per_rms: where a value of the size of the root mean square lies among the levels.
+        one: factor of stored scales, which keeps small ones from the subnormal numbers of fp16.
+        group_size: channels that share a scale; None = the whole head_dim. A short last group has its own scale.
+
+    Raises:
+        ConfigError: as `LevelsQuantizer`; a number that is not positive.
+
+    Source: `_quantize_lut` of rocm_octave.py in vLLM's pull request 59774.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self, levels: Sequence[float], per_rms: float, one: float = 64.0, group_size: int | None = None
+    ) -> None:
+        super().__init__(levels, group_size)
+        for name, number in (("per_rms", per_rms), ("one", one)):
+            if not number > 0:
+                raise ConfigError(f"{name}={number}: above 0")
+        self.per_rms, self.one = per_rms, one
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Codes (`codes.<plane>`) and `scale` `[..., heads, tokens, groups]` in fp16."""
+        groups = in_groups(x, self.group_size)
+        levels = groups.new_tensor(self.levels)
+        energy = groups.square().sum(-1, keepdim=True)
+        rms = (energy / groups.shape[-1]).sqrt().clamp_min(1e-12)
+        codes = nearest_level(groups / rms * self.per_rms, (levels[1:] + levels[:-1]) / 2)
+        product = (groups * looked_up(levels, codes)).sum(-1, keepdim=True)
+        scale = torch.where(product > 0, energy / product.clamp_min(1e-30), 0) * self.one
+        stored = {"scale": to_stored(scale.squeeze(-1), torch.float16)}
+        return pack_parts(codes.flatten(-2)[..., : x.shape[-1]], self.bits) | stored
+
+    @override
+    def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """`scale * level / one`, from the stored scale."""
+        return super().decode(parts, shape, dtype) / self.one

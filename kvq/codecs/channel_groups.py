@@ -87,7 +87,7 @@ class ChannelGroups(Calibrated, Quantizer):
         parts: Parts = {}
         for head, prefix, channels, codec in self._each(x):
             own = x.narrow(-3, head, 1).index_select(-1, channels)
-            parts |= {f"{prefix}{name}": part for name, part in codec.encode_block(own).items()}
+            parts |= {f"{prefix}{name}": part for name, part in codec.encode_block(own, dtype=dtype).items()}
         return parts
 
     @override

@@ -1,4 +1,4 @@
-"""Outlier channels in a codec of their own: chosen in each block by their size, or by a calibration."""
+"""Some channels in a codec of their own: outliers of a block or of a calibration, or the first ones."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ChannelSplit(_TwoChannelGroups):
         else:
             place = torch.where(mask == 1, mask.cumsum(-1) - 1, self.outliers)
             kept = {"place": place.to(torch.uint8)}
-        return kept | self._encode_mask(x, mask, self.outliers)
+        return kept | self._encode_mask(x, mask, self.outliers, dtype)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
@@ -178,10 +178,53 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """The parts of both codecs."""
-        return self._encode_mask(x, self._mask(x), self.count(x.shape[-1]))
+        return self._encode_mask(x, self._mask(x), self.count(x.shape[-1]), dtype)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """Both groups of channels, each channel in its own place."""
         like = torch.empty(*shape[:-2], 0, shape[-1], dtype=dtype, device=next(iter(parts.values())).device)
         return self._decode_mask(parts, self._mask(like), self.count(shape[-1]), shape, dtype)
+
+
+class LeadingChannels(_TwoChannelGroups):
+    """Two codecs: one for the first channels of a head, one for the others.
+
+    Args:
+        first: channels per head in the first group.
+        high: codec of the first channels.
+        low: codec of the others.
+
+    Raises:
+        ConfigError: no channel in the first group.
+        Unsupported: a codec that needs token positions or stores lists.
+
+    Source: rocm_octave.py in vLLM's pull request 59774, whose channels with rotary embeddings have a bit more.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, first: int, high: Codec, low: Codec) -> None:
+        at_least("first", first, 1)
+        super().__init__(high, low)
+        self.first, self.token_group = first, 1 if {high.token_group, low.token_group} == {1} else None
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
+        self._check_channels(self.first, head_dim)
+
+    def _mask(self, like: Tensor, dim: int) -> Tensor:
+        mask = torch.arange(dim, device=like.device) < self.first
+        return mask.to(torch.uint8).expand(*like.shape[:-2], 1, -1)
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """The parts of both codecs."""
+        return self._encode_mask(x, self._mask(x, x.shape[-1]), self.first, dtype)
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """Both groups of channels, each channel in its own place."""
+        mask = self._mask(next(iter(parts.values())), shape[-1])
+        return self._decode_mask(parts, mask, self.first, shape, dtype)

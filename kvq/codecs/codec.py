@@ -146,14 +146,23 @@ class Codec:
             out.append(decoded.transpose(1, 2).reshape(packed.batch, packed.heads, -1, packed.head_dim))
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
-    def encode_block(self, blocks: Float[Tensor, "*lead heads tokens head_dim"], rope: Rope | None = None) -> Parts:
-        """Stored parts of blocks, each `[heads, tokens, head_dim]`; rows (dim -2) run along a block's tokens."""
+    def encode_block(
+        self,
+        blocks: Float[Tensor, "*lead heads tokens head_dim"],
+        rope: Rope | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Parts:
+        """Stored parts of blocks, each `[heads, tokens, head_dim]`; rows (dim -2) run along a block's tokens.
+
+        `dtype`: of the states, for a codec inside of a quantizer, which has them in the compute dtype (None: that of
+        `blocks`).
+        """
         y = blocks.to(_compute_dtype(blocks.dtype))
         sides = []
         for _, stage in self.stages:
             y, side = stage.forward(y, **_wanted(stage, rope))
             sides.append(side)
-        parts, factor = self._coded(y, blocks.dtype)
+        parts, factor = self._coded(y, dtype or blocks.dtype)
         if factor is not None:
             self._fold(factor, sides, parts)
         for (name, _), side in zip(self.stages, sides, strict=True):

@@ -92,7 +92,7 @@ class DeltaQuantizer(Quantizer):
                 decoded = anchors[-1].to(x.dtype)
                 continue
             delta = token - decoded
-            steps.append(self.codec.encode_block(delta))
+            steps.append(self.codec.encode_block(delta, dtype=dtype))
             decoded = decoded + self.codec.decode_block(steps[-1], delta.shape, delta.dtype)
             if self.varies:
                 far.append(_norm(delta) > self.anchor_threshold * _norm(token))

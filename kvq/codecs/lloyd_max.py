@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,41 +18,36 @@ from typing_extensions import override
 from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
 from kvq.codecs.packing import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Gain, Parts, Quantizer, choice, more_bits
-from kvq.errors import Unsupported, at_least, check_seed
+from kvq.errors import Unsupported
 
 MAX_BITS = 8
-_SAMPLES = 100_000  # of a coordinate, from which k-means++ draws
-_NEAR = 200  # Lloyd's steps from a start that may be far from the levels, before the solver
-
-
-class Start(enum.Enum):
-    """Levels to begin with: the optimal point density, even or equally probable ones, or draws by squared distance."""
-
-    density = "density"
-    even = "even"
-    quantile = "quantile"
-    kmeans_plus_plus = "kmeans_plus_plus"
+_TIE = 2.0**-11  # of the states' machine epsilon: far above the rounding of a rotation, far below that of the states
 
 
 class Marginal(enum.Enum):
-    """The density of a coordinate: of the uniform unit vector, or N(0, 1/head_dim), its limit (vLLM, LMDeploy)."""
+    """The density of a coordinate: of the uniform unit vector, or N(0, 1/head_dim), its limit (LMDeploy).
+
+    `trapezoid`: that limit with sums in place of integrals, see `trapezoid_levels` (vLLM).
+    """
 
     sphere = "sphere"
     normal = "normal"
+    trapezoid = "trapezoid"
 
 
 def tail(t: Array, dim: float | int) -> Array:
-    """P(T > t), t >= 0, of a coordinate T of a uniform unit vector in `dim` dimensions: f ∝ (1 - t²)^((dim-3)/2).
+    """P(T > t) of a coordinate T of a uniform unit vector in `dim` dimensions: f ∝ (1 - t²)^((dim-3)/2).
 
     Here and below, `dim=inf` is the limit of T √dim: N(0, 1).
     """
     if math.isinf(dim):
         return special.ndtr(-t)
-    return special.betainc((dim - 1) / 2, 0.5, 1 - t**2) / 2
+    upper = special.betainc((dim - 1) / 2, 0.5, 1 - t**2) / 2
+    return np.where(t < 0, 1 - upper, upper)
 
 
 def partial_mean(t: Array, dim: float | int) -> Array:
-    """E[T; T > t], t >= 0."""
+    """E[T; T > t]."""
     if math.isinf(dim):
         return density(t, dim)
     return (1 - t**2) ** ((dim - 1) / 2) * density(np.zeros(1), dim) / (dim - 1)
@@ -64,56 +60,9 @@ def density(t: Array, dim: float | int) -> Array:
     return (1 - t**2) ** ((dim - 3) / 2) / special.beta(0.5, (dim - 1) / 2)
 
 
-def levels_from(
-    bits: int,
-    dim: float | int,
-    start: Start = Start.density,
-    steps: int | None = None,
-    seed: int = 0,
-    marginal: Marginal = Marginal.sphere,
-) -> Array:
-    """As `optimal_levels`, from another start or for another density, after `steps` of Lloyd's steps (None: all).
-
-    All starts lead to the same levels, because the density has one optimum; `steps=0` is the start itself. Draws of
-    k-means++ (Arthur and Vassilvitskii 2007) are those of KVQuant++: from samples of a coordinate, both halves folded.
-    Even levels reach to the largest magnitude of as many samples.
-    """
-    if marginal is Marginal.normal:
-        return levels_from(bits, math.inf, start, steps, seed) / dim**0.5
-    if start is Start.density and steps is None:
-        return optimal_levels(bits, dim)
-    half = 2 ** (bits - 1)
-    if start is Start.kmeans_plus_plus:
-        levels = _drawn(half, dim, seed)
-    elif start is Start.even:
-        levels = float(np.abs(_samples(dim, seed)[0]).max()) * (2 * np.arange(half) + 1) / (2 * half - 1)
-    else:
-        levels = _quantile(_centers(half), dim) if start is Start.quantile else _of_density(half, dim)
-    for _ in range(_NEAR if steps is None else steps):
-        levels = _centroids(levels, dim)
-    return fixed_point(lambda found: _centroids(found, dim), levels) if steps is None else levels
-
-
-def _drawn(half: int, dim: float | int, seed: int) -> Array:
-    """2 half samples of a coordinate drawn by k-means++, folded: means of neighbours among their magnitudes."""
-    samples, generator = _samples(dim, seed)
-    chosen = [generator.choice(samples)]
-    distance = (samples - chosen[0]) ** 2
-    while len(chosen) < 2 * half:
-        chosen.append(generator.choice(samples, p=distance / distance.sum()))
-        distance = np.minimum(distance, (samples - chosen[-1]) ** 2)
-    return np.sort(np.abs(chosen)).reshape(half, 2).mean(1)
-
-
-def _samples(dim: float | int, seed: int) -> tuple[Array, np.random.Generator]:
-    """Samples of a coordinate, and the generator behind them."""
-    generator = np.random.default_rng([seed, _SAMPLES])  # no other part draws from this stream
-    return _quantile(generator.random(_SAMPLES), dim) * generator.choice([-1.0, 1.0], _SAMPLES), generator
-
-
 def _centroids(levels: Array, dim: float | int) -> Array:
     """The mean of each level's cell."""
-    mass, mean = _cells(levels, dim)
+    mass, mean = cells(levels, dim)
     return mean / mass
 
 
@@ -128,6 +77,27 @@ def optimal_levels(bits: int, dim: float | int) -> Array:
     return fixed_point(lambda levels: _centroids(levels, dim), _of_density(2 ** (bits - 1), dim))
 
 
+def trapezoid_levels(bits: int, dim: float | int) -> Array:
+    """All 2^bits levels for N(0, 1/dim) as vLLM finds them: Lloyd's steps with 200 trapezoids for each cell.
+
+    Outer cells end at 10.5 standard deviations. There are at most 200 steps, from even levels up to 3.5 deviations, and
+    one that moves no level by 1e-10 is not taken.
+
+    Source: `solve_lloyd_max` of vLLM's turboquant/centroids.py.
+    """
+    count, deviation = 2**bits, dim**-0.5
+    levels: Array = 3.5 * deviation * (2 * np.arange(count) + 1 - count) / count
+    for _ in range(200):
+        ends = np.concatenate([[-10.5 * deviation], (levels[1:] + levels[:-1]) / 2, [10.5 * deviation]])
+        at = np.linspace(ends[:-1], ends[1:], 201)
+        mass = np.exp(-((at / deviation) ** 2) / 2)
+        found = np.trapezoid(at * mass, axis=0) / np.trapezoid(mass, axis=0)
+        if np.abs(found - levels).max() < 1e-10:
+            break
+        levels = found
+    return levels
+
+
 def _centers(half: int) -> Array:
     return (np.arange(half) + 0.5) / half
 
@@ -135,17 +105,17 @@ def _centers(half: int) -> Array:
 def _of_density(half: int, dim: float | int) -> Array:
     """Levels of the optimal point density f^(1/3): f of another dimension, or N(0, 3)."""
     if math.isinf(dim):
-        return _quantile(_centers(half), dim) * 3**0.5
-    return _quantile(_centers(half), (dim - 3) / 3 + 3)
+        return quantile(_centers(half), dim) * 3**0.5
+    return quantile(_centers(half), (dim - 3) / 3 + 3)
 
 
-def _cells(levels: Array, dim: float | int) -> tuple[Array, Array]:
-    """P(cell) and E[T; cell] of each positive level."""
-    ends = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [math.inf if math.isinf(dim) else 1.0]])
+def cells(levels: Array, dim: float | int, lowest: float = 0.0) -> tuple[Array, Array]:
+    """P(cell) and E[T; cell] of ascending levels whose first cell begins at `lowest`: 0 for the positive levels."""
+    ends = np.concatenate([[lowest], (levels[1:] + levels[:-1]) / 2, [math.inf if math.isinf(dim) else 1.0]])
     return -np.diff(tail(ends, dim)), -np.diff(partial_mean(ends, dim))
 
 
-def _quantile(p: Array, dim: float | int) -> Array:
+def quantile(p: Array, dim: float | int) -> Array:
     """t >= 0 with P(|T| < t) = p."""
     if math.isinf(dim):
         return special.ndtri((1 + p) / 2)
@@ -154,7 +124,7 @@ def _quantile(p: Array, dim: float | int) -> Array:
 
 def cell_probabilities(levels: Array, dim: int) -> Array:
     """Probability of each level of the whole codebook, lowest level first."""
-    half, _ = _cells(levels, dim)
+    half, _ = cells(levels, dim)
     return np.concatenate([half[::-1], half])
 
 
@@ -164,75 +134,59 @@ def relative_mse(levels: Array, dim: int) -> float:
     return float(1 - 2 * dim * (cell_probabilities(levels, dim)[half:] * levels**2).sum())
 
 
-_Built = tuple[Start, int | None, int, Marginal]
-_OPTIMAL: _Built = (Start.density, None, 0, Marginal.sphere)
+def codebook(bits: int, dim: int, marginal: Marginal = Marginal.sphere) -> Array:
+    """The codebook with 2^bits levels, ascending, of a coordinate of the sphere or of its normal limit."""
+    if marginal is Marginal.trapezoid:
+        half = trapezoid_levels(bits, dim)[2 ** (bits - 1) :]
+    else:
+        half = optimal_levels(bits, dim) if marginal is Marginal.sphere else optimal_levels(bits, math.inf) / dim**0.5
+    return np.concatenate([-half[::-1], half])
 
 
 @lru_cache(maxsize=128)
 def _tables(
-    bits: int, dim: int, dtype: torch.dtype, device: torch.device, built: _Built = _OPTIMAL
+    made: Callable[..., Array], given: tuple[Any, ...], dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Levels and thresholds of the whole codebook."""
-    half = levels_from(bits, dim, *built)
-    levels = np.concatenate([-half[::-1], half])
+    """Levels and thresholds of a codebook, `made(*given)`; `dim`: of its channels, the second of what is given."""
+    levels = made(given[0], dim, *given[1:])
     middles = (levels[1:] + levels[:-1]) / 2
     return tuple(torch.from_numpy(part).to(device, dtype) for part in (levels, middles))  # type: ignore[return-value]
 
 
-class LloydMaxQuantizer(Quantizer):
-    """Rounds each coordinate of a rotated unit vector to the nearest level of `optimal_levels`.
+class CodebookQuantizer(Quantizer):
+    """Rounds each coordinate of a rotated unit vector to the nearest of 2^bits levels.
 
     Args:
         bits: bits per code, 1-8.
-        extra_bits: added to `bits`, for codecs of outlier channels with one bit more than the rest.
         gain: see `Gain`; folds into the token norm before this quantizer.
-        least, most: bounds of the sum of both (None: none).
-        start, steps, seed, marginal: of the codebook, see `levels_from`; by default the optimal one of the sphere.
-        unit: decoded tokens are scaled to norm 1 (vLLM's "norm correction"); the stored norm stays that of the token.
+        made, given: a function of the bits, the channels and `given` to the levels, ascending.
+        unit: decoded tokens are scaled to norm 1.
 
-    Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation).
+    Stores `codes.<plane>`; expects tokens of norm 1 (`TokenNorm`) whose direction is random (a rotation). A coordinate
+    in the middle between two levels goes to the higher one, and so does one below it by a rounding error (`_TIE`):
+    rotated 16-bit states cancel to 0 here and there, but for the order of the sum, which depends on how many tokens are
+    rotated together and must not decide a code.
 
     Raises:
-        ConfigError: unknown gain, start or marginal; negative steps or seed.
+        ConfigError: unknown gain.
         Unsupported: other bits.
-
-    Source: TurboQuant (arXiv 2504.19874), algorithm 1; KVQuant++, section 2.2.1.
     """
-
-    version: ClassVar[int] = 1
 
     token_group = 1
 
     def __init__(
-        self,
-        bits: int,
-        extra_bits: int = 0,
-        gain: Gain | str = Gain.none,
-        least: int | None = None,
-        most: int | None = None,
-        start: Start | str = Start.density,
-        steps: int | None = None,
-        seed: int = 5,
-        marginal: Marginal | str = Marginal.sphere,
-        unit: bool = False,
+        self, bits: int, gain: Gain | str, made: Callable[..., Array], given: tuple[Any, ...], unit: bool = False
     ) -> None:
-        self.bits = bits + extra_bits
-        if least is not None:
-            self.bits = max(self.bits, least)
-        if most is not None:
-            self.bits = min(self.bits, most)
-        if not 1 <= self.bits <= MAX_BITS:
-            raise Unsupported(f"bits={self.bits}: a Lloyd-Max codebook has 1 to {MAX_BITS} bits")
-        self.gain = choice(Gain, gain, "gain")
-        at_least("steps", steps, 0)
-        check_seed("seed", seed)
-        self.start, self.marginal = choice(Start, start, "start"), choice(Marginal, marginal, "marginal")
-        self._built: _Built = (self.start, steps, seed, self.marginal)
-        self.unit = unit
+        if not 1 <= bits <= MAX_BITS:
+            raise Unsupported(f"bits={bits}: a Lloyd-Max codebook has 1 to {MAX_BITS} bits")
+        self.bits, self.gain, self.unit = bits, choice(Gain, gain, "gain"), unit
+        self._start = made, given
 
-    @override
-    def with_more_bits(self, extra: int, most: int) -> Quantizer:
-        return more_bits(self, extra, most)
+    @property
+    def _made(self) -> tuple[Callable[..., Array], tuple[Any, ...]]:
+        """What makes the levels, and from what: of the bits as they are now, which a copy may have raised."""
+        made, given = self._start
+        return made, (self.bits, *given)
 
     @property
     @override
@@ -242,23 +196,71 @@ class LloydMaxQuantizer(Quantizer):
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate of the sphere has no peak."""
-        if head_dim < 3 and self.marginal is Marginal.sphere:
+        if head_dim < 3:
             raise Unsupported(f"head_dim={head_dim}: a Lloyd-Max codebook of the sphere needs at least 3 channels")
 
     def levels(self, dim: int, dtype: torch.dtype) -> Float[Tensor, " levels"]:
-        """All levels for `dim` channels, ascending; the lower half is the mirror image of the upper one."""
-        return _tables(self.bits, dim, dtype, torch.device("cpu"), self._built)[0]
+        """All levels for `dim` channels, ascending."""
+        return _tables(*self._made, dim, dtype, torch.device("cpu"))[0]
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`codes.<plane>`: index of the nearest level."""
         self.check(x.shape[-1])
-        _, middles = _tables(self.bits, x.shape[-1], x.dtype, x.device, self._built)
-        return pack_parts(nearest_level(x, middles), self.bits)
+        _, middles = _tables(*self._made, x.shape[-1], x.dtype, x.device)
+        return pack_parts(nearest_level(x, middles - torch.finfo(dtype).eps * _TIE), self.bits)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """The levels."""
         codes = unpack_parts(parts, self.bits, shape[-2])
-        x = looked_up(_tables(self.bits, shape[-1], dtype, codes.device, self._built)[0], codes)
+        x = looked_up(_tables(*self._made, shape[-1], dtype, codes.device)[0], codes)
         return torch.nn.functional.normalize(x, dim=-1) if self.unit else x
+
+
+class LloydMaxQuantizer(CodebookQuantizer):
+    """Rounds each coordinate of a rotated unit vector to the nearest level of `optimal_levels`, or of its normal limit.
+
+    Args:
+        bits: bits per code, 1-8.
+        extra_bits: added to `bits`, for codecs of outlier channels with one bit more than the rest.
+        gain: see `Gain`; folds into the token norm before this quantizer.
+        least, most: bounds of the sum of both (None: none).
+        marginal: the density of a coordinate.
+        unit: decoded tokens are scaled to norm 1 (vLLM's "norm correction"); the stored norm stays that of the token.
+
+    Raises:
+        ConfigError: unknown gain or marginal.
+        Unsupported: other bits.
+
+    Source: TurboQuant (arXiv 2504.19874), algorithm 1.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        bits: int,
+        extra_bits: int = 0,
+        gain: Gain | str = Gain.none,
+        least: int | None = None,
+        most: int | None = None,
+        marginal: Marginal | str = Marginal.sphere,
+        unit: bool = False,
+    ) -> None:
+        bits += extra_bits
+        if least is not None:
+            bits = max(bits, least)
+        if most is not None:
+            bits = min(bits, most)
+        self.marginal = choice(Marginal, marginal, "marginal")
+        super().__init__(bits, gain, codebook, (self.marginal,), unit)
+
+    @override
+    def with_more_bits(self, extra: int, most: int) -> Quantizer:
+        return more_bits(self, extra, most)
+
+    @override
+    def check(self, head_dim: int) -> None:
+        if self.marginal is Marginal.sphere:
+            super().check(head_dim)

@@ -110,7 +110,7 @@ class LowRankCorrection(Calibrated, Quantizer):
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """The codec's parts, `left` and `right`."""
-        found = self.base.encode_block(x)
+        found = self.base.encode_block(x, dtype=dtype)
         rest = x - self.base.decode_block(found, x.shape, x.dtype)
         parts = {f"{_PREFIX}{name}": part for name, part in found.items()}
         return parts | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)

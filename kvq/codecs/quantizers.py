@@ -180,12 +180,11 @@ class UniformQuantizer(Quantizer):
         least_scale: scales below it become it.
         halves: see `Halves`.
         reciprocal: multiply by the reciprocal of the scale instead of dividing by the scale; of all grids but
-            `integer`, `ratio` and `edge`.
-        codes_from_stored: choose codes by scale and lo as they are stored, and by the rounded reciprocal of the scale.
+            `integer` and `edge`.
         side_dtype: dtype of stored scales and offsets, see `SideDtype`.
 
-    Codes are chosen in fp32 (fp64 for fp64 input) with unrounded statistics, unless `codes_from_stored` is set;
-    decoding uses the stored values. A constant group of a `ratio` grid, where engines divide by zero, keeps its value.
+    Codes are chosen in fp32 (fp64 for fp64 input) with unrounded statistics; decoding uses the stored values. A
+    constant group of a `ratio` grid, where engines divide by zero, keeps its value.
 
     Raises:
         ConfigError: an unknown name, group size or clip out of range, settings that do not belong together.
@@ -208,7 +207,6 @@ class UniformQuantizer(Quantizer):
         least_scale: float = 0.0,
         halves: Halves | str = Halves.even,
         reciprocal: bool = False,
-        codes_from_stored: bool = False,
         side_dtype: SideDtype | str = SideDtype.float16,
     ) -> None:
         lowest = 2 if symmetric else 1
@@ -227,7 +225,7 @@ class UniformQuantizer(Quantizer):
         self.halves = choice(Halves, halves, "halves")
         self.side_dtype = choice(SideDtype, side_dtype, "side_dtype")
         self.fixed_scale, self.least_scale = fixed_scale, least_scale
-        self.reciprocal, self.codes_from_stored = reciprocal, codes_from_stored
+        self.reciprocal = reciprocal
         self._check_together()
 
     def _check_together(self) -> None:
@@ -238,8 +236,6 @@ class UniformQuantizer(Quantizer):
             raise ConfigError(f"fixed_scale={self.fixed_scale}: above 0, or null for a scale of each group")
         if self.least_scale < 0:
             raise ConfigError(f"least_scale={self.least_scale}: at least 0")
-        if self.codes_from_stored and (self.symmetric or self.zero_point is not ZeroPoint.float):
-            raise ConfigError("codes_from_stored=true: of an asymmetric grid with zero_point=float")
         if self.zero_point is ZeroPoint.code and (self.side_dtype is not SideDtype.float32 or self.bits > 8):
             raise ConfigError(
                 "zero_point=code: with side_dtype=float32 and at most 8 bits, which the scale has room for"
@@ -257,7 +253,7 @@ class UniformQuantizer(Quantizer):
     @property
     def is_plain(self) -> bool:
         """Affine, with codes chosen as papers do: the nearest even one, by division by the unrounded scale."""
-        exact = not (self.reciprocal or self.codes_from_stored or self.least_scale)
+        exact = not (self.reciprocal or self.least_scale)
         return self.is_affine and exact and self.halves is Halves.even
 
     @property
@@ -350,12 +346,7 @@ class UniformQuantizer(Quantizer):
             low, high = low * self.clip, high * self.clip
         scale = self._at_least((high - low) / self._divisor)
         if self.zero_point is ZeroPoint.float:
-            if self.codes_from_stored:
-                scale, low = (to_stored(stat, self.side_dtype.torch).to(groups.dtype) for stat in (scale, low))
-                inverse = to_stored(scale.reciprocal(), self.side_dtype.torch).to(groups.dtype)
-                codes = whole(groups.sub(low).mul_(inverse), self.halves).clamp_(0, top)
-            else:
-                codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
+            codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
             offset = self._side(low)
         elif self.zero_point is ZeroPoint.edge:
             scale, low = scale_from_edge(scale, low, high)

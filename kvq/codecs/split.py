@@ -35,14 +35,18 @@ class Split(Quantizer):
         for number, (name, codec) in enumerate(self.codecs.items()):
             yield name, codec, sum(sizes[:number]), sizes[number]
 
-    def _encode_groups(self, x: Tensor, group: Shaped[Tensor, ...], sizes: Sequence[int]) -> Parts:
-        """Parts of all codecs. `group`: a number for each place along `axis`; broadcasts to the shape of `x`."""
+    def _encode_groups(self, x: Tensor, group: Shaped[Tensor, ...], sizes: Sequence[int], dtype: torch.dtype) -> Parts:
+        """Parts of all codecs, for states of `dtype`.
+
+        `group`: a number for each place along `axis`; broadcasts to the shape of `x`.
+        """
         parts: Parts = {}
         length = x.shape[self.axis]
         ordered = x.gather(self.axis, self._order(group).expand(x.shape))
         for name, codec, start, size in self._groups(sizes):
             # An empty group gets the usual parts with zero rows, so that blocks concatenate.
-            found = codec.encode_block(ordered.narrow(self.axis, min(start, length - 1), max(size, 1)))
+            own = ordered.narrow(self.axis, min(start, length - 1), max(size, 1))
+            found = codec.encode_block(own, dtype=dtype)
             parts |= {f"{name}.{key}": part if size else part[..., :0, :] for key, part in found.items()}
         return parts
 
@@ -73,9 +77,9 @@ class TwoWaySplit(Split):
         super().__init__({"high": high, "low": low})
         self.high, self.low = high, low
 
-    def _encode_mask(self, x: Tensor, mask: Shaped[Tensor, ...], count: int) -> Parts:
-        """Parts of both codecs. `mask`: 1 at `count` places along `axis`."""
-        return self._encode_groups(x, 1 - mask.to(torch.uint8), (count, x.shape[self.axis] - count))
+    def _encode_mask(self, x: Tensor, mask: Shaped[Tensor, ...], count: int, dtype: torch.dtype) -> Parts:
+        """Parts of both codecs, for states of `dtype`. `mask`: 1 at `count` places along `axis`."""
+        return self._encode_groups(x, 1 - mask.to(torch.uint8), (count, x.shape[self.axis] - count), dtype)
 
     def _decode_mask(
         self, parts: Parts, mask: Shaped[Tensor, ...], count: int, shape: Size, dtype: torch.dtype

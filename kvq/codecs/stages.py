@@ -22,6 +22,7 @@ from kvq.codecs.quantizers import choice
 from kvq.errors import ConfigError, Unsupported
 
 Side = dict[str, Tensor]
+_FEWEST_ROWS = 8  # of a matrix product; MKL has other code for 1 to 3
 
 
 class Scope(enum.Enum):
@@ -87,9 +88,16 @@ class _Rotation(Stage):
 def per_block(
     x: Float[Tensor, "*lead tokens dim"], matrix: Float[Tensor, "dim columns"]
 ) -> Float[Tensor, "*lead tokens columns"]:
-    """`x @ matrix`, one product per block, so that a block's bits do not depend on how many blocks are decoded."""
-    flat = x.reshape(-1, *x.shape[-2:])
-    return torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1)).view(*x.shape[:-1], matrix.shape[1])
+    """`x @ matrix`, one product per block, so that a block's bits do not depend on how many blocks are decoded.
+
+    Nor do a token's bits depend on how many tokens the block has: products of few rows, whose sums BLAS adds up in
+    another order, are filled up with zeros.
+    """
+    flat, tokens = x.reshape(-1, *x.shape[-2:]), x.shape[-2]
+    if tokens < _FEWEST_ROWS:
+        flat = torch.nn.functional.pad(flat, (0, 0, 0, _FEWEST_ROWS - tokens))
+    found = torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1))[:, :tokens]
+    return found.reshape(*x.shape[:-1], matrix.shape[1])
 
 
 class Hadamard(_Rotation):
@@ -153,10 +161,14 @@ class Hadamard(_Rotation):
 
 
 class Draw(enum.Enum):
-    """How a random sign is drawn from torch's generator: an integer below 2, or a Bernoulli variable (vLLM)."""
+    """How a random sign is drawn from torch's generator: an integer below 2, or a Bernoulli variable (vLLM).
+
+    1 is a plus; of `flips` (vLLM's Octave), an integer too, it is a minus.
+    """
 
     integer = "integer"
     bernoulli = "bernoulli"
+    flips = "flips"
 
 
 class RandomizedHadamard(Hadamard):
@@ -213,10 +225,11 @@ def _hadamard(
 @lru_cache(maxsize=64)
 def _signs(dim: int, seed: int, draw: Draw, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim 1"]:
     generator = torch.Generator().manual_seed(seed)
-    if draw is Draw.integer:
-        ones = torch.randint(0, 2, (dim, 1), generator=generator)
-    else:
+    if draw is Draw.bernoulli:
         ones = torch.bernoulli(torch.full((dim, 1), 0.5), generator=generator)
+    else:
+        ones = torch.randint(0, 2, (dim, 1), generator=generator)
+        ones = 1 - ones if draw is Draw.flips else ones
     return (ones * 2 - 1).to(device=device, dtype=dtype)
 
 

@@ -83,7 +83,7 @@ class TokenSplit(TwoWaySplit):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`mask` `[..., heads or 1, ceil(tokens / 8), 1]` and the parts of both codecs."""
         mask = (self._spread(x) if self.mask is None else self.mask).unsqueeze(-1)
-        return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_mask(x, mask, self.count(x.shape[-2]))
+        return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_mask(x, mask, self.count(x.shape[-2]), dtype)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
@@ -136,7 +136,7 @@ class TokenTiers(Split):
         """`tier` `[..., 1, ceil(tokens / 4), 1]` and the parts of all codecs."""
         tiers, sizes = self._evenly(x, x.shape[-2])
         stored = pack(tiers.expand(*x.shape[:-3], 1, -1, 1), TIER_BITS)[0]
-        return {"tier": stored} | self._encode_groups(x, tiers, sizes)
+        return {"tier": stored} | self._encode_groups(x, tiers, sizes, dtype)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
@@ -164,16 +164,21 @@ class PlannedCodec(Codec):
             self._mask = None
 
     @override
-    def encode_block(self, blocks: Float[Tensor, "*lead heads tokens head_dim"], rope: Rope | None = None) -> Parts:
+    def encode_block(
+        self,
+        blocks: Float[Tensor, "*lead heads tokens head_dim"],
+        rope: Rope | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Parts:
         """As `Codec.encode_block`, with the salient tokens of `planned` where it is active."""
         if self._mask is None or not isinstance(self.quantizer, TokenSplit):
-            return super().encode_block(blocks, rope)
+            return super().encode_block(blocks, rope, dtype)
         number, length = blocks.shape[1], blocks.shape[-2]
         piece = self._mask.narrow(2, self._at, number * length)
         self._at += number * length
         self.quantizer.mask = piece.unflatten(2, (number, length)).transpose(1, 2)
         try:
-            return super().encode_block(blocks, rope)
+            return super().encode_block(blocks, rope, dtype)
         finally:
             self.quantizer.mask = None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, Unsupported
 
 MIN_BITS, MAX_BITS = 1, 16
 _FORMS = f"{MIN_BITS}-{MAX_BITS} such as 3, k3v2 (keys 3, values 2), {{key: 3, value: 2}} or, in Python, (3, 2)"
@@ -69,6 +69,19 @@ class BitsByLayerConfig:
         return [
             Bits(*pair) for pair in zip(self.key or [bits.key] * count, self.value or [bits.value] * count, strict=True)
         ]
+
+
+def check_range(method: str, limits: Sequence[int], bits: Bits) -> None:
+    """Refuse bits outside of the lowest and highest that a method can do.
+
+    Raises:
+        Unsupported: such bits.
+    """
+    lowest, highest = limits
+    for side, number in (("keys", bits.key), ("values", bits.value)):
+        if not lowest <= number <= highest:
+            what = "" if bits.key == bits.value else f" for {side}"
+            raise Unsupported(f"bits={bits.label}: {method} does {lowest} to {highest} bits{what}")
 
 
 def parse_bits(given: Any) -> Bits:

@@ -159,7 +159,7 @@ def _untyped(task: object) -> ConfigError:
     """Settings of a task that no schema checks."""
     name = task.get("name") if isinstance(task, dict) else None
     if not name:
-        return ConfigError(f"task={task}: a choice of the group task; `python run.py --help` lists all")
+        return ConfigError(f"task={task}: a choice of the group task; `python run.py ls task` lists all")
     if name in SCHEMAS:
         return ConfigError(f"task.name={name}: its YAML must begin with defaults: [{name}_schema, _self_]")
     return ConfigError(

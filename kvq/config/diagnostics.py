@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvq.config.task import TaskConfig
-from kvq.errors import ConfigError, at_least, check_seed
+from kvq.errors import ConfigError, at_least, check_seed, within
 
 
 class Drawn(enum.StrEnum):
@@ -105,7 +105,7 @@ class DistributionConfig(CaptureConfig):
         hanson_wright: the constant c of the lemma, which the paper leaves open.
         signs: seeds of randomized Hadamard transforms over which the lemma is checked.
         codebooks: of 1 and 2 bits, whose cosines are compared with synthetic data; those that have the bits.
-        vectors: tokens kept for t-SNE, of layer `vector_layer`.
+        vectors: tokens kept for t-SNE, of layer `vector_layer` and of the first `vector_windows` windows alike.
         channel_ranges: least and largest covariance of each channel of the first layer are kept, for figures.
     """
 
@@ -118,6 +118,7 @@ class DistributionConfig(CaptureConfig):
     codebooks: list[str] = field(default_factory=lambda: ["finetuned", "kmeans"])
     vectors: int = 200
     vector_layer: int = 0
+    vector_windows: int = 1
     channel_ranges: bool = False
 
     def __post_init__(self) -> None:
@@ -126,6 +127,7 @@ class DistributionConfig(CaptureConfig):
         at_least("task.signs", self.signs, 1)
         at_least("task.vectors", self.vectors, 0)
         at_least("task.vector_layer", self.vector_layer, 0)
+        within("task.vector_windows", self.vector_windows, 1, self.windows)
         if not 0 < self.alpha < 1:
             raise ConfigError(f"task.alpha={self.alpha}: above 0 and below 1")
         if not self.hanson_wright > 0:

@@ -96,7 +96,7 @@ def unknown_choice(group: str, name: str, config_dir: str | Path | None = None) 
     options = list(choices(config_dir).get(group, {}))
     if group == "method" and name in CANNOT_RUN:
         return f"method={name}: {CANNOT_RUN[name]}"
-    allowed = f"one of {', '.join(options)}" if len(options) <= _FEW else "`python run.py --help` lists all"
+    allowed = f"one of {', '.join(options)}" if len(options) <= _FEW else f"`python run.py ls {group}` lists all"
     return f"{group}={name}: unknown {group}; {allowed}.{did_you_mean(name, options)}"
 
 

@@ -23,7 +23,7 @@ from kvq.config.run import (
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
-_NOT_NAMED = ("batch_size", "include_path", "prompt_file")
+_NOT_NAMED = ("batch_size", "include_path", "prompt_file", "save_logits")
 """Settings of tasks that decide no number: the text of a prompt is in the fingerprint."""
 
 
@@ -109,6 +109,9 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
         task["stride"] = None
     if task.get("prompt", "") is None:
         del task["prompt"]  # belongs to one scoring; a task's own prompt is in its fingerprint
+    for name in getattr(config.task, "later", ()):
+        if task[name] == getattr(type(config.task), name):
+            del task[name]
     if "bos" in task:
         own, asked = trained_with_bos(config.model, trained_with), task.pop("bos")
         if own or asked:
@@ -116,8 +119,12 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
     for name in ("regimes", "prefill_steps", "decode_steps"):
         if name in task and (not task[name] or config.method.is_full_precision):
             del task[name]  # nothing of it is timed, as before it could be
+    if "engine" in task and (engine := task.pop("engine")):
+        task["engine"] = engine.canonical()
     if not task.get("channel_ranges", True):
         del task["channel_ranges"]  # kept beside the same numbers, as before it could be
+    if task.get("vector_windows") == 1:
+        del task["vector_windows"]
     return task
 
 
@@ -141,11 +148,11 @@ def names(config: Config) -> dict[str, Any]:
 
 
 def _loading(model: ModelConfig) -> dict[str, Any]:
-    """How weights are quantized on loading, and the attention asked for; no entry by default, so that older keys stay
-    valid. Weights that a checkpoint has in quantized form are in its fingerprint.
+    """How weights are quantized on loading or in a GGUF file, and the attention asked for; no entry by default, so that
+    older keys stay valid. Weights that a checkpoint has in quantized form are in its fingerprint.
     """
     found = {"load_in": model.load_in if model.load_in in ("4bit", "8bit") else None}
-    found["attn_implementation"] = model.attn_implementation
+    found |= {"attn_implementation": model.attn_implementation, "weights": model.weights}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -159,8 +166,9 @@ def _outliers(outliers: OutliersConfig) -> dict[str, Any] | None:
 
 def _kept_layers(method: MethodConfig, codecs: Mapping[str, Any]) -> dict[str, Any]:
     """Layers that a quantized side keeps in full precision; no entry without any, so that older keys stay valid."""
-    kept = {side: sorted(set(layers)) for side, layers in method.full_precision_layers.items() if codecs[side]}
-    return {"full_precision_layers": kept} if any(kept.values()) else {}
+    asked = method.full_precision_layers.items()
+    kept = {side: sorted(set(layers)) for side, layers in asked if layers and codecs[side]}
+    return {"full_precision_layers": kept} if kept else {}
 
 
 def _bits_by_layer(method: MethodConfig) -> dict[str, Any]:

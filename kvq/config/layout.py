@@ -36,6 +36,7 @@ class LayoutConfig:
         reasons: label -> why it cannot be measured.
         own: labels that the paper does not print, shown in addition.
         small: override of the experiment -> the overrides that replace it when the model is an embedded one.
+        real: what differs from `small` for a model that an installed distribution carries (`model=smollm2_135m`).
     """
 
     paper: str | None = None
@@ -54,6 +55,7 @@ class LayoutConfig:
     reasons: dict[str, str] = field(default_factory=dict)
     own: list[str] = field(default_factory=list)
     small: dict[str, str] = field(default_factory=dict)
+    real: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.paper is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from dataclasses import dataclass
 
 from kvq.errors import ConfigError, at_least
@@ -11,10 +12,14 @@ _MAX_NAME = 128
 
 
 class WandbMode(enum.StrEnum):
-    """`offline`: files under `results_dir/wandb`, which `wandb sync` sends later."""
+    """`offline`: files under `results_dir/wandb`, which `wandb sync` sends later; `disabled`: nothing is sent."""
 
     online = "online"
     offline = "offline"
+    disabled = "disabled"
+
+
+_OLD_MODES = {"run": WandbMode.online, "shared": WandbMode.online, "dryrun": WandbMode.offline}
 
 
 @dataclass
@@ -30,6 +35,7 @@ class NoLogger:
 @dataclass
 class WandbLogger:
     """Weights & Biases. `entity`: null = the account's own; `group`: null = one for each sweep's command.
+    `mode`: null = that of the environment variable `WANDB_MODE`, else online.
 
     `samples`: most rows of a run's table of samples; `timeout`: seconds to wait for the server before going on without.
     """
@@ -38,7 +44,7 @@ class WandbLogger:
     project: str = "kvq"
     entity: str | None = None
     group: str | None = None
-    mode: WandbMode = WandbMode.online
+    mode: WandbMode | None = None
     samples: int = 1000
     timeout: int = 30
 
@@ -50,6 +56,8 @@ class WandbLogger:
                 raise ConfigError(
                     f"logger.{setting}={given[:_MAX_NAME]}: 1 to {_MAX_NAME} characters, none of / \\ # ? % :"
                 )
+        if self.mode is None:
+            self.mode = _mode_of_environment()
         at_least("logger.samples", self.samples, 0)
         at_least("logger.timeout", self.timeout, 1)
 
@@ -61,3 +69,11 @@ LOGGERS: dict[str, type[Logger]] = {"none": NoLogger, "wandb": WandbLogger}
 def _check_name(given: str, name: str) -> None:
     if given != name:
         raise ConfigError(f"logger.name={given}: choose another logger by logger=..., not by its name")
+
+
+def _mode_of_environment() -> WandbMode:
+    named = os.environ.get("WANDB_MODE", "").strip().lower() or "online"
+    try:
+        return _OLD_MODES.get(named) or WandbMode(named)
+    except ValueError:
+        raise ConfigError(f"WANDB_MODE={named}: one of {', '.join(WandbMode)}") from None

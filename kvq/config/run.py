@@ -17,6 +17,7 @@ from kvq.config.backend import backend_of
 from kvq.config.bits import Bits, BitsByLayerConfig, mean_label, parse_bits
 from kvq.config.calibration import CalibrationConfig
 from kvq.config.diagnostics import DiagnosticConfig
+from kvq.config.files import DISTRIBUTION, EMBEDDED
 from kvq.config.layout import LayoutConfig
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.config.tasks import TIMED, Scoring, is_timed
@@ -26,6 +27,7 @@ from kvq.errors import (
     at_least,
     check_codec,
     check_folder,
+    check_path,
     check_seed,
     did_you_mean,
     not_empty,
@@ -111,16 +113,21 @@ def _is_size(given: Any) -> bool:
 class ModelConfig:
     """A model: `path` is a hub id, a local folder, or `embedded:tiny`. `context` in tokens, None = the model's own.
 
-    `device_map` spreads the layers over all devices, as transformers does; None = one device. `max_memory`: how much of
-    each it may take, by its number or as `cpu` (`{0: 20GiB, cpu: 60GiB}`). `load_in`: 4bit or 8bit quantizes weights on
-    loading; gptq or awq says that the checkpoint's are. `attn_implementation`: transformers' name for it (None: its
-    choice). `trust_remote_code`: code
-    that comes with the model is run. `bos`: it was trained on texts that begin with a begin-of-text token; None: if its
-    tokenizer writes one. `cache_dtype`: what `cache.dtype=null` stands for; None: `dtype`.
+    `gguf`: the name of a GGUF file there, which is then the whole model; a `path` that ends in .gguf names both, and
+    `distribution:NAME/FILE.gguf` a file of an installed Python distribution. `weights`: the type of most of its weights
+    (`Q4_1`), said wherever the model is named; `sha256` (hex): of the file. `device_map` spreads the layers over all
+    devices, as transformers does; None = one device. `max_memory`: how much of each it may take, by its number or as
+    `cpu` (`{0: 20GiB, cpu: 60GiB}`). `load_in`: 4bit or 8bit quantizes weights on loading; gptq or awq says that the
+    checkpoint's are. `attn_implementation`: transformers' name for it (None: its choice). `trust_remote_code`: its code
+    is run. `bos`: it was trained on texts that begin with that token; None: if its tokenizer writes it. `cache_dtype`:
+    what `cache.dtype=null` stands for; None: `dtype`.
     """
 
     name: str = MISSING
     path: str = MISSING
+    gguf: str | None = None
+    weights: str | None = None
+    sha256: str | None = None
     revision: str | None = None
     dtype: Dtype = Dtype.float32
     context: int | None = None
@@ -134,9 +141,12 @@ class ModelConfig:
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
 
     def __post_init__(self) -> None:
-        not_empty("model.path", self.path)  # first: a name may be taken from it
-        not_empty("model.name", self.name)
-        not_empty("model.revision", self.revision)
+        check_path("model.path", self.path)  # first: a name may be taken from it
+        for setting in ("name", "gguf", "revision", "attn_implementation"):
+            not_empty(f"model.{setting}", getattr(self, setting))
+        if self.path.endswith(".gguf") and self.gguf is None:
+            folder, _, self.gguf = self.path.rpartition("/")
+            self.path = folder if folder.startswith(("/", ".", "~", DISTRIBUTION)) else f"./{folder}"
         at_least("model.context", self.context, 2)
         _check_stored("model.cache_dtype", self.cache_dtype)
         if self.device_map is not None and self.device_map not in DEVICE_MAPS:
@@ -144,12 +154,10 @@ class ModelConfig:
             raise ConfigError(f"model.device_map={self.device_map}: null or one of {', '.join(DEVICE_MAPS)}.{hint}")
         if self.load_in is not None and self.load_in not in LOAD_IN:
             raise ConfigError(f"model.load_in={self.load_in}: null or one of {', '.join(LOAD_IN)}")
-        not_empty("model.attn_implementation", self.attn_implementation)
         self._check_memory()
 
     def _check_memory(self) -> None:
-        given = self.max_memory
-        if given is None:
+        if (given := self.max_memory) is None:
             return
         named = isinstance(given, Mapping) and given
         if not named or not all(re.fullmatch(r"\d+|cpu", str(one)) and _is_size(size) for one, size in given.items()):
@@ -166,7 +174,7 @@ def trained_with_bos(model: ModelConfig, tokenizer_writes: bool | None = None) -
     """
     if model.bos is not None:
         return model.bos
-    return False if model.path.startswith("embedded:") else tokenizer_writes
+    return False if model.path.startswith(EMBEDDED) else tokenizer_writes
 
 
 @dataclass
@@ -188,7 +196,7 @@ class DatasetConfig:
 
     def __post_init__(self) -> None:
         not_empty("dataset.name", self.name)
-        not_empty("dataset.path", self.path)
+        check_path("dataset.path", self.path)
         not_empty("dataset.hub_id", self.hub_id)
         at_least("dataset.documents", self.documents, 1)
         at_least("dataset.max_tokens", self.max_tokens, 2)
@@ -226,29 +234,28 @@ class KeptKeysConfig:
 class MethodConfig:
     """A method: one codec each for keys and values (None = full precision), and its default residual.
 
-    `bits_range` is the lowest and highest `bits` it can do; None = a fixed rate, whatever `bits` says. `bits_by_layer`:
-    bits of each layer, in the place of `bits`.
-    `eviction`: which tokens a layer keeps (`kvq.methods.eviction`; None = all). `plan`: which ones it treats apart
-    (`kvq.methods.plan`).
+    `serve`: of an engine's format, the command that serves model M with it. `bits_range` is the lowest and highest
+    `bits` it can do; None = a fixed rate, whatever `bits` says. `bits_by_layer`: bits of each layer, in the place of
+    `bits`. `eviction`: which tokens a layer keeps (None = all). `plan`: which ones it treats apart.
     `full_precision_layers`: layers whose keys or values are not quantized, by side; negative ones count from the end.
     `backend`: another library's cache in the place of codecs, which are then null (a `BackendConfig` once checked).
-    `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8.
-    `merge_rotation`: the weights of the model rotate values, in the place of the first stage of their codec;
-    `merge_key_rotation`: keys and queries too, of a model without rotary embeddings.
-    `sink_tokens`: so many first tokens stay in full precision. `kept_keys`: and the keys of these, in some layers.
-    `sink_detection`: or those that this finds (`kvq.methods.detected`), wherever they stand.
+    `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8. `merge_rotation`: the weights of
+    the model rotate values, in the place of the first stage of their codec; `merge_key_rotation`: keys and queries too,
+    of a model without rotary embeddings. `sink_tokens`: so many first tokens stay in full precision. `kept_keys`: and
+    the keys of these, in some layers. `sink_detection`: or those that this finds, wherever they stand.
     """
 
     name: str = MISSING
     label: str | None = None
     arxiv: str | None = None
     note: str | None = None
+    serve: str | None = None
     bits_range: list[int] | None = None
     bits_by_layer: BitsByLayerConfig = field(default_factory=BitsByLayerConfig)
     key: Any = None
     value: Any = None
     residual: ResidualConfig = field(default_factory=ResidualConfig)
-    full_precision_layers: dict[str, list[int]] = field(default_factory=dict)
+    full_precision_layers: dict[str, list[int]] = field(default_factory=lambda: {"key": [], "value": []})
     backend: Any = None
     first_layers: FirstLayersConfig = field(default_factory=FirstLayersConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
@@ -349,9 +356,8 @@ class Config:
         parse_bits(self.bits)
         limit, asked = self.model.context, getattr(self.task, "context", None)
         if limit is not None and asked is not None and asked > limit:
-            raise ConfigError(
-                f"task.context={asked}: model={self.model.name} takes at most {limit} tokens (model.context)"
-            )
+            name = self.model.name
+            raise ConfigError(f"task.context={asked}: model={name} takes at most {limit} tokens (model.context)")
         within("threads", self.threads, 1, MAX_THREADS)
         check_seed("seed", self.seed)
         if self.cache.attention is Attention.packed and self.task is not None and not is_timed(self.task):
@@ -386,6 +392,5 @@ class Config:
     def effective_residual(self) -> Residual:
         """The method's default under this run's `residual`; `parallel` and `continuation` quantize at once."""
         residual = effective_residual(self.method.residual, self.residual)
-        return (
-            residual if getattr(self.task, "scoring", Scoring.generation) is Scoring.generation else residual.at_once()
-        )
+        in_turn = getattr(self.task, "scoring", Scoring.generation) is Scoring.generation
+        return residual if in_turn else residual.at_once()

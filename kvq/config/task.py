@@ -28,6 +28,9 @@ class TaskConfig:
     timed: ClassVar[bool] = False
     """The task measures time: how a token attends is part of what it measures, and the machine names its runs."""
 
+    later: ClassVar[tuple[str, ...]] = ()
+    """Settings that came after the first records: at their default they are no part of a run's key."""
+
     calibrates_itself: ClassVar[bool] = False
     """The task fits calibrated methods to states that it draws: they need no text."""
 

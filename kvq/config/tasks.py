@@ -13,9 +13,20 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
+from kvq.config.engine import EngineConfig
 from kvq.config.speed import SCHEMAS as SPEED
 from kvq.config.task import TaskConfig
-from kvq.errors import MAX_DIGITS, MAX_RESAMPLES, ConfigError, at_least, check_seed, did_you_mean, not_empty, within
+from kvq.errors import (
+    MAX_DIGITS,
+    MAX_RESAMPLES,
+    ConfigError,
+    at_least,
+    check_path,
+    check_seed,
+    did_you_mean,
+    not_empty,
+    within,
+)
 
 BENCHMARKS = ("ocrbench", "mmau_pro")
 
@@ -76,11 +87,14 @@ class PplConfig(TaskConfig):
     """Perplexity: windows of `context` tokens, every `stride` when sliding; `prompt`: tokens before a continuation.
 
     `bos`: whether each window begins with the begin-of-text token, which counts among its tokens and is not scored;
-    None: if the model was trained with it.
+    None: if the model was trained with it. `engine`: another program computes the logits. `save_logits`: a file for the
+    log-probabilities in llama.cpp's format (`kvq.engines.kld`), which changes no number. `stretch`: loss and KL are
+    reported for each so many positions too.
     """
 
     name: str = "ppl"
     version: ClassVar[int] = 1
+    later: ClassVar[tuple[str, ...]] = ("stretch",)
     windows: Windows = Windows.sliding
     context: int = 2048
     stride: int = 512
@@ -90,11 +104,18 @@ class PplConfig(TaskConfig):
     max_windows: int | None = None
     batch_size: int = 4
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    save_logits: str | None = None
+    stretch: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("task.context", self.context, 2)
+        at_least("task.stretch", self.stretch, 1)
         at_least("task.max_windows", self.max_windows, 1)
+        not_empty("task.save_logits", self.save_logits)
+        if self.engine and self.scoring is not Scoring.generation:
+            raise ConfigError(f"task.scoring={self.scoring}: an engine quantizes as it generates; use generation")
         at_least("task.batch_size", self.batch_size, 1)
         if self.scoring is not Scoring.continuation:
             if self.prompt is not None:
@@ -146,10 +167,12 @@ class NiahConfig(ItemsConfig):
 
     `needles` in all, the one that is asked for included (null: 1, or 5 with distractors), with values of `digits`
     digits. `needle` and `question` are templates over {key} and {value}; null: those of the embedded model. `answer` is
-    the value of a needle whose template has none.
+    the value of a needle whose template has none. `chat_template`: haystack and question are a user's message in the
+    tokenizer's chat template, which counts among the `lengths`.
     """
 
     name: str = "niah"
+    later: ClassVar[tuple[str, ...]] = ("chat_template",)
     mode: NiahMode = NiahMode.single
     lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048])
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
@@ -159,6 +182,7 @@ class NiahConfig(ItemsConfig):
     needle: str | None = None
     question: str | None = None
     answer: str | None = None
+    chat_template: bool = False
     max_new_tokens: int | None = None
     seed: int = 0
 
@@ -270,9 +294,11 @@ class LmEvalConfig(ItemsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_empty("task.include_path", self.include_path)
+        check_path("task.include_path", self.include_path)
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"task.tasks={self.tasks}: a list of one or more, each once, such as task.tasks=[gsm8k]")
+        for name in self.tasks:
+            check_path("task.tasks", name)
         at_least("task.num_fewshot", self.num_fewshot, 0)
         at_least("task.limit", self.limit, 1)
         at_least("task.repeats", self.repeats, 1)
@@ -314,16 +340,19 @@ class GenerateConfig(TaskConfig):
         prefill: how the prompt is read.
         bos: whether the prompt begins with the begin-of-text token; None: if the model was trained with it.
         ngram: tokens of the n-grams whose repetitions are counted.
+        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
     """
 
     name: str = "generate"
     version: ClassVar[int] = 1
+    later: ClassVar[tuple[str, ...]] = ("chat_template",)
     prompt: str | None = None
     prompt_file: str | None = None
     max_new_tokens: int = 128
     prefill: Prefill = Prefill.whole
     bos: bool | None = None
     ngram: int = 4
+    chat_template: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

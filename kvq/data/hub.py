@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
@@ -73,9 +74,15 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, **named
 
 def holds(name: str, revision: str | None) -> bool:
     """Whether the local cache has a model of this hub id; false for an invalid id."""
+    return folder_of(name, revision) is not None
+
+
+def folder_of(name: str, revision: str | None) -> Path | None:
+    """The folder of the local cache with the files of a hub id; None: not there, or an invalid id."""
     with suppress(HFValidationError):
-        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
-    return False
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        return Path(found).parent if isinstance(found, str) else None
+    return None
 
 
 @contextmanager

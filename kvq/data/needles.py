@@ -106,14 +106,19 @@ def plant(
 
 
 def retrieval_prompt(
-    haystack: Sequence[int], needles: Sequence[Needle], depths: Sequence[float], length: int, encode: Encode
+    haystack: Sequence[int],
+    needles: Sequence[Needle],
+    depths: Sequence[float],
+    length: int,
+    encode: Encode,
+    after: str = "",
 ) -> list[int]:
-    """Return a prompt of exactly `length` tokens: `plant`, then the question for the first needle.
+    """Return a prompt of exactly `length` tokens: `plant`, then the question for the first needle and the text `after`.
 
     The expected continuation is `encode(needles[0].answer)`.
 
     Raises:
         DataError: see `plant`.
     """
-    question = encode(needles[0].question)
+    question = encode(needles[0].question + after)
     return plant(haystack, needles, depths, length - len(question), encode) + question

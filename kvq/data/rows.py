@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,11 @@ from kvq.errors import DataError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
+
+
+# A packed file may hold so many times its size, and always so many bytes: text shrinks to a third or a twentieth.
+_RATIO, _ALWAYS = 200, 2**28
+_PIECE, _ROWS = 2**24, 1024
 
 
 def read_rows(config: DatasetConfig) -> tuple[str, ...]:
@@ -56,7 +60,7 @@ def source_of(config: DatasetConfig) -> str | None:
 
 
 def _is_saved(path: Path) -> bool:
-    return (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists()
+    return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
 
 
 def _files(folder: Path) -> list[Path]:
@@ -88,6 +92,8 @@ def _hub_rows(config: DatasetConfig) -> tuple[str, ...]:
 def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
     from datasets import DatasetDict, load_from_disk
 
+    if odd := next((file for file in sorted(path.rglob("*")) if not file.is_dir() and not file.is_file()), None):
+        raise DataError(f"dataset.path={path}: not a whole saved dataset: {odd.name} is no regular file")
     try:
         rows = load_from_disk(str(path))
     except Exception as error:  # of several libraries, for every file that is cut short or garbled
@@ -108,8 +114,9 @@ def _file_rows(path: Path, field: str) -> tuple[str, ...]:
         raise DataError(f"dataset.path={path}: cannot read {given}; it reads {_kinds()}")
     try:
         return reader(path, field)
-    # Cut short or garbled archives, JSON nested beyond the parser's depth.
-    except (OSError, ValueError, EOFError, zlib.error, RecursionError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # of several libraries, for archives that are cut short, garbled or too large
         raise DataError(f"dataset.path={path}: cannot be read: {first_line(error)}") from error
 
 
@@ -130,8 +137,7 @@ def json_records(path: Path) -> list[Any]:
     Raises:
         OSError, ValueError, EOFError, zlib.error, RecursionError: a file that cannot be read, or is not JSON.
     """
-    data = path.read_bytes()
-    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    text = (_unpacked(path) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
     lines = [text] if text.lstrip().startswith("[") else filter(str.strip, text.split("\n"))
     records = [json.loads(line) for line in lines]
     if records and isinstance(records[0], list):
@@ -139,16 +145,59 @@ def json_records(path: Path) -> list[Any]:
     return records
 
 
+def _unpacked(path: Path) -> bytes:
+    most, found = _most(path), bytearray()
+    with gzip.open(path) as stream:
+        while piece := stream.read(_PIECE):
+            found += piece
+            _check_unpacked(len(found), most)
+    return bytes(found)
+
+
+def _most(path: Path) -> int:
+    """Bytes of text that a packed file may hold."""
+    return max(_ALWAYS, _RATIO * path.stat().st_size)
+
+
+def _check_unpacked(size: int, most: int) -> None:
+    if size > most:
+        raise ValueError(
+            f"unpacks to more than {most / 2**20:.0f} MiB ({_RATIO} times its size, at least {_ALWAYS >> 20})"
+        )
+
+
 def _parquet(path: Path, field: str) -> tuple[str, ...]:
     import pyarrow.parquet
 
-    return _column(pyarrow.parquet.read_table(path), field, str(path))
+    _check_field(pyarrow.parquet.read_schema(path).names, field, str(path))
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=[field]) as file:
+        return _texts(file.iter_batches(_ROWS, columns=[field]), field, path)
 
 
 def _arrow(path: Path, field: str) -> tuple[str, ...]:
-    from datasets import Dataset
+    import pyarrow
 
-    return _column(Dataset.from_file(str(path)), field, str(path))
+    with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+        _check_field(stream.schema.names, field, str(path))
+        return _texts(stream, field, path)
+
+
+def _texts(batches: Iterable[Any], field: str, path: Path) -> tuple[str, ...]:
+    """The texts of pyarrow's batches; a dictionary's may stand in a small file many times."""
+    import pyarrow
+    from pyarrow import compute
+
+    found, size, most = list[str](), 0, _most(path)
+    for batch in batches:
+        column = batch.column(field)
+        words = column.dictionary if pyarrow.types.is_dictionary(column.type) else column
+        if pyarrow.types.is_large_string(words.type) or pyarrow.types.is_string(words.type):
+            lengths = compute.binary_length(words)
+            lengths = lengths if words is column else lengths.take(column.indices)
+            size += compute.sum(lengths).as_py() or 0
+            _check_unpacked(size, most)
+        found += [_checked(text, field, str(path)) for text in column.to_pylist()]
+    return tuple(found)
 
 
 _READERS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {

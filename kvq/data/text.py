@@ -13,13 +13,14 @@ from torch import Tensor
 
 from kvq.data.joined import joined_text, text_fingerprint
 from kvq.data.rows import read_rows
-from kvq.errors import DataError
+from kvq.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
 
 # Added to the seed of the generator of random documents, so that no other use of the same seed draws the same numbers.
 _DOCUMENTS_STREAM = 0x646F6373
+_MESSAGE = "MESSAGE-OF-THE-USER"
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,58 @@ def load_tokens(config: DatasetConfig, tokenizer: Any, context: int, bos: int | 
     return _one_stream(config, tokenizer, room, bos)
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of `text`, with the special tokens that `tokenizer` always adds; a long text is no cause to warn."""
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    """Token ids of `text`, with the tokens that `tokenizer` always adds if `special`; a long text is no cause to warn.
+
+    Raises:
+        DataError: as `in_embedding`.
+    """
+    return in_embedding(tokenizer, tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def in_embedding(tokenizer: Any, ids: list[int]) -> list[int]:
+    """The same ids.
+
+    Raises:
+        DataError: one of them has no row in the model's embedding, where its tokenizer knows how many there are.
+    """
+    rows = getattr(tokenizer, "embedding_rows", None)
+    if rows is not None and max(ids, default=0) >= rows:
+        odd = max(ids)
+        raise DataError(f"tokenizer: {tokenizer.decode([odd])!r} is token {odd}, the model's embedding has {rows} rows")
     return ids
 
 
 def writes_bos(tokenizer: Any, chat: bool = False) -> bool:
     """Whether `tokenizer` begins a text (`chat`: a conversation by its template) with its begin-of-text token."""
-    text = "a"
-    if chat:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    text = conversation(tokenizer, "a") if chat else "a"
     return tokenizer.bos_token_id is not None and encode(tokenizer, text)[:1] == [tokenizer.bos_token_id]
+
+
+def conversation(tokenizer: Any, text: str) -> str:
+    """`text` as the one message of a user in the tokenizer's chat template, up to where the answer begins.
+
+    Raises:
+        ConfigError: a tokenizer without a template.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError("task.chat_template=true: the model's tokenizer has no chat template")
+    words = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    return str(words)
+
+
+def around_message(tokenizer: Any) -> tuple[str, str]:
+    """What `conversation` writes before and after the message.
+
+    Raises:
+        ConfigError: as `conversation`, or a template that does not write the message as it is.
+    """
+    before, found, after = conversation(tokenizer, _MESSAGE).partition(_MESSAGE)
+    if not found or _MESSAGE in after:
+        raise ConfigError("task.chat_template=true: the chat template does not write a message once, as it is")
+    return before, after
 
 
 def begun(tokenizer: Any, ids: Sequence[int], bos: int | None) -> list[int]:

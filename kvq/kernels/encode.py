@@ -34,13 +34,18 @@ class FusedCodec(Codec):
         self.chain = chain_of(codec)
 
     @override
-    def encode_block(self, blocks: Float[Tensor, "*lead heads tokens head_dim"], rope: Rope | None = None) -> Parts:
+    def encode_block(
+        self,
+        blocks: Float[Tensor, "*lead heads tokens head_dim"],
+        rope: Rope | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Parts:
         encoder = None if self.chain is None else encoder_for(self.chain, blocks)
         if encoder is not None:
             assert self.chain is not None
             return encoder(self.chain, blocks)
         if searcher_for(self, blocks) is None or blocks.device.type != "cpu":
-            return super().encode_block(blocks, rope)
+            return super().encode_block(blocks, rope, dtype)
         from kvq.kernels import encode_books
 
         return encode_books.in_slices(super().encode_block, blocks, rope)

@@ -31,9 +31,11 @@ from kvq.codecs import (
     Rope,
     SignedMaxQuantizer,
     TokenNorm,
+    TurboMindQuantizer,
     UniformQuantizer,
     VectorQuantizer,
 )
+from kvq.codecs.codebook_starts import StartingCodebook
 from kvq.codecs.nsnquant import ChannelShift
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.quantizers import Axis, Quantizer
@@ -44,7 +46,9 @@ from kvq.errors import Unsupported
 QUANTIZERS = (
     UniformQuantizer,
     HalfAwayQuantizer,
+    TurboMindQuantizer,
     LloydMaxQuantizer,
+    StartingCodebook,
     VectorQuantizer,
     SignedMaxQuantizer,
     LevelsQuantizer,

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvq.codecs import Codec
 from kvq.config import Config, MethodConfig, compose, outside, resolve
-from kvq.config.bits import Bits, parse_bits
+from kvq.config.bits import Bits, check_range, parse_bits
 from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.config.identity import canonical_method
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
@@ -102,11 +102,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         given = parse_bits(bits)
         if method.bits_by_layer:
             given = method.bits_by_layer.layers(given)[0]
-        lowest, highest = method.bits_range
-        for side, number in (("keys", given.key), ("values", given.value)):
-            if not lowest <= number <= highest:
-                what = "" if given.key == given.value else f" for {side}"
-                raise Unsupported(f"bits={given.label}: {method.name} does {lowest} to {highest} bits{what}")
+        check_range(method.name, method.bits_range, given)
     codecs = {side: _codec(method.name, f"method.{side}", getattr(method, side), head_dim) for side in ("key", "value")}
     merged = _merged(method, codecs)
     effective = effective_residual(method.residual, residual)
@@ -242,6 +238,7 @@ def _part(
     try:
         part = instantiate(config, _convert_="all")
         if isinstance(part, kind):
+            _check_arguments(setting, config, built=True)
             check(part)
     except KvqError as error:
         raise type(error)(f"{setting} of {name}: {error}") from error
@@ -259,8 +256,11 @@ def _part(
     return part
 
 
-def _check_arguments(setting: str, config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a `_target_` that cannot be imported, or an argument that it does not take."""
+def _check_arguments(setting: str, config: Mapping[str, Any], built: bool = False) -> None:
+    """Raise `ConfigError` for a `_target_` that cannot be imported, or an argument that it does not take.
+
+    `built`: all parts can be built, and so took what they were given; the kinds of parts in arguments are compared too.
+    """
     if "_target_" in config:
         try:
             target = pkgutil.resolve_name(config["_target_"])
@@ -271,36 +271,68 @@ def _check_arguments(setting: str, config: Mapping[str, Any]) -> None:
             module = str(config["_target_"]).partition(".")[0]
             lacks = isinstance(error, ModuleNotFoundError) and error.name == module
             raise ConfigError(told + (outside.searched(module) if lacks else "")) from error
-        _check_call(setting, config, target)
+        _check_call(setting, config, target, built)
     for name, item in config.items():
         if isinstance(item, Mapping):
-            _check_arguments(f"{setting}.{name}", item)
+            _check_arguments(f"{setting}.{name}", item, built)
         for number, one in enumerate(item if isinstance(item, list) else ()):
             if isinstance(one, Mapping):
-                _check_arguments(f"{setting}.{name}.{number}", one)
+                _check_arguments(f"{setting}.{name}.{number}", one, built)
 
 
-def _check_call(setting: str, config: Mapping[str, Any], target: Any) -> None:
-    """Compare names with the target's signature, and numbers, strings, booleans and nulls with its type hints."""
+def _check_call(setting: str, config: Mapping[str, Any], target: Any, built: bool) -> None:
+    """Compare names with the target's signature, and values with its type hints."""
     parameters = inspect.signature(target).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     hints = _hints(target)
     for argument, value in config.items():
-        if argument.startswith("_") and argument.endswith("_"):
+        if argument == "_target_":
             continue
-        if argument not in parameters and not open_ended:
+        of_hydra = argument.startswith("_") and argument.endswith("_")
+        if of_hydra or (argument not in parameters and not open_ended):
             allowed = ", ".join(parameters) or "it takes none"
             hint = did_you_mean(argument, parameters)
             raise ConfigError(f"{setting}.{argument}: not an argument of {config['_target_']} ({allowed}).{hint}")
-        if argument in hints and (value is None or isinstance(value, (str, int, float))):
+        if argument in hints and (built or not _has_part(value)):
             try:
-                TypeAdapter(hints[argument], config=_ANY_TYPE).validate_python(value, strict=True)
+                _adapter(hints[argument]).validate_python(_stand_in(value), strict=True)
             except ValidationError as error:
-                shown = "null" if value is None else value
+                shown = "null" if value is None else str(value)[:300]
                 wanted = re.sub(r"[a-zA-Z_.]+\.", "", inspect.formatannotation(hints[argument]))
-                raise ConfigError(f"{setting}.{argument}={shown}: {config['_target_']} takes {wanted}") from error
+                takes = f"{config['_target_']} takes {wanted}"
+                if (
+                    isinstance(value, Mapping)
+                    and hints[argument] not in (bool, int, float, str)
+                    and inspect.isclass(hints[argument])
+                ):  # a class of parts
+                    takes = f"a mapping whose _target_ is a kvq.codecs.{wanted}"
+                raise ConfigError(f"{setting}.{argument}={shown}: {takes}") from error
 
 
+def _has_part(value: Any) -> bool:
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return (isinstance(value, Mapping) and "_target_" in value) or any(map(_has_part, inside))
+
+
+def _stand_in(value: Any) -> Any:
+    """The value with an instance, which is not initialized, of the class of each part."""
+    if isinstance(value, list):
+        return [_stand_in(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    if "_target_" not in value:
+        return {name: _stand_in(one) for name, one in value.items()}
+    target = pkgutil.resolve_name(value["_target_"])
+    kind = target if inspect.isclass(target) else _hints(target).get("return")
+    return object.__new__(kind) if inspect.isclass(kind) else instantiate(value, _convert_="all")
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=_ANY_TYPE)
+
+
+@functools.cache
 def _hints(target: Any) -> dict[str, Any]:
     try:
         return get_type_hints(target.__init__ if inspect.isclass(target) else target)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.packed import packed_layer
 from kvq.cache.side import CacheSide
-from kvq.codecs import Codec, calibrated_parts
+from kvq.codecs import Codec, Order, PairOrder, calibrated_parts
 from kvq.config.backend import BackendConfig
 from kvq.config.bits import Bits, mean_label
 from kvq.config.residual import Residual, ResidualSide
@@ -28,6 +28,7 @@ from kvq.methods.plan import MixedPrecision
 from kvq.methods.sinks import side_of
 from kvq.methods.transformers_caches import TransformersLayer
 from kvq.models.layers import KvLayer
+from kvq.models.rope_pairs import interleaved_in_gguf
 from kvq.results.tensor_files import digest
 
 
@@ -213,6 +214,8 @@ class Method:
         self.check_layers(len(held))
         if self.merged is not None:
             self.merged.check(config)
+        if self.asks_for_order:
+            return self.in_order_of(config).layers(config, held, keep_decoded, quantized_prefill, packed)
         if self.gqa is not None:
             return self._compensated(config).layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
@@ -241,6 +244,25 @@ class Method:
         if self.plan is not None:
             return self.plan.layers(self.name, layers, keep_decoded)
         return layers if self.eviction is None else self.eviction.layers(layers, config)
+
+    @property
+    def asks_for_order(self) -> bool:
+        """Some codec puts channels into the order of a GGUF file, which only the model decides."""
+        stages = [stage for codec in (self.key, self.value) if codec is not None for _, stage in codec.stages]
+        return any(isinstance(stage, PairOrder) and stage.order is Order.gguf for stage in stages)
+
+    def in_order_of(self, config: Any) -> Method:
+        """The method with the order of channels that the model's GGUF file has, where its codecs ask for that."""
+        if not self.asks_for_order:
+            return self
+        own = interleaved_in_gguf(config)
+
+        def decided(codec: Codec | None) -> Codec | None:
+            found = [] if codec is None else codec.stages
+            stages = ((name, stage.decided(own) if isinstance(stage, PairOrder) else stage) for name, stage in found)
+            return None if codec is None else codec.rebuilt(stages)
+
+        return replace(self, key=decided(self.key), value=decided(self.value))
 
     def _compensated(self, config: Any) -> Method:
         """The method with the bits of its codecs raised, in every layer, as query heads of the model share KV heads."""

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from kvq.config.files import file_hash
 from kvq.errors import DataError
-from kvq.models.folder import file_hash
 
 WEIGHTS = "model.safetensors"
 FILE = "delta.safetensors"
@@ -43,7 +43,7 @@ def add_low_rank(
 
 def save_delta(changes: dict[str, Tensor], base: Path, folder: Path) -> None:
     """Write `delta.safetensors` of the weights in `base`; `changes` by the names above."""
-    metadata = {"format": "pt", "base_sha256": file_hash(base / WEIGHTS).hex()}
+    metadata = {"format": "pt", "base_sha256": file_hash(base / WEIGHTS)}
     save_file({name: change.half().contiguous() for name, change in changes.items()}, folder / FILE, metadata)
 
 
@@ -66,7 +66,7 @@ def apply_delta(path: str, model: nn.Module, base: Path, folder: Path) -> None:
     parameters = dict(model.named_parameters())
     try:
         with safe_open(folder / FILE, framework="pt") as delta, safe_open(base / WEIGHTS, framework="pt") as weights:
-            known, own = (delta.metadata() or {}).get("base_sha256"), file_hash(base / WEIGHTS).hex()
+            known, own = (delta.metadata() or {}).get("base_sha256"), file_hash(base / WEIGHTS)
             if known != own:
                 raise DataError(f"{where}: is of weights with sha256={known}, not of {base.name}'s, sha256={own}")
             changes = {name: delta.get_tensor(name) for name in delta.keys()}  # noqa: SIM118 - no mapping

@@ -8,18 +8,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvq.config.files import DISTRIBUTION, EMBEDDED, carried_gguf, file_hash
 from kvq.errors import ConfigError, DataError, did_you_mean
+from kvq.models.files import files_read
+from kvq.models.gguf import check_gguf, local_gguf, read_header
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
 
-EMBEDDED = "embedded:"
 # Classes of transformers that take a tokenizer as its file has it.
 _AS_WRITTEN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 DELTA_SETTINGS = "delta.json"
 _WHOLE_OR_DELTA = ("config.json", DELTA_SETTINGS)
-# Weights, configuration and tokenizer, in every format that transformers loads.
-_MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt"}
 
 
 def model_folder(path: str) -> str:
@@ -57,6 +57,8 @@ def _base_of(path: str, delta: Path) -> str:
 
 
 def _own_folder(path: str) -> str:
+    if path.startswith(DISTRIBUTION):
+        return str(carried_gguf("model.path", path).parent)
     if not path.startswith(EMBEDDED):
         return path
     name = path.removeprefix(EMBEDDED)
@@ -69,12 +71,14 @@ def _own_folder(path: str) -> str:
     return str(folder)
 
 
-def folder_writes_bos(path: str) -> bool | None:
+def folder_writes_bos(config: ModelConfig) -> bool | None:
     """Whether the tokenizer in a local folder begins a text with its begin-of-text token, without transformers.
 
     None: only transformers can say, whose older tokenizer classes change what the file of a tokenizer says.
     """
-    folder = Path(model_folder(path))
+    folder = Path(model_folder(config.path))
+    if (file := local_gguf(config, folder)) is not None:
+        return read_header(file).writes_bos
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         if settings["tokenizer_class"] not in _AS_WRITTEN or "add_bos_token" in settings:
@@ -83,7 +87,10 @@ def folder_writes_bos(path: str) -> bool | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     token = token.get("content") if isinstance(token, dict) else token
-    return token is not None and _first_token(folder / "tokenizer.json") == token
+    try:
+        return token is not None and _first_token(folder / "tokenizer.json") == token
+    except Exception:  # the library's own, for a file that is missing or cut short: loading says it
+        return None
 
 
 @lru_cache(maxsize=64)
@@ -96,29 +103,23 @@ def _first_token(file: Path) -> str | None:
 def folder_fingerprint(config: ModelConfig) -> str | None:
     """The sha256 (hex) of a local folder's weights, configuration and tokenizer; None for a model of the hub.
 
-    Of a delta it covers the files of its base as well.
+    It covers what loading reads, also in subfolders (`files_read`), and of a delta the files of its base as well; of a
+    GGUF file it is the file's own.
 
     Raises:
         ConfigError: no such embedded model.
-        DataError: a delta's folder does not say whose it is.
+        DataError: a delta's folder does not say whose it is; a GGUF file that is not there, or not the one meant; or as
+            `files_read`.
     """
     folder, delta = Path(model_folder(config.path)), delta_folder(config.path)
     if not folder.is_dir():
         return None
+    if (file := local_gguf(config, folder)) is not None:
+        digest_of_file = file_hash(file)
+        check_gguf(config, file, digest_of_file)
+        return digest_of_file
     digest = hashlib.sha256()
-    kinds = _MODEL_FILES | ({".py"} if config.trust_remote_code else set())
     for place in (folder, delta) if delta else (folder,):
-        for file in sorted(file for file in place.iterdir() if file.suffix in kinds and file.name != "card.json"):
-            digest.update(file.name.encode() + b"\0" + file_hash(file))
+        for name, file in files_read(place, config.path, config.trust_remote_code).items():
+            digest.update(name.encode() + b"\0" + bytes.fromhex(file_hash(file)))
     return digest.hexdigest()
-
-
-def file_hash(file: Path) -> bytes:
-    """The sha256 of a file, which is read once in a process unless it changes."""
-    return _file_hash(file, file.stat().st_mtime_ns, file.stat().st_size)
-
-
-@lru_cache(maxsize=64)
-def _file_hash(file: Path, modified: int, size: int) -> bytes:  # a changed file is hashed again
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()

@@ -10,7 +10,8 @@ import torch
 
 from kvq.config import Config, Loader
 from kvq.config.run import trained_with_bos
-from kvq.data.text import TokenData, load_tokens, writes_bos
+from kvq.config.tasks import is_timed
+from kvq.data.text import TokenData, in_embedding, load_tokens, writes_bos
 from kvq.errors import ConfigError
 from kvq.models import LoadedModel, load_model, load_tokenizer, model_fingerprint, shape_of
 from kvq.models.shapes import cache_shape
@@ -85,7 +86,9 @@ class Inputs:
         if not self.reads_weights:
             shape = cache_shape(self.config.model, latent)
             return shape.head_dims, shape.context
-        return self.shared("shape", (self._model_name, latent), lambda: shape_of(self.config.model, latent))
+        timed = is_timed(self.config.task)
+        name = (self._model_name, latent, timed)
+        return self.shared("shape", name, lambda: shape_of(self.config.model, latent, timed))
 
     @property
     def names(self) -> tuple[str, str]:
@@ -127,6 +130,7 @@ class Inputs:
 
         Raises:
             ConfigError: a tokenizer without such a token.
+            DataError: one that the model's embedding has no row for.
         """
         asked = getattr(self.config.task, "bos", None)
         if not (self.trained_with_bos if asked is None else asked):
@@ -137,7 +141,7 @@ class Inputs:
             raise ConfigError(
                 f"{setting}.bos=true: the tokenizer of model={name} has no begin-of-text token; use false"
             )
-        return found
+        return in_embedding(self.tokenizer, [found])[0]
 
     @property
     def tokens(self) -> TokenData:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,16 +22,17 @@ from kvq.config.run import Latent
 from kvq.data import hub
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.delta import apply_delta
+from kvq.models.files import files_read, weight_files
 from kvq.models.folder import delta_folder, folder_fingerprint, model_folder
+from kvq.models.gguf import gguf_support
 from kvq.models.layers import head_dims_of, state_layers_of
 from kvq.models.outliers import implant_outliers
-from kvq.models.placing import base_of, device_of, loading
+from kvq.models.placing import base_of, device_of, is_quantized, loading
+from kvq.models.stored import Stored, check_amount, check_stored, is_old_buffer, stored_in
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
 
-# Causal masks and rotary frequencies: buffers of old checkpoints, which follow from the configuration.
-_OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _SHOWN_WEIGHTS = 4
 
 
@@ -89,20 +91,23 @@ def pick_device(name: str) -> torch.device:
 def model_fingerprint(config: ModelConfig) -> str:
     """The weights' name in a run's key: a hash of a local folder's files, or a hub id with its commit."""
     local = folder_fingerprint(config)
-    return local or f"{config.path}@{_commit(config.path, config.revision, config.trust_remote_code)}"
+    file = "" if config.gguf is None else f"/{config.gguf}"
+    return (
+        local or f"{config.path}{file}@{_commit(config.path, config.gguf, config.revision, config.trust_remote_code)}"
+    )
 
 
 @lru_cache(maxsize=64)
-def _commit(path: str, revision: str | None, trusted: bool) -> str:
+def _commit(path: str, gguf: str | None, revision: str | None, trusted: bool) -> str:
     """The commit of a hub id, asked for once in a process: every run of a sweep needs it several times."""
     from kvq.config import ModelConfig
 
-    config = ModelConfig(path=path, revision=revision, trust_remote_code=trusted)
+    config = ModelConfig(path=path, gguf=gguf, revision=revision, trust_remote_code=trusted)
     found = getattr(text_config_of(config), "_commit_hash", None)
     return found or revision or "main"
 
 
-def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
+def _from_hub(config: ModelConfig, kind: Any, /, **settings: Any) -> Any:
     """`kind.from_pretrained` for `model.path`; any failure becomes a one-line `DataError`.
 
     Code that comes with the model runs only with `model.trust_remote_code=true`; otherwise transformers would prompt.
@@ -114,11 +119,18 @@ def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
         raise DataError(f"model.path={config.path}: no such folder")
     settings["trust_remote_code"] = config.trust_remote_code
     local = Path(folder).is_dir()
+    if config.gguf is not None:
+        settings["gguf_file"] = config.gguf
+    elif local:
+        files_read(Path(folder), config.path, config.trust_remote_code)
     try:
-        with nullcontext() if local else hub.asked():
+        with nullcontext() if local else hub.asked(), gguf_support(config):
             return kind.from_pretrained(folder, revision=config.revision, **settings)
-    # Readers of weights, tokenizers and configurations raise different errors; all mean that loading failed.
-    except Exception as error:
+    except (Unsupported, KeyboardInterrupt, SystemExit):
+        raise
+    # Readers of weights, tokenizers and configurations raise different errors; all mean that loading failed. A panic in
+    # a library that is written in Rust is no `Exception`.
+    except BaseException as error:
         if not local and not hub.answers() and not hub.holds(folder, config.revision):
             raise DataError(f"model.path={config.path}: {hub.UNREACHABLE}") from error
         said = _said(error)
@@ -127,7 +139,7 @@ def _from_hub(config: ModelConfig, kind: Any, **settings: Any) -> Any:
         raise DataError(f"model.path={config.path}: cannot be loaded: {said}") from error
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """What another library's error says, in one line of bounded length."""
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
@@ -143,13 +155,13 @@ def _without_warnings() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-def _check_whole(config: ModelConfig, found: dict[str, Any]) -> None:
+def _check_whole(config: ModelConfig, found: dict[str, Any], stored: Stored) -> None:
     """Refuse checkpoints with missing, mismatched or unexpected weights, which transformers initializes or ignores.
 
     Tied weights, and those that a family declares absent from its files, are not reported by transformers.
     """
     mismatched = [f"{name} ({list(given)}, not {list(wanted)})" for name, given, wanted in found["mismatched_keys"]]
-    unexpected = [name for name in found["unexpected_keys"] if not _OLD_BUFFERS.search(name)]
+    unexpected = [name for name in found["unexpected_keys"] if not is_old_buffer(name, stored)]
     problems = {"missing": found["missing_keys"], "mismatched": mismatched, "unexpected": unexpected}
     said = []
     for kind, names in problems.items():
@@ -170,14 +182,19 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = _from_hub(config, AutoTokenizer)
+    tokenizer, rows = _from_hub(config, AutoTokenizer), text_config_of(config).vocab_size
     try:  # some settings of its files are read only now
-        tokenizer.decode(tokenizer("a text", verbose=False)["input_ids"])
-    except Exception as error:
+        ids = tokenizer("a text", verbose=False)["input_ids"]
+        tokenizer.decode(ids)
+        added = tokenizer.get_added_vocab()
+        own = [number for word, number in tokenizer.get_vocab().items() if word not in added]
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # also a panic in Rust
         raise DataError(f"model.path={config.path}: its tokenizer cannot encode text: {_said(error)}") from error
-    size, rows = tokenizer.vocab_size, text_config_of(config).vocab_size
-    if size > rows:
+    if (size := max([tokenizer.vocab_size, *(number + 1 for number in (*own, *ids))])) > rows:
         raise DataError(f"model.path={config.path}: its tokenizer has {size} tokens, the model {rows}")
+    tokenizer.embedding_rows = rows  # what `kvq.data.text.encode` compares with
     return tokenizer
 
 
@@ -198,20 +215,58 @@ def load_processor(config: ModelConfig) -> Any:
 
 def text_config_of(config: ModelConfig) -> Any:
     """The transformers configuration of `model.path`'s language model: no weights are read."""
+    return _config_of(config).get_text_config()
+
+
+_last_config: tuple[str, Any] = ("", None)
+
+
+def _config_of(config: ModelConfig) -> Any:
+    """The transformers configuration of `model.path`; that of a GGUF file, which takes seconds, is kept."""
+    global _last_config
     from transformers import AutoConfig
 
-    return _from_hub(config, AutoConfig).get_text_config()
+    if config.gguf is None:
+        return _from_hub(config, AutoConfig)
+    name = f"{config} {folder_fingerprint(config)}"
+    if _last_config[0] != name:
+        _last_config = (name, _from_hub(config, AutoConfig))
+    return copy.deepcopy(_last_config[1])  # a model changes its own
 
 
-def shape_of(config: ModelConfig, latent: Latent = Latent.latent) -> tuple[list[int], int | None]:
+def shape_of(config: ModelConfig, latent: Latent = Latent.latent, timed: bool = False) -> tuple[list[int], int | None]:
     """The model's head dims, ascending, and the longest context in tokens where its configuration gives one.
 
+    `timed`: as in `longest_context`.
+
     Raises:
+        ConfigError: as `longest_context`.
         DataError: the model cannot be found.
         Unsupported: some layer caches no keys and values per head.
     """
     text = text_config_of(config)
-    return sorted(set(head_dims_of(text, latent))), config.context or getattr(text, "max_position_embeddings", None)
+    return sorted(set(head_dims_of(text, latent))), longest_context(config, text, timed)
+
+
+def longest_context(config: ModelConfig, text: Any, timed: bool = False) -> int | None:
+    """The longest sequence in tokens: `model.context`, else the positions of `text`, a transformers configuration.
+
+    `timed`: nothing but time is measured, which does not depend on how far rotary positions were trained.
+
+    Raises:
+        ConfigError: `model.context` above the positions, with those that scaled rotary embeddings add.
+    """
+    own = getattr(text, "max_position_embeddings", None)
+    if config.context is None or own is None:
+        return config.context or own
+    ropes = getattr(text, "rope_parameters", None) or {}
+    if timed and ropes:
+        return config.context
+    each = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]  # layers may have one of their own
+    scaled = [(rope.get("original_max_position_embeddings") or own) * (rope.get("factor") or 1) for rope in each]
+    if config.context > (most := int(max(own, *scaled))):
+        raise ConfigError(f"model.context={config.context}: {config.path} has {most} positions")
+    return config.context
 
 
 def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
@@ -227,16 +282,21 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
         Unsupported: its logits are more than the output embedding of its last hidden states, or outliers are to be
             implanted into quantized weights.
     """
-    from transformers import AutoConfig
-
     where = pick_device(device)
-    whole = _from_hub(config, AutoConfig)
+    whole = _config_of(config)
     settings = loading(config, whole, where)
+    kind, stored = _class_for(whole), _stored(config, whole)
+    if stored:
+        _check_described(config, whole, kind, stored)
+    if config.gguf is not None:
+        settings["config"] = whole  # else it is read from the file once more
     with _without_warnings():  # shapes that differ are reported with the rest, instead of raised without names
-        model, found = _from_hub(
-            config, _class_for(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
-        )
-    _check_whole(config, found)
+        model, found = _from_hub(config, kind, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
+    if not stored and (stored := _stored(config, whole)):  # downloaded only now
+        check_stored(config.path, stored, model)
+    _check_whole(config, found, stored)
+    if config.gguf is not None:  # its weights are dequantized, and a configuration that says otherwise is not saved
+        del model.config.quantization_config
     if (delta := delta_folder(config.path)) is not None:
         apply_delta(config.path, model, Path(model_folder(config.path)), delta)
     model = model.eval().requires_grad_(False)
@@ -252,6 +312,35 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
         if not torch.allclose(_check_logits(loaded), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
             raise Unsupported(f"model.outliers: the implant changes what {type(model).__name__} computes (its RoPE?)")
     return loaded
+
+
+def _stored(config: ModelConfig, whole: Any) -> Stored:
+    """The tensors in the model's files; none of quantized weights and GGUF files, or of a hub id not downloaded yet."""
+    if config.gguf is not None:
+        return {}
+    folder = Path(model_folder(config.path))
+    if not folder.is_dir():
+        held = hub.folder_of(config.path, config.revision)
+        folder = Path(config.path) if held is None else held
+    if is_quantized(whole) or not folder.is_dir():
+        return {}
+    try:
+        return stored_in(weight_files(folder, config.path))
+    except DataError:
+        raise
+    except Exception as error:  # of several libraries
+        raise DataError(f"model.path={config.path}: cannot be loaded: {_said(error)}") from error
+
+
+def _check_described(config: ModelConfig, whole: Any, kind: Any, stored: Stored) -> None:
+    """`check_stored` of the model before it is loaded, which may take much memory where its configuration is wrong."""
+    check_amount(config.path, whole.get_text_config(), stored)
+    try:
+        with torch.device("meta"), _without_warnings(), warnings.catch_warnings(action="ignore"):
+            model = kind.from_config(whole, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # whatever the family's code says to a configuration that it cannot use
+        raise DataError(f"model.path={config.path}: cannot be loaded: {_said(error)}") from error
+    check_stored(config.path, stored, model)
 
 
 def _class_for(config: Any) -> Any:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import is_accelerate_available, is_bitsandbytes_available, is_gptqmodel_available
 
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, DataError, Unsupported
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
@@ -32,10 +33,14 @@ def loading(config: ModelConfig, whole: Any, where: torch.device) -> dict[str, A
 
     Raises:
         ConfigError: `model.load_in` of weights that are quantized otherwise, or not at all.
+        DataError: weights that are quantized by a method that transformers does not know, and would ignore.
         Unsupported: outliers in quantized weights, or a library that is not installed.
     """
     stored = _method_of(getattr(whole, "quantization_config", None))
     _check_form(config, stored)
+    if is_quantized(whole) and stored not in AUTO_QUANTIZATION_CONFIG_MAPPING and not _is_old_form(whole):
+        known = ", ".join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
+        raise DataError(f"model.path={config.path}: quantization_config.quant_method={stored}: one of {known}")
     quantized = stored is not None or config.load_in is not None
     if quantized and config.outliers:
         raise Unsupported(f"model.outliers: the weights of {config.path} are quantized")
@@ -74,6 +79,17 @@ def _check_form(config: ModelConfig, stored: str | None) -> None:
             extra = "gptq" if package == "gptqmodel" else "bnb"
             setting = f"load_in={asked}" if asked else f"device_map={config.device_map}"
             raise Unsupported(f"model.{setting}: needs {package}, which is not installed; pip install -e '.[{extra}]'")
+
+
+def is_quantized(whole: Any) -> bool:
+    """Whether a transformers configuration says that the weights are quantized."""
+    return getattr(whole, "quantization_config", None) is not None
+
+
+def _is_old_form(whole: Any) -> bool:
+    """Whether bitsandbytes quantized the weights before methods had names, which transformers knows."""
+    stored = whole.quantization_config
+    return isinstance(stored, dict) and bool(stored.get("load_in_4bit") or stored.get("load_in_8bit"))
 
 
 def _method_of(stored: Any) -> str | None:

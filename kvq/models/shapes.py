@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from kvq.config.run import Latent
 from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers
-from kvq.models.load import text_config_of
+from kvq.models.load import longest_context, text_config_of
 from kvq.models.state_sizes import state_bytes_of
 
 if TYPE_CHECKING:
@@ -87,17 +88,18 @@ def cache_shape(config: ModelConfig, latent: Latent = Latent.latent) -> CacheSha
     """The shape of `model.path`; of a hub id that is not shipped, from its configuration file.
 
     Raises:
+        ConfigError: as `longest_context`.
         DataError: the model cannot be found.
         Unsupported: as `kv_layers_of`.
     """
     known = shipped().get(config.path)
     if known is not None and latent is Latent.latent:
         kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])
-        return CacheShape((kind,), config.context or known["context"])
+        return CacheShape((kind,), longest_context(config, SimpleNamespace(max_position_embeddings=known["context"])))
     text = text_config_of(config)
     counts = Counter(_kind(text, layer, latent) for layer in kv_layers_of(text, latent))
     layers = tuple(replace(kind, count=count) for kind, count in counts.items())
-    return CacheShape(layers, config.context or getattr(text, "max_position_embeddings", None), state_bytes_of(text))
+    return CacheShape(layers, longest_context(config, text), state_bytes_of(text))
 
 
 def _kind(text: Any, layer: KvLayer, latent: Latent) -> LayerKind:

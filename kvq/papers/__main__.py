@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.papers.__main__")
+
 import argparse
-import sys
 from collections.abc import Sequence
 
 from kvq.papers.expected import experiment_of, names
@@ -29,8 +33,3 @@ def _write(given: argparse.Namespace) -> int:
     paths = write_experiments(found, by_signature(records), read_reference(), out)
     print(f"{len(found)} experiments: {paths[-1]}")
     return 0
-
-
-if __name__ == "__main__":
-    command.collect_seldom()
-    sys.exit(main())

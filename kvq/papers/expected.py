@@ -15,7 +15,7 @@ from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
 from kvq.errors import KvqError
 from kvq.papers.cells import Cell, Overrides, cells_of, command, jobs_of, missing_choices, placed
-from kvq.papers.sweep import is_embedded, layout_of, written
+from kvq.papers.sweep import is_embedded, layout_of, runs_anywhere, stand_in_of, written
 from kvq.report.tables.experiments import Asked, CellRun, Experiment, signature
 
 
@@ -70,7 +70,7 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment | Non
         cells=tuple(_asked(cell, present) for cell in cells),
         runs=len(jobs),
         baselines=_baselines(jobs),
-        stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(jobs, present)},
+        stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(layout, jobs, present)},
         own=frozenset(layout.own),
         waiting=dict(sorted(Counter(missing for job in jobs for missing in missing_choices(job, _choices())).items())),
     )
@@ -83,17 +83,22 @@ def _choices() -> dict[str, dict[str, str]]:
 _choices_with = functools.cache(choices)
 
 
-def _small(jobs: Iterable[Overrides], present: Present) -> list[str]:
-    """Embedded models that have runs; none for an experiment that is one of embedded models itself."""
-    if on_embedded(jobs):
+def _small(layout: LayoutConfig, jobs: Iterable[Overrides], present: Present) -> list[str]:
+    """Stand-ins that have runs, a real one first; none for an experiment that is one of such models itself."""
+    if of_no_paper(jobs):
         return []
-    return [model for model in sorted({model for model, _ in present}) if _embedded(model)]
+    found = [model for model in sorted({model for model, _ in present}) if _stands_in(layout, model) is not None]
+    return sorted(found, key=_embedded)
 
 
-def on_embedded(jobs: Iterable[Overrides]) -> bool:
-    """Whether runs name embedded models alone, those of drawn states among them; False where there are none."""
+def _stands_in(layout: LayoutConfig, model: str) -> dict[str, str] | None:
+    return stand_in_of(layout, model) if model in _choices()["model"] else None
+
+
+def of_no_paper(jobs: Iterable[Overrides]) -> bool:
+    """Whether all models that runs name run anywhere; drawn states count as such. False where no model is named."""
     own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
-    return bool(own) and all(_embedded(model) for model in own)
+    return bool(own) and all(model in _choices()["model"] and runs_anywhere(model) for model in own)
 
 
 @functools.cache
@@ -119,11 +124,11 @@ def _asked(cell: Cell, present: Present) -> Asked:
 
 
 def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present: Present) -> tuple[Asked, ...]:
-    """The cells of the stand-in on an embedded model; where that runs another task, its main metric is read."""
+    """The cells of a stand-in, whose model runs anywhere; where that runs another task, its main metric is read."""
     asked: dict[tuple[Overrides, ...], Asked] = {}
-    found = []
+    instead, found = _stands_in(layout, model) or {}, []
     for cell in cells:
-        runs = tuple(dict.fromkeys(placed(run, [f"model={model}"], layout.small) for run in cell.runs))
+        runs = tuple(dict.fromkeys(placed(run, [f"model={model}"], instead) for run in cell.runs))
         other = {_task(run) for run in cell.runs} != {_task(run) for run in runs}
         dropped = {"model", *(layout.metrics if other else ())}
         labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}

@@ -5,11 +5,14 @@ The figures of records alone are made by `kvq.report.figures`, which knows no ex
 
 from __future__ import annotations
 
-import sys
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.papers.figures")
+
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvq.papers.expected import experiment_of
-from kvq.report import command
 from kvq.report.figures import every
 from kvq.report.figures.drawing import Drawing
 from kvq.report.figures.published import published_figure, published_table
@@ -41,8 +44,3 @@ def published_drawings(records: Sequence[Record]) -> Iterator[Drawing]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     return every.main(arguments, published_drawings)
-
-
-if __name__ == "__main__":
-    command.collect_seldom()
-    sys.exit(main())

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from kvq.config import compose, conf_dir, outside
 from kvq.config.explain import COMPOSE_ERRORS, choices
+from kvq.config.files import DISTRIBUTION, EMBEDDED
 from kvq.config.layout import LayoutConfig
 from kvq.errors import ConfigError
 from kvq.papers.cells import Overrides, cells_of, jobs_of, missing_choices
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 EXPERIMENT_SWEEPER = "hydra_plugins.kvq_experiments.ExperimentSweeper"
-_EMBEDDED = "embedded:"
 # Overrides of what a process loads once for several runs (model, then text and task); the first costs most.
 _SHARED = (("model=", "model."), ("dataset=", "dataset.", "task=", "task."))
 Job = TypeVar("Job", bound=Sequence[str])
@@ -45,12 +45,31 @@ def layout_of(config: DictConfig) -> LayoutConfig:
 
 
 def is_embedded(model: str) -> bool:
-    """Whether a model ships with the package, so that an experiment on it is a stand-in for the paper's."""
+    """Whether a model ships with the package."""
+    return _path_of(model).startswith(EMBEDDED)
+
+
+def runs_anywhere(model: str) -> bool:
+    """Whether a model is embedded or carried by an installed distribution: it may stand in for a paper's models."""
+    return _path_of(model).startswith((EMBEDDED, DISTRIBUTION))
+
+
+def stand_in_of(layout: LayoutConfig, model: str) -> dict[str, str] | None:
+    """What stands in for an experiment's overrides on a model that runs anywhere; None: the model is no stand-in.
+
+    Those of `layout.small`; on a model that an installed distribution carries those of `layout.real` come before them.
+    """
+    path = _path_of(model)
+    if path.startswith(DISTRIBUTION):
+        return layout.small | layout.real
+    return layout.small if path.startswith(EMBEDDED) else None
+
+
+def _path_of(model: str) -> str:
     try:
-        path = written("model", model, "path") or str(compose([f"model={model}"]).model.path)
+        return written("model", model, "path") or str(compose([f"model={model}"]).model.path)
     except COMPOSE_ERRORS:
-        return False  # composing the job says why
-    return path.startswith(_EMBEDDED)
+        return ""  # composing the job says why
 
 
 def written(group: str, choice: str, setting: str) -> str | None:
@@ -105,7 +124,7 @@ def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> ExperimentSwe
     jobs: list[Overrides] = []
     for given in map(tuple, product(overrides)):
         model = next((word.partition("=")[2] for word in given if word.startswith("model=")), "")
-        jobs += jobs_of(cells, given, layout.small if model and is_embedded(model) else {})
+        jobs += jobs_of(cells, given, (stand_in_of(layout, model) if model else None) or {})
     ready: list[Overrides] = []
     waiting: dict[str, int] = {}
     for job in grouped(dict.fromkeys(jobs)):

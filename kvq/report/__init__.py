@@ -1,8 +1,1 @@
 """Tables as pure functions of the records under results/."""
-
-from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import Row, Table, Tables
-from kvq.report.tables.terminal import print_table, print_tables
-from kvq.report.tables.write import write_tables
-
-__all__ = ["Row", "Table", "Tables", "build_tables", "print_table", "print_tables", "write_tables"]

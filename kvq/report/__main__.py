@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.report.__main__")
+
 import argparse
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -34,8 +38,3 @@ def _write(given: argparse.Namespace) -> int:
     for path in paths:
         print(path)
     return 0
-
-
-if __name__ == "__main__":
-    command.collect_seldom()
-    sys.exit(main())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvq.config import outside
-from kvq.errors import KvqError, RecordError
+from kvq.errors import KvqError, RecordError, check_path, printable
 from kvq.results.atomic import write_file
 from kvq.results.store import Broken, Store, cause
 
@@ -34,18 +34,20 @@ def parser_of(module: str, doc: str | None, out: str | None = None) -> argparse.
 
 def run(given: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
     """The exit status of a command: that of `work`, or 1 and one line for an error."""
-    with outside.using(given.config_dir):
-        try:
+    collect_seldom()
+    try:
+        check_path("--config-dir", None if given.config_dir is None else str(given.config_dir))
+        with outside.using(given.config_dir):
             return work(given)
-        except KvqError as error:
-            print(error, file=sys.stderr)
-            return 1
+    except KvqError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 1
 
 
 def say_skipped(broken: tuple[Broken, ...] | list[Broken]) -> None:
     """Name the files that are not records, one a line."""
     for file in broken:
-        print(f"skipped {file.path}: {file.reason}", file=sys.stderr)
+        print(printable(f"skipped {file.path}: {file.reason}"), file=sys.stderr)
 
 
 def no_records(store: Store) -> RecordError:

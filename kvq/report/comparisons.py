@@ -1,31 +1,43 @@
-"""Which rows of a table differ by more than noise, judged on the windows they share."""
+"""Which rows of a table differ by more than noise, judged on the windows they share (`kvq.results.noise`)."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, pairwise
 from typing import Any
+
+import numpy as np
 
 from kvq.errors import RecordError
 from kvq.results import Record, Store
-from kvq.results.statistics import BLOCK, RESAMPLES, Estimate, delta_nll_of_samples, perplexity_of_samples, within_noise
+from kvq.results.noise import Family, family
+from kvq.results.statistics import (
+    ALPHA,
+    BLOCK,
+    RESAMPLES,
+    Estimate,
+    Losses,
+    delta_nll_of_samples,
+    losses,
+    perplexity_of_samples,
+)
 
-Samples = Callable[[str], list[dict[str, Any]]]
+Samples = Callable[[Record], list[dict[str, Any]]]
 
 
 class Comparisons:
     """Paired differences between runs, each computed once.
 
     Args:
-        samples: gives the stored samples of a run's key, such as `Store.samples`.
+        samples: gives the stored samples of a run, such as `Store.samples_of`.
     """
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._rows: dict[str, list[dict[str, Any]]] = {}
-        self._means: dict[str, float] = {}
+        self._losses: dict[str, Losses | None] = {}
         self._known: dict[tuple[str, str], Estimate | None] = {}
 
     def delta_nll(self, record: Record, other: Record) -> Estimate | None:
@@ -38,45 +50,84 @@ class Comparisons:
     def perplexity_error(self, record: Record) -> float | None:
         """Standard error of a run's perplexity over windows; None without samples or with too few windows."""
         try:
-            return perplexity_of_samples(self.samples(record.key), **_bootstrap_settings(record.config)).standard_error
+            return perplexity_of_samples(self.samples(record), **_bootstrap_settings(record.config)).standard_error
         except RecordError:
             return None
 
-    def beats(self, record: Record, other: Record) -> bool:
-        """Return whether the loss of `record` is lower than that of `other` beyond noise."""
-        if self._mean(record) >= self._mean(other):
-            return False  # most pairs, and needs no bootstrap
-        found = self.delta_nll(record, other)
-        return (
-            found is not None
-            and found.standard_error is not None
-            and found.value < 0
-            and not within_noise(found.value, found.standard_error)
-        )
-
-    def samples(self, key: str) -> list[dict[str, Any]]:
-        """The stored samples of a run's key. Raises: RecordError: there are none, or they are damaged."""
-        if key not in self._rows:
-            self._rows[key] = self._samples(key)
-        return self._rows[key]
-
-    def _mean(self, record: Record) -> float:
-        """Loss in nats per token; NaN where the run has no samples of losses."""
-        if record.key not in self._means:
+    def losses(self, record: Record) -> Losses | None:
+        """Losses of a run by window; None where it has no samples of losses."""
+        if record.key not in self._losses:
             try:
-                rows = self.samples(record.key)
-                self._means[record.key] = sum(row["nll"] for row in rows) / sum(row["tokens"] for row in rows)
-            except (RecordError, KeyError, TypeError, ZeroDivisionError):
-                self._means[record.key] = math.nan
-        return self._means[record.key]
+                self._losses[record.key] = losses(self.samples(record))
+            except RecordError:
+                self._losses[record.key] = None
+        return self._losses[record.key]
+
+    def family(self, pairs: Iterable[tuple[Record, Record]]) -> Family:
+        """Pairs of runs judged at once, by the keys of both."""
+        known = {(a.key, b.key): (self.losses(a), self.losses(b)) for a, b in pairs}
+        return family({keys: (a, b) for keys, (a, b) in known.items() if a is not None and b is not None})
+
+    def samples(self, record: Record) -> list[dict[str, Any]]:
+        """The stored samples of a run. Raises: RecordError: they are missing or damaged."""
+        if record.key not in self._rows:
+            self._rows[record.key] = self._samples(record)
+        return self._rows[record.key]
 
     def _compute(self, record: Record, other: Record) -> Estimate | None:
         settings = _bootstrap_settings(record.config)
         try:
-            rows = [self.samples(key) for key in (record.key, other.key)]
-            return delta_nll_of_samples(rows[0], rows[1], **settings)
+            return delta_nll_of_samples(self.samples(record), self.samples(other), **settings)
         except RecordError:
             return None
+
+
+class Verdicts:
+    """Which of a table's runs have a lower loss than which others, beyond noise.
+
+    Runs that are both within noise of full precision are not told apart, so that in a table of runs that equal full
+    precision a false mark of either kind is as rare as one of the first alone.
+
+    Args:
+        records: runs of one protocol, all pairs of which are judged at once.
+        further: more pairs, judged with them, such as a variant's at two widths.
+        comparisons: gives their losses.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        comparisons: Comparisons,
+        further: Iterable[tuple[Record, Record]] = (),
+    ) -> None:
+        every = {frozenset((a.key, b.key)): (a, b) for a, b in (*combinations(records, 2), *further)}
+        self._family, self._losses = comparisons.family(every.values()), comparisons.losses
+        self._judged = {key for pair in self._family.p for key in pair}
+
+    def knows(self, record: Record) -> bool:
+        """Whether a run was compared with others: it has losses of as many windows as a verdict needs."""
+        return record.key in self._judged
+
+    def beats(self, record: Record, other: Record) -> bool:
+        """Whether the loss of `record` is lower than that of `other` beyond noise."""
+        if is_noise(record) and is_noise(other):
+            return False
+        ours, theirs = self._losses(record), self._losses(other)
+        pair = record.key, other.key
+        return (
+            (self._family.differs(pair) or self._family.differs(pair[::-1]))
+            and ours is not None
+            and theirs is not None
+            and float(np.sum(ours.nll - theirs.nll)) < 0
+        )
+
+
+def is_noise(record: Record, p_value: float | None = None) -> bool:
+    """Whether a run is within noise of full precision, as `read_records` judged it.
+
+    `p_value`: that of its items, corrected for the rows of a table.
+    """
+    return (p_value is not None and p_value > ALPHA) or record.metrics.get("within_noise") == 1
 
 
 def loss_change(record: Record, other: Record, store: Store) -> tuple[float, float]:
@@ -133,26 +184,27 @@ def measured_bits(record: Record) -> float | None:
 
 def frontier(
     records: Sequence[Record],
-    comparisons: Comparisons,
+    verdicts: Verdicts,
     bits_of: Callable[[Record], float | None] = effective_bits,
 ) -> set[str]:
-    """Keys of runs on the Pareto frontier of bits and loss, judged beyond noise.
+    """Keys of runs on the Pareto frontier of bits and loss (`unbeaten`), without those within noise of full precision.
 
-    Run A beats run B if its loss is lower by more than `NOISE` paired standard errors. Runs are visited by increasing
-    bits. A run is on the frontier if it beats the previous run on the frontier and no run with at most its bits beats
-    it; of two runs that differ within noise, the one with fewer bits is on it. The first run of the frontier also has
-    to beat some run with at least its bits.
+    Such runs compete; that they are on the frontier is not marked.
     """
-    sized = [(bits, record) for record in records if (bits := bits_of(record)) is not None]
+    return {record.key for record in unbeaten(records, verdicts, bits_of) if not is_noise(record)}
+
+
+def unbeaten(records: Sequence[Record], verdicts: Verdicts, size_of: Callable[[Record], float | None]) -> list[Record]:
+    """Runs of which none of at most their size is better, smallest first, judged beyond noise (`FRONTIER_RULE`).
+
+    Runs are visited by increasing size. One is kept if no run of at most its size beats it, and it beats the run kept
+    before it; so the first is, and of two runs that differ within noise, the smaller one.
+    """
+    sized = [(bits, run) for run in records if verdicts.knows(run) and (bits := size_of(run)) is not None]
     sized.sort(key=lambda pair: (pair[0], pair[1].metrics.get("nll", 0.0), pair[1].key))
     best: list[Record] = []
     for bits, record in sized:
-        if best and not comparisons.beats(record, best[-1]):
-            continue
-        cheaper = [other for other_bits, other in sized if other_bits <= bits and other.key != record.key]
-        if any(comparisons.beats(other, record) for other in cheaper):
-            continue
-        dearer = [other for other_bits, other in reversed(sized) if other_bits >= bits and other.key != record.key]
-        if best or any(comparisons.beats(record, other) for other in dearer):
+        cheaper = (other for other_bits, other in sized if other_bits <= bits)
+        if not (best and not verdicts.beats(record, best[-1])) and not any(verdicts.beats(o, record) for o in cheaper):
             best.append(record)
-    return {record.key for record in best}
+    return best

@@ -7,7 +7,13 @@ samples cannot be paired it says so.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.report.diff")
+
 import argparse
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from rich.console import Console
 
-from kvq.errors import KvqError, RecordError
+from kvq.errors import KvqError, RecordError, printable
+from kvq.report.escapes import csv_of
 from kvq.report.labels import label, labelled, model_name, named, protocol_departures
 from kvq.report.settings import flatten
 from kvq.report.tables.cells import DASH, fixed
@@ -26,14 +32,17 @@ from kvq.report.tables.experiment_files import Grid
 from kvq.report.tables.terminal import print_grid
 from kvq.results import Record, Store
 from kvq.results.item_tests import differ_p
-from kvq.results.statistics import ALPHA, delta_nll_of_samples, holm, paired_mean, within_noise
+from kvq.results.noise import Family, family
+from kvq.results.statistics import ALPHA, Losses, delta_nll_of_samples, holm, losses, paired_mean
 
 _MAIN = ("score", "accuracy", "nll")
 _SHOWN_SETTINGS = 3
+ALONE = ("only in A", "only in B")
 
 
 class Change(NamedTuple):
-    """One run in both folders, or in one. `difference`: B minus A, of `metric`; `p_value`: of items, before Holm."""
+    """One run in both folders, or in one. `difference`: B minus A, of `metric`; `p_value`: of items, before Holm;
+    `place`: its task and model."""
 
     name: str
     metric: str
@@ -45,6 +54,7 @@ class Change(NamedTuple):
     bits: tuple[float | None, float | None]
     verdict: str
     why: str = ""
+    place: str = ""
 
 
 def compare(first: Store, second: Store) -> list[Change]:
@@ -60,11 +70,21 @@ def compare(first: Store, second: Store) -> list[Change]:
     by_name = [_unique(records) for records in (left, right)]
     pairs += [(by_name[0][name], by_name[1][name]) for name in sorted(by_name[0].keys() & by_name[1].keys())]
     paired = {record.key for pair in pairs for record in pair}
-    changes = [_change(before, after, first, second) for before, after in pairs]
-    changes = _corrected(changes)
-    for records, where in ((left, "only in A"), (right, "only in B")):
+    judged = _family(pairs, first, second)
+    changes = _corrected([_change(before, after, first, second, judged) for before, after in pairs])
+    for records, where in ((left, ALONE[0]), (right, ALONE[1])):
         changes += [_alone(record, where) for record in records if record.key not in paired]
     return sorted(changes, key=lambda change: change.name)
+
+
+def _family(pairs: Iterable[tuple[Record, Record]], first: Store, second: Store) -> Family:
+    """The losses of all pairs, by the key of the second: those of the same windows are judged at once."""
+    found: dict[str, tuple[Losses, Losses]] = {}
+    for before, after in pairs:
+        if _metric(after) == "nll":
+            with contextlib.suppress(RecordError):
+                found[after.key] = losses(second.samples_of(after)), losses(first.samples_of(before))
+    return family(found)
 
 
 def _name(record: Record) -> tuple[str, ...]:
@@ -91,10 +111,11 @@ def _metric(record: Record) -> str:
 def _alone(record: Record, where: str) -> Change:
     value = record.metrics.get(_metric(record))
     before, after = (value, None) if where.endswith("A") else (None, value)
-    return Change(_label(record), _metric(record), before, after, None, None, None, (None, None), where)
+    place = f"{record.task} {model_name(record.model)}"
+    return Change(_label(record), _metric(record), before, after, None, None, None, (None, None), where, place=place)
 
 
-def _change(before: Record, after: Record, first: Store, second: Store) -> Change:
+def _change(before: Record, after: Record, first: Store, second: Store, judged: Family) -> Change:
     metric, why = _metric(after), _moved(before, after)
     values = [record.metrics.get(metric) for record in (before, after)]
     bits = tuple(record.metrics.get("bits_per_element") for record in (before, after))
@@ -107,17 +128,22 @@ def _change(before: Record, after: Record, first: Store, second: Store) -> Chang
         return known._replace(verdict="cannot be told", why="no metric in both")
     known = known._replace(difference=values[1] - values[0])
     try:
-        return _judged(known, first.samples(before.key), second.samples(after.key))
+        rows = first.samples_of(before), second.samples_of(after)
+        return _loss_judged(known, *rows, judged.p.get(after.key)) if metric == "nll" else _judged(known, *rows)
     except (RecordError, KeyError, TypeError, ValueError) as error:
         return known._replace(verdict="cannot be told", why=f"no samples to pair: {error}")
 
 
-def _judged(change: Change, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Change:
-    if change.metric == "nll":
-        found = delta_nll_of_samples(after, before)
-        noise = found.standard_error is not None and within_noise(found.value, found.standard_error)
-        verdict = "too few windows" if found.standard_error is None else "within noise" if noise else "changed"
-        return change._replace(difference=found.value, error=found.standard_error, verdict=verdict)
+Samples = Sequence[Mapping[str, Any]]
+
+
+def _loss_judged(change: Change, before: Samples, after: Samples, p_value: float | None) -> Change:
+    found = delta_nll_of_samples(after, before)
+    verdict = "too few windows" if p_value is None else "within noise" if p_value > ALPHA else "changed"
+    return change._replace(difference=found.value, error=found.standard_error, verdict=verdict)
+
+
+def _judged(change: Change, before: Samples, after: Samples) -> Change:
     scores = [{row["item"]: float(row["score"]) for row in rows if "skipped" not in row} for rows in (before, after)]
     if scores[0].keys() != scores[1].keys():
         raise RecordError("other items were scored")
@@ -159,11 +185,14 @@ def _moved(before: Record, after: Record) -> str:
 
 
 def grid_of(changes: Sequence[Change], everything: bool = False) -> Grid:
-    """The changes as a table; runs that are the same, or within noise, are counted and shown only on demand."""
+    """The changes as a table; runs that are the same, within noise or in one folder alone are shown only on demand.
+
+    Otherwise they are counted, those of one folder by task and model.
+    """
     quiet = ("same", "within noise")
     rows = []
     for change in changes:
-        if not everything and change.verdict in quiet and not change.why:
+        if not everything and (change.verdict in ALONE or (change.verdict in quiet and not change.why)):
             continue
         number = [DASH if value is None else fixed(value, 4) for value in (change.before, change.after)]
         difference = DASH if change.difference is None else fixed(change.difference, 4, signed=True)
@@ -173,6 +202,11 @@ def grid_of(changes: Sequence[Change], everything: bool = False) -> Grid:
         rows.append([change.name, change.metric, *number, difference + spread, moved, change.verdict, change.why])
     counts = Counter(change.verdict for change in changes)
     notes = [", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())) + "."]
+    for verdict in () if everything else ALONE:
+        alone = Counter(change.place for change in changes if change.verdict == verdict)
+        if alone:
+            where = ", ".join(f"{place} ({count})" for place, count in sorted(alone.items()))
+            notes.append(f"{verdict[0].upper()}{verdict[1:]}: {where}; --all names each.")
     notes.append("Differences are B minus A on the same windows or items; p-values of items are corrected (Holm).")
     return Grid("A to B", ["run", "metric", "A", "B", "B - A", "bits", "verdict", "why"], rows, 1, notes)
 
@@ -192,16 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not records:
                 raise RecordError(f"no records under '{store.runs}'")
             for file in broken:
-                print(f"skipped {file.path}: {file.reason}", file=sys.stderr)
+                print(printable(f"skipped {file.path}: {file.reason}"), file=sys.stderr)
         changes = compare(*stores)
         print_grid(grid_of(changes, given.all), Console())
         if given.csv:
-            given.csv.write_text(pd.DataFrame(changes).to_csv(index=False, lineterminator="\n"), encoding="utf-8")
+            given.csv.write_text(csv_of([change._asdict() for change in changes]), encoding="utf-8")
     except (KvqError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-import unicodedata
 from collections.abc import Container, Iterable, Mapping, Sequence
+
+from kvq.errors import printable
 
 _LATEX = str.maketrans(
     {
@@ -54,24 +55,34 @@ _MARKDOWN = re.compile(r"[\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 def one_line(text: str) -> str:
     """`text` on one line, without control characters."""
-    spaced = " ".join(text.split())
-    return "".join(character for character in spaced if unicodedata.category(character)[0] != "C")
+    return printable(" ".join(text.split()))
 
 
-def clean_lines(text: str) -> str:
-    """`text` with its lines and blanks, without control characters and marks that change the direction of writing."""
-    kept = text.expandtabs(4)
-    return "".join(character for character in kept if character == "\n" or unicodedata.category(character)[0] != "C")
+def plain_cell(value: object) -> object:
+    """A value of a CSV's cell; text that a spreadsheet would take for a formula begins with an apostrophe."""
+    if not isinstance(value, str):
+        return value
+    text = value if "\r" not in value else value.replace("\r\n", "\n").replace("\r", "\n")  # csv does not quote these
+    formula = len(text) > 1 and text.lstrip()[:1] in ("=", "@", "+", "-") and not _is_number(text)
+    return f"'{text}" if formula else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def csv_of(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows of the same columns as CSV: a header, `None` an empty field, floats in full. Without rows, nothing."""
+    """Rows of the same columns as CSV: a header, `None` an empty field, floats in full, no formulas."""
     if not rows:
         return ""
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer.writerow({name: plain_cell(name) for name in rows[0]})
+    writer.writerows({name: plain_cell(value) for name, value in row.items()} for row in rows)
     return file.getvalue()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.config.bits import Bits
+from kvq.config.calibration import TEST_TEXT
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.report.comparisons import parse_label
 from kvq.report.departures import SIDES, departures, joined, said
@@ -29,6 +30,7 @@ _PROTOCOL = {
 }
 RATES = ("cq/4c9b", "cq/8c10b")
 """Presets with a slash that are a paper's method at one of its rates, which `bits` cannot choose."""
+ON_TEST_TEXT = "calibrated on the text under test"
 _NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap", "bos")
 _CACHES = {
     "float16": "16-bit cache",
@@ -72,7 +74,16 @@ def is_variant(record: Record) -> bool:
 
 
 def method_departures(record: Record) -> list[str]:
-    """The settings that differ from the preset of the record's method, in words."""
+    """The settings that differ from the preset of the record's method, in words, and a calibration on the test text."""
+    return [*_of_preset(record), *([ON_TEST_TEXT] if is_on_test_text(record) else [])]
+
+
+def is_on_test_text(record: Record) -> bool:
+    """Whether a run's calibration shares more n-grams with what it scored than texts that are apart do."""
+    return record.metrics.get("calibration_shared", 0.0) > TEST_TEXT
+
+
+def _of_preset(record: Record) -> list[str]:
     method = record.config.get("method")
     if not isinstance(method, Mapping) or any(side not in method for side in SIDES):
         return []  # a record of another package's settings
@@ -171,6 +182,8 @@ def begins_otherwise(run: Record) -> list[str]:
 def _by_model(run: Record) -> list[str]:
     """What a run does otherwise than the preset of its model would have it: its first token, its cache's dtype."""
     words, preset = begins_otherwise(run), presets().settings("model", run.model) or {}
+    if weights := (run.config.get("model") or {}).get("weights"):
+        words.append(f"weights in {weights}")
     stored = cache_dtype(run)
     if run.task not in DIAGNOSTICS and stored != (preset.get("cache_dtype") or run.provenance.dtype):
         words.append(_CACHES.get(stored, f"cache in {stored}"))

@@ -50,9 +50,11 @@ ENGINES = "engine"
 _ENGINES = {
     "exllama2": ("ExLlamaV2", "#8E6C8A"),
     "exllama3": ("ExLlamaV3", "#C43C8E"),
+    "ikllama": ("ik_llama.cpp", "#5B8C3A"),
     "llamacpp": ("llama.cpp", "#2F7F5F"),
     "lmdeploy": ("LMDeploy", "#B5651D"),
     "mlx": ("MLX", "#7F7F7F"),
+    "openvino": ("OpenVINO", "#00758F"),
     "sglang": ("SGLang", "#D1495B"),
     "tensorrt": ("TensorRT-LLM", "#6A9A1F"),
     "vllm": ("vLLM", "#3C6FD1"),

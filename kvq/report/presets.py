@@ -61,6 +61,10 @@ class Presets:
             self._plain[group, name] = canonical(OmegaConf.to_container(found, enum_to_str=True)) if known else None
         return self._plain[group, name]
 
+    def model_path(self, name: str) -> str:
+        """The `path` of a model that a record names; empty where there is no such preset."""
+        return str((self.settings("model", name) or {}).get("path", ""))
+
 
 def _composed(group: str, name: str) -> Any:
     chosen = [f"{group}={name}"]

@@ -14,7 +14,7 @@ import numpy as np
 import scipy  # `scipy.stats` loads when it is first asked for
 
 from kvq.errors import RecordError
-from kvq.results.statistics import ALPHA, Items, flips, mcnemar
+from kvq.results.statistics import ALPHA, Items, fewest_to_differ, flips, mcnemar
 
 RESAMPLES = 9999
 """Number of random sign patterns, used where there are more patterns than this."""
@@ -25,11 +25,6 @@ _BATCH_VALUES = 2**20
 _NUISANCE = 256  # grid points for the rate of gains, before the search around the worst one
 _BETS = 20
 _ALL_IN = 0.25
-
-
-def needed_to_differ() -> int:
-    """Fewest items for which the most extreme outcome has p at most `ALPHA`: 2 of 2^n sign patterns."""
-    return math.ceil(1 - math.log2(ALPHA))
 
 
 @functools.cache
@@ -79,7 +74,7 @@ def judge_items(ours: Items, theirs: Items, *, margin: float, noise_flips: float
 
 
 def differ_p(ours: Items, theirs: Items) -> float | None:
-    """Two-sided p-value of the hypothesis that the runs are exchangeable; None below `needed_to_differ` items.
+    """Two-sided p-value of the hypothesis that the runs are exchangeable; None below `fewest_to_differ` items.
 
     McNemar's exact test for right and wrong answers; for graded scores the sum of differences under all sign patterns,
     or `RESAMPLES` random ones, counting the observed one (Phipson and Smyth, 2010).
@@ -88,7 +83,7 @@ def differ_p(ours: Items, theirs: Items) -> float | None:
         RecordError: no items, or not the same number of them.
     """
     _check(ours, theirs)
-    if len(ours) < needed_to_differ():
+    if len(ours) < fewest_to_differ():
         return None
     if _binary(ours, theirs):
         counts = flips((ours == 1).tolist(), (theirs == 1).tolist())

@@ -71,7 +71,10 @@ METRICS = {
         _quality("delta_perplexity", "1", "Δppl", "Δppl", 3, "lower", signed=True),
         _quality("delta_nll", "nats/token", "ΔNLL (nats/token)", "ΔNLL", 4, "lower", signed=True),
         _quality("kl_mean", "nats/token", "KL mean (nats)", "KL", 4, "lower"),
+        _quality("kl_median", "nats/token", "KL median (nats)", "p50", 5, "lower"),
         _quality("kl_p99", "nats/token", "KL p99 (nats)", "p99", 3, "lower"),
+        _quality("kl_p999", "nats/token", "KL p99.9 (nats)", "p99.9", 3, "lower"),
+        _quality("kl_max", "nats/token", "KL max (nats)", "Max", 2, "lower"),
         _share("top1_agreement", "Top-1 agreement (%)", "Top-1%", 2),
         _share("accuracy", "Accuracy (%)", "Acc%"),
         _share("delta_accuracy", "Δ accuracy (points)", "Δ", signed=True),
@@ -90,6 +93,16 @@ METRICS = {
         Metric("bit_mixing_p", "probability", "p of bit-mixing", "p", 4),
         Metric("subset_mean", "fraction", "Mean over subsets (%)", "Mean%", 1, 100.0, better="higher"),
         Metric("nll", "nats/token", "NLL (nats/token)", "NLL", 4, better="lower"),
+        Metric("base_perplexity", "1", "Perplexity of the base", "Base", 3),
+        Metric("preset_nll", "nats/token", "NLL of the preset (nats/token)", "Preset", 4, better="lower"),
+        Metric("preset_off", "nats/token", "NLL of the preset over the engine's (nats/token)", "Off", 4, signed=True),
+        Metric("preset_kl", "nats/token", "KL of the preset to full precision (nats)", "Preset KL", 5),
+        Metric("agreement_kl", "nats/token", "KL of the engine to the preset (nats)", "Between", 5),
+        Metric("agreement_correlation", "1", "Correlation of the tokens' KL, engine and preset", "Corr.", 3),
+        Metric("agreement_kl_q8", "nats/token", "KL to the preset with queries in 8 bits (nats)", "Between, q8", 6),
+        Metric("agreement_correlation_q8", "1", "Correlation with queries in 8 bits", "Corr., q8", 3),
+        Metric("agreement_kl_stored", "nats/token", "KL to PyTorch on the engine's stored states (nats)", "Stored", 6),
+        Metric("preset_kl_self", "nats/token", "KL of the preset to itself after a rounding error (nats)", "Itself", 5),
         Metric("key_bits", "bits", "Bits/element of keys", "Keys"),
         Metric("value_bits", "bits", "Bits/element of values", "Values"),
         Metric("index_bits", "bits", "Huffman code (bits/index)", "Huffman"),
@@ -139,6 +152,9 @@ METRICS = {
         Metric("calibration_bits", "bits", "Tables of the calibration (bits/element)", "Cal."),
         Metric("calibration_seconds", "s", "Calibration (s)", "Cal. s", 1, better="lower"),
         _count("calibration_peak_bytes", "bytes", "Peak of the calibration (bytes)"),
+        Metric(
+            "calibration_shared", "fraction", "13-grams of the calibration in the scored text (%)", "Shared%", 1, 100.0
+        ),
     )
 }
 
@@ -147,10 +163,33 @@ _LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte", "loss", "brier_
 _LOWER_TOO = ("wer", "cer", "ter", "toxicity")
 
 
+AT_LENGTH = {
+    metric.name: metric
+    for metric in (
+        Metric("total_bytes", "bytes", "Cache (GiB)", "GiB", 4, 2.0**-30, better="lower"),
+        Metric("compression", "x", "Smaller than 16 bits (x)", "x less", 2, better="higher"),
+        Metric("compression_without_residual", "x", "Smaller, residual aside (x)", "no resid.", 2, better="higher"),
+        Metric("bits_without_residual", "bits", "Bits/element, residual aside", "bits", 3, better="lower"),
+        Metric("state_bytes", "bytes", "States of fixed size (GiB)", "States", 4, 2.0**-30, better="lower"),
+    )
+}
+"""Metrics of `task=memory`, which a record has for each number of tokens: `total_bytes_4096`."""
+_AT_LENGTH = re.compile(rf"({'|'.join(AT_LENGTH)})_(\d+)")
+
+
+def length_of(name: str) -> int | None:
+    """The number of tokens of a metric of `AT_LENGTH`; None: of another."""
+    match = _AT_LENGTH.fullmatch(name)
+    return None if match is None else int(match[2])
+
+
 def metric_of(name: str, unit: str = "1") -> Metric:
     """The metric of a name; of one that is not listed, its name, its unit and four decimals."""
     if name in METRICS:
         return METRICS[name]
+    if match := _AT_LENGTH.fullmatch(name):
+        known, tokens = AT_LENGTH[match[1]], f"at {int(match[2]):,} tokens"
+        return known._replace(name=name, title=f"{known.title}, {tokens}", short=f"{known.short} {tokens}")
     shown = name if unit == "1" else f"{name} ({unit})"
     return Metric(name, unit, shown, name, 4, better="lower" if is_lower_better(name) else "")
 

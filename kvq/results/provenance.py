@@ -19,7 +19,20 @@ import torch
 
 from kvq.results.record import Provenance
 
-PACKAGES = ("kvq", "torch", "transformers", "numpy", "hydra-core", "datasets", "lm-eval", "optimum-quanto", "hqq")
+PACKAGES = (
+    "kvq",
+    "torch",
+    "transformers",
+    "numpy",
+    "hydra-core",
+    "datasets",
+    "lm-eval",
+    "optimum-quanto",
+    "hqq",
+    "xllamacpp",
+    "mlx",
+    "mlx-lm",
+)
 _DISTRIBUTIONS = {"kvq": "kvq-harness"}
 """Of packages that the index knows by another name."""
 
@@ -33,6 +46,7 @@ def collect(
     dataset_fingerprint: str | None = None,
     dataset_source: str | None = None,
     model_fingerprint: str | None = None,
+    engine: str | None = None,
     command: str | None = None,
     wall_seconds: Mapping[str, float] | None = None,
     peak_memory_bytes: int | None = None,
@@ -47,6 +61,7 @@ def collect(
         dataset_fingerprint: None when the run ended before the data was loaded.
         dataset_source: what a local text was read from, such as "12 .txt files"; None without one.
         model_fingerprint: None when the run ended before the model was loaded.
+        engine: version and build of the program that computed the logits; None: transformers.
         command: the command line; None takes this process's own.
         wall_seconds: seconds per phase.
         peak_memory_bytes: from `PeakMemory`.
@@ -62,6 +77,7 @@ def collect(
         device=device_name(device),
         threads=torch.get_num_threads(),
         dtype=dtype,
+        engine=engine,
         dataset_fingerprint=dataset_fingerprint,
         dataset_source=dataset_source,
         model_fingerprint=model_fingerprint,

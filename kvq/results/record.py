@@ -14,6 +14,7 @@ from pydantic import (
     AfterValidator,
     AwareDatetime,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -72,6 +73,15 @@ def _in_utc(moment: datetime) -> datetime:
         raise ValueError(f"{moment.isoformat()} has no date in UTC") from error
 
 
+def _number(value: Any) -> Any:
+    if isinstance(value, str | bool):
+        raise ValueError(f"{value!r:.40} is not a number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -88,6 +98,7 @@ class Provenance(_Frozen):
     device: str = Field(description="'cpu', or the name of the accelerator")
     threads: int
     dtype: str = Field(description="compute dtype of the model")
+    engine: str | None = Field(default=None, description="version and build of task.engine; null: transformers")
     dataset_fingerprint: str | None = Field(description="null when the run ended before the data was loaded")
     dataset_source: str | None = Field(
         default=None, description="what dataset.path was; null: no local text, or unknown"
@@ -95,7 +106,7 @@ class Provenance(_Frozen):
     model_fingerprint: str | None = Field(description="null when the run ended before the model was loaded")
     command: str
     started: Annotated[AwareDatetime, AfterValidator(_in_utc)]
-    wall_seconds: dict[str, float] = Field(description="phase -> seconds")
+    wall_seconds: dict[str, Number] = Field(description="phase -> seconds")
     peak_memory_bytes: int | None = Field(description="peak of this run; null where it cannot be measured per run")
     seed: int
 
@@ -118,7 +129,7 @@ class Record(_Frozen):
     bits: str = Field(description="bit label such as '3' or 'k3v2'; empty for a method with a fixed rate")
     baseline_key: str | None = Field(default=None, description="key of the full-precision run it is paired with")
     config: dict[str, Any]
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, Number] = Field(default_factory=dict)
     units: dict[str, str] = Field(default_factory=dict)
     versions: dict[str, int | str] = Field(description="versions of the parts that made the numbers, by name")
     provenance: Provenance

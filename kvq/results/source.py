@@ -9,10 +9,10 @@ import inspect
 import io
 import sys
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 # From Python 3.12 on an f-string is a run of tokens; before, it is one STRING token.
@@ -40,8 +40,8 @@ def code_hash(*files: Path) -> str:
 def code_behind(function: Callable[..., Any]) -> str:
     """Return the SHA-256 (hex) of the code that a function runs, without comments and docstrings, as `code_hash`.
 
-    That is the file it is written in, and the files in the same folder or below it that this one takes names from, in
-    turn. What has no file counts by its bytecode, or by the name of its class.
+    That is the file it is written in, and the files in the same folder or below it that this one imports, anywhere in
+    its code, in turn. What has no file counts by its bytecode, or by the name of its class.
     """
     function = inspect.unwrap(getattr(function, "func", function))  # a partial's
     names = _names_behind(function) or _names_behind(type(function))
@@ -49,24 +49,40 @@ def code_behind(function: Callable[..., Any]) -> str:
         code = getattr(function, "__code__", None)
         told = f"{type(function).__module__}.{type(function).__qualname__}" if code is None else repr(_bytecode(code))
         return hashlib.sha256(told.encode()).hexdigest()
-    folder = Path(names["__file__"]).resolve().parent
-    files: dict[str, Path] = {}
-    todo = [names]
+    first = Path(names["__file__"]).resolve()
+    files, todo = {first}, [first]
     while todo:
-        names = todo.pop()
-        file = Path(names["__file__"]).resolve()
-        if file.is_relative_to(folder) and (name := file.relative_to(folder).as_posix()) not in files:
-            files[name] = file
-            todo += [found for value in list(names.values()) if (found := _names_behind(value)) is not None]
-    return code_hash(*files.values())
+        found = set(_imported(todo.pop(), first.parent)) - files
+        files |= found
+        todo += found
+    return code_hash(*files)
+
+
+def _imported(file: Path, folder: Path) -> Iterator[Path]:
+    """Files of `folder` and below that a file imports: by a statement at any place, or by a name in a string."""
+    if file.suffix != ".py":
+        return
+    for node in ast.walk(ast.parse(_decode(file))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module or ''}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isprintable():
+            names = [node.value]  # of `importlib.import_module`
+        for parts in (name.strip(".").split(".") for name in names):
+            if not all(map(str.isidentifier, parts)):
+                continue
+            ways = [parts[start:] for start in range(len(parts))]  # a.b.c, or b.c where a is the folder, or c
+            for place in {near.joinpath(*way) for way in ways for near in (file.parent, folder)}:
+                own = (place.with_suffix(".py"), place / "__init__.py")
+                yield from (found.resolve() for found in own if found.is_file() and found.is_relative_to(folder))
 
 
 def _names_behind(value: Any) -> dict[str, Any] | None:
-    """The global names of the module that a value is, or was made in; None where that has no file."""
-    if isinstance(value, ModuleType):
-        found: Any = vars(value)
-    elif isinstance(value, type):
-        found = vars(sys.modules[value.__module__]) if value.__module__ in sys.modules else {}
+    """The global names of the module that a function or class was made in; None where that has no file."""
+    if isinstance(value, type):
+        found: Any = vars(sys.modules[value.__module__]) if value.__module__ in sys.modules else {}
     else:
         found = getattr(value, "__globals__", None)
     file = found.get("__file__") if isinstance(found, dict) else None

@@ -2,7 +2,8 @@
 
 Consecutive windows of one text are correlated, so the bootstrap draws blocks of consecutive windows (Künsch, 1989, "The
 jackknife and the bootstrap for general stationary observations"). The difficulty of the text is common to two runs on
-the same windows and cancels in their per-window difference. Items of a task are independent: `paired_mean` draws them
+the same windows and cancels in their per-window difference. These are errors to show; whether losses differ is
+judged for all rows of a table at once (`kvq.results.noise`). Items of a task are independent: `paired_mean` draws them
 one by one, `flips` and `mcnemar` compare right and wrong answers, and `item_tests` tests differences.
 """
 
@@ -21,8 +22,6 @@ from kvq.errors import RecordError
 
 BLOCK = 2
 RESAMPLES = 2000
-NOISE = 2.0
-"""Differences of at most this many standard errors are within noise."""
 
 # Resampled values held at once: 32 MiB of float64, whatever the number of windows.
 _BATCH_VALUES = 2**22
@@ -45,9 +44,21 @@ class Estimate(NamedTuple):
     blocks: int
 
 
-def within_noise(value: float, standard_error: float) -> bool:
-    """Return whether `value` is at most `NOISE` standard errors from zero."""
-    return abs(value) <= NOISE * standard_error
+class Losses(NamedTuple):
+    """A run's windows, the tokens scored in each, and the sums of their losses in nats."""
+
+    windows: tuple[Any, ...]
+    tokens: Windows
+    nll: Windows
+
+    def shares_windows(self, other: Losses) -> bool:
+        """Whether two runs scored the same tokens."""
+        return self.windows == other.windows and np.array_equal(self.tokens, other.tokens)
+
+
+def fewest_to_differ() -> int:
+    """Fewest windows or items for which the most extreme outcome has p at most `ALPHA`: 2 of 2^n sign patterns."""
+    return math.ceil(1 - math.log2(ALPHA))
 
 
 def delta_nll(
@@ -104,11 +115,10 @@ def delta_nll_of_samples(
     Raises:
         RecordError: no samples, a row without these fields, or runs that did not score the same tokens.
     """
-    windows, tokens, nll = _columns(samples)
-    other_windows, other_tokens, other_nll = _columns(baseline)
-    if windows != other_windows or not np.array_equal(tokens, other_tokens):
+    ours, theirs = losses(samples), losses(baseline)
+    if not ours.shares_windows(theirs):
         raise RecordError("paired runs need the same windows with the same scored tokens")
-    return delta_nll(nll, other_nll, tokens, block=block, resamples=resamples, seed=seed)
+    return delta_nll(ours.nll, theirs.nll, ours.tokens, block=block, resamples=resamples, seed=seed)
 
 
 def perplexity_of_samples(
@@ -119,17 +129,22 @@ def perplexity_of_samples(
     Raises:
         RecordError: no samples, or a row without these fields.
     """
-    _, tokens, nll = _columns(samples)
+    _, tokens, nll = losses(samples)
     return perplexity(nll, tokens, block=block, resamples=resamples, seed=seed)
 
 
-def _columns(samples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], Windows, Windows]:
+def losses(samples: Sequence[Mapping[str, Any]]) -> Losses:
+    """Stored samples as arrays; rows as in `delta_nll_of_samples`.
+
+    Raises:
+        RecordError: a row without these fields.
+    """
     try:
-        windows = [row["window"] for row in samples]
+        windows = tuple(row["window"] for row in samples)
         tokens, nll = (np.array([row[name] for row in samples], dtype=np.float64) for name in ("tokens", "nll"))
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"samples need a window, tokens and nll in each row: {error!r}") from None
-    return windows, tokens, nll
+    return Losses(windows, tokens, nll)
 
 
 def _ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:

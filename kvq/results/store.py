@@ -140,8 +140,9 @@ class Store:
             if hashlib.sha256(content).hexdigest() != record.samples_sha256:
                 raise RecordError(f"samples {path} are not those of their record: run it again with force=true")
             rows: list[dict[str, Any]] = json.loads(b"[" + b",".join(content.splitlines()) + b"]")
+            _check_samples(rows)
             return rows
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RecordError(f"cannot read samples {path}: {cause(error)}") from error
 
     def put(self, record: Record, samples: Iterable[Mapping[str, Any]] = ()) -> Record:
@@ -153,7 +154,7 @@ class Store:
         Raises:
             RecordError: a metric or sample that is not finite, or a folder that cannot be written.
         """
-        lines = _dump_samples(samples)
+        lines = _dump_samples(record.key, samples)
         digest = hashlib.sha256(lines).hexdigest() if lines else None
         stored = record.model_copy(update={"samples_sha256": digest})
         path, samples_path = self.record_path(record.key), self.samples_path(record.key)
@@ -230,10 +231,10 @@ class Store:
         return RecordError(f"results_dir: cannot write under '{self.runs}': {cause(error)}")
 
     def _clear_temporaries(self, key: str, older_than: float) -> None:
-        limit = time.time() - older_than
+        now = time.time()
         for path in self.runs.glob(f".{key}*{TEMPORARY}"):
             with contextlib.suppress(OSError):
-                if path.stat().st_mtime <= limit:
+                if abs(now - path.stat().st_mtime) >= older_than:  # also of a clock that was ahead
                     path.unlink()
 
 
@@ -264,16 +265,33 @@ def _read(path: Path) -> Record:
     return record
 
 
-def _dump_samples(samples: Iterable[Mapping[str, Any]]) -> bytes:
+def _check_samples(rows: list[Any]) -> None:
+    """Raise `ValueError` for rows that nobody can compute with.
+
+    A loss has its number of tokens, in all rows or in none; losses, their tokens and scores are finite numbers.
+    """
+    loss = {"nll", "tokens"} if any("nll" in row for row in rows if isinstance(row, dict)) else set()
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"sample {index} is {type(row).__name__}, not an object")
+        for name in sorted((loss | {"score"}) & row.keys()):
+            value = row[name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"sample {index}: '{name}' is {value!r:.40}, not a finite number")
+        if lacking := sorted(loss - row.keys()):
+            raise ValueError(f"sample {index}: '{lacking[0]}' is missing")
+
+
+def _dump_samples(key: str, samples: Iterable[Mapping[str, Any]]) -> bytes:
     lines: list[str] = []
     for index, row in enumerate(samples):
         for name, value in row.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise RecordError(f"sample {index}: '{name}' is {value}; it must be finite")
+                raise RecordError(f"record {key[:12]}: sample {index}: '{name}' is {value}; it must be finite")
         try:
             lines.append(json.dumps(dict(row), sort_keys=True, allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:
-            raise RecordError(f"sample {index} cannot be written as JSON: {error}") from None
+            raise RecordError(f"record {key[:12]}: sample {index} cannot be written as JSON: {error}") from None
     return "".join(lines).encode("utf-8")
 
 

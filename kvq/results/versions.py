@@ -37,6 +37,8 @@ _BEHIND: Final = {
     "calibration": "CalibrationConfig",
 }
 
+_ENGINES: Final = {"llamacpp": "LlamaCpp", "mlx": "Mlx"}
+
 
 @functools.cache
 def declared() -> Mapping[str, int]:
@@ -70,6 +72,8 @@ def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None)
     names = {"KVCache"} if task.reads_cache else set()
     if config["model"].get("outliers"):
         names.add("OutliersConfig")
+    if (engine := config["task"].get("engine")) is not None:
+        names.add(_ENGINES[engine["name"]])
     own = {name: declared()[name] for name in names}
     found: Versions = {name: task.version, **own, **versions_of_method(config["method"])}
     if name not in SCHEMAS:

@@ -72,7 +72,7 @@ def watched_decode(
     loaded: LoadedModel, method: Method, prompt: Tensor, new_tokens: int, now: Callable[[], float]
 ) -> dict[str, Any]:
     """Seconds of decoding `new_tokens` behind the prompt and of the steps of its attention, both per token."""
-    cache = KVCache(loaded.model, method, attention="packed", dtype=loaded.cache_dtype)
+    cache = KVCache(loaded, method, attention="packed")
     token = loaded.logits(loaded.hidden_states(prompt, cache)[:, -1:]).argmax(-1)
     clock, start = Clock(now), now()
     with watched(clock):

@@ -61,6 +61,7 @@ class Distributions:
         self._means: dict[tuple[tuple[str, Any], ...], list[dict[str, float]]] = defaultdict(list)
         self.first: list[dict[str, Any]] = []
         self._seen: set[int] = set()
+        self._kept = 0  # windows of which vectors are kept
 
     def add(self, layer: Layer) -> None:
         """Take one layer of one window."""
@@ -75,8 +76,9 @@ class Distributions:
             if layer.index not in self._seen:
                 self._moments(layer.index, side, getattr(layer, side), steps["NSN"], rotated)
                 self._lemma(layer.index, side, steps["NSN"])
-                if layer.index == self.task.vector_layer:
-                    self._keep(side, layer.index, x)
+            if layer.index == self.task.vector_layer and self._kept < self.task.vector_windows:
+                self._keep(side, layer.index, x)
+        self._kept += layer.index == self.task.vector_layer
         self._seen.add(layer.index)
 
     def _note(self, names: dict[str, Any], **values: float) -> None:
@@ -142,14 +144,16 @@ class Distributions:
                 self.first.append({"kind": "ranges", "side": side, "layer": layer, "head": head, **ranges})
 
     def _keep(self, side: str, layer: int, x: Tensor) -> None:
-        count = min(self.task.vectors, x.shape[2])
+        windows, index = self.task.vector_windows, self._kept
+        count = min(self.task.vectors * (index + 1) // windows - self.task.vectors * index // windows, x.shape[2])
+        place = {"side": side, "layer": layer} | ({"window": index} if windows > 1 else {})
         picked = torch.linspace(0, x.shape[2] - 1, count).long() if count else torch.zeros(0, dtype=torch.long)
         for position in picked.tolist():
             values = _short(x[0, 0, position])
-            self.first.append({"kind": "vector", "side": side, "layer": layer, "position": position, "values": values})
+            self.first.append({"kind": "vector", **place, "position": position, "values": values})
 
     def samples(self) -> list[dict[str, Any]]:
-        """Rows of all kinds; means over windows, then those of the first window."""
+        """Rows of all kinds; means over windows, then those of the first window and the vectors that are kept."""
         rows = []
         for names, found in self._means.items():
             mean = {name: sum(each[name] for each in found) / len(found) for name in found[0]}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.config.tasks import GenerateConfig
-from kvq.data.text import begun, encode
+from kvq.data.text import begun, conversation, encode
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -64,8 +64,14 @@ def text_of(task: GenerateConfig) -> str:
 
 
 def prompt_of(inputs: Inputs) -> list[int]:
-    """The tokens of the prompt."""
-    return begun(inputs.tokenizer, encode(inputs.tokenizer, text_of(inputs.config.task)), inputs.bos)
+    """The tokens of the prompt.
+
+    Raises:
+        ConfigError: as `kvq.data.text.conversation`.
+    """
+    task, tokenizer = inputs.config.task, inputs.tokenizer
+    text = conversation(tokenizer, text_of(task)) if task.chat_template else text_of(task)
+    return begun(tokenizer, encode(tokenizer, text, special=not task.chat_template), inputs.bos)
 
 
 def repetition(tokens: Sequence[int], length: int) -> float:
@@ -88,7 +94,7 @@ def check(inputs: Inputs, method: Method) -> None:
     prompt, longest = len(prompt_of(inputs)), inputs.longest_context
     if longest is not None and prompt + task.max_new_tokens > longest:
         raise ConfigError(
-            f"task.max_new_tokens={task.max_new_tokens}: behind a prompt of {prompt} tokens; "
+            f"task.max_new_tokens={task.max_new_tokens}: after a prompt of {prompt} tokens; "
             f"model={inputs.config.model.name} takes at most {longest} together"
         )
 
@@ -125,4 +131,4 @@ def fingerprint(inputs: Inputs) -> str:
     return hashlib.sha256(text_of(inputs.config.task).encode()).hexdigest()
 
 
-TASK = Task(check, measure, fingerprint)
+TASK = Task(check, measure, fingerprint, texts=lambda inputs: [text_of(inputs.config.task)])

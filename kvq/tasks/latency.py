@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -16,11 +18,16 @@ from kvq.tasks.decode_steps import check_decode_steps, decode_metrics
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.prefill_steps import check_steps, step_metrics
 from kvq.tasks.regimes import check_regimes
-from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, median_of, paired_ratios
+from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, mean_of, median_of, paired_ratios
+
+Row = dict[str, Any]
+"""One repeat of a subject, as `kvq.tasks.speed.cell` gives it."""
+Times = tuple[dict[str, float], dict[str, str]]
+"""Metrics and their units."""
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """Medians for every cell, ratios to the references, and every repeat as a sample."""
+    """Medians and means for every cell, ratios to the references, and every repeat as a sample."""
     task: LatencyConfig = inputs.config.task
     grid = list(itertools.product(sorted(task.batches), sorted(task.contexts)))
     rows = cells(inputs.config, grid)
@@ -31,30 +38,45 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         name = f"b{batch}_t{context}"
         if not all(row["fits"] for row in here if row["subject"] not in set(References)):
             raise Unsupported(f"task.batches={batch} at task.contexts={context}: does not fit the memory of the device")
-        for part, field in (("prefill", "prefill_seconds"), ("decode", "step_seconds_median")):
-            value = itemgetter(field)
-            metrics[f"{part}_{name}"] = median_of(here, SUBJECT, value)
-            units[f"{part}_{name}"] = "s"
-            for reference, ratio in paired_ratios(here, value).items():
-                metrics[f"{part}_over_{reference}_{name}"], units[f"{part}_over_{reference}_{name}"] = ratio, "x"
+        prefill, step = itemgetter("prefill_seconds"), itemgetter("step_seconds_median")
+        of_cell = [_times("prefill", name, here, SUBJECT, prefill, prefill)]
+        of_cell.append(_times("decode", name, here, SUBJECT, step, partial(_mean_step, task.new_tokens)))
         for regime in () if method.is_full_precision else task.regimes:
-            of_regime, regime_units = _regime(regime, name, here)
-            metrics, units = metrics | of_regime, units | regime_units
-        for of_steps, step_units in (step_metrics(name, here), decode_metrics(name, here, SUBJECT)):
-            metrics, units = metrics | of_steps, units | step_units
+            of_cell += [_regime(regime, name, here, task.new_tokens)]
+        for found, their_units in (*of_cell, step_metrics(name, here), decode_metrics(name, here, SUBJECT)):
+            metrics, units = metrics | found, units | their_units
         metrics[f"cache_bytes_{name}"], units[f"cache_bytes_{name}"] = float(here[0]["cache_bytes"]), "bytes"
     return Measurement(metrics, units, rows)
 
 
-def _regime(regime: Regime, cell: str, rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds of a decoded token in one regime, and its ratio to and overhead over each reference."""
-    value = itemgetter("step_seconds_median")
-    metrics, units = {f"decode_{regime}_{cell}": median_of(rows, regime, value)}, {f"decode_{regime}_{cell}": "s"}
-    for reference, ratio in paired_ratios(rows, value, regime).items():
-        metrics[f"decode_{regime}_over_{reference}_{cell}"] = ratio
-        units[f"decode_{regime}_over_{reference}_{cell}"] = "x"
-        metrics[f"overhead_{regime}_over_{reference}_{cell}"] = 100 * (ratio - 1)
-        units[f"overhead_{regime}_over_{reference}_{cell}"] = "%"
+def _mean_step(new_tokens: int, row: Row) -> float:
+    return float(row["decode_seconds"]) / new_tokens
+
+
+def _times(
+    part: str, cell: str, rows: list[Row], subject: str, middle: Callable[[Row], float], mean: Callable[[Row], float]
+) -> Times:
+    """Seconds of a part and their ratio to each reference: medians, and as `<part>_mean` means over repeats.
+
+    A median step has no flush of a residual in it, of which there is one in `residual.size` steps; the mean has them.
+    """
+    metrics = {f"{part}_{cell}": median_of(rows, subject, middle), f"{part}_mean_{cell}": mean_of(rows, subject, mean)}
+    units = dict.fromkeys(metrics, "s")
+    for reference, ratio in paired_ratios(rows, middle, subject).items():
+        of_means = metrics[f"{part}_mean_{cell}"] / mean_of(rows, reference, mean)
+        found = {f"{part}_over_{reference}_{cell}": ratio, f"{part}_mean_over_{reference}_{cell}": of_means}
+        metrics, units = metrics | found, units | dict.fromkeys(found, "x")
+    return metrics, units
+
+
+def _regime(regime: Regime, cell: str, rows: list[Row], new_tokens: int) -> Times:
+    """As `_times` of a decoded token in one regime, and its overhead over each reference."""
+    step, part = itemgetter("step_seconds_median"), f"decode_{regime}"
+    metrics, units = _times(part, cell, rows, regime, step, partial(_mean_step, new_tokens))
+    for name, ratio in list(metrics.items()):
+        if name.startswith(f"{part}_over_"):
+            overhead = f"overhead_{name.removeprefix('decode_')}"
+            metrics[overhead], units[overhead] = 100 * (ratio - 1), "%"
     return metrics, units
 
 

@@ -7,6 +7,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.tasks.lm_eval")
+
 import contextlib
 import hashlib
 import io
@@ -14,9 +19,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,8 +53,15 @@ _DECIDING = (
 )
 
 
-def load_tasks(inputs: Inputs) -> dict[str, Any]:
-    """lm-eval's task objects by name, changed as the settings say.
+class Part(NamedTuple):
+    """A group or tag: names of its tasks, and whether each task counts by its number of items, as lm-eval's default."""
+
+    tasks: list[str]
+    by_size: bool
+
+
+def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
+    """lm-eval's task objects by name, changed as the settings say, and the groups and tags among what was asked for.
 
     Raises:
         ConfigError: an unknown task.
@@ -68,19 +80,23 @@ def load_tasks(inputs: Inputs) -> dict[str, Any]:
             raise ConfigError(f"task.tasks={file}: no such file")
     manager = _manager(inputs, task, defaults=len(files) < len(task.tasks))
     out: dict[str, Any] = {}
+    parts: dict[str, Part] = {}
     for name in task.tasks:
         known = name in manager.all_tasks
         if not known and Path(name) not in files:
             raise ConfigError(f"task.tasks={name}: lm-eval has no task, group or tag of that name")
         try:
             with hub.asked():
-                found = manager.load([name])["tasks"]
+                loaded = manager.load([name])
         # Data comes by several libraries, each with errors of its own; to a user they are one.
         except Exception as error:
             if _CODE_LEAVE in str(error):
                 raise _no_leave(name) from error
             raise DataError(f"task.tasks={name}: cannot be loaded: {_one_line(error)}") from error
-        out |= found
+        out |= loaded["tasks"]
+        if name in manager.all_tags:
+            parts[name] = Part(list(loaded["tasks"]), by_size=True)
+        parts |= {label: _part(group) for label, group in loaded["groups"].items()}
     for one in out.values():
         if task.generation and one.get_config("output_type") == "generate_until":
             one.set_config(key="generation_kwargs", value=dict(task.generation), update=True)
@@ -89,7 +105,12 @@ def load_tasks(inputs: Inputs) -> dict[str, Any]:
         elif one.get_config("num_fewshot") is None:
             one.set_config(key="num_fewshot", value=0)
         one.set_fewshot_seed(seed=_FEWSHOT_SEED)
-    return out
+    return out, parts
+
+
+def _part(group: Any) -> Part:
+    own = group.aggregate_metric_list or ()
+    return Part([one.task_name for one in group.get_all_tasks()], all(given.weight_by_size for given in own))
 
 
 def _manager(inputs: Inputs, task: LmEvalConfig, defaults: bool) -> Any:
@@ -132,7 +153,7 @@ def _fingerprint(inputs: Inputs) -> str:
     from lm_eval.api.task import ConfigurableTask
 
     digest = hashlib.sha256(repr(inputs.longest_context).encode())  # which cuts prompts
-    for name, task in sorted(_quietly(load_tasks, inputs).items()):
+    for name, task in sorted(_quietly(load_tasks, inputs)[0].items()):
         deciding = {key: _plain(task.get_config(key)) for key in _DECIDING}
         if type(task) is not ConfigurableTask:
             deciding["class"] = _plain(type(task))  # a task of its own, as `class:` names it
@@ -167,7 +188,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     metrics: dict[str, float] = {}
     for repeat in range(task.repeats):
         asked = model(config.seed + repeat)
-        samples, results = evaluate(inputs, asked)
+        samples, results, parts = evaluate(inputs, asked)
         drawn.append(samples)
         odd |= asked.odd
         together |= asked.together
@@ -181,7 +202,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     rows = [row for name, row in journal.rows.items() if not name.startswith("again/")]
     metrics = {
         "score": mean_score(samples),
-        **by_part(samples, "task", "score"),
+        **scores_of(samples, parts),
         **(metrics if task.repeats == 1 else {}),
     }
     metrics |= costs([Scored(row["sample"], row["cost"]) for row in rows])
@@ -196,8 +217,21 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     return Measurement(metrics, units_of(metrics, dict.fromkeys(metrics, "1")), samples)
 
 
-def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]]:
-    """Run the tasks on any model of lm-eval: one sample per document, and lm-eval's own results as `metric[task]`.
+def scores_of(samples: Sequence[Sample], parts: Mapping[str, Part]) -> dict[str, float]:
+    """Mean scores of the tasks, and over the tasks of each group and tag, as `score[task=NAME]`."""
+    found = by_part(samples, "task", "score")
+    for name, part in parts.items():
+        tasks = set(part.tasks)
+        own = [found[f"score[task={task}]"] for task in tasks]
+        by_item = mean_score([sample for sample in samples if sample["task"] in tasks])
+        found[f"score[task={name}]"] = by_item if part.by_size else float(np.mean(own))
+    return found
+
+
+def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float], dict[str, Part]]:
+    """Run the tasks on any model of lm-eval.
+
+    Returns: one sample per document, lm-eval's own results as `metric[task]`, and groups and tags by name.
 
     Raises:
         ConfigError: a task that runs code without leave, or a `task.metric` that it does not have.
@@ -205,7 +239,7 @@ def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]
     import lm_eval.evaluator
 
     task: LmEvalConfig = inputs.config.task
-    tasks = _quietly(load_tasks, inputs)
+    tasks, parts = _quietly(load_tasks, inputs)
     unsafe = [name for name, one in tasks.items() if getattr(one, "UNSAFE_CODE", False)]
     if unsafe and not task.allow_code:
         raise _no_leave(unsafe[0])
@@ -223,7 +257,7 @@ def evaluate(inputs: Inputs, model: Any) -> tuple[list[Sample], dict[str, float]
     samples = [
         sample for name, logged in sorted(found["samples"].items()) for sample in item_samples(name, logged, task)
     ]
-    return samples, dict(_figures(found["results"]))
+    return samples, dict(_figures(found["results"])), parts
 
 
 def item_samples(name: str, logged: list[Mapping[str, Any]], task: LmEvalConfig) -> Iterator[Sample]:
@@ -334,12 +368,19 @@ def register() -> None:
         model_registry.register("kvq", target=f"{KvqLM.__module__}:{KvqLM.__qualname__}")
 
 
-TASK = Task(check, measure, fingerprint)
+def texts(inputs: Inputs) -> list[str]:
+    """What the documents say, one string each."""
+    limit = inputs.config.task.limit
+    tasks = _quietly(load_tasks, inputs)[0].values()
+    return [" ".join(map(str, doc.values())) for task in tasks for _, doc in task.doc_iterator(limit=limit)]
 
-if __name__ == "__main__":
+
+TASK = Task(check, measure, fingerprint, texts=texts)
+
+
+def main() -> None:
+    """Run lm-eval's own command line with the model `kvq`."""
     from lm_eval.__main__ import cli_evaluate
 
-    from kvq.tasks import lm_eval as registered  # by its own name: the registry imports it again
-
-    registered.register()
+    register()
     cli_evaluate()

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from kvq.cache import KVCache
 from kvq.config.tasks import Prefill
-from kvq.data.text import begun
+from kvq.data.text import begun, in_embedding
 from kvq.errors import ConfigError, DataError
 from kvq.results.journal import Journal
 from kvq.tasks.batching import read_in_batches
@@ -71,7 +71,8 @@ class CacheLM(HFLM):
 
     def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> list[int]:
         """Tokens of a text without the begin-of-text token, which a tokenizer or chat template may have written."""
-        return begun(self.tokenizer, super().tok_encode(string, *args, **kwargs), None)
+        ids = in_embedding(self.tokenizer, super().tok_encode(string, *args, **kwargs))
+        return begun(self.tokenizer, ids, None)
 
     def _beginning(self, tokens: Sequence[int], most: int) -> Tokens:
         """The last of a context's tokens, at most `most`, behind `bos`."""

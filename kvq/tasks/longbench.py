@@ -22,7 +22,7 @@ from kvq.cache import KVCache
 from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
 from kvq.data import hub
-from kvq.data.text import begun, encode
+from kvq.data.text import begun, conversation, encode
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -141,13 +141,12 @@ def prompt_tokens(inputs: Inputs, document: Document, room: int) -> tuple[list[i
     if not templated:
         tokens = begun(tokenizer, encode(tokenizer, text), inputs.bos)
         return _halves(tokens, room), max(0, len(tokens) - room)
-    plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    plain = encode(tokenizer, text, special=False)
     kept = len(plain)
     while True:
         cut = tokenizer.decode(_halves(plain, kept)) if kept < len(plain) else text
-        chat = [{"role": "user", "content": cut}]
-        words = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        tokens = begun(tokenizer, tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"], inputs.bos)
+        words = conversation(tokenizer, cut)
+        tokens = begun(tokenizer, encode(tokenizer, words, special=False), inputs.bos)
         if len(tokens) <= room or kept == 0:
             return tokens, len(plain) - kept
         kept = max(0, kept - (len(tokens) - room))
@@ -273,4 +272,9 @@ def fingerprint(inputs: Inputs) -> str:
     return digest.hexdigest()
 
 
-TASK = Task(check, measure, fingerprint)
+def texts(inputs: Inputs) -> list[str]:
+    """The context of each item."""
+    return [str(document.row.get("context") or "") for document in documents(inputs)]
+
+
+TASK = Task(check, measure, fingerprint, texts=texts)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvq.config import TaskConfig
+from torch import Tensor
+
+from kvq.config import Loader, TaskConfig
+from kvq.config.tasks import is_timed
 
 if TYPE_CHECKING:
     from kvq.methods.method import Method
@@ -25,11 +28,25 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Metrics by name with their units, and one sample per item."""
+    """Metrics by name with their units, and one sample per item; `engine`: the program that computed the logits."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    engine: str | None = None
+
+
+def decoded(inputs: Inputs, tokens: Iterable[Tensor]) -> list[str]:
+    """The text of each sequence of tokens."""
+    return [str(inputs.tokenizer.decode(sequence.tolist(), skip_special_tokens=True)) for sequence in tokens]
+
+
+def text_of_dataset(inputs: Inputs) -> list[str]:
+    """The text of a run's data set by stream of tokens; none where it holds items or is not scored."""
+    config = inputs.config
+    if config.dataset.loader is Loader.items or is_timed(config.task):
+        return []
+    return decoded(inputs, inputs.streams(getattr(config.task, "context", 2)).streams)
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,7 @@ class Task:
 
     `check` reads no weights and raises `Unsupported` for a method, `ConfigError` for a length, that the task cannot do.
     `measure` writes what it has scored to the journal, from which a killed run resumes. `fingerprint` names the data
-    that is scored.
+    that is scored, `texts` gives the texts in it, with which those of a calibration are compared.
     `settings`: of a task outside the package, the dataclass of its settings, which is defined beside it (those of the
     package's own tasks are in `kvq.config.tasks`, which imports no torch).
     """
@@ -47,3 +64,4 @@ class Task:
     measure: Callable[[Inputs, Method, Baseline | None, Journal], Measurement]
     fingerprint: Callable[[Inputs], str]
     settings: type[TaskConfig] | None = None
+    texts: Callable[[Inputs], list[str]] = text_of_dataset

@@ -1,7 +1,7 @@
 """`task=memory`: bytes of the cache by part after a prompt, from stored tensors, or for long prompts from their layout.
 
 No weights are read: bytes depend on a model's shape alone. Layers with a window hold what `kvq.cache.window` leaves
-behind a prompt that is read at once; latents count as they are cached, and states of fixed size as models of 16 bits
+after a prompt that is read at once; latents count as they are cached, and states of fixed size as models of 16 bits
 keep them. The papers' results: nsn's 5.09x at 2,048 tokens and 3 bits, OScaR's 5.3x at 128K tokens and 2 bits, both
 against 16 bits.
 """
@@ -81,7 +81,7 @@ def side_parts(
 
 
 def droppable(codec: Codec | None, residual: ResidualSide, tokens: int, wanted: int) -> int:
-    """How many of the `wanted` first tokens of a side can be forgotten, behind a prompt of `tokens`: whole blocks."""
+    """How many of the `wanted` first tokens of a side can be forgotten, after a prompt of `tokens`: whole blocks."""
     if codec is None:
         return wanted
     packed, block, alone = schedule(residual, codec, tokens)

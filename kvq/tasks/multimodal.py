@@ -119,7 +119,7 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
 
 
 def make_items(inputs: Inputs, processor: Any, answer: int) -> Items[MediaItem]:
-    """Batches of one item, and skipped items with the reason; `answer`: tokens written behind a prompt."""
+    """Batches of one item, and skipped items with the reason; `answer`: tokens written after a prompt."""
     items, skipped = items_of(inputs)
     skipped, kept, longest = dict(skipped), [], inputs.longest_context
     for item in items:
@@ -178,4 +178,4 @@ def fingerprint(inputs: Inputs) -> str:
     return digest.hexdigest()
 
 
-TASK = Task(check, measure, fingerprint)
+TASK = Task(check, measure, fingerprint, texts=lambda inputs: [item.question for item in items_of(inputs)[0]])

@@ -16,7 +16,7 @@ import numpy as np
 from kvq.config import Loader
 from kvq.config.tasks import NiahConfig, NiahMode
 from kvq.data.needles import Needle, draw_needles, retrieval_prompt
-from kvq.data.text import TokenData, begun
+from kvq.data.text import TokenData, around_message, begun, encode
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -26,7 +26,7 @@ from kvq.results.statistics import flips, mcnemar
 from kvq.tasks.batching import batches_of
 from kvq.tasks.hallucination import Outcome, classify, random_rate
 from kvq.tasks.items import Clock, Items, Sample, Scored, by_part, measure_items, paired
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
 from kvq.tasks.reader import Reader, answer_text, check_prefill, end_tokens, stop_at
 from kvq.tasks.storage import storage_metrics
 
@@ -80,17 +80,17 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
     """
     task: NiahConfig = inputs.config.task
     tokenizer, longest = inputs.tokenizer, max(task.lengths)
-    start = [] if inputs.bos is None else [inputs.bos]
     whole = [begun(tokenizer, stream.tolist(), None) for stream in haystack(inputs).streams]
+
+    def plain(text: str) -> list[int]:
+        return encode(tokenizer, text, special=False)
+
+    before, after = around_message(tokenizer) if task.chat_template else ("", "")
+    start = begun(tokenizer, plain(before), inputs.bos)
     streams = [stream for stream in whole if len(stream) >= longest - len(start)]
     if not streams:
         found = max((len(stream) for stream in haystack(inputs).streams), default=0)
         raise DataError(f"task.lengths={task.lengths}: the longest haystack in the dataset has {found} tokens")
-
-    def plain(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
     items = []
     for length in task.lengths:
         for place, depth in enumerate(task.depths):
@@ -101,7 +101,7 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
                 offset = int(rng.integers(len(stream) - room + 1))
                 needles = _needles(task, rng)
                 depths = [depth, *rng.uniform(size=len(needles) - 1).tolist()]
-                prompt = retrieval_prompt(stream[offset : offset + room], needles, depths, room, plain)
+                prompt = retrieval_prompt(stream[offset : offset + room], needles, depths, room, plain, after)
                 name = f"length={length} depth={depth:g} repeat={repeat}"
                 items.append(NiahItem(name, length, depth, tuple(needles), (*start, *prompt)))
     return items
@@ -245,4 +245,9 @@ def fingerprint(inputs: Inputs) -> str:
     return f"{text} in {longest} tokens" if tight else text
 
 
-TASK = Task(check, measure, fingerprint)
+def texts(inputs: Inputs) -> list[str]:
+    """The haystack."""
+    return decoded(inputs, haystack(inputs).streams)
+
+
+TASK = Task(check, measure, fingerprint, texts=texts)

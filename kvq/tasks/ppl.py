@@ -8,73 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.config import PplConfig, Scoring
-from kvq.errors import DataError
+from kvq.config import PplConfig, Scoring, Windows
+from kvq.engines.kld import LogitsWriter
+from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
+from kvq.tasks import engine
 from kvq.tasks.continuation import holding_method, score_continuation
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
 from kvq.tasks.reference import ReferenceLogProbs
+from kvq.tasks.result import PplResult, WindowScore, summed_positions
 from kvq.tasks.scoring import ScoredChunk, log_probabilities, parallel_method, score
 from kvq.tasks.stepwise import check_at_once, scoring_bounds
 from kvq.tasks.storage import storage_metrics
 from kvq.tasks.windows import Window, batches, cut_windows, stack
-
-
-@dataclass
-class WindowScore:
-    """Sums over the scored tokens of one window; `kl` and `top1` need a reference."""
-
-    window: int
-    tokens: int = 0
-    nll: float = 0.0
-    kl: float = 0.0
-    top1: int = 0
-
-
-@dataclass
-class PplResult:
-    """What one pass over the windows measured."""
-
-    scores: list[WindowScore]
-    storage: dict[str, float]
-    kl_per_token: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    @property
-    def nll(self) -> float:
-        """Mean negative log-likelihood in nats per scored token."""
-        return sum(s.nll for s in self.scores) / sum(s.tokens for s in self.scores)
-
-    def metrics(self) -> dict[str, float]:
-        """The record's metrics, without those that compare with the baseline record."""
-        tokens = sum(s.tokens for s in self.scores)
-        out = {"nll": self.nll, "perplexity": math.exp(min(self.nll, 700.0)), **self.storage}
-        if self.kl_per_token:
-            kl = torch.cat(
-                [part for window in sorted(self.kl_per_token) for part in self.kl_per_token[window]]
-            ).double()
-            out["kl_mean"], out["kl_p99"] = float(kl.mean()), float(torch.quantile(kl, 0.99)) if tokens else 0.0
-            out["top1_agreement"] = sum(s.top1 for s in self.scores) / tokens
-        return out | {"scored_tokens": float(tokens), "windows": float(len(self.scores))}
-
-    def samples(self) -> list[dict[str, Any]]:
-        """One row per window, for paired statistics."""
-        compared = bool(self.kl_per_token)
-        names = ("window", "tokens", "nll", "kl", "top1") if compared else ("window", "tokens", "nll")
-        return [{name: getattr(score, name) for name in names} for score in self.scores]
 
 
 def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[Window]:
@@ -87,6 +46,13 @@ def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = No
     return [Window(window.tokens, task.prompt) for window in windows]
 
 
+def empty_result(windows: Sequence[Window], task: PplConfig) -> PplResult:
+    """A result with nothing scored yet."""
+    return PplResult(
+        [WindowScore(index, window.scored_from) for index, window in enumerate(windows)], {}, stretch=task.stretch
+    )
+
+
 def run_ppl(
     loaded: LoadedModel,
     method: Method,
@@ -97,6 +63,7 @@ def run_ppl(
     keep_decoded: bool = True,
     chunk: int | None = None,
     journal: Journal | None = None,
+    writer: LogitsWriter | None = None,
 ) -> PplResult:
     """Score every window under `method`.
 
@@ -104,6 +71,7 @@ def run_ppl(
         journal: stores each window as it is scored; windows in it are not scored again (unless `fill`).
         reference: full-precision log-probabilities to compare with; where they were not kept, they are computed again
             window by window. With `fill`, this run is the full-precision one and writes them.
+        writer: stores the log-probabilities.
         chunk: at most this many tokens per forward in `generation` scoring (tests; results do not depend on it).
 
     Raises:
@@ -114,7 +82,7 @@ def run_ppl(
     method = parallel_method(method) if at_once else method
     # No scored target reads the state of the last token; only a window quantized at once includes it in statistics.
     bounds = [(0, task.context)] if at_once else scoring_bounds(method, task.context - 1, chunk)
-    result = PplResult([WindowScore(i) for i in range(len(windows))], {})
+    result = empty_result(windows, task)
     journal = Journal() if journal is None or fill else journal
     with tqdm(total=len(windows), desc=method.label, unit="window", leave=False, disable=None) as bar:
         for indices in batches(windows, task.batch_size):
@@ -124,7 +92,7 @@ def run_ppl(
                 continue
             tokens, scored_from = stack(windows, indices, loaded.device), windows[indices[0]].scored_from
             held = holding_method(method) if continuation else method
-            cache = KVCache(loaded.model, held, keep_decoded, dtype=loaded.cache_dtype)
+            cache = KVCache(loaded, held, keep_decoded)
             # A generator: it computes only what is read.
             full = _full_precision(loaded, method, tokens, scored_from, bounds, continuation)
             offset = 0
@@ -137,7 +105,10 @@ def run_ppl(
                     expected = reference.read(indices, offset, count).to(log_probs.device)
                 elif reference is not None:
                     expected = log_probabilities(next(full).logits)
-                _add(result, indices, scored, log_probs, expected)
+                if writer is not None:
+                    for row, index in enumerate(indices):
+                        writer.write(index, scored_from + offset, log_probs[row])
+                result.add(indices, scored.targets, log_probs, expected)
                 offset += count
             _check(result, indices, cache)
             result.storage = result.storage or storage_metrics(cache, len(indices))
@@ -183,7 +154,7 @@ def _full_precision(
     continuation: bool,
 ) -> Iterator[ScoredChunk]:
     full = _without_codecs(method)
-    cache = KVCache(loaded.model, full, dtype=loaded.cache_dtype)
+    cache = KVCache(loaded, full)
     return _scored(loaded, cache, full, tokens, scored_from, bounds, continuation)
 
 
@@ -201,32 +172,17 @@ def _scored(
     return score(loaded, cache, tokens, scored_from, bounds)
 
 
-def _add(
-    result: PplResult,
-    indices: Sequence[int],
-    scored: ScoredChunk,
-    log_probs: Float[Tensor, "batch targets vocab"],
-    expected: Float[Tensor, "batch targets vocab"] | None,
-) -> None:
-    nll = -log_probs.gather(-1, scored.targets.unsqueeze(-1)).squeeze(-1).double().sum(-1)
-    for row, index in enumerate(indices):
-        result.scores[index].tokens += log_probs.shape[1]
-        result.scores[index].nll += float(nll[row])
-    if expected is None:
-        return
-    # Rounding can make the KL divergence of two equal distributions slightly negative.
-    kl = torch.nn.functional.kl_div(log_probs, expected, reduction="none", log_target=True).sum(-1).clamp_min(0)
-    same = (log_probs.argmax(-1) == expected.argmax(-1)).sum(-1)
-    for row, index in enumerate(indices):
-        result.kl_per_token.setdefault(index, []).append(kl[row].cpu())
-        result.scores[index].kl += float(kl[row].double().sum())
-        result.scores[index].top1 += int(same[row])
-
-
 def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` where scoring has no order to quantize in, `ConfigError` for too long a window."""
     task: PplConfig = inputs.config.task
     inputs.check_context(task.context)
+    if task.save_logits is not None and (task.windows is not Windows.disjoint or task.scoring is Scoring.continuation):
+        raise ConfigError(
+            f"task.save_logits={task.save_logits}: llama.cpp's files hold disjoint windows; task.windows=disjoint"
+        )
+    if task.engine:
+        engine.check(inputs, method)
+        return
     if task.scoring is not Scoring.generation:
         check_at_once(method, task.scoring)
         parallel_method(method)
@@ -244,6 +200,27 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     loaded = inputs.model
     windows = ppl_windows(inputs.tokens.streams, task, inputs.bos)
 
+    writer = _writer(task, windows, loaded)
+    if task.engine:
+        result = empty_result(windows, task)
+        agreement, build = engine.run_engine(inputs, method, windows, result, writer)
+        more = agreement.metrics(result.samples(), task) if task.engine.compare else {}
+    else:
+        result, build, more = _in_transformers(inputs, method, windows, journal, writer), None, {}
+    if writer is not None:
+        writer.close()
+    metrics = result.metrics() | more
+    if baseline is not None:
+        metrics |= _differences(metrics, result.samples(), baseline, task)
+    return Measurement(metrics, units_of(metrics), result.samples(), build)
+
+
+def _in_transformers(
+    inputs: Inputs, method: Method, windows: Sequence[Window], journal: Journal, writer: LogitsWriter | None
+) -> PplResult:
+    config, loaded = inputs.config, inputs.model
+    task: PplConfig = config.task
+
     def full_precision() -> tuple[ReferenceLogProbs, PplResult | None]:
         full = _without_codecs(method)
         dtype = torch.float64 if config.model.dtype.value == "float64" else torch.float32
@@ -252,16 +229,20 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             return reference, None
         return reference, run_ppl(loaded, full, windows, task, reference, fill=True)
 
+    journal = journal if writer is None else Journal()  # a window that was scored before has no logits
     reference, full = inputs.shared("reference", (inputs.names, repr(task)), full_precision)
-    if method.is_full_precision:
-        result = full if full is not None else run_ppl(loaded, method, windows, task, journal=journal)
-    else:
-        keep_decoded = config.cache.keep_decoded
-        result = run_ppl(loaded, method, windows, task, reference, keep_decoded=keep_decoded, journal=journal)
-    metrics = result.metrics()
-    if baseline is not None:
-        metrics |= _differences(metrics, result.samples(), baseline, task)
-    return Measurement(metrics, units_of(metrics), result.samples())
+    if not method.is_full_precision:
+        keep = config.cache.keep_decoded
+        return run_ppl(loaded, method, windows, task, reference, keep_decoded=keep, journal=journal, writer=writer)
+    if full is not None and writer is None:
+        return full
+    return run_ppl(loaded, method, windows, task, journal=journal, writer=writer)
+
+
+def _writer(task: PplConfig, windows: Sequence[Window], loaded: LoadedModel) -> LogitsWriter | None:
+    if task.save_logits is None:
+        return None
+    return LogitsWriter(Path(task.save_logits), torch.stack([w.tokens for w in windows]), loaded.text_config.vocab_size)
 
 
 def _differences(
@@ -275,7 +256,29 @@ def _differences(
         "delta_nll": delta.value,
         "delta_perplexity": metrics["perplexity"] - baseline.metrics["perplexity"],
     }
-    return out if delta.standard_error is None else out | {"delta_nll_se": delta.standard_error}
+    out |= {} if delta.standard_error is None else {"delta_nll_se": delta.standard_error}
+    return out | _differences_by_position(samples, baseline, task)
+
+
+def _differences_by_position(samples: list[dict[str, Any]], baseline: Baseline, task: PplConfig) -> dict[str, float]:
+    """Losses over the baseline's by stretch of positions, and their standard errors."""
+    out: dict[str, float] = {}
+    rows = [[row.get("by_position", {}) for row in run] for run in (samples, baseline.samples)]
+    for start in summed_positions(rows[0]):
+        parts = [
+            [
+                {"window": i, "tokens": row[str(start)][0], "nll": row[str(start)][1]}
+                for i, row in enumerate(run)
+                if str(start) in row
+            ]
+            for run in rows
+        ]
+        settings = task.bootstrap
+        delta = delta_nll_of_samples(*parts, block=settings.block, resamples=settings.resamples, seed=settings.seed)
+        out[f"delta_nll[position={start}]"] = delta.value
+        if delta.standard_error is not None:
+            out[f"delta_nll_se[position={start}]"] = delta.standard_error
+    return out
 
 
 def fingerprint(inputs: Inputs) -> str:
@@ -283,4 +286,10 @@ def fingerprint(inputs: Inputs) -> str:
     return inputs.tokens.fingerprint
 
 
-TASK = Task(check, measure, fingerprint)
+def texts(inputs: Inputs) -> list[str]:
+    """The text of each window."""
+    windows = ppl_windows(inputs.tokens.streams, inputs.config.task, inputs.bos)
+    return decoded(inputs, (window.tokens for window in windows))
+
+
+TASK = Task(check, measure, fingerprint, texts=texts)

@@ -73,7 +73,7 @@ def watched_prefill(loaded: LoadedModel, method: Method, prompt: Tensor, now: Ca
     """Seconds of a prefill and of its steps; `method` is built for this alone."""
     watch = Watch(now)
     watch.put_around(method)
-    cache = KVCache(loaded.model, method, dtype=loaded.cache_dtype)
+    cache = KVCache(loaded, method)
     start = now()
     loaded.logits(loaded.hidden_states(prompt, cache)[:, -1:]).argmax(-1)
     return {"prefill_seconds": now() - start, "steps": dict(watch.seconds)}

@@ -41,9 +41,7 @@ def check_prefill(method: Method, prefill: Prefill) -> None:
     if prefill is Prefill.whole:
         return
     if method.eviction is not None and method.eviction.when is When.prompt:
-        raise Unsupported(
-            "task.prefill=chunked: the method evicts behind a prompt read at once; use task.prefill=whole"
-        )
+        raise Unsupported("task.prefill=chunked: the method evicts after a prompt read at once; use task.prefill=whole")
     for codec, side in ((method.key, method.residual.key), (method.value, method.residual.value)):
         if codec is not None and side.policy is Policy.none:
             raise Unsupported("task.prefill=chunked: residual=none quantizes a prompt at once; use task.prefill=whole")
@@ -64,7 +62,7 @@ class Reader:
 
     def new_cache(self) -> KVCache:
         """An empty cache with `one_by_one` set."""
-        cache = KVCache(self.loaded.model, self.method, self.keep_decoded, dtype=self.loaded.cache_dtype)
+        cache = KVCache(self.loaded, self.method, self.keep_decoded)
         cache.one_by_one = True
         return cache
 

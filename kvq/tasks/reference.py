@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq.tasks.windows import Window
 
-BUDGET_BYTES = 2 * 1024**3
+BUDGET_BYTES = 4 * 1024**3
 """Largest size of the reference log-probabilities; beyond it full precision is computed again beside each method."""
 
 

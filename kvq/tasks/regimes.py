@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache import KVCache
@@ -21,6 +21,7 @@ from kvq.codecs.quantizers import Parts
 from kvq.config.speed import Regime
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
+from kvq.models import LoadedModel
 
 
 class PerHeadCodec(Codec):
@@ -79,13 +80,11 @@ def check_regimes(method: Method, regimes: list[Regime]) -> None:
         method.check_packed()
 
 
-def cache_maker(
-    regime: Regime, model: nn.Module, method: Method, dtype: torch.dtype | None = None
-) -> Callable[[], Any]:
+def cache_maker(regime: Regime, loaded: LoadedModel, method: Method) -> Callable[[], Any]:
     """A function that makes an empty cache of `regime`."""
     wrap = CODECS.get(regime)
     if wrap is not None:
         key, value = (None if codec is None else wrap(codec) for codec in (method.key, method.value))
         method = dataclasses.replace(method, key=key, value=value)
     kept, attention = regime is Regime.kept, "packed" if regime is Regime.packed else "dense"
-    return lambda: KVCache(model, method, keep_decoded=kept, attention=attention, dtype=dtype)
+    return lambda: KVCache(loaded, method, keep_decoded=kept, attention=attention)

@@ -22,6 +22,7 @@ from kvq.cache import KVCache
 from kvq.cache.preallocated import PreallocatedCache
 from kvq.config import Attention, Config
 from kvq.config.speed import References, SpeedConfig
+from kvq.entry import apart
 from kvq.errors import ConfigError
 from kvq.methods.build import method_of
 from kvq.methods.method import Method
@@ -66,7 +67,9 @@ def cells(config: Config, grid: list[tuple[int, int]], growing: bool = False) ->
             break
         # A new process starts with a cold allocator and without the peak memory of other cells.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            rows += pool.submit(cell, config, batch, tokens, known).result()
+            with apart():
+                measured = pool.submit(cell, config, batch, tokens, known)
+            rows += measured.result()
     return rows
 
 
@@ -128,13 +131,13 @@ def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tu
 def _makers(config: Config, method: Method, loaded: LoadedModel, room: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     # Full precision has no codes to attend to.
     attention = "dense" if method.is_full_precision else config.cache.attention.value
-    kept, dtype = config.cache.keep_decoded, loaded.cache_dtype
-    yield SUBJECT, lambda: KVCache(loaded.model, method, kept, attention=attention, dtype=dtype)
+    kept = config.cache.keep_decoded
+    yield SUBJECT, lambda: KVCache(loaded, method, kept, attention=attention)
     if getattr(config.task, "decode_steps", False) and (plain := decode_steps.without_norms(method)) is not None:
-        yield decode_steps.PLAIN, lambda: KVCache(loaded.model, plain, kept, attention=attention, dtype=dtype)
+        yield decode_steps.PLAIN, lambda: KVCache(loaded, plain, kept, attention=attention)
     # Full precision has no past to decode.
     for regime in [] if method.is_full_precision else getattr(config.task, "regimes", []):
-        yield regime.value, cache_maker(regime, loaded.model, method, dtype)
+        yield regime.value, cache_maker(regime, loaded, method)
     references: list[References] = config.task.references
     if References.preallocated in references:
         yield References.preallocated.value, lambda: PreallocatedCache(loaded.model, room)
@@ -189,6 +192,11 @@ def _bytes(cache: Any) -> int:
 def median_of(rows: list[dict[str, Any]], subject: str, value: Callable[[dict[str, Any]], float]) -> float:
     """Median over repeats."""
     return statistics.median(value(row) for row in rows if row["subject"] == subject)
+
+
+def mean_of(rows: list[dict[str, Any]], subject: str, value: Callable[[dict[str, Any]], float]) -> float:
+    """Mean over repeats."""
+    return statistics.fmean(value(row) for row in rows if row["subject"] == subject)
 
 
 def paired_ratios(

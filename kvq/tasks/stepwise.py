@@ -29,7 +29,7 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> lis
     """
     if method.eviction is not None and method.eviction.when is When.prompt:
         raise Unsupported(
-            f"task.scoring=generation: {method.name} evicts once, behind a prompt; use task.scoring=continuation "
+            f"task.scoring=generation: {method.name} evicts once, after a prompt; use task.scoring=continuation "
             "task.prompt=..., or a task with prompts"
         )
     if steps(method):

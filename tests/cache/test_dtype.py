@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -240,3 +242,30 @@ def test_states_of_one_layer_outside_the_range_are_named() -> None:
         Exception, match="layer 0 keys: NaN or infinite values; check the model's weights and the dtypes"
     ):
         cache.update(states(8) * 1e5, states(8), 0)
+
+
+def test_a_loaded_model_gives_its_caches_their_dtype() -> None:
+    loaded = rounding(llama(head_dim=32), torch.float16)
+    full = build_method("fp16", head_dim=32)
+    for cache, bits in ((KVCache(loaded, full), 16), (KVCache(loaded, full, dtype=torch.float32), 32)):
+        loaded.hidden_states(token_ids(20), cache)
+        assert cache.effective_bits == bits
+    plain = KVCache(loaded.model, full)
+    loaded.hidden_states(token_ids(20), plain)
+    assert plain.effective_bits == 32
+
+
+def test_tasks_make_their_caches_of_the_loaded_model() -> None:
+    """What a task passes is never the bare model, whose caches would miss the run's dtype; nor does it choose one."""
+    root = Path(__file__).parents[2]
+    sources = {path.name: path.read_text(encoding="utf-8") for path in (root / "kvq" / "tasks").glob("*.py")}
+    page = (root / "docs" / "extend.md").read_text(encoding="utf-8")
+    sources["extend.md"] = "\n".join(re.findall(r"```python\n(.*?)```", page, re.S))
+    made = {
+        (name, ast.unparse(node))
+        for name, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("KVCache")
+    }
+    assert {name for name, _ in made} >= {"extend.md", "ppl.py", "reader.py", "speed.py"}
+    assert not [call for call in made if "dtype=" in call[1] or ".model," in call[1].replace("inputs.model,", "")]

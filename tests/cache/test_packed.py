@@ -43,7 +43,7 @@ def exact(model, monkeypatch):
 
 
 def steps(model, chosen, tokens, prompt=20, **settings):
-    """Logits of tokens decoded one by one behind a prompt."""
+    """Logits of tokens decoded one by one after a prompt."""
     cache = KVCache(model, chosen, **settings)
     out = [model(tokens[:, :prompt], past_key_values=cache).logits[:, -1:]]
     out += [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(prompt, tokens.shape[1])]
@@ -165,7 +165,7 @@ def tiny():
     [pytest.param(name, marks=[pytest.mark.long] * (name != "oscar")) for name in METHODS if name not in REFUSED],
 )
 def test_tiny_writes_the_same_tokens(tiny, name):
-    """Greedy, 256 tokens behind a prompt of 150."""
+    """Greedy, 256 tokens after a prompt of 150."""
     chosen = kvq.build_method(name, bits=nearest_bits(name))
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(5, tiny.config.vocab_size, (1, 150), generator=generator)

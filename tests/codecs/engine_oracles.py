@@ -1,7 +1,6 @@
 """Formats of inference engines from their definitions, one vector of one head and token at a time, in plain loops.
 
-An oracle takes a vector and gives what is stored (`codes`, counted from the lowest code of the grid, and side
-information) and the decoded vector. Arithmetic is in double precision.
+An oracle gives what is stored of a vector (`codes` from the grid's lowest, side information) and its decoded form.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def signed_max(bits):
     def one(group):
         middle = 2 ** (bits - 1)
         d = largest_of(group) / -middle
-        codes = [min(math.trunc(v / d + middle + 0.5), 2**bits - 1) for v in group]
+        codes = [min(math.trunc(v * (1 / d) + middle + 0.5), 2**bits - 1) for v in group]
         return {"codes": codes, "scale": [stored(d)]}, [stored(d) * (q - middle) for q in codes]
 
     return one
@@ -95,7 +94,7 @@ def iq4_nl(group):
     d = largest_of(group) / -127
     codes = []
     for v in group:
-        distances = [abs(v / d - level) for level in IQ4_NL]
+        distances = [abs(v * (1 / d) - level) for level in IQ4_NL]
         codes.append(max(i for i, distance in enumerate(distances) if distance == min(distances)))
     pairs = [(v, IQ4_NL[q]) for v, q in zip(group, codes, strict=True)]
     d = sum(v * v * level * v for v, level in pairs) / sum(v * v * level * level for v, level in pairs)
@@ -125,25 +124,34 @@ def zero_in_scale(group):
     return {"codes": codes, "scale": [kept]}, [(q - zero) * scale for q in codes]
 
 
-def turbomind(bits):
+def rounded_to(dtype):
+    return lambda x: float(torch.tensor(x, dtype=torch.float64).to(dtype))
+
+
+def turbomind(bits, dtype=torch.float16):
+    """Each step is rounded to `dtype`; infinity is cut to the largest code, infinity times 0 to the lowest."""
+    kept = rounded_to(dtype)
+
     def one(group):
-        low, top = stored(min(group)), 2**bits - 1
-        d = stored((max(group) - min(group)) / top)
-        codes = [clamp(half_even((v - low) * stored(1 / d)), 0, top) for v in group]
+        low, top = kept(min(group)), 2**bits - 1
+        d = kept((max(group) - min(group)) / top)
+        inverse = kept(1 / d) if d else math.inf
+        steps = [kept(kept(kept(v) - low) * inverse) for v in group]
+        codes = [0 if math.isnan(v) else top if v > top else clamp(half_even(v), 0, top) for v in steps]
         return {"codes": codes, "scale": [d], "zero_point": [low]}, [q * d + low for q in codes]
 
     return one
 
 
-def ratio(bits):
-    """LMDeploy's PyTorch engine."""
+def ratio(bits, kept_as=stored, rounding=half_up):
+    """LMDeploy's PyTorch engine; OpenVINO's `quant_u8` and `quant_u4` with fp32 sides and halves to even."""
 
     def one(group):
         low, top = min(group), 2**bits - 1
         d = (max(group) - low) / top
         zero = -low / d
-        codes = [math.trunc(v / d + zero + 0.5) for v in group]
-        kept, offset = stored(d), stored(zero)
+        codes = [clamp(rounding(v / d + zero), 0, top) for v in group]
+        kept, offset = kept_as(d), kept_as(zero)
         return {"codes": codes, "scale": [kept], "zero_point": [offset]}, [q * kept - kept * offset for q in codes]
 
     return one
@@ -225,17 +233,11 @@ def cast(kind):
     return one
 
 
-def float_per_token(group):
-    d = max(max(abs(v) for v in group) / 448, 1e-6)
-    values = [nearest("e4m3", v / d)[1] for v in group]
-    return {"values": values, "scale": [f32(d)]}, [f32(d) * v for v in values]
-
-
 def fp4(group, scale, up):
     """Codes with 8 for the sign, and decoded numbers, under a scale."""
     if scale == 0:
         return [0] * len(group), [0.0] * len(group)
-    found = [nearest("e2m1", v / scale, up) for v in group]
+    found = [nearest("e2m1", v * (1 / scale), up) for v in group]
     codes = [code + 8 * (v < 0) for (code, _), v in zip(found, group, strict=True)]
     return codes, [number * scale for _, number in found]
 
@@ -247,7 +249,7 @@ def nvfp4(four_over_six=False):
         if four_over_six:
             other = nearest("e4m3", most / 4)[1]
             errors = [
-                sum((v - w) ** 2 for v, w in zip(group, fp4(group, s, True)[1], strict=True)) for s in (scale, other)
+                sum((v - w) ** 2 for v, w in zip(group, fp4(group, s, False)[1], strict=True)) for s in (scale, other)
             ]
             scale = other if errors[1] < errors[0] else scale
         codes, values = fp4(group, scale, False)
@@ -285,9 +287,31 @@ def lloyd_max(bits):
     return levels
 
 
-def nearest_levels(direction, bits):
-    levels = [level / math.sqrt(len(direction)) for level in lloyd_max(bits)]
-    codes = [min(range(len(levels)), key=lambda i: abs(levels[i] - v)) for v in direction]
+@cache
+def trapezoid_levels(bits, dim):
+    """vLLM's solve_lloyd_max: sums of 200 trapezoids, one cell after the other."""
+    sigma, count = 1 / math.sqrt(dim), 2**bits
+
+    def mean(a, b):
+        points = [a + (b - a) * i / 200 for i in range(201)]
+        mass = [math.exp(-x * x / (2 / dim)) * (0.5 if i in (0, 200) else 1) for i, x in enumerate(points)]
+        return sum(x * m for x, m in zip(points, mass, strict=True)) / sum(mass)
+
+    levels = [-3.5 * sigma + 7 * sigma * (i + 0.5) / count for i in range(count)]
+    for _ in range(200):
+        ends = [-10.5 * sigma, *((a + b) / 2 for a, b in itertools.pairwise(levels)), 10.5 * sigma]
+        found = [mean(a, b) for a, b in itertools.pairwise(ends)]
+        if max(abs(a - b) for a, b in zip(found, levels, strict=True)) < 1e-10:
+            break
+        levels = found
+    return levels
+
+
+def nearest_levels(direction, bits, trapezoid=False):
+    """Of two equally near levels, the higher."""
+    size = len(direction)
+    levels = trapezoid_levels(bits, size) if trapezoid else [v / math.sqrt(size) for v in lloyd_max(bits)]
+    codes = [min(range(len(levels)), key=lambda i: (abs(levels[i] - v), -i)) for v in direction]
     return codes, [levels[q] for q in codes]
 
 
@@ -311,12 +335,19 @@ def rotated(oracle, size, interleaved=False, normalized=True):
     return whole
 
 
-def signs_first(oracle, seed):
+def drawn_signs(count, seed, flips):
+    """vLLM's: 1 of a Bernoulli variable is a plus, or 1 of an integer a minus."""
+    generator = torch.Generator().manual_seed(seed)
+    if flips:
+        return torch.randint(0, 2, (count,), generator=generator).numpy() * -2.0 + 1
+    return torch.bernoulli(torch.full((count,), 0.5), generator=generator).numpy() * 2.0 - 1
+
+
+def signs_first(oracle, seed, flips=False):
     """The oracle behind fixed random signs."""
 
     def whole(vector):
-        drawn = torch.bernoulli(torch.full((len(vector),), 0.5), generator=torch.Generator().manual_seed(seed))
-        signs = 2 * drawn.numpy().astype(float) - 1
+        signs = drawn_signs(len(vector), seed, flips)
         kept, decoded = oracle(vector * signs)
         return kept, decoded * signs
 
@@ -328,14 +359,14 @@ def turboquant_keys(bits):
 
     def oracle(vector):
         n = math.sqrt(sum(v * v for v in vector))
-        kept, direction = rotated(lambda y: _levels(y, bits, True), len(vector))(vector / (n + 1e-8))
+        kept, direction = rotated(lambda y: _levels(y, bits, True, True), len(vector))(vector / (n + 1e-8))
         return {**kept, "norm.scale": [stored(n)]}, direction * stored(n)
 
     return oracle
 
 
-def _levels(direction, bits, unit):
-    codes, values = nearest_levels(direction, bits)
+def _levels(direction, bits, unit, trapezoid=False):
+    codes, values = nearest_levels(direction, bits, trapezoid)
     length = math.sqrt(sum(c * c for c in values) + 1e-16) if unit else 1
     return {"codes": codes}, np.array(values) / length
 
@@ -361,9 +392,7 @@ def lmdeploy_42(side):
     return oracle
 
 
-def layer_scaled(oracle, number):
-    """The oracle of values divided by a number of the layer."""
-
+def layer_scaled(oracle, number):  # values divided by a number of the layer
     def whole(vector):
         kept, decoded = oracle(vector / number)
         return kept, decoded * number

@@ -141,11 +141,11 @@ def best_widths(energies: Sequence[float], total: int, most: int) -> list[int]:
     return list(min(ways, key=lambda way: sum(s / 4**b for s, b in zip(energies, way, strict=True))))
 
 
-def turboquant(token: Sequence[float], bits: int, rotation: np.ndarray, unit: bool) -> tuple[list[int], float, list]:
-    """Codes, norm and decoded vector of a token in the Lloyd-Max codebook for N(0, 1/size)."""
+def turboquant(token: Sequence[float], bits: int, rotation: np.ndarray) -> tuple[list[int], float, list]:
+    """Codes, norm and decoded vector of a token in the Lloyd-Max codebook for N(0, 1/size), with its norm corrected."""
     norm = math.sqrt(sum(v * v for v in token))
     codes, levels = nearest_levels(list(np.array(token) / norm @ rotation), bits)
-    length = math.sqrt(sum(v * v for v in levels)) if unit else 1.0
+    length = math.sqrt(sum(v * v for v in levels))
     return codes, stored(norm), list(np.array(levels) / length @ rotation.T * stored(norm))
 
 
@@ -158,7 +158,7 @@ def block_gtq_keys(
     for width in sorted(set(widths)):
         pairs = [pair for pair in range(half) if widths[pair] == width]
         channels = pairs + [pair + half for pair in pairs]
-        found = [turboquant([token[c] for c in channels], width, rotation(len(channels)), unit=True) for token in x]
+        found = [turboquant([token[c] for c in channels], width, rotation(len(channels))) for token in x]
         out[f"bits{width}.codes"] = [codes for codes, _, _ in found]
         out[f"bits{width}.norm.scale"] = [norm for _, norm, _ in found]
         decoded[:, channels] = [vector for _, _, vector in found]

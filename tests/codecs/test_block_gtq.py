@@ -124,11 +124,24 @@ def test_values_are_turboquant_for_the_normal_limit(bits):
     codes, decoded = unpack(planes, bits, TOKENS), codec.decode(packed)
     for head in range(HEADS):
         for token in range(TOKENS):
-            wanted, norm, vector = by.turboquant(x[0, head, token].tolist(), bits, rotation(DIM), unit=False)
+            wanted, norm, vector = by.turboquant(x[0, head, token].tolist(), bits, rotation(DIM))
             assert codes[0, head, token].tolist() == wanted
             assert float(packed.parts["norm.scale"][0, head, token]) == norm
             np.testing.assert_allclose(decoded[0, head, token], vector, rtol=1e-6, atol=1e-8 * norm)
     assert packed.bits_per_element == pytest.approx(bits + 16 / DIM, abs=1e-12)
+
+
+@pytest.mark.parametrize(("bits", "slope"), [(1, 0.799), (2, 0.940), (3, 0.983), (4, 0.995)])
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_the_norm_is_corrected_on_both_sides(side, bits, slope):
+    """x·x̂ / x·x of tokens in a random direction: √(1 - d) for a codebook of error d, not 1 - d (.638 to .991)."""
+    x = torch.randn(1, 1, 512, 128, generator=torch.Generator().manual_seed(0))
+    group = torch.full((1, 1, 128), bits - 1, dtype=torch.uint8)
+    codec = build_method("block_gtq/buffer", bits=bits, head_dim=128)
+    codec = bind_codec(codec.key, {"quantizer.group": group}, 1, 128) if side == "key" else codec.value
+    decoded = codec.decode(codec.encode(x))
+    assert float((x * decoded).sum() / (x * x).sum()) == pytest.approx(slope, abs=2e-3)
+    assert torch.allclose(decoded.norm(dim=-1), x.norm(dim=-1), rtol=1e-3)
 
 
 def test_presets_are_the_released_paths():

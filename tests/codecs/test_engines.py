@@ -7,13 +7,24 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.codecs import Hadamard, LayerScale, RandomizedHadamard, UniformQuantizer, optimal_levels, unpack
+from kvq.codecs import (
+    Float8Quantizer,
+    Hadamard,
+    LayerScale,
+    LeadingChannels,
+    RandomizedHadamard,
+    RmsLevelsQuantizer,
+    UniformQuantizer,
+    optimal_levels,
+    unpack,
+)
 from kvq.config import conf_dir
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.models import LoadedModel
 from tests.calibrated import build
 from tests.codecs import engine_oracles as by
+from tests.codecs import engine_oracles_vllm as vllm
 from tests.random_models import in_double_precision, llama, token_ids
 
 DIM = 128
@@ -46,6 +57,16 @@ def values_of(bits):
     return by.by_group(DIM, by.minimum(bits, least=1e-8))
 
 
+def octave_value(bits):
+    return by.signs_first(by.rotated(by.by_group(DIM, vllm.octave(bits)), DIM), 0x5E17, flips=True)
+
+
+def openvino(bits):
+    return by.by_group(DIM, by.ratio(bits, by.f32, by.half_even))
+
+
+FLT_MIN = float(np.finfo(np.float32).tiny)
+OCTAVE_KEYS = by.signs_first(by.rotated(vllm.octave_keys(64), 64), 0x5E17, flips=True)
 VLLM_FP8 = both(by.by_group(DIM, by.cast("e4m3")))
 INT4 = by.signs_first(by.rotated(by.by_group(DIM, by.zero_in_scale), DIM, normalized=False), 0x9E3779B9)
 ORACLES = {
@@ -56,15 +77,37 @@ ORACLES = {
         for name, one in LLAMACPP.items()
     },
     **{f"engine/llamacpp_{name}/unrotated": both(by.by_group(32, one)) for name, one in LLAMACPP.items()},
+    **{
+        f"engine/llamacpp_{key}_{value}": {
+            "key": by.rotated(by.by_group(32, LLAMACPP[key]), DIM),
+            "value": by.rotated(by.by_group(32, LLAMACPP[value]), 64),
+        }
+        for key, value in (("q8_0", "q4_0"), ("q4_0", "q8_0"), ("q8_0", "q5_1"))
+    },
+    "engine/ikllama_q6_0": both(by.by_group(32, by.signed_max(6))),
+    "engine/mlx": both(by.by_group(64, by.edge(3))),
+    **{f"engine/mlx_g{group}": both(by.by_group(group, by.edge(3))) for group in (32, 128)},
     "engine/vllm_fp8": VLLM_FP8,
     "engine/vllm_fp8/e5m2": both(by.by_group(DIM, by.cast("e5m2"))),
     "engine/vllm_int8_per_token_head": both(by.by_group(DIM, by.truncated)),
-    "engine/vllm_fp8_per_token_head": both(by.by_group(DIM, by.float_per_token)),
+    "engine/vllm_fp8_per_token_head": both(by.by_group(DIM, vllm.scaled_float(1e-6))),
     "engine/vllm_int4_per_token_head": both(INT4),
     "engine/vllm_turboquant_k8v4": {"key": by.by_group(DIM, by.cast("e4m3")), "value": values_of(4)},
     "engine/vllm_turboquant_4bit_nc": {"key": by.turboquant_keys(4), "value": values_of(4)},
     "engine/vllm_turboquant_k3v4_nc": {"key": by.turboquant_keys(3), "value": values_of(4)},
     "engine/vllm_turboquant_3bit_nc": {"key": by.turboquant_keys(3), "value": values_of(3)},
+    "engine/vllm_fp8_ds_mla": {
+        "key": by.by_group(128, vllm.scaled_float(FLT_MIN)),
+        "value": by.by_group(DIM, vllm.as_it_is),
+    },
+    "engine/vllm_nvfp4_ds_mla": {"key": by.by_group(16, vllm.nvfp4_up), "value": by.by_group(DIM, by.cast("e4m3"))},
+    "engine/vllm_octave_k3v4": {"key": OCTAVE_KEYS, "value": octave_value(4)},
+    "engine/vllm_octave_k3v3": {"key": OCTAVE_KEYS, "value": octave_value(3)},
+    "engine/vllm_octave_k3v3_compact": both(octave_value(3)),
+    "engine/openvino_u8": both(openvino(8)),
+    "engine/openvino_u4": {"key": openvino(8), "value": openvino(4)},
+    "engine/lmdeploy_fp8": VLLM_FP8,
+    "engine/lmdeploy_fp8/e5m2": both(by.by_group(DIM, by.cast("e5m2"))),
     "engine/vllm_nvfp4/uncalibrated": both(by.by_group(16, by.nvfp4())),
     "engine/sglang_fp8": VLLM_FP8,
     "engine/sglang_fp8/e5m2": both(by.by_group(DIM, by.cast("e5m2"))),
@@ -85,6 +128,7 @@ ORACLES = {
 SCALED = {
     "engine/vllm_fp8/calibrated": (by.by_group(DIM, by.cast("e4m3")), 448),
     "engine/vllm_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
+    "engine/sglang_nvfp4": (by.by_group(16, by.nvfp4()), 2688),
     "engine/vllm_nvfp4_4over6": (by.by_group(16, by.nvfp4(four_over_six=True)), 2688),
     "engine/tensorrt_int8": (by.by_group(DIM, by.static_int8), 127),
     "engine/tensorrt_fp8": (by.by_group(DIM, by.cast("e4m3")), 448),
@@ -107,7 +151,23 @@ BITS = {
     "vllm_nvfp4_4over6": (4 + 8 / 16,) * 2,
     "tensorrt_nvfp4": (4 + 8 / 16,) * 2,
     "sglang_fp4": (4 + 8 / 16,) * 2,
+    "sglang_nvfp4": (4 + 8 / 16,) * 2,
+    "lmdeploy_fp8": (8, 8),
+    "vllm_fp8_ds_mla": (8 + 32 / 128, 16),
+    "vllm_nvfp4_ds_mla": (4 + 8 / 16, 8),
+    "vllm_octave_k3v4": ((4 + 3) / 2 + 2 * 16 / 128, 4 + 16 / 128),
+    "vllm_octave_k3v3": ((4 + 3) / 2 + 2 * 16 / 128, 3 + 16 / 128),
+    "vllm_octave_k3v3_compact": (3 + 16 / 128,) * 2,
+    "openvino_u8": (8 + 64 / 128,) * 2,
+    "openvino_u4": (8 + 64 / 128, 4 + 64 / 128),
     "llamacpp_q8_0": (8 + 16 / 32,) * 2,
+    "llamacpp_q8_0_q4_0": (8 + 16 / 32, 4 + 16 / 32),
+    "llamacpp_q4_0_q8_0": (4 + 16 / 32, 8 + 16 / 32),
+    "llamacpp_q8_0_q5_1": (8 + 16 / 32, 5 + 32 / 32),
+    "ikllama_q6_0": (6 + 16 / 32,) * 2,
+    "mlx": (3 + 32 / 64,) * 2,
+    "mlx_g32": (3 + 32 / 32,) * 2,
+    "mlx_g128": (3 + 32 / 128,) * 2,
     "llamacpp_q5_1": (5 + 32 / 32,) * 2,
     "llamacpp_q5_0": (5 + 16 / 32,) * 2,
     "llamacpp_q4_1": (4 + 32 / 32,) * 2,
@@ -140,11 +200,12 @@ def states(tokens=5, heads=2):
 def kept(packed):
     """Stored parts as rows of numbers `[heads, tokens, ...]`, codes unpacked."""
     tokens = packed.tokens
-    planes = [packed.parts[name] for name in sorted(packed.parts) if name.startswith("codes.")]
-    out = {name: part.double()[0] for name, part in packed.parts.items() if not name.startswith(("codes.", "signs"))}
-    if planes:
-        bits = sum(plane.shape[2] for plane in planes)  # 8 tokens: as many rows as bits
-        out["codes"] = unpack(planes, bits, tokens)[0].double()
+    planes = [name for name in sorted(packed.parts) if "codes." in name]
+    out = {name: part.double()[0] for name, part in packed.parts.items() if name not in planes and name != "signs"}
+    for kind in {name.rpartition(".")[0] for name in planes}:
+        own = [packed.parts[name] for name in planes if name.startswith(f"{kind}.")]
+        bits = sum(plane.shape[2] for plane in own)  # 8 tokens: as many rows as bits
+        out[kind] = unpack(own, bits, tokens)[0].double()
     if "signs" in packed.parts:
         out["signs"] = unpack([packed.parts["signs"]], 1, tokens)[0].double()
     return out
@@ -186,7 +247,7 @@ def test_a_layers_number_is_that_of_its_largest_magnitude(name, side):
 @pytest.mark.parametrize("name", PRESETS)
 def test_bits_are_the_closed_forms(name):
     x = states(16).half()
-    method, plain = build(name, x), "/".join(name.split("/")[:2]).removeprefix("engine/")
+    method, plain = build(name, x, 3), "/".join(name.split("/")[:2]).removeprefix("engine/")
     assert tuple(getattr(method, side).encode(x).bits_per_element for side in ("key", "value")) == BITS[plain]
 
 
@@ -229,6 +290,7 @@ def test_int8_is_truncated_toward_zero():
 def test_overflow_is_the_engines():
     x = torch.full((1, 1, 1, DIM), 1e6)
     saturated = {"engine/vllm_fp8": 448, "engine/sglang_fp8": 448, "engine/vllm_fp8/e5m2": 57344}
+    saturated |= {"engine/lmdeploy_fp8": 448, "engine/lmdeploy_fp8/e5m2": 57344}
     for name, most in saturated.items():
         codec = build_method(name).key
         assert set(codec.decode(codec.encode(x)).unique().tolist()) == {most}
@@ -293,6 +355,9 @@ def test_hadamard_blocks_are_orthogonal_and_undone(dim, settings):
         (UniformQuantizer, {"bits": 4, "axis": "per_token", "fixed_scale": 1.0}, "fixed_scale: of a symmetric grid"),
         (UniformQuantizer, {"bits": 4, "axis": "per_token", "zero_point": "code"}, "zero_point=code: with side_dtype"),
         (UniformQuantizer, {"bits": 4, "axis": "per_token", "halves": "evn"}, "halves=evn: one of even, up"),
+        (Float8Quantizer, {"scale": "none", "group_size": 64}, "group_size=64: at least 1, with scale=token"),
+        (RmsLevelsQuantizer, {"levels": [-1, 1], "per_rms": 0}, "per_rms=0: above 0"),
+        (LeadingChannels, {"first": 0, "high": None, "low": None}, "first=0: at least 1"),
     ],
 )
 def test_bad_settings_are_named_in_one_line(part, settings, says):
@@ -304,4 +369,4 @@ def test_bad_settings_are_named_in_one_line(part, settings, says):
 def test_a_block_that_does_not_fit_is_refused():
     with pytest.raises(Unsupported, match="head_dim=80: no multiple of 64, the channels of a Hadamard block"):
         build_method("engine/llamacpp_q8_0", head_dim=80)
-    assert build_method("engine/llamacpp_q8_0/unrotated", head_dim=80).key.stages == []
+    assert [name for name, _ in build_method("engine/llamacpp_q8_0/unrotated", head_dim=80).key.stages] == ["pairs"]

@@ -52,7 +52,7 @@ GAPS = {
     "8 models": "a correlation over nsn's eight models, each of which is named on its own",
     "Llama-3.1-8B + Qwen2-7B + Qwen2.5-14B pooled": "three models, each of which is named on its own",
 }
-OWN = {"hf", "tiny", "tiny_hard", "tiny_outliers", "tiny_sinks"}
+OWN = {"hf", "smollm2_135m", "tiny", "tiny_hard", "tiny_outliers", "tiny_sinks"}
 PAPERS = {"nsn": "nsn", "nsnquant": "NSNQuant", "oscar": "OScaR", "kvquant-plus-plus": "kvquant-plus-plus"}
 FILES = sorted(path for path in (conf_dir() / "model").glob("*.yaml") if path.stem not in OWN)
 

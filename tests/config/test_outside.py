@@ -10,7 +10,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from kvq import cli
-from kvq.config import TaskConfig, compose, outside, resolve
+from kvq.config import TaskConfig, compose, listing, outside, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.errors import ConfigError
 from kvq.methods.build import build_method
@@ -147,7 +147,7 @@ def test_an_installed_package_brings_a_task(tmp_path: Path, capsys: pytest.Captu
     sys.path.append(str(site))
     outside.installed.cache_clear()
     assert choices()["task"]["counting"] == "Task of counts 1.2."
-    assert cli.main(["--help"]) == 0
+    assert listing.main(["tasks", "count"]) == 0
     assert "Task of counts 1.2." in capsys.readouterr().out
     task = resolve(compose(["task=counting", "task.upto=2"])).task
     assert isinstance(task, TaskConfig)

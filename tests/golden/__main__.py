@@ -1,4 +1,4 @@
-"""`python -m tests.golden [CASE ...]`: write goldens anew, all or those of some methods and tasks.
+"""`python -m tests.golden [CASE ...]`: write goldens anew, all or those of some methods, tasks and models.
 
 A golden whose numbers moved is written only where a version of what made it has been raised.
 """
@@ -11,13 +11,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tests.golden import methods, tasks
+from tests.golden import methods, models, tasks
 from tests.golden.held import FOLDER, Golden, complaint, file_of, moved, read, write
 
 
 def main(names: list[str]) -> int:
     """Exit status: 1 where a golden moved and no version did."""
-    known = [*(f"method {name}" for name in methods.METHODS), *(f"task {name}" for name in tasks.CASES)]
+    cases = {"method": methods.METHODS, "task": tasks.CASES, "model": models.FAMILIES}
+    known = [f"{kind} {case}" for kind, held in cases.items() for case in held]
     if unknown := [name for name in names if name not in known]:
         print(f"no case {', '.join(unknown)}; a case is such as 'method nsn' or 'task niah'", file=sys.stderr)
         return 2
@@ -44,6 +45,8 @@ def made(name: str) -> Golden | None:
     kind, _, case = name.partition(" ")
     if kind == "method":
         return None if methods.missing(case) else methods.golden_of(case)
+    if kind == "model":
+        return models.golden_of(case)
     with tempfile.TemporaryDirectory() as folder:
         return tasks.golden_of(case, Path(folder))
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvq.config.tasks import SCHEMAS
 from kvq.results.versions import declared
-from tests.golden import methods, tasks
+from tests.golden import methods, models, tasks
 from tests.golden.held import Golden, complaint, file_of, moved, read, to_raise
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,14 +39,20 @@ def test_tasks(name: str, tmp_path: Path) -> None:
     hold(f"task {name}", tasks.golden_of(name, tmp_path))
 
 
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_models(name: str) -> None:
+    hold(f"model {name}", models.golden_of(name))
+
+
 def test_every_part_of_every_method_and_task_has_a_golden() -> None:
-    """All but what times, other libraries' caches, which may not be installed, and rotations of a model's weights.
+    """All but what times, other libraries' caches and engines, which may not be installed, and rotations of weights.
 
     `tests/methods/test_merged.py` holds the last against the rotation in the codec, to 1e-9.
     """
     held = {name for case in _cases() for name in _golden(case).versions}
     settings = {schema.__name__ for schema in SCHEMAS.values()} | {"ItemsConfig", "DiagnosticConfig", "SpeedConfig"}
-    assert set(declared()) - held - settings == {"latency", "throughput", "BackendConfig", "MergedRotation"}
+    elsewhere = {"latency", "throughput", "BackendConfig", "MergedRotation", "LlamaCpp", "LogitsFile", "Mlx"}
+    assert set(declared()) - held - settings == elsewhere
 
 
 def _cases() -> list[str]:
@@ -69,6 +75,21 @@ def test_what_moves_is_found() -> None:
     assert moved(before, Golden({"ppl": 1}, before.exact, {}))
 
 
+def test_parts_that_amplify_are_held_by_the_median_layer_and_their_loss() -> None:
+    """Of three layers, one may be decoded otherwise with the same loss, as on another processor; no side in all."""
+    numbers = {"decoded": [float(value) for value in range(1, 61)], "loss": [0.1] * 6}
+    before = Golden({"CoupledQuantizer": 1}, {"nbytes": 8}, numbers)
+
+    def now(places: set[int], loss: float = 0.1) -> Golden:
+        decoded = [value + (9 if index // 10 in places else 0) for index, value in enumerate(numbers["decoded"])]
+        return Golden(before.versions, before.exact, {"decoded": decoded, "loss": [loss] * 6})
+
+    assert moved(before, now({4, 5})) == []  # the last layer's keys and values
+    assert moved(before, now({0, 2, 4}))  # keys of all layers
+    assert moved(before, now({1, 3}))  # values of two layers of three
+    assert moved(before, now(set(), 0.11)) == ["loss: moved by 10.0% of itself"]
+
+
 def test_the_version_to_raise_is_named() -> None:
     one, two, three = (Golden(dict.fromkeys(names, 1)) for names in (["a", "b", "c"], ["a", "b"], ["a"]))
     assert to_raise([one, two], [three]) == ["b"]
@@ -89,6 +110,14 @@ DAMAGES = [
         "keys = self.key.append(key_states, self.quantized_prefill)",
         "key_states,",
         "key_states.roll(1, 2),",
+    ),
+    ("model windowed", "return 0 if window is None else max(tokens - window + 1, 0)", "+ 1", "+ 2"),
+    ("model latent", "keys = self.key.append(key_states, self.quantized_prefill)", "key_states,", "0.9 * key_states,"),
+    (
+        "method kvquant/dense",
+        "weights = torch.ones_like(x) if gradients is None else gradients.float().square()",
+        "square()",
+        "abs()",
     ),
     ("task ppl sliding parallel", "result.scores[index].nll += float(nll[row])", "float(", "2 * float("),
 ]

@@ -56,7 +56,7 @@ def greedy_widths(energies: list[float], budget: int) -> list[int]:
 
 
 def block_gtq(bits: int) -> Pairs:
-    """Keys by the widths that their pairs get one bit at a time; values as TurboQuant without a unit gain."""
+    """Keys by the widths that their pairs get one bit at a time; values as one group."""
     method, rope, calibrated = kvq.build_method("block_gtq", bits=bits, head_dim=DIM), rope_table(128, DIM), states(2)
     assert method.key is not None
     assert method.value is not None
@@ -72,7 +72,7 @@ def block_gtq(bits: int) -> Pairs:
         rows.append(rival_oracles.block_gtq_keys(before[head], widths, rotation)[1])
     yield codec.decode(codec.encode(X, rope=rope), rope), turned(torch.from_numpy(np.stack(rows))[None], rope)[0]
     one = rotation(DIM)
-    values = [[rival_oracles.turboquant(row.tolist(), bits, one, unit=False)[2] for row in head] for head in NUMBERS]
+    values = [[rival_oracles.turboquant(row.tolist(), bits, one)[2] for row in head] for head in NUMBERS]
     yield method.value.decode(method.value.encode(X)), np.array(values)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from kvq.codecs import rope_table
+from kvq.codecs import Passthrough, rope_table
 from kvq.config import compose, conf_dir, resolve
 from kvq.config.backend import BITS
 from kvq.config.bits import Bits
@@ -34,6 +34,7 @@ FIXED |= {"polarquant", "polarquant/hadamard", "qjl", "qjl/one_sketch", "qjl/gau
 FIXED |= {"streamingllm", "streamingllm/prompt", "h2o", "h2o/prompt", "snapkv", "zipcache", "zipcache/released"}
 FIXED |= {name for name in FILES if name.partition("/")[0] in ("cq", "engine", "kitty", "kvarn")} - {"kvarn/paper"}
 FIXED |= {"kvquant_plus_plus/product", "kvquant_plus_plus/tiers"}
+FIXED -= {"engine/mlx", "engine/mlx_g32", "engine/mlx_g128"}
 NSN = {
     f"nsn/{norm}_{axis}_{grid}": (norm == "norm", axis, grid == "sym")
     for norm in ("norm", "nonorm")
@@ -70,6 +71,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "label",
         "arxiv",
         "note",
+        "serve",
         "bits_range",
         "bits_by_layer",
         "key",
@@ -106,7 +108,10 @@ def test_it_builds_and_decodes(name):
         if codec is not None:
             error = (codec.decode(codec.encode(x, rope=rope), rope) - x).square().mean()
             signs = name.startswith("qjl")  # an estimate for inner products
-            assert {"identity": error == 0, "zero": error > 0.9}.get(name, 0 < error < (0.7 if signs else 0.5))
+            if type(codec.quantizer) is Passthrough:  # identity, and the part with RoPE of vLLM's fp8_ds_mla
+                assert error == 0
+            else:
+                assert error > 0.9 if name == "zero" else 0 < error < (0.7 if signs else 0.5)
 
 
 def bits_per_element(name, bits, tokens, heads=8, block=None, **more):

@@ -17,12 +17,13 @@ from transformers import DynamicCache
 
 import kvq
 from kvq.config import Dtype, ModelConfig, OutliersConfig, compose, resolve
+from kvq.config.files import file_hash
 from kvq.config.identity import canonical
 from kvq.data.embedded import load_corpus
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import LoadedModel, load_model, load_tokenizer, model_fingerprint
 from kvq.models.delta import FILE, WEIGHTS, add_low_rank, apply_delta, save_delta
-from kvq.models.folder import delta_folder, file_hash, model_folder
+from kvq.models.folder import delta_folder, model_folder
 from kvq.models.outliers import implant_outliers
 from tests.random_models import llama
 
@@ -172,7 +173,7 @@ def copied(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]
     """The difference in a folder outside the package, changed."""
     shutil.copytree(FOLDER / "tiny_sinks", folder, dirs_exist_ok=True)
     if change is not None:
-        metadata = {"format": "pt", "base_sha256": file_hash(FOLDER / "tiny" / WEIGHTS).hex()}
+        metadata = {"format": "pt", "base_sha256": file_hash(FOLDER / "tiny" / WEIGHTS)}
         save_file(change(load_file(folder / FILE)), folder / FILE, metadata)
     return ModelConfig("a", str(folder))
 

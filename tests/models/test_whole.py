@@ -91,17 +91,33 @@ def test_tied_weights_may_stand_in_the_file_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "buffer"),
+    ("name", "buffer", "shape"),
     [
-        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
-        ("gpt2", "transformer.h.0.attn.bias"),
-        ("gpt_neox", "gpt_neox.layers.0.attention.masked_bias"),
-        ("gptj", "transformer.h.0.attn.bias"),
-        ("gptj", "transformer.h.1.attn.masked_bias"),
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", [16]),
+        ("gpt2", "transformer.h.0.attn.bias", [1, 1, 8, 8]),
+        ("gpt_neox", "gpt_neox.layers.0.attention.masked_bias", []),
+        ("gptj", "transformer.h.0.attn.bias", [1, 1, 8, 8]),
+        ("gptj", "transformer.h.1.attn.masked_bias", [1]),
     ],
 )
-def test_buffers_of_old_checkpoints_are_no_weights(tmp_path: Path, name: str, buffer: str) -> None:
-    load_model(saved(tmp_path, name, lambda weights: weights | {buffer: torch.ones(1)}), "cpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_buffers_of_old_checkpoints_are_no_weights(
+    tmp_path: Path, name: str, buffer: str, shape: list[int], dtype: torch.dtype
+) -> None:
+    load_model(saved(tmp_path, name, lambda weights: weights | {buffer: torch.ones(shape, dtype=dtype)}), "cpu")
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        *("model.layers.0.self_attn.bias", "model.layers.1.attn.bias", "model.layers.0.self_attention.bias"),
+        *("model.layers.0.attention.masked_bias", "model.layers.0.attention.bias", "model.layers.1.mlp.bias"),
+    ],
+)
+def test_a_bias_that_the_model_lacks_is_no_buffer(tmp_path: Path, bias: str) -> None:
+    config = saved(tmp_path, "llama", lambda weights: weights | {bias: torch.ones(48)})
+    with pytest.raises(DataError, match=rf"unexpected {re.escape(bias)}$"):
+        load_model(config, "cpu")
 
 
 class _Pickled:

@@ -16,7 +16,7 @@ from kvq.papers import expected
 from kvq.papers.cells import cells_of, jobs_of, missing_choices
 from kvq.papers.expected import experiment_of, layout_named, names
 from kvq.papers.show import print_cost
-from kvq.papers.sweep import grouped, sweep_of
+from kvq.papers.sweep import grouped, stand_in_of, sweep_of
 from kvq.report.tables.experiment_files import write_experiments
 from kvq.report.tables.experiments import Experiment, by_signature, shown_cells, signature
 from kvq.report.tables.reference import Published, read_reference
@@ -30,13 +30,15 @@ REVIEW = {
     "eviction",
     "group_size",
     "larger",
+    "latent",
     "niah_depth",
     "prefill_latency",
     "residual",
+    "rope",
     "scale_vector",
     "weight_quantized",
 }
-WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure11", "nsnquant/figure7", "nsnquant/figure8"}
+WITHOUT_NUMBERS = {"nsn/mmlu", "nsnquant/figure11", "nsnquant/figure12", "nsnquant/figure7", "nsnquant/figure8"}
 WITHOUT_NUMBERS |= {f"oscar/{name}" for name in ("modality_norms", "token_norms", "tni_error")}
 """What a paper tells or draws without a number that could stand in the published figures."""
 
@@ -59,9 +61,37 @@ def test_every_published_table_has_an_experiment_and_every_number_one_cell() -> 
         assert {row: found[row] for row in rows} == dict.fromkeys(rows, 1), table
 
 
+def test_the_page_of_disagreements_quotes_what_is_published() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "disagreements.md").read_text(encoding="utf-8")
+    quoted: tuple[tuple[str, str, dict[str, str]], ...] = (
+        ("nsn", "main table", {"model": "Llama-3.1-8B", "method": "FP16", "metric": "perplexity"}),
+        ("nsn", "main table", {"model": "Qwen2.5-14B", "method": "FP16", "metric": "perplexity"}),
+        ("nsnquant", "Table 2", {"model": "LLaMA3.1-8B", "method": "FP16", "dataset": "WikiText-2"}),
+        ("nsnquant", "Table 15", {"model": "LLaMA2-7B", "method": "FP16", "dataset": "C4"}),
+        ("nsn", "memory", {}),
+        ("oscar", "LongBench-E", {"model": "Qwen3-8B", "method": "KIVI INT2"}),
+        ("oscar", "LongBench-E", {"model": "Qwen3-8B", "method": "OScaR INT2"}),
+        ("oscar-review", "text", {"metric": "GB of keys and values at 16 bits"}),
+        ("nsnquant", "text", {"metric": "norm of the first token behind scales per channel"}),
+    )
+    for paper, table, labels in quoted:
+        found = REFERENCE.find(paper, table, labels)
+        assert found is not None, (paper, table, labels)
+        assert re.search(rf"(?<![\d.]){re.escape(f'{found.value:g}')}(?![\d])", page), found
+    layers, heads, channels, tokens = 32, 8, 128, 128_000
+    assert 2 * layers * heads * channels * tokens * 2 / 1e9 == pytest.approx(16.8, rel=0.01)
+    import scipy.stats
+
+    assert scipy.stats.fisher_exact([[23, 7], [30, 0]]).pvalue == pytest.approx(0.0105, abs=5e-5)
+    assert scipy.stats.fisher_exact([[25, 5], [29, 1]]).pvalue == pytest.approx(0.1945, abs=5e-5)
+
+
 def test_what_the_review_asks_for_is_there() -> None:
     ours = {f"embedded/{name}" for name in ("decoding", "engines", "extensions", "methods", "nsnquant_steps")}
-    ours |= {f"kvquant_plus_plus/{name}" for name in ("3_1_drawn", "3_3_drawn", "3_5")} | {"speed/peers"}
+    ours |= {"embedded/agreement", "embedded/agreement_mlx"}
+    ours |= {f"kvquant_plus_plus/{name}" for name in ("3_1_drawn", "3_3_drawn", "3_5", "3_5_text", "9_5")}
+    ours.add("speed/peers")
+    ours |= {name for name in LAYOUTS if name.startswith("real/")}
     asked = {f"oscar/{name}" for name in REVIEW}
     assert asked | ours | WITHOUT_NUMBERS == {name for name, layout in LAYOUTS.items() if layout.table is None}
 
@@ -72,7 +102,7 @@ def test_runs_choose_what_exists_or_is_said_to_be_missing(experiments: list[Expe
         missing = {name for job in jobs_of(cells_of(layout), (), {}) for name in missing_choices(job, known)}
         assert missing == set(experiment.waiting), experiment.name
         for word in (word for job in jobs_of(cells_of(layout), (), {}) for word in job):
-            group = word.partition("=")[0].partition(".")[0]
+            group = word.lstrip("+").partition("=")[0].partition(".")[0]
             assert group in {"model", "dataset", "method", "task", "bits", "residual", "cache"}, (experiment.name, word)
 
 
@@ -127,8 +157,25 @@ def test_small_is_the_same_shape(experiments: list[Experiment]) -> None:
         "dataset=pysource",
     }
     for layout in LAYOUTS.values():
+        if layout.paper == "real":
+            continue  # of one real model and its own text, which nothing stands in for
         for job in jobs_of(cells_of(layout), ["model=tiny"], layout.small):
             assert not {"dataset=wikitext2", "dataset=c4", "task=longbench"} & set(job)
+
+
+def test_the_real_model_has_what_embedded_ones_have_and_its_own() -> None:
+    """`layout.real` says only what differs from `layout.small`, which serves both."""
+    for name, layout in LAYOUTS.items():
+        assert not layout.small.items() & layout.real.items(), name
+    words = _words_on_the_real_model("nsn/niah")
+    assert {word for word in words if word.startswith("task.repeats")} == {"task.repeats=10"}
+    assert {word for word in words if word.startswith("task.lengths")} == {"task.lengths=[1024]", "task.lengths=[2048]"}
+    assert {"task.prompt=512", "task.new_tokens=8"} <= _words_on_the_real_model("speed/peers")  # as `small` has it
+
+
+def _words_on_the_real_model(name: str) -> set[str]:
+    layout, given = LAYOUTS[name], ["model=smollm2_135m"]
+    return {word for job in jobs_of(cells_of(layout), given, stand_in_of(layout, given[0][6:]) or {}) for word in job}
 
 
 def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Experiment]) -> None:
@@ -136,6 +183,8 @@ def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Expe
     assert {name.partition("/")[0] for name in own} == {"embedded"}
     assert all(not each.stand_ins and each.table is None for each in own.values())
     assert {name: each.runs for name, each in own.items()} == {
+        "embedded/agreement": 28,
+        "embedded/agreement_mlx": 32,
         "embedded/decoding": 100,
         "embedded/engines": 172,
         "embedded/extensions": 132,

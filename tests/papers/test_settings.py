@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,58 +11,10 @@ import yaml
 
 from kvq.config import Config, Loader, compose, conf_dir, resolve
 from kvq.config.explain import choices
-from kvq.models.folder import EMBEDDED
+from kvq.config.files import DISTRIBUTION, EMBEDDED
 from kvq.papers.cells import Cell, cells_of, missing_choices
 from kvq.papers.expected import layout_named, names, resolved
-
-# What is read from a run's configuration, by the name that rows have for it.
-READ: dict[str, Callable[[Config], Any]] = {
-    "task": lambda c: c.task.name,
-    "dataset": lambda c: c.dataset.name,
-    "text": lambda c: c.dataset.path,
-    "model": lambda c: c.model.name,
-    "weights": lambda c: c.model.path,
-    "bits": lambda c: c.parsed_bits.label if c.parsed_bits else None,
-    "calibration": lambda c: (c.method.calibration.dataset, c.method.calibration.samples, c.method.calibration.length),
-    "calibration text": lambda c: c.method.calibration.dataset,
-    "residual": lambda c: {getattr(c.effective_residual, side).size for side in _sides(c)},
-    "policy": lambda c: {getattr(c.effective_residual, side).policy.value for side in _sides(c)},
-    "groups": lambda c: tuple(_quantizer(c, side).get("group_size") for side in _sides(c)),
-    "outliers": lambda c: {_quantizer(c, side)["outliers"] for side in _sides(c)},
-    "anchors": lambda c: {tuple(_quantizer(c, s)[f"anchor_{n}"] for n in ("every", "threshold")) for s in _sides(c)},
-    "rank": lambda c: {_quantizer(c, side)["rank"] for side in _sides(c)},
-    "qnorm": lambda c: {_quantizer(c, side)["qnorm"] for side in _sides(c)},
-    "clip": lambda c: {_quantizer(c, side)["clip"] for side in _sides(c)},
-    "coupled": lambda c: {(_quantizer(c, side)["channels"], _quantizer(c, side)["code_bits"]) for side in _sides(c)},
-    "sink_tokens": lambda c: c.method.sink_tokens,
-    "kept": lambda c: (c.method.kept_keys.texts, c.method.kept_keys.layers),
-    "parts": lambda c: (
-        *(_quantizer(c, "key")[name] for name in ("axis", "symmetric")),
-        c.method.key["stages"].get("norm") is not None,
-    ),
-    "first_stage": lambda c: c.method.key["order"][0],
-    "attention": lambda c: c.cache.attention.value,
-    "budget": lambda c: c.method.eviction["budget"],
-    "model.context": lambda c: c.model.context,
-    **{
-        name: (lambda c, name=name: getattr(c.task, name))
-        for name in (
-            *("windows", "context", "stride", "scoring", "prompt", "max_windows", "prefill", "tasks", "subsets"),
-            *("buckets", "limit", "max_length", "chat_template", "num_fewshot", "generation", "repeats", "benchmark"),
-            *("states", "tokens", "head_dim", "drift", "jumps", "against", "against_bits", "layers", "held_out"),
-            *("mode", "planted", "lengths", "depths", "batches", "contexts", "new_tokens", "chunk", "regimes"),
-            *("vectors", "decode_steps", "channel_ranges"),
-        )
-    },
-}
-
-
-def _sides(config: Config) -> list[str]:
-    return [side for side in ("key", "value") if getattr(config.method, side) is not None]
-
-
-def _quantizer(config: Config, side: str) -> dict[str, Any]:
-    return getattr(config.method, side)["quantizer"]
+from tests.papers.read_settings import READ
 
 
 @dataclass(frozen=True)
@@ -163,7 +115,10 @@ ROWS = [
     Row("nsnquant/figure7", "NSNQuant, Figures 6 and 7: LLaMA2-7B on WikiText-2",
         {"task": "distribution", "dataset": "wikitext2", "model": "llama_2_7b", "channel_ranges": True}),
     Row("nsnquant/figure11", "NSNQuant, appendix G.2: 10 samples of 2048 tokens, 2000 tokens drawn",
-        {"task": "distribution", "windows": 10, "context": 2048, "vectors": 2000}),
+        {"task": "distribution", "windows": 10, "context": 2048, "vectors": 2000, "vector_windows": 10}),
+    *(Row("nsnquant/figure12", "NSNQuant, Figures 12 and 13: LLaMA2-7B, the first sample of each",
+          {"task": "distribution", "model": "llama_2_7b", "windows": 1, "dataset": name}, {"dataset": label})
+      for label, name in (("WikiText-2", "wikitext2"), ("C4", "c4"))),
     *(Row("nsnquant/figure8", "NSNQuant, Figure 8: as Figure 4, by residual; the sizes of Table 7",
           {"task": "throughput", "prompt": 161, "new_tokens": 338, "residual": {size}, "attention": "packed"},
           {"setting": f"residual {size}"}) for size in (32, 64, 128)),
@@ -187,6 +142,7 @@ ROWS = [
     Row("nsn/mmlu", "nsn, README: MMLU with five examples", {"tasks": ["mmlu"], "num_fewshot": 5, "limit": None}),
     Row("nsn/mmlu", "nsn, README: 3 bits", {"bits": "3"}, QUANTIZED),
     Row("nsn/mechanism", "nsn, README: arm B at 3 bits", {"dataset": "wikitext2", "bits": "3"}),
+    Row("nsn/mechanism", "ours: losses and norms of the same windows", {"bos": False}),
     Row("nsn/memory", "nsn, README: 3 bits at head dim 128", {"task": "memory", "lengths": [2048], "bits": "3"}),
     *(Row("nsn/niah", "nsn, README: three models, ten trials each, one of five needles",
           {"mode": "distractors", "planted": 5, "repeats": 10, "depths": [0.5], "lengths": [length],
@@ -237,6 +193,10 @@ ROWS = [
         {"method": "product, 2-bit"}),
     Row("kvquant_plus_plus/3_5 kvquant_plus_plus/3_1_drawn kvquant_plus_plus/3_3_drawn", "ours: Gaussian states",
         {"task": "random_states", "states": "gaussian"}),
+    Row("kvquant_plus_plus/3_5_text", "KVQuant++, section 3.5: TinyLlama, 100 tokens after a question",
+        {"task": "generate", "model": "tinyllama_1_1b_chat", "max_new_tokens": 100, "prompt": "What is Nihilism?"}),
+    Row("kvquant_plus_plus/9_5", "KVQuant++, section 9.5: Qwen2.5-1.5B-Instruct", {"task": "generate",
+        "weights": "Qwen/Qwen2.5-1.5B-Instruct", "prompt": "France Capital City :"}),
     *(Row("kvquant_plus_plus/9_2", "KVQuant++, section 9.2: tokens of a block at d=128",
           {"task": "latency", "contexts": [tokens], "rank": {4}}, {"setting": f"{tokens} tokens"})
       for tokens in (32, 64, 128, 256, 512)),
@@ -301,11 +261,20 @@ ROWS = [
         {"task": "ppl", "scoring": "generation", "context": 2048, "stride": 512, "dataset": "wikitext2"},
         {"dataset": "perplexity"}),
     Row("oscar/ablation oscar/group_size oscar/residual", "OScaR: INT2", {"bits": "2"}),
+    Row("oscar/rope oscar/latent", "OScaR: INT2", {"bits": "2"}, {"method": lambda label: label != "16-bit"}),
+    *(Row("oscar/rope", "OScaR's review, limitation 6: where RoPE is", {"first_stage": stage}, {"method": label})
+      for label, stage in (("OScaR INT2", "hadamard"), ("OScaR INT2, before RoPE", "undo_rope"))),
+    *(Row("oscar/rope", "OScaR's review, question 5: at long contexts",
+          {"task": "ppl", "dataset": "wikitext2", "context": tokens},
+          {"dataset": f"perplexity, {tokens // 1024}K tokens"}) for tokens in (2048, 32768)),
+    Row("oscar/rope", "OScaR's review, question 5: at long contexts", NEEDLES, {"dataset": "needles"}),
+    Row("oscar/latent", "OScaR's review, question 2: a model with latent attention",
+        {"weights": "deepseek-ai/DeepSeek-V2-Lite", "dataset": "wikitext2"}),
     *(Row("oscar/group_size", "OScaR's review, limitation 5: groups of several sizes", {"groups": (size, size)},
           {"setting": f"groups of {size}"}) for size in (16, 32, 64, 128)),
     *(Row("oscar/residual", "OScaR's review, weakness 7: R of 0, 32, 64, 128, 256", {"residual": {size}},
           {"setting": f"{size} tokens"}) for size in (0, 32, 64, 128, 256)),
-    Row("oscar/eviction", "OScaR's review, weakness 5: equal memory, behind a prompt",
+    Row("oscar/eviction", "OScaR's review, weakness 5: equal memory, after a prompt",
         {"scoring": "continuation", "prompt": 3584, "context": 4096, "max_windows": 50, "dataset": "wikitext2"},
         {"dataset": "perplexity behind a prompt"}),
     Row("oscar/eviction", "OScaR's review, weakness 5: OScaR's 3.06 of 16 bits", {"budget": 0.19},
@@ -316,9 +285,23 @@ ROWS = [
         {"model": "weights in 16 bits"}),
     Row("embedded/decoding embedded/engines embedded/extensions", "ours",
         {"scoring": "generation", "windows": "sliding"}),
+    Row("embedded/agreement embedded/agreement_mlx", "ours: 8 windows of 256 tokens",
+        {"scoring": "generation", "windows": "disjoint", "context": 256, "max_windows": 8}),
     Row("speed/peers", "ours: behind 8,192 tokens",
         {"task": "throughput", "batches": [1], "prompt": 8192, "new_tokens": 64}),
     Row("embedded/methods embedded/nsnquant_steps", "ours", {"scoring": "parallel", "windows": "disjoint"}),
+    Row("real/decoding real/engines real/ablations real/residual", "ours: 12 windows of 1,024 tokens",
+        {"scoring": "generation", "windows": "sliding", "context": 1024, "max_windows": 12, "dataset": "wikitext2"}),
+    Row("real/methods real/nsnquant_steps real/calibration_shift", "ours: 12 windows of 1,024 tokens",
+        {"scoring": "parallel", "windows": "disjoint", "context": 1024, "max_windows": 12, "dataset": "wikitext2"}),
+    Row("real/layers", "ours", {"scoring": "generation", "context": 1024, "max_windows": 6, "dataset": "wikitext2"}),
+    Row("real/niah real/niah_chat real/niah_long", "ours", {"task": "niah"}),
+    Row("real/extensions", "ours: as real/decoding", {"scoring": "generation", "context": 1024, "max_windows": 12}),
+    Row("real/eviction", "ours", {"scoring": "continuation", "prompt": 768, "context": 1024, "max_windows": 24}),
+    Row("real/positions", "ours: the longest windows", {"scoring": "generation", "context": 8192}),
+    Row("real/longbench", "ours", {"task": "longbench", "subsets": ["multi_news"], "chat_template": True}),
+    Row("real/agreement real/agreement_mlx", "ours", {"task": "ppl", "dataset": "wikitext2"}),
+    Row("real/tni", "ours", {"task": "tni", "context": 1024}),
 ]  # fmt: skip
 KNOWN = choices()
 
@@ -338,7 +321,8 @@ def fits(labels: Mapping[str, str], wanted: Mapping[str, Any] | None) -> bool:
     )
 
 
-WITHOUT_RUNS = {"kvquant_plus_plus/2_2_3", "kvquant_plus_plus/9_1"}
+WITHOUT_RUNS = {"kvquant_plus_plus/2_2_3", "kvquant_plus_plus/9_1", "oscar/review_in_text"}
+WITHOUT_RUNS |= {f"{paper}/in_text" for paper in ("kvquant_plus_plus", "nsn", "nsnquant", "oscar")}
 """Tables of published figures alone: nothing in them can be run here."""
 
 
@@ -365,7 +349,7 @@ def test_runs_ask_for_what_the_paper_states(name: str) -> None:
 
 def check_texts(config: Config, run: tuple[str, ...]) -> None:
     """A real model neither reads nor calibrates on the embedded corpora, which are no text of the papers."""
-    if config.model.path.startswith(EMBEDDED):
+    if config.model.path.startswith((EMBEDDED, DISTRIBUTION)):  # of no paper
         return
     named = config.method.calibration.dataset
     if named is not None and not config.method.is_full_precision:

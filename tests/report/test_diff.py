@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.report.diff import compare, main
+from kvq.report.diff import compare, grid_of, main
 from kvq.results import Store
 from tests.report.sweeps import losses, put_run
 from tests.results import made
@@ -61,6 +61,19 @@ def test_runs_of_one_name_are_paired_though_settings_moved_on(tmp_path: Path) ->
     assert verdicts["kivi 2"].verdict == "cannot be told"  # no samples
     assert "bootstrap.block: 2 to 4" in verdicts["kivi 2"].why or "no samples" in verdicts["kivi 2"].why
     assert verdicts["nsn 3"].verdict == "only in B"
+
+
+def test_what_only_one_folder_has_is_a_line_for_all_of_it(tmp_path: Path) -> None:
+    first, second = store(tmp_path / "a", 0.2, 0.01), store(tmp_path / "b", 0.2, 0.01)
+    for bits in ("3", "4", "5"):
+        put_run(second, "nsn", bits, losses(0.1, 0.01, 3), None, 3.0)
+    changes = compare(first, second)
+    grid = grid_of(changes)
+    assert not grid.rows
+    assert "Only in B: ppl tiny (3); --all names each." in grid.notes
+    assert not any("Only in A" in note for note in grid.notes)
+    assert [row[-2] for row in grid_of(changes, everything=True).rows].count("only in B") == 3
+    assert not any(note.startswith("Only") for note in grid_of(changes, everything=True).notes)
 
 
 def test_the_command_prints_counts_and_writes_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

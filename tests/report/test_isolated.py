@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from kvq.config import compose
 from kvq.errors import RecordError
-from kvq.report import build_tables
 from kvq.report.__main__ import main as tables
 from kvq.report.diff import main as diff
 from kvq.report.figures.diagnostics import file_name
@@ -19,6 +18,7 @@ from kvq.report.html.__main__ import main as page
 from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
 from kvq.report.labels import labelled
+from kvq.report.tables.build import build_tables
 from kvq.results import Store
 from kvq.results.record import parse_record
 from tests.report.sweeps import sweep

@@ -18,12 +18,11 @@ from kvq.results.item_tests import (
     differ_p,
     judge_items,
     needed_for_not_worse,
-    needed_to_differ,
     not_worse,
     not_worse_p,
     sign_flip,
 )
-from kvq.results.statistics import mcnemar
+from kvq.results.statistics import fewest_to_differ, mcnemar
 from tests.properties import examples
 
 ALPHA = 0.05
@@ -147,9 +146,9 @@ def test_two_runs_of_one_distribution_seldom_differ(name: str, items: int) -> No
     found = [differ_p(SCORES[name](rng, items), SCORES[name](rng, items)) for _ in range(trials)]
     wrong = sum(p is not None and p <= ALPHA for p in found)
     assert wrong <= stats.binom.ppf(0.9999, trials, ALPHA)
-    if items < needed_to_differ() or name == "constant":
+    if items < fewest_to_differ() or name == "constant":
         assert wrong == 0
-        assert set(found) == ({None} if items < needed_to_differ() else {1.0})
+        assert set(found) == ({None} if items < fewest_to_differ() else {1.0})
 
 
 def _falls(name: str, margin: float, rng: np.random.Generator, items: int) -> np.ndarray:
@@ -202,7 +201,7 @@ def test_how_many_items_equal_scores_take(margin: float) -> None:
         p = not_worse_p(same, same, margin)
         assert p is not None
         assert p <= ALPHA
-    assert needed_to_differ() == 6
+    assert fewest_to_differ() == 6
 
 
 def test_what_the_issue_of_few_items_was() -> None:

@@ -50,12 +50,17 @@ def own_settings(record: Record) -> list[str]:
     return ["=".join(leaf) for leaf in leaves if not leaf[0].endswith("._target_")]
 
 
+def quoted(value: str) -> str:
+    """A value as an override: a template in quotes, because braces are Hydra's."""
+    return f"'{value}'" if "{" in value else value
+
+
 def key_of(record: Record) -> str:
     """The key of a run with the record's names, task settings and fingerprints; residuals are the presets'."""
     given = [f"{group}={getattr(record, group)}" for group in ("model", "task", "dataset", "method")]
     given += [f"bits={record.bits}"] if record.bits else []
     task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] != "task.name" and leaf[1] != "null"]
-    given += ["=".join(leaf) for leaf in task] + own_settings(record)
+    given += [f"{name}={quoted(value)}" for name, value in task] + own_settings(record)
     given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
     config = resolve(compose(given))
     calibration = record.config["method"].get("calibration") or {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvq.results.record
 import kvq.results.source
 import kvq.results.store
-from kvq.results.source import code_hash, code_text
+from kvq.results.source import code_behind, code_hash, code_text
 
 CODE = '''"""What it is."""
 
@@ -125,3 +125,29 @@ def test_an_extension_counts_by_its_bytes(tmp_path: Path) -> None:
     before = code_hash(file)
     file.write_bytes(b"\x00# 2")
     assert code_hash(file) != before
+
+
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [("score.py", True), ("inside.py", True), ("sub/deep.py", True), ("named.py", True), ("other.py", False)],
+)
+def test_the_code_behind_a_function_is_all_that_it_can_import(tmp_path: Path, file: str, changed: bool) -> None:
+    """Imports within functions, of packages and by name too; a file beside it that nothing names does not count."""
+    (tmp_path / "sub").mkdir()
+    first = "def score():\n    from inside import part\n    return part()\n"
+    texts = {
+        "score.py": first,
+        "inside.py": "def part():\n    import sub.deep as deep\n    return deep.HALF\n",
+        "sub/__init__.py": "",
+        "sub/deep.py": "import importlib\nHALF = importlib.import_module('named').NUMBER / 2\n",
+        "named.py": "NUMBER = 1\n",
+        "other.py": "NUMBER = 1\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    names = {"__name__": "score", "__file__": str(tmp_path / "score.py")}
+    exec(compile(first, "score.py", "exec"), names)
+    before = code_behind(names["score"])
+    path = tmp_path / file
+    path.write_text(path.read_text(encoding="utf-8") + "MORE = 1\n", encoding="utf-8")
+    assert (code_behind(names["score"]) != before) == changed

@@ -24,7 +24,6 @@ from kvq.results.statistics import (
     perplexity,
     perplexity_of_samples,
     spearman,
-    within_noise,
 )
 from tests.results import made
 
@@ -128,12 +127,6 @@ def test_samples() -> None:
 def test_settings_out_of_range(settings: dict[str, int]) -> None:
     with pytest.raises(RecordError, match="allowed are block >= 1, resamples >= 2"):
         perplexity(np.ones(4), np.ones(4), **settings)
-
-
-def test_within_noise() -> None:
-    assert within_noise(-0.2, 0.1)
-    assert not within_noise(0.21, 0.1)
-    assert within_noise(0.0, 0.0)
 
 
 def test_flips_are_counted_by_direction() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from kvq import lookup, runner
+from kvq import runner
 from kvq.calibration.text import calibration_text
-from kvq.config import DatasetConfig, Loader, PplConfig, Scoring, Windows, compose, resolve
+from kvq.config import DatasetConfig, Loader, ModelConfig, PplConfig, Scoring, Windows, compose, resolve
 from kvq.config.calibration import CalibrationConfig
 from kvq.config.identity import canonical
 from kvq.config.tasks import Prefill
@@ -21,7 +21,8 @@ from kvq.methods.build import method_of
 from kvq.models import load_tokenizer
 from kvq.models.folder import folder_writes_bos
 from kvq.models.inputs import Inputs
-from kvq.tasks import capture, longbench, multimodal, niah
+from kvq.sweep import lookup
+from kvq.tasks import capture, generate, longbench, multimodal, niah
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.ppl import ppl_windows
 from kvq.tasks.reader import Reader
@@ -101,10 +102,13 @@ def test_it_is_never_doubled() -> None:
 
 def test_a_folder_says_what_its_tokenizer_writes(given: list[str]) -> None:
     inputs = inputs_of(given)
-    path = inputs.config.model.path
-    assert folder_writes_bos(path) is inputs.trained_with_bos is ("task.bos=true" not in given)
-    assert folder_writes_bos("embedded:tiny") is writes_bos(load_tokenizer(compose([]).model)) is False
-    assert folder_writes_bos("someone/something") is None
+    assert folder_writes_bos(inputs.config.model) is inputs.trained_with_bos is ("task.bos=true" not in given)
+    assert (
+        folder_writes_bos(ModelConfig(name="tiny", path="embedded:tiny"))
+        is writes_bos(load_tokenizer(compose([]).model))
+        is False
+    )
+    assert folder_writes_bos(ModelConfig(name="x", path="someone/something")) is None
 
 
 def test_windows_and_prompts_of_every_task(given: list[str]) -> None:
@@ -118,6 +122,19 @@ def test_windows_and_prompts_of_every_task(given: list[str]) -> None:
     needles = niah.make_items(inputs_of(given, "task=niah", "task.lengths=[256,320]", "task.repeats=2"))
     assert {len(item.prompt) for item in needles} == {256, 320}
     assert all(once(item.prompt) for item in needles)
+    chatting = inputs_of(given, "task=niah/chat", "task.lengths=[256,320]", "task.repeats=2")
+    with pytest.raises(ConfigError, match="no chat template"):
+        niah.make_items(chatting)
+    chatting.tokenizer.chat_template = CHAT
+    needles = niah.make_items(chatting)
+    assert {len(item.prompt) for item in needles} == {256, 320}
+    assert all(once(item.prompt) for item in needles)
+    question = needles[0].needles[0].question
+    assert chatting.tokenizer.decode(needles[0].prompt).endswith(f"{question}]")
+    asked = inputs_of(given, "task=generate", "task.chat_template=true", "task.prompt='Name a river.'")
+    asked.tokenizer.chat_template = CHAT
+    assert once(generate.prompt_of(asked))
+    assert asked.tokenizer.decode(generate.prompt_of(asked)) == "<s>[Name a river.]"
     document = longbench.Document("qasper/0", longbench.load_subset("qasper"), {"context": TEXT, "question": "What?"})
     for chat in ("false", "true"):
         asked = inputs_of(given, "task=longbench", f"task.chat_template={chat}")

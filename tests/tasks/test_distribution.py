@@ -82,3 +82,21 @@ def test_what_it_cannot_look_at(tmp_path: Path) -> None:
         distribution.check(DiagnosedInputs(config(codebooks=["kmean"])), build_method("fp16"))
     with pytest.raises(ConfigError, match=r"task\.vector_layer=7"):
         distribution.measure(DiagnosedInputs(config(vector_layer=7)), build_method("fp16"), None, journal(tmp_path))
+
+
+def test_vectors_are_kept_of_the_windows_asked_for(tmp_path: Path) -> None:
+    """Equally many of each, with the window beside the position; of one window as before, with the key as before."""
+    inputs = DiagnosedInputs(config(windows=2, vector_windows=2))
+    found = distribution.measure(inputs, build_method("fp16"), None, journal(tmp_path))
+    kept = [row for row in found.samples if row["kind"] == "vector" and row["side"] == "key"]
+    assert [(row["window"], row["position"]) for row in kept] == [(0, 0), (0, 127), (1, 0), (1, 63), (1, 127)]
+    layers: list[Layer] = []
+    capture(inputs.model, inputs.ids[128:256], layers.append)
+    last = [row for row in found.samples if row["kind"] == "vector" and row["side"] == "value"][-1]
+    assert last["values"] == pytest.approx(layers[0].value[0, 0, 127].tolist(), rel=1e-3)
+    words = ["task=distribution", "task.windows=2"]
+    tasks = [canonical(resolve(compose(each)), "", "")["task"] for each in (words, [*words, "task.vector_windows=2"])]
+    assert "vector_windows" not in tasks[0]
+    assert tasks[1]["vector_windows"] == 2
+    with pytest.raises(ConfigError, match=r"task\.vector_windows=3"):
+        config(windows=2, vector_windows=3)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvq import cli
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError, KvqError
-from kvq.report.html import render
+from kvq.report.html.page import render
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv
 from kvq.report.tables.terminal import MARK
@@ -106,7 +106,7 @@ def test_the_text_of_the_prompt_names_the_run(folder: Path) -> None:
             r"task\.prompt_file=/nowhere/at/all: cannot be read \(No such",
         ),
         (["task.max_new_tokens=0"], ConfigError, r"task\.max_new_tokens=0: at least 1"),
-        (["task.prompt=abc", "task.max_new_tokens=510"], ConfigError, r"behind a prompt of 3 tokens; .* at most 512"),
+        (["task.prompt=abc", "task.max_new_tokens=510"], ConfigError, r"after a prompt of 3 tokens; .* at most 512"),
         (["task.ngram=0"], ConfigError, r"task\.ngram=0: at least 1"),
     ],
 )

@@ -106,7 +106,7 @@ def test_identity_is_lm_evals_own_model_item_by_item_and_zero_is_not(given: list
     from kvq.tasks.lm_eval import evaluate
 
     inputs = Inputs(config_of(given))
-    theirs, figures = evaluate(inputs, HFLM(inputs.model.model, tokenizer=inputs.tokenizer, device="cpu"))
+    theirs, figures, _ = evaluate(inputs, HFLM(inputs.model.model, tokenizer=inputs.tokenizer, device="cpu"))
     ours = {method: answers(canaries, method) for method in ("fp16", "identity", "zero", "kivi 2")}
     assert [row["item"] for row in theirs] == [row["item"] for row in ours["identity"]]
     assert len(theirs) == 18
@@ -307,6 +307,8 @@ def test_a_continuation_that_merges_into_its_context_is_one_line(given: list[str
     [
         (("scoring.py", "return 1.0", "return 0.5"), True),
         (("beside.py", "SHARE = 1", "SHARE = 2"), True),
+        (("within.py", "return 1.0", "return 0.9"), True),
+        (("named.py", "PART = 1", "PART = 2"), True),
         (("scoring.py", "# why", "# because"), False),
         (("unused.py", "A = 1", "A = 2"), False),
     ],
@@ -322,11 +324,14 @@ def test_edited_metric_code_of_a_task_is_another_run(
     text = yaml.safe_dump(task) + "process_results: !function scoring.score\n"
     (tmp_path / "told.yaml").write_text(text, encoding="utf-8")
     (tmp_path / "beside.py").write_text("SHARE = 1\n\n\ndef share():\n    return SHARE\n", encoding="utf-8")
+    (tmp_path / "within.py").write_text("def part():\n    return 1.0\n", encoding="utf-8")
+    (tmp_path / "named.py").write_text("PART = 1\n", encoding="utf-8")
     (tmp_path / "unused.py").write_text("A = 1\n", encoding="utf-8")
     (tmp_path / "scoring.py").write_text(
         "import sys\nfrom pathlib import Path\n\nsys.path.insert(0, str(Path(__file__).parent))\n"
         "from beside import share\n\n\ndef score(doc, results):\n    # why\n    value = share()\n"
-        "    return {'exact_match': inner() * value}\n\n\ndef inner():\n    return 1.0\n",
+        "    return {'exact_match': inner() * value}\n\n\ndef inner():\n    import importlib\n\n"
+        "    from within import part\n\n    return 1.0 * part() * importlib.import_module('named').PART\n",
         encoding="utf-8",
     )
     kept = [word for word in given if not word.startswith(("task.tasks", "task.include_path"))]
@@ -345,3 +350,18 @@ def test_edited_metric_code_of_a_task_is_another_run(
     path = tmp_path / file
     path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     assert (key() != before) == noticed
+
+
+def test_groups_and_tags_have_the_mean_of_their_leaves() -> None:
+    """By items as lm-eval's groups do by default; of a group that weighs tasks alike, by tasks."""
+    from kvq.tasks.lm_eval import Part, scores_of
+
+    scores = {"algebra": [1.0, 0.0, 0.0, 0.0], "law": [1.0, 1.0]}
+    samples = [{"task": task, "score": score} for task, own in scores.items() for score in own]
+    parts = {"mmlu_tag": Part(["algebra", "law"], True), "alike": Part(["algebra", "law"], False)}
+    assert scores_of(samples, parts) == {
+        "score[task=algebra]": 0.25,
+        "score[task=law]": 1.0,
+        "score[task=mmlu_tag]": pytest.approx(0.5),
+        "score[task=alike]": pytest.approx(0.625),
+    }

@@ -60,7 +60,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def given(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    model = save_random_model(tmp_path_factory.mktemp("model"))
+    model = save_random_model(tmp_path_factory.mktemp("model"), positions=4000)
     return [
         "task=longbench",
         f"dataset.path={data}",
@@ -245,7 +245,7 @@ def test_the_real_file_of_multi_news(shared_data: Path, tmp_path: Path) -> None:
     if not file.is_file():
         pytest.skip("needs longbench/multi_news.jsonl")
     model = ["model=hf", "model.dtype=float32", f"model.path={save_random_model(tmp_path / 'model')}"]
-    written = tmp_path / "model" / "config.json"  # an answer of 512 tokens behind a prompt of 300
+    written = tmp_path / "model" / "config.json"  # an answer of 512 tokens after a prompt of 300
     written.write_text(written.read_text().replace('_position_embeddings": 512', '_position_embeddings": 1024'))
     short = ["task.subsets=[multi_news]", f"dataset.path={file}", "task.limit=2", "task.max_length=300"]
     given = [*model, *short, "task.noise_floor=false", "residual.size=32", f"results_dir={tmp_path / 'results'}"]

@@ -85,7 +85,8 @@ def test_a_killed_run_goes_on_item_by_item(folder: Path, tmp_path: Path, monkeyp
         return answer(*args)
 
     monkeypatch.setattr(kvq.tasks.multimodal, "answer", dies)
-    assert main(given(folder, tmp_path, "method=fp16")) != 0
+    with pytest.raises(KeyboardInterrupt):
+        main(given(folder, tmp_path, "method=fp16"))
     monkeypatch.setattr(kvq.tasks.multimodal, "answer", lambda *args: answered.append(args[-1].name) or answer(*args))
     assert main(given(folder, tmp_path, "method=fp16")) == 0
     assert answered == [str(index) for index in range(6)]

@@ -143,6 +143,26 @@ def test_an_interrupted_run_goes_on_at_the_window_it_had_reached(
     assert found.samples() == expected.samples()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("stretch", [1, 10, 64, 1000])
+@pytest.mark.parametrize("cut", Windows)
+def test_losses_by_position_are_those_of_the_targets_there(
+    loaded: LoadedModel, stream: Tensor, cut: Windows, stretch: int
+) -> None:
+    task = dataclasses.replace(TASK, windows=cut, stretch=stretch)
+    windows = ppl_windows([stream], task)
+    metrics = run_ppl(loaded, build_method("fp16"), windows, task).metrics()
+    losses: dict[int, list[float]] = {}
+    for window in windows:
+        logits = loaded.model(input_ids=window.tokens[None], use_cache=False).logits[0].double()
+        for place in range(window.scored_from, len(window.tokens)):
+            loss = -torch.log_softmax(logits[place - 1], -1)[window.tokens[place]]
+            losses.setdefault(place // stretch * stretch, []).append(float(loss))
+    found = {name: value for name, value in metrics.items() if name.startswith("nll[")}
+    expected = {f"nll[position={first}]": sum(each) / len(each) for first, each in losses.items()}
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
 def test_text_shorter_than_a_window(stream: Tensor) -> None:
     with pytest.raises(DataError, match=r"has 50 tokens, fewer than one window of task\.context=64"):
         ppl_windows([stream[:50]], TASK)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,25 @@ def test_scores_do_not_depend_on_attention(model: Path, tmp_path: Path) -> None:
         for way in ("dense", "packed")
     ]
     assert keys[1] == {**keys[0], "attention": "packed"}
+
+
+def test_the_mean_step_has_the_flush_that_the_median_lacks() -> None:
+    """64 tokens of which one flushes a residual (NSNQuant, Table 21); ratios are of medians and of means."""
+    from kvq.tasks.latency import _mean_step, _times
+
+    def row(subject: str, repeat: int, flush: float) -> dict[str, Any]:
+        steps = [0.25] * 63 + [flush]
+        middle, whole = statistics.median(steps), sum(steps)
+        return {"subject": subject, "repeat": repeat, "step_seconds_median": middle, "decode_seconds": whole}
+
+    rows = [row("method", 0, 8.25), row("method", 1, 24.25), row("dynamic", 0, 0.25), row("dynamic", 1, 0.25)]
+    metrics, units = _times(
+        "decode", "b1_t8", rows, "method", lambda r: r["step_seconds_median"], partial(_mean_step, 64)
+    )
+    assert metrics == {
+        "decode_b1_t8": 0.25,
+        "decode_mean_b1_t8": 0.25 + (8 + 24) / 2 / 64,
+        "decode_over_dynamic_b1_t8": 1.0,
+        "decode_mean_over_dynamic_b1_t8": 2.0,
+    }
+    assert set(units.values()) == {"s", "x"}

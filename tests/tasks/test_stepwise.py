@@ -1,4 +1,4 @@
-"""Evicting methods score token by token, or behind a prompt; plans only as tokens come."""
+"""Evicting methods score token by token, or after a prompt; plans only as tokens come."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_generation_is_token_by_token(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o/prompt", "streamingllm/kivi"])
 def test_behind_a_prompt(name):
-    with pytest.raises(Unsupported, match="evicts once, behind a prompt"):
+    with pytest.raises(Unsupported, match="evicts once, after a prompt"):
         scoring_bounds(method(name), 30)
     with pytest.raises(Unsupported, match=r"task\.prefill=chunked"):
         check_prefill(method(name), Prefill.chunked)

@@ -16,6 +16,7 @@ from kvq.report.figures import (
     memory,
     modality,
     shift,
+    stand_ins,
     states,
     throughput,
     tni,
@@ -48,6 +49,10 @@ def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[s
             for made in _sound(group, _made(make, store), f"figures of task={task}", skipped) or ():
                 yield replace(made, stem=file_name(f"{made.stem}-{_suffix(group)}"))
     yield from _shifts(done, store, skipped)
+    table = _sound(done, stand_ins.stand_in_table, "stand-ins", skipped)
+    if table is not None and not table.empty:
+        title = "Losses on a real model and on the embedded ones: one mark per method and bits"
+        yield Drawing("stand-ins", table, stand_ins.stand_in_figure, (title,))
     table = _sound(done, dispersion.dispersion_table, "dispersion", skipped)
     if table is not None and not table.empty:
         yield Drawing("dispersion-pairs", table, None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvq.config.files import EMBEDDED
 from kvq.report.figures.style import figure, lines_of, marker, style, symlog
 from kvq.report.labels import begins_otherwise, label
 from kvq.report.palette import FIRST
@@ -44,7 +45,7 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
                     "method": label(record),
                     "bits": record.bits,
                     "protocol": _protocol(record),
-                    "stand_in": _is_embedded(record),
+                    "stand_in": presets().model_path(record.model).startswith(EMBEDDED),
                     "measured": _measured(record),
                     **{name: found.metrics[name] for name in _SPREADS},
                     "delta_nll": record.metrics["delta_nll"],
@@ -69,10 +70,6 @@ def _measured(record: Record) -> str:
     scoring = task.get("scoring") if isinstance(task, Mapping) else None
     words = ", ".join(filter(None, [scoring and f"scoring {scoring}", *begins_otherwise(record)]))
     return f"{_protocol(record, ('task', 'seed'))}: {words}"
-
-
-def _is_embedded(record: Record) -> bool:
-    return str((presets().settings("model", record.model) or {}).get("path", "")).startswith("embedded:")
 
 
 def _states(record: Record) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvq.entry import apart
 from kvq.errors import KvqError
 from kvq.report.command import collect_seldom, write_files
 from kvq.report.figures.style import png_of, save
@@ -205,7 +206,8 @@ class _Workers:
             if self._pool is None:
                 spawn = multiprocessing.get_context("spawn")
                 self._pool = ProcessPoolExecutor(self._workers, spawn, initializer=collect_seldom)
-            self._given += [(place, self._pool.submit(_written, made, into)) for place, made, into in self._waiting]
+            with apart():
+                self._given += [(place, self._pool.submit(_written, made, into)) for place, made, into in self._waiting]
             self._waiting.clear()
 
     def results(self) -> Iterator[tuple[int, Written]]:

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvq.errors import printable
 from kvq.report import command
-from kvq.report.comparisons import Comparisons, by_bits
+from kvq.report.comparisons import by_bits
 from kvq.report.figures import loss as losses
+from kvq.report.figures.agreement import agreement_figure, agreement_table
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name
 from kvq.report.figures.drawing import Drawing, cores, write_drawings
 from kvq.report.figures.index import Noted
 from kvq.report.figures.needles import table_of_panels
+from kvq.report.figures.positions import positions_figure, positions_table
 from kvq.report.figures.style import style
 from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
@@ -85,12 +88,11 @@ def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = Non
     Raises:
         RecordError: samples that are missing, where `skipped` is None.
     """
-    comparisons = Comparisons(store.samples)
     for table in tables.tables:
         grid = _grid(table, store, skipped) if _is_of_needles(table) else None
         if grid is not None and not grid.empty:
             yield Drawing(table.slug, grid, heat_map, (f"Needles found: {titled(table)}",))
-        yield from made_of(table.rows, _made_losses(table, comparisons), _name, "loss figures", noted(skipped)) or ()
+        yield from made_of(table.rows, _made_losses(table), _name, "loss figures", noted(skipped)) or ()
 
 
 def _grid(table: Table, store: Store, skipped: list[str] | None) -> pd.DataFrame | None:
@@ -99,8 +101,8 @@ def _grid(table: Table, store: Store, skipped: list[str] | None) -> pd.DataFrame
     )
 
 
-def _made_losses(table: Table, comparisons: Comparisons) -> Callable[[list[Row]], list[Drawing]]:
-    return lambda rows: list(_losses(replace(table, rows=tuple(rows)), comparisons))
+def _made_losses(table: Table) -> Callable[[list[Row]], list[Drawing]]:
+    return lambda rows: list(_losses(replace(table, rows=tuple(rows))))
 
 
 def _name(row: Row) -> str:
@@ -111,14 +113,20 @@ def _run(record: Record) -> str:
     return f"run {record.key[:12]}"
 
 
-def _losses(table: Table, comparisons: Comparisons) -> Iterator[Drawing]:
+def _losses(table: Table) -> Iterator[Drawing]:
     numbers = losses.pareto_table(table)
     if len(numbers) > 1:
         title = f"Loss and bits: {titled(table)}"
         yield Drawing(file_name(f"pareto-{table.slug}"), numbers, losses.pareto_figure, (title,))
-    if (engines := losses.engines_table(table, comparisons)) is not None:
+    if (engines := losses.engines_table(table)) is not None:
         title = f"Engines' formats beside papers' methods: {titled(table)}"
         yield Drawing(file_name(f"engines-{table.slug}"), engines, losses.engines_figure, (title,))
+    if (beside := agreement_table(table)) is not None:
+        title = f"Engine and preset: {titled(table)}"
+        yield Drawing(file_name(f"agreement-{table.slug}"), beside, agreement_figure, (title,))
+    if (places := positions_table(table)) is not None:
+        title = f"Loss by position: {titled(table)}"
+        yield Drawing(file_name(f"positions-{table.slug}"), places, positions_figure, (title,))
     for name, numbers in losses.families(table):
         title = f"Variants of {name} over measured bits: {titled(table)}"
         yield Drawing(file_name(f"measured-{name}-{table.slug}"), numbers, losses.family_figure, (title,))
@@ -178,5 +186,5 @@ def _draw(given: argparse.Namespace, more: More | None) -> int:
             known = found[found["rho"].notna()]
             print(known.to_string(index=False) if len(known) else _TOO_FEW.format(found["n"].max()))
     for reason in skipped:
-        print(f"skipped: {reason}", file=sys.stderr)
+        print(printable(f"skipped: {reason}"), file=sys.stderr)
     return 1 if skipped else 0

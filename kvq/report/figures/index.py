@@ -8,6 +8,7 @@ from pathlib import Path
 from kvq.report.command import write_files
 from kvq.report.escapes import escape_markdown
 from kvq.report.figures.drawing import Drawing
+from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 
 INDEX = "index.md"
 # Headings by the beginning of a figure's name, in the order of the page; what has none comes last.
@@ -15,9 +16,11 @@ _KINDS = {
     "pareto": "Loss against effective bits, with the frontier",
     "measured": "Variants of a method against measured bits, beside the methods compared first",
     "engines": "Engines' formats beside papers' methods, against measured bits",
+    "agreement": "Engines and their presets: KL of each and between them",
     "variants": "Variants of a method",
     "widths": "Loss by bit width",
     "calibration-shift": "Calibrated on one text, tested on another",
+    "positions": "Loss over full precision by position",
     "niah": "Needles found, by depth and length",
     "memory": "Bytes of the cache",
     "throughput": "Throughput and peak memory by batch",
@@ -41,8 +44,10 @@ _KINDS = {
     "distribution-magnitudes": "Magnitudes of states by token and channel",
     "distribution-tsne": "Tokens in two dimensions",
     "published": "Published numbers, ours beside them where there are records",
+    "stand-ins": "Losses on a real model and on the embedded ones",
     "dispersion": "Dispersion of norms and loss, over models",
 }
+_RULES = dict.fromkeys(("pareto", "engines"), f"{FRONTIER_RULE} {NOISE_RULE}") | {"widths": NOISE_RULE}
 _OTHERS = "Others"
 
 
@@ -81,6 +86,8 @@ class Noted:
             if not stems:
                 continue
             lines += ["", f"## {_KINDS.get(kind, _OTHERS)}", ""]
+            if kind in _RULES:
+                lines += [_RULES[kind], ""]
             for stem in stems:
                 title, drawn = self.titles[stem]
                 kinds = ("png", "pdf", "csv") if drawn else ("csv",)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from kvq.report.comparisons import Comparisons, by_bits, effective_bits, frontier, measured_bits
+from kvq.report.comparisons import by_bits, effective_bits, measured_bits
 from kvq.report.figures.style import MARKERS, colour, figure, legend_columns, lines_of, marker, style, symlog
 from kvq.report.palette import ENGINES, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table
@@ -31,45 +31,39 @@ _RATES = 6
 
 
 class Size(NamedTuple):
-    """Bits per element along an axis: column of the numbers, words, of a record, methods with lines of their own."""
+    """Bits per element along an axis: column of the numbers, words, of a record, methods with lines, who has a ring."""
 
     column: str
     words: str
     of: Callable[[Record], float | None]
     shown: int
+    best: Callable[[Row], bool]
 
 
-EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, 5)
-MEASURED = Size("bits_per_element", "measured bits per element, without the residual", measured_bits, 6)
+EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, 5, lambda row: row.best)
+_WORDS = "measured bits per element, without the residual"
+MEASURED = Size("bits_per_element", _WORDS, measured_bits, 6, lambda row: row.best_measured)
 """With it, the axis of formats of engines, which have no residual, is that of the rates that papers name."""
 
 
-def pareto_table(table: Table, size: Size = EFFECTIVE, best: Collection[str] | None = None) -> pd.DataFrame:
-    """One line per run: bits, losses, whether it is on the frontier, whether it is a variant.
-
-    Args:
-        table: of a perplexity protocol.
-        size: see `Size`.
-        best: keys of the runs on the frontier (None: those of the table, which is over effective bits).
-    """
+def pareto_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:
+    """One line per run of a perplexity protocol: bits, losses, whether it is on the frontier, or a variant."""
     lines: list[dict[str, Any]] = []
     for row in table.rows:
         metrics, bits = row.record.metrics, size.of(row.record)
         if row.record.status == "done" and not row.baseline and bits is not None and "delta_nll" in metrics:
             losses = {name: metrics.get(name) for name in _LOSSES}
-            front = row.best if best is None else row.record.key in best
             about = {"method": row.name, "bits": row.bits, size.column: bits}
-            lines.append(about | losses | {"frontier": front, "variant": row.variant})
+            lines.append(about | losses | {"frontier": size.best(row), "variant": row.variant})
     return pd.DataFrame(lines, columns=["method", "bits", size.column, *_LOSSES, "frontier", "variant"])
 
 
-def engines_table(table: Table, comparisons: Comparisons) -> pd.DataFrame | None:
+def engines_table(table: Table) -> pd.DataFrame | None:
     """As `pareto_table` over measured bits; None where the table has no formats of engines beside other methods."""
     rows = [row for row in table.rows if row.record.status == "done" and not row.baseline]
     if len({engine_of(row.record.method) is None for row in rows}) < 2:
         return None
-    judged = [row.record for row in rows if not (row.variant or row.within_noise)]
-    return pareto_table(table, MEASURED, frontier(judged, comparisons, measured_bits))
+    return pareto_table(table, MEASURED)
 
 
 def pareto_figure(numbers: pd.DataFrame, title: str, size: Size = EFFECTIVE) -> Figure:

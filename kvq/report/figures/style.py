@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from kvq.report.command import write_files
+from kvq.report.escapes import plain_cell
 from kvq.report.palette import FIRST, colour_of, method_of
 
 if TYPE_CHECKING:
@@ -137,7 +138,13 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def powers_of_ten(axis: Any) -> None:
     """Label the ticks of a logarithmic axis as text; matplotlib's own formatter writes formulas."""
-    from matplotlib.ticker import Formatter, NullFormatter
+    from matplotlib.ticker import Formatter, LogFormatter, NullFormatter
+
+    class Between(LogFormatter):
+        """Labels where matplotlib has them: between powers of an axis that spans few."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
 
     class Powers(Formatter):
         def __call__(self, x: float, pos: int | None = None) -> str:
@@ -147,7 +154,16 @@ def powers_of_ten(axis: Any) -> None:
             return ("−" if x < 0 else "") + "10" + str(round(power)).translate(_RAISED)
 
     axis.set_major_formatter(Powers())
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_formatter(Between() if axis.get_scale() == "log" else NullFormatter())
+
+
+def _without_formulas(made: Figure) -> None:
+    """Label logarithmic axes as text wherever matplotlib's own formatter was left."""
+    from matplotlib.ticker import LogFormatterMathtext
+
+    for axis in (axis for axes in made.axes for axis in (axes.xaxis, axes.yaxis)):
+        if axis.get_scale() == "log" and isinstance(axis.get_major_formatter(), LogFormatterMathtext):
+            powers_of_ten(axis)
 
 
 def evenly_spread(items: Sequence[int], count: int) -> list[int]:
@@ -245,6 +261,7 @@ def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, 
 
     files = {kind: io.BytesIO() for kind in kinds}
     _without_control_characters(made)
+    _without_formulas(made)
     with style():
         made.dpi = _DPI
         canvas = FigureCanvasAgg(made)
@@ -252,7 +269,9 @@ def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, 
         _lay_out(made)
         canvas.draw()
         opaque = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
-        Image.fromarray(opaque).save(files["png"], format="png", dpi=(_DPI, _DPI), compress_level=_COMPRESS)
+        # A palette of 256 takes a third of the bytes, and less time to compress than it takes to find.
+        picture = Image.fromarray(opaque).quantize(method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        picture.save(files["png"], format="png", dpi=(_DPI, _DPI), compress_level=_COMPRESS)
         if "pdf" in files:
             FigureCanvasPdf(made).print_pdf(files["pdf"], metadata=_METADATA)
     return {kind: file.getvalue() for kind, file in files.items()}
@@ -264,7 +283,10 @@ def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) ->
     Raises:
         RecordError: a folder that cannot be written.
     """
-    files = {"csv": numbers.to_csv(index=False, lineterminator="\n").encode()}
+    plain = numbers.rename(columns=plain_cell)
+    for name in plain.select_dtypes(exclude="number"):
+        plain[name] = plain[name].map(plain_cell)
+    files = {"csv": plain.to_csv(index=False, lineterminator="\n").encode()}
     if made is not None:
         files |= _rendered(made)
     return write_files("figures", folder, {f"{stem}.{kind}": content for kind, content in files.items()})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from kvq.report.figures.error import named
-from kvq.report.figures.style import figure, lines_of, style
+from kvq.report.figures.style import Line, figure, lines_of, style
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 REFERENCES = {"dynamic": "full precision", "preallocated": "full precision, one buffer"}
 _GIB = 2**30
+_PANELS = ("peak memory above the weights (GiB)", "tokens per second")
 _PEAKS = ("prefill_peak_bytes", "decode_peak_bytes")
 
 
@@ -55,6 +56,8 @@ def throughput_figure(table: pd.DataFrame, title: str) -> Figure:
     As NSNQuant's figures 4 and 8 draw them.
     """
     looks = lines_of(list(dict.fromkeys(table["method"])))
+    if table["batch"].nunique() == 1:
+        return _bars(table, looks, title)
     with style():
         made = figure(2, 3)
         peaks, rates = made.subplots(1, 2)
@@ -66,7 +69,7 @@ def throughput_figure(table: pd.DataFrame, title: str) -> Figure:
             for batch in part["batch"][~part["fits"].astype(bool)][:1]:
                 rates.plot([batch], [0], "x", color=look.color, clip_on=False)
         batches = sorted(table["batch"].unique())
-        for axis, words in ((rates, "tokens per second"), (peaks, "peak memory above the weights (GiB)")):
+        for axis, words in zip((peaks, rates), _PANELS, strict=True):
             axis.set_xscale("log", base=2)
             axis.set_xticks(batches, [str(batch) for batch in batches])
             axis.minorticks_off()
@@ -76,4 +79,21 @@ def throughput_figure(table: pd.DataFrame, title: str) -> Figure:
             axis.grid(linewidth=0.3)
         made.legend(*rates.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         made.suptitle(title, fontsize=8)
+    return made
+
+
+def _bars(table: pd.DataFrame, looks: Mapping[str, Line], title: str) -> Figure:
+    """The two panels of runs that were measured at one batch alone: a bar for each; none where it does not fit."""
+    methods = list(looks)
+    with style():
+        made = figure(2, 0.7 + 0.2 * len(methods))
+        panels = made.subplots(1, 2, sharey=True)
+        for axis, column, words in zip(panels, ("peak_bytes", "tokens_per_second"), _PANELS, strict=True):
+            values = table.set_index("method")[column].astype(float) / (_GIB if column == "peak_bytes" else 1)
+            axis.barh(range(len(methods)), [values[name] for name in methods], color=[looks[n].color for n in methods])
+            axis.set_xlabel(words)
+            axis.grid(axis="x", linewidth=0.3)
+        panels[0].set_yticks(range(len(methods)), methods)
+        panels[0].invert_yaxis()
+        made.suptitle(f"{title}; {table['batch'].iloc[0]} requests at once", fontsize=8)
     return made

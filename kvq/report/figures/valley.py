@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.report.comparisons import loss_change
+from kvq.report.comparisons import Comparisons, loss_change
 from kvq.report.figures.style import MOST_LINES, figure, legend_columns, lines_of, style, symlog, whole_numbers
 from kvq.report.labels import label
 from kvq.results import Record, Store
 from kvq.results.metrics import METRICS
-from kvq.results.statistics import NOISE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,11 +25,14 @@ _FEW, _ASIDE = 6, 0.3
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """Runs by method and bits: ΔNLL to full precision with its error, and the paired change from the width before.
 
-    `valley`: the loss is higher than at the next smaller width by more than `NOISE` paired standard errors.
+    `valley`: the loss is higher than at the next smaller width beyond noise, all steps judged at once.
     """
     lines: list[dict[str, Any]] = []
     wanted = [record for record in records if record.bits.isdecimal() and "delta_nll" in record.metrics]
-    for method, runs in itertools.groupby(sorted(wanted, key=lambda r: (label(r), int(r.bits))), label):
+    wanted.sort(key=lambda r: (label(r), int(r.bits)))
+    steps = [(after, before) for before, after in itertools.pairwise(wanted) if label(before) == label(after)]
+    judged = Comparisons(store.samples_of).family(steps)
+    for method, runs in itertools.groupby(wanted, label):
         before: Record | None = None
         for record in runs:
             line: dict[str, Any] = {
@@ -46,7 +48,7 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
             if before is not None:
                 change = loss_change(record, before, store)
                 line["step"], line["step_se"] = change
-                line["valley"] = change[0] > NOISE * change[1]
+                line["valley"] = change[0] > 0 and judged.differs((record.key, before.key))
             lines.append(line)
             before = record
     return pd.DataFrame(lines)

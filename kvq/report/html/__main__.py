@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.report.html.__main__")
+
 import argparse
 import sys
 from collections.abc import Sequence
 
+from kvq.errors import printable
 from kvq.report import command
 from kvq.report.html.page import write_report
 from kvq.results import Store
@@ -20,11 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _write(given: argparse.Namespace) -> int:
     written = write_report(Store(given.results), given.out or given.results / "report.html")
     for line in written.warnings:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     print(f"{written.path} ({written.runs} runs, {written.bytes / 2**20:.1f} MiB)")
     return 0
-
-
-if __name__ == "__main__":
-    command.collect_seldom()
-    sys.exit(main())

@@ -22,6 +22,15 @@ function buildFigures() {
   }
 }
 
+// A heading that is jumped to stands below the bar, however many lines the bar has.
+function keepHeadingsClear() {
+  const bar = $("filters");
+  new ResizeObserver(() => {
+    const height = getComputedStyle(bar).position === "sticky" ? bar.offsetHeight : 0;
+    document.documentElement.style.scrollPaddingTop = `${height + 16}px`;
+  }).observe(bar);
+}
+
 function openForPrint() {
   addEventListener("beforeprint", () => {
     for (const details of document.querySelectorAll("details.protocol")) details.open = true;
@@ -40,6 +49,7 @@ buildDetail();
 buildTheme();
 buildFigures();
 openForPrint();
+keepHeadingsClear();
 for (const table of document.querySelectorAll("table.sortable")) makeSortable(table);
 listeners.push(showFacets, showRuns, showPlot);
 for (const listener of listeners) listener();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -17,16 +18,19 @@ from kvq.report.command import no_records
 from kvq.report.html import provenance
 from kvq.report.html.payload import payload
 from kvq.report.html.safe import png_uri, script_json, shown, source_digest
+from kvq.report.labels import model_name
+from kvq.report.main_model import main_model
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.cells import columns_of
-from kvq.report.tables.layout import Tables
+from kvq.report.tables.layout import Table, Tables
 from kvq.results import Store
 from kvq.results.atomic import write_file
+from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 from kvq.results.store import cause
 
 _SCRIPTS = ("core.js", "facets.js", "runs.js", "plot.js", "detail.js", "main.js")
-FIGURE_BYTES = 16 * 2**20
-"""Most bytes of all figures on the page; further figures are only named."""
+FIGURE_BYTES = 6 * 2**20
+"""Most bytes of all figures on the page, those of the main model first; further figures are only named."""
 _MOST_TEXTS = 20
 """Tables whose texts the page shows."""
 # Files of one git checkout have times that differ by less than this.
@@ -69,7 +73,9 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
         raise no_records(store)
     warnings = [f"skipped {broken.path.name}: {broken.reason}" for broken in tables.broken]
     try:
+        main = main_model(row.record for table in tables.tables for row in table.rows)
         drawn = sorted((store.root / "figures" if figures is None else figures).glob("*.png"))
+        drawn.sort(key=lambda path: f"-{main}-" not in path.name)
         if drawn and _newest(store) > min(path.stat().st_mtime for path in drawn) + _AT_ONCE_SECONDS:
             warnings.append("figures: some are older than the newest record; draw them again")
         content = render(tables, embed(drawn), warnings).encode("utf-8")
@@ -103,23 +109,27 @@ def render(tables: Tables, figures: Sequence[Figure] = (), warnings: Sequence[st
     """The page as text, the same for the same records.
 
     Args:
-        tables: every table of a store.
+        tables: every table of a store; those of the main model are shown first.
         figures: what `embed` made.
         warnings: lines about what was skipped.
     """
     records = [row.record for table in tables.tables for row in table.rows]
+    main = main_model(records)
+    tables = replace(tables, tables=tuple(sorted(tables.tables, key=lambda table: _model(table) != main)))
     stale = sum(row.stale for table in tables.tables for row in table.rows)
     style, script = _asset("page.css"), _script()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = shown
     return environment.from_string(_asset("page.html.j2")).render(
         policy=_policy(style, script),
+        frontier_rule=FRONTIER_RULE,
+        noise_rule=NOISE_RULE,
         style=Markup(style),
         script=Markup(script),
-        data=script_json(payload(tables)),
+        data=script_json(payload(tables, main)),
         tables=[(table, columns_of(table)) for table in tables.tables],
         texts=[table for table in tables.tables if table.texts is not None][:_MOST_TEXTS],
-        largest=max(tables.tables, key=lambda table: len(table.rows)),
+        largest=max(tables.tables, key=lambda table: (_model(table) == main, len(table.rows))),
         summary=provenance.summary(records, stale, len(tables.broken)),
         dates=provenance.days(records),
         hours=provenance.hours(records),
@@ -127,6 +137,10 @@ def render(tables: Tables, figures: Sequence[Figure] = (), warnings: Sequence[st
         figures=figures,
         warnings=warnings,
     )
+
+
+def _model(table: Table) -> str | None:
+    return model_name(table.rows[0].record.model) if table.rows else None
 
 
 def _policy(style: str, script: str) -> str:

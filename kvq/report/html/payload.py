@@ -46,10 +46,11 @@ class Pool:
         return {shown(str(name)): self.add(part) for name, part in value.items()}
 
 
-def payload(tables: Tables) -> dict[str, Any]:
+def payload(tables: Tables, main: str | None = None) -> dict[str, Any]:
     """Everything the page's script reads.
 
     `runs` have what rows show; `pool` the parts of their records, which `record` of a run names by place.
+    Protocols of the model `main` are `main`.
     """
     rows = [(place, row) for place, table in enumerate(tables.tables) for row in table.rows]
     records = [row.record for _, row in rows]
@@ -69,6 +70,7 @@ def payload(tables: Tables) -> dict[str, Any]:
         "protocols": [
             {
                 "slug": table.slug,
+                "main": any(model_name(row.record.model) == main for row in table.rows),
                 "title": shown(table.title),
                 "words": shown(table.words),
                 "lines": [shown(line, 2000) for line in table.protocol],
@@ -135,7 +137,7 @@ def _run(place: int, row: Row, pool: Pool) -> dict[str, Any]:
 
 def _whole(record: Record, pool: Pool) -> dict[str, Any]:
     """What `_run` does not have of a record, by place in the pool."""
-    provenance = record.provenance.model_dump(mode="json")
+    provenance = record.provenance.model_dump(mode="json", exclude_unset=True)  # as it stands in the file
     return {
         "config": pool.add_parts(record.config),
         "provenance": pool.add_parts({name: part for name, part in provenance.items() if name not in _OF_A_RUN}),

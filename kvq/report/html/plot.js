@@ -65,7 +65,9 @@ function chosenPlot() {
   for (const run of runs) counts.set(run.protocol, (counts.get(run.protocol) ?? 0) + 1);
   const protocols = [...counts.keys()].sort((a, b) => a - b);
   let protocol = state.plot.protocol;
-  if (!counts.has(protocol)) protocol = protocols.reduce((best, next) => (best === null || counts.get(next) > counts.get(best) ? next : best), null);
+  // The page opens on the main model, of its protocols on that with most points.
+  const rank = (place) => (data.protocols[place].main ? 1e9 : 0) + counts.get(place);
+  if (!counts.has(protocol)) protocol = protocols.reduce((best, next) => (best === null || rank(next) > rank(best) ? next : best), null);
   const here = runs.filter((run) => run.protocol === protocol);
   const [xs, ys] = [costs(here), qualities(here)];
   const x = xs.includes(state.plot.x) ? state.plot.x : xs.includes("effective_bits") ? "effective_bits" : (xs[0] ?? null);

@@ -1,4 +1,5 @@
-// The table of runs.
+// The table of runs. What a page has no room for is left out until it is asked for; a run's details have it.
+const MINOR = new Set(["bits_per_element", "delta_perplexity", "kl_p99", "wrong_needle", "bit_mixing_random", "rouge_l"]);
 const SIZE_COLUMNS = ["bits_per_element", "effective_bits"];
 
 function text(title, value, cell = value) {
@@ -7,7 +8,7 @@ function text(title, value, cell = value) {
 
 function metricColumn(name) {
   const metric = known(name);
-  return { id: name, title: metric.title, short: metric.short, numeric: true,
+  return { id: name, title: metric.title, short: metric.short, numeric: true, minor: MINOR.has(name),
     value: (run) => run.metrics.get(name) ?? null,
     cell: (run) => {
       const difference = ["delta_nll", "delta_accuracy", "delta_score"].includes(name);
@@ -17,6 +18,10 @@ function metricColumn(name) {
       if (run.best && name === "perplexity") return el("b", {}, shown);
       return close && shown !== DASH ? `≈ ${shown}` : shown;
     } };
+}
+
+function classes(column) {
+  return [column.numeric ? "number" : "", column.minor ? "minor" : ""].filter(Boolean).join(" ");
 }
 
 function nameCell(run) {
@@ -31,7 +36,7 @@ function columnsNow() {
   const measured = names.filter((name) => data.runs.some((run) => run.metrics.has(name) && (!task || run.task === task.name)));
   const list = [
     { id: "name", title: "Method", short: "Method", numeric: false, value: (run) => run.name, cell: nameCell },
-    text("Paper", (run) => data.methods[run.method].label),
+    { ...text("Paper", (run) => data.methods[run.method].label), minor: true },
     { id: "bits", title: "Bits", short: "Bits", numeric: true, value: (run) => run.order, cell: (run) => run.bits },
     ...measured.map(metricColumn),
   ];
@@ -79,7 +84,7 @@ function showRuns() {
   const focused = document.activeElement?.closest?.("#run-table th")?.dataset.column;
   const head = el("tr", {}, ...columns.map((column) => {
     const active = column.id === state.sort;
-    const cell = el("th", { scope: "col", class: column.numeric ? "number" : "", title: column.title, "data-column": column.id },
+    const cell = el("th", { scope: "col", class: classes(column), title: column.title, "data-column": column.id },
       sortButton(column.short, active, state.descending, () => change(() => {
         state.descending = active ? !state.descending : false;
         state.sort = column.id;
@@ -89,7 +94,7 @@ function showRuns() {
   }));
   const body = runs.slice(0, state.shown).map((run) => el("tr", { class: run.baseline ? "baseline" : "", "data-key": run.key },
     ...columns.map((column) => {
-      const cell = el("td", { class: column.numeric ? "number" : "", "data-label": column.short }, column.cell(run));
+      const cell = el("td", { class: classes(column), "data-label": column.short }, column.cell(run));
       cell.classList.toggle("long", cell.textContent.length > 10);
       return cell;
     })));
@@ -105,6 +110,10 @@ function showRuns() {
 }
 
 function buildRuns() {
+  $("columns").addEventListener("click", () => {
+    const all = $("run-table").classList.toggle("all");
+    $("columns").setAttribute("aria-pressed", String(all));
+  });
   $("more").addEventListener("click", () => change(() => { state.shown += 100; }));
   $("all").addEventListener("click", () => change(() => { state.shown = data.runs.length; }));
 }

@@ -9,12 +9,22 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from kvq.report.comparisons import Comparisons, by_bits, effective_bits, frontier
+from kvq.report.comparisons import (
+    Comparisons,
+    Verdicts,
+    by_bits,
+    effective_bits,
+    frontier,
+    is_noise,
+    measured_bits,
+    widths,
+)
 from kvq.report.departures import joined, said
 from kvq.report.isolated import made_of
-from kvq.report.judged import read_records
+from kvq.report.judged import read_records, samples_of
 from kvq.report.labels import cache_dtype, is_variant, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
 from kvq.report.settings import PROTOCOL, flatten, settings_of
@@ -23,7 +33,7 @@ from kvq.report.tables.layout import Row, Table, Tables
 from kvq.report.tables.notes import notes_of
 from kvq.report.tables.texts import texts_of
 from kvq.results import Broken, Record, Store, judge, run_key
-from kvq.results.statistics import ALPHA, holm, within_noise
+from kvq.results.statistics import holm
 
 # Characters of a fingerprint that are shown, and the name under which it is shown.
 _HASH = 40
@@ -57,8 +67,8 @@ def build_tables(
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[_protocol_key(record)].append(record)
-    read = {record.key: record for record in records}
-    comparisons = Comparisons(lambda key: store.samples_of(read[key]) if key in read else store.samples(key))
+    unused: dict[Path, str] = {}
+    comparisons = Comparisons(lambda record: samples_of(record, store, unused))
     stale = stale or judge()
     tables, odd = [], list(broken)
 
@@ -73,7 +83,13 @@ def build_tables(
         of_records = made_of(groups[protocol], make, lambda record: record.key, "table", skip)
         if of_records is not None:
             tables.append(of_records)
-    return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), tuple(odd))
+    return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), _once(odd, unused))
+
+
+def _once(odd: Sequence[Broken], unused: Mapping[Path, str]) -> tuple[Broken, ...]:
+    """Files that are not used, each once."""
+    reasons = {file.path: file.reason for file in odd}
+    return tuple(Broken(path, reason) for path, reason in (reasons | dict(unused)).items())
 
 
 def told_apart(tables: Sequence[Table]) -> list[Table]:
@@ -101,7 +117,7 @@ def _titled(name: str, words: str) -> str:
 def _checked(table: Table) -> Table:
     """The table; raises what writing any of its cells raises."""
     for column in columns_of(table):
-        for row in table.rows:
+        for row in table.lines:
             column.cell(row)
     return table
 
@@ -122,7 +138,7 @@ def _table(
     stale: Callable[[Record], bool],
 ) -> Table:
     first = min(records, key=lambda run: (run.task, run.model, run.dataset, run.key))
-    rows = _rows(records, comparisons, stale)
+    rows, verdicts = _rows(records, comparisons, stale)
     model = model_name(first.model)
     slug = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", name) or "_" for name in (first.task, model, first.dataset))
     words = ", ".join(protocol_departures(first))
@@ -131,7 +147,7 @@ def _table(
         title=_titled(f"{first.task}: {model} on {first.dataset}", words),
         protocol=_describe(first, records),
         rows=rows,
-        notes=tuple(notes_of(rows, comparisons)),
+        notes=tuple(notes_of(rows, comparisons, verdicts)),
         words=words,
         about=protocol_of(first),
         settings=tuple((name, text) for name, text in flatten(_protocol(first)) if text != "null"),
@@ -139,7 +155,10 @@ def _table(
     )
 
 
-def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[Record], bool]) -> tuple[Row, ...]:
+def _rows(
+    records: Sequence[Record], comparisons: Comparisons, stale: Callable[[Record], bool]
+) -> tuple[tuple[Row, ...], Verdicts]:
+    """Rows, and verdicts on all pairs of methods and on each name's neighbouring widths."""
     baselines = {record.baseline_key for record in records} | {r.key for r in records if r.method == "fp16"}
     names = _names(records)
     done = [record for record in records if record.status == "done" and record.key not in baselines]
@@ -147,7 +166,12 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
     variants = {record.key for record in done if is_variant(record)}
     corrected = holm({r.key: r.metrics["p_value"] for r in done if "p_value" in r.metrics})
     noisy = {record.key for record in done if is_noise(record, corrected.get(record.key))}
-    best = frontier([record for record in done if record.key not in variants | noisy], comparisons)
+    methods = [record for record in done if record.key not in variants]
+    by_name: dict[str, list[Record]] = defaultdict(list)
+    for record in done:
+        by_name[names[record.key]].append(record)
+    verdicts = Verdicts(methods, comparisons, (pair for runs in by_name.values() for pair in widths(runs)))
+    best, best_measured = (frontier(methods, verdicts, bits) for bits in (effective_bits, measured_bits))
     ordered = sorted(records, key=lambda r: (r.key not in baselines, names[r.key], by_bits(r.bits), r.key))
     rows: list[Row] = []
     footnotes = 0
@@ -162,6 +186,7 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
                 baseline=baseline,
                 within_noise=record.key in noisy,
                 best=record.key in best,
+                best_measured=record.key in best_measured,
                 stale=stale(record),
                 footnote=None if record.status == "done" else footnotes,
                 p_value=corrected.get(record.key),
@@ -169,17 +194,7 @@ def _rows(records: Sequence[Record], comparisons: Comparisons, stale: Callable[[
                 unquantized=not baseline and is_unquantized(record, known),
             )
         )
-    return tuple(rows)
-
-
-def is_noise(record: Record, p_value: float | None) -> bool:
-    """Whether a run differs from full precision within noise; `p_value`: that of its items, corrected for a table."""
-    if p_value is not None:
-        return p_value > ALPHA or record.metrics.get("within_noise") == 1
-    if "items" in record.metrics:
-        return record.metrics.get("within_noise") == 1  # too few of them for a p-value
-    delta, error = record.metrics.get("delta_nll"), record.metrics.get("delta_nll_se")
-    return delta is not None and error is not None and within_noise(delta, error)
+    return tuple(rows), verdicts
 
 
 def is_unquantized(record: Record, known: Mapping[str, Record]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvq.report.tables.layout import Row, Table
-from kvq.results.metrics import METRICS, Metric, metric_of
+from kvq.results.metrics import AT_LENGTH, METRICS, Metric, metric_of
 
 DASH = "–"
 UNQUANTIZED = "nothing quantized"
@@ -95,10 +95,29 @@ COLUMNS = (
     _column("top1_agreement"),
 )
 
+_TOKENS = Column("Tokens", "Tokens", lambda row: Cell(DASH if row.tokens is None else f"{row.tokens:,}"))
+
+
+def _at_length(metric: Metric) -> Column:
+    """The column of a metric that a record has for each length."""
+
+    def cell(row: Row) -> Cell:
+        return _metric(metric._replace(name=f"{metric.name}_{row.tokens}"))(row)
+
+    return Column(metric.title, metric.short, cell)
+
+
 # What every table begins with.
 _RUN = COLUMNS[:4]
 # Tasks whose columns are chosen here; a table of any other shows what its records hold.
-_CHOSEN = ("ppl", "niah", "longbench", "lm_eval", "multimodal", "generate")
+_CHOSEN = ("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "generate")
+# Behind these, where some run of a table has them: tails (of files of logits the median too), and what an engine and
+# its preset agree on.
+_TAILS = ("kl_p999", "kl_max")
+_AGREEMENT = (
+    *("agreement_kl", "agreement_correlation", "agreement_kl_q8", "agreement_correlation_q8"),
+    *("agreement_kl_stored", "preset_kl_self"),
+)
 # Of task=generate, behind what every table begins with.
 _WRITTEN = ("total_bytes", "new_tokens", "same_tokens", "repetition")
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
@@ -137,13 +156,21 @@ def is_of_texts(table: Table) -> bool:
 
 def columns_of(table: Table) -> tuple[Column, ...]:
     """The columns of a table: those of perplexity, or what its runs measured on items."""
+    if table.is_of_memory:
+        names = {name.rpartition("_")[0] for row in table.rows for name in row.record.metrics}
+        return (*COLUMNS[:2], _TOKENS, *(_at_length(metric) for name, metric in AT_LENGTH.items() if name in names))
     if is_of_diagnostics(table):
         return (*COLUMNS[:2], *measured(table)[:_SHOWN_PARTS])
     if is_of_texts(table):
         return (*_RUN, *map(_column, _WRITTEN))
-    if not is_of_items(table):
-        return COLUMNS
     names = {name for row in table.rows for name in row.record.metrics}
+    if not is_of_items(table):
+        off = [Column("Preset's NLL − engine's ± SE", "Off ± SE", _difference(METRICS["preset_off"]))]
+        compared = (
+            [*off, *map(_column, (name for name in _AGREEMENT if name in names))] if "preset_off" in names else []
+        )
+        tails = ("kl_median", *_TAILS) if table.rows and table.rows[0].record.task == "kld" else _TAILS
+        return (*COLUMNS, *map(_column, (name for name in tails if name in names)), *compared)
     main = "accuracy" if "accuracy" in names else "score"
     columns = [
         *_RUN,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvq.report.command import write_files
 from kvq.report.escapes import csv_of, escape_markdown, markdown_table, one_line
+from kvq.report.labels import ON_TEST_TEXT
 from kvq.report.tables.cells import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, refused, shown_cells, stand_in_cells
 from kvq.report.tables.latex import PREAMBLE, Sheet, floats
@@ -127,7 +128,7 @@ def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> s
         error = "" if cell.error is None else f" ± {fixed(cell.error, digits)}"
         mark = "≈ " if cell.within_noise and not cell.unquantized else ""
         said = f" ({UNQUANTIZED})" if cell.unquantized else ""
-        measured = f"{mark}{fixed(cell.value, digits)}{error}{said}{' †' if cell.stale else ''}"
+        measured = f"{mark}{fixed(cell.value, digits)}{error}{said}{' †' * cell.stale}{' ‡' * cell.on_test_text}"
     if not printed:
         return measured
     published = DASH if cell.published is None else _printed(cell.published, digits)
@@ -154,6 +155,8 @@ def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str,
         yield f"{UNQUANTIZED}: every prompt or text was shorter than the residual, so no token left full precision."
     if any(cell.stale for cell in cells):
         yield STALE
+    if any(cell.on_test_text for cell in cells):
+        yield f"‡ {ON_TEST_TEXT}, as method.calibration.allow_test_text asks."
     missing = list(dict.fromkeys(line for cell in cells if not cell.reason for line in cell.missing))
     if missing:
         yield f"Not measured: {len(missing)} runs. All of the table: python run.py +experiment={experiment.name}"

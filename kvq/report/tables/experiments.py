@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvq.report.tables.build import is_noise, is_unquantized
+from kvq.report.comparisons import is_noise
+from kvq.report.labels import is_on_test_text
+from kvq.report.tables.build import is_unquantized
 from kvq.report.tables.readings import read_metric, read_statistic
 from kvq.report.tables.reference import Published, Reference
 from kvq.results import Record, is_stale, run_key
@@ -76,6 +78,7 @@ class Shown:
     within_noise: bool = False
     unquantized: bool = False
     stale: bool = False
+    on_test_text: bool = False
     reason: str | None = None
     missing: tuple[str, ...] = ()
     machine: str = ""
@@ -209,6 +212,7 @@ def _shown(asked: Asked, published: Published | None, records: _Records, machine
         and is_noise(alone, alone.metrics.get("p_value")),
         unquantized=all(is_unquantized(record, records.by_key) for record in found),
         stale=any(records.stale(record) for record in found),
+        on_test_text=any(map(is_on_test_text, found)),
         machine=machine,
     )
 

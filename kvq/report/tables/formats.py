@@ -20,7 +20,10 @@ CSV_METRICS = (
     "delta_nll",
     "delta_nll_se",
     "kl_mean",
+    "kl_median",
     "kl_p99",
+    "kl_p999",
+    "kl_max",
     "top1_agreement",
     "scored_tokens",
     "windows",
@@ -37,7 +40,7 @@ def markdown(table: Table) -> str:
     columns = columns_of(table)
     lines = [f"# {escape_markdown(table.title)}", ""]
     lines += [f"- {escape_markdown(line)}" for line in table.protocol]
-    rows = [[shown(column.cell(row)) for column in columns] for row in table.rows]
+    rows = [[shown(column.cell(row)) for column in columns] for row in table.lines]
     numbers = {place for place, column in enumerate(columns) if column.numeric}
     lines += ["", *markdown_table([escape_markdown(column.title) for column in columns], rows, numbers)]
     lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
@@ -46,7 +49,8 @@ def markdown(table: Table) -> str:
 
 def csv(table: Table) -> str:
     """One line per run: names, status, marks and every number in full; no metric, no text in its place."""
-    metrics: tuple[str, ...] = CSV_METRICS
+    named = {name for row in table.rows for name in row.record.metrics}
+    metrics = (*CSV_METRICS, *sorted(name for name in named if name.startswith(("preset_", "agreement_"))))
     if is_of_items(table) or is_of_diagnostics(table) or is_of_texts(table):
         metrics = tuple(sorted({name for row in table.rows for name in row.record.metrics}))
     rows = [
@@ -72,7 +76,7 @@ def csv(table: Table) -> str:
 def latex(table: Table) -> str:
     """The table for a paper, with booktabs: its caption names the protocol's runs, its notes stand below."""
     columns = columns_of(table)
-    cells = [[column.cell(row) for column in columns] for row in table.rows]
+    cells = [[column.cell(row) for column in columns] for row in table.lines]
     sheet = Sheet(
         caption=table.title,
         label=f"tab:{table.slug}",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvq.results import Broken, Record
+from kvq.results.metrics import length_of
 
 
 @dataclass(frozen=True)
@@ -12,8 +13,9 @@ class Row:
     """One run. `name` is its label, with the settings in which it differs from other rows of that label.
 
     `variant`: a preset's variant or a run that departs from its preset, which takes no part in the frontier;
-    `unquantized`: every item was shorter than the residual. `p_value` is that of its paired difference to full
-    precision, corrected for all rows of the table (Holm).
+    `unquantized`: every item was shorter than the residual; `best`: on the frontier of effective bits,
+    `best_measured`: on that of measured bits. `p_value` is that of its paired difference to full
+    precision, corrected for all rows of the table (Holm). `tokens`: the length that a line of `task=memory` is of.
     """
 
     record: Record
@@ -22,11 +24,13 @@ class Row:
     baseline: bool = False
     within_noise: bool = False
     best: bool = False
+    best_measured: bool = False
     stale: bool = False
     footnote: int | None = None
     p_value: float | None = None
     variant: bool = False
     unquantized: bool = False
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,21 @@ class Table:
     about: str = ""
     settings: tuple[tuple[str, str], ...] = ()
     texts: Texts | None = None
+
+    @property
+    def lines(self) -> tuple[Row, ...]:
+        """The rows as they are shown: of `task=memory` one for each run and length, shortest length first."""
+        if not self.is_of_memory:
+            return self.rows
+        lengths = [{n for name in row.record.metrics if (n := length_of(name))} for row in self.rows]
+        known = [(tokens, row) for row, own in zip(self.rows, lengths, strict=True) for tokens in own]
+        without = [row for row, own in zip(self.rows, lengths, strict=True) if not own]
+        return (*(replace(row, tokens=n) for n, row in sorted(known, key=lambda pair: pair[0])), *without)
+
+    @property
+    def is_of_memory(self) -> bool:
+        """Whether the runs of this table measured bytes at several lengths."""
+        return bool(self.rows) and self.rows[0].record.task == "memory"
 
 
 @dataclass(frozen=True)

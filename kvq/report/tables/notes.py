@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from kvq.report.comparisons import Comparisons, widths
+from kvq.report.comparisons import Comparisons, Verdicts, widths
 from kvq.report.labels import cache_dtype
 from kvq.report.palette import engine_of
 from kvq.report.settings import settings_of
 from kvq.report.tables.cells import UNQUANTIZED
 from kvq.report.tables.layout import Row
 from kvq.results import Record
-from kvq.results.statistics import ALPHA, NOISE, within_noise
+from kvq.results.noise import FRONTIER_RULE, NOISE_RULE, SHORT
+from kvq.results.statistics import ALPHA, fewest_to_differ
 
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
@@ -22,15 +23,16 @@ STALE = (
 )
 
 
-def notes_of(rows: Sequence[Row], comparisons: Comparisons) -> list[str]:
+def notes_of(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) -> list[str]:
     """Plain-text notes of a table, each one line; whoever writes them escapes them."""
     return [
         *(_item_marks(rows) if any("items" in row.record.metrics for row in rows) else _marks(rows)),
+        *_short(rows, comparisons),
         *_perplexity(rows, comparisons),
         *_dtypes(rows),
         *_residuals(rows),
         *_decode_mode(rows),
-        *_bit_widths(rows, comparisons),
+        *_bit_widths(rows, comparisons, verdicts),
         *_baselines(rows),
         *_failures(rows),
     ]
@@ -40,16 +42,27 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
     if any("delta_nll_se" in row.record.metrics and not row.baseline for row in rows):
         yield "± is the standard error by block bootstrap over windows, paired with full precision."
     if any(row.within_noise for row in rows):
-        yield f"≈ within noise of full precision: |ΔNLL| is at most {NOISE:g} standard errors. Never set in bold."
+        yield "≈ within noise of full precision."
+    if any("within_noise" in row.record.metrics for row in rows):
+        yield NOISE_RULE
     if any(row.best for row in rows):
-        yield (
-            f"Bold: on the Pareto frontier of effective bits and loss: the loss is lower than that of the previous "
-            f"row of the frontier by more than {NOISE:g} paired standard errors, and no row with at most its bits has "
-            "a loss lower by as much. Rows within noise of full precision are left out."
-        )
+        yield FRONTIER_RULE
     yield from _variants(rows)
     yield from _unquantized(rows)
     yield from _stale(rows)
+
+
+def _short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
+    """What a table of few windows cannot tell; the |t| needed is that of the runs shown."""
+    full = {row.record.key: row.record for row in rows if row.baseline}
+    pairs = [(row.record, full[key]) for row in rows if (key := row.record.baseline_key or "") in full]
+    found = comparisons.family(pairs)
+    if 0 < found.windows < fewest_to_differ():
+        least = f"no difference is told from noise with fewer than {fewest_to_differ()}"
+        yield f"Too short: {found.windows} windows; {least}."
+    elif 0 < found.windows < SHORT:
+        needed = f"a difference from full precision is beyond noise from a t of ±{found.critical:.1f} on"
+        yield f"Short: {found.windows} windows, fewer than {SHORT}: here {needed}."
 
 
 def _variants(rows: Sequence[Row]) -> Iterator[str]:
@@ -140,7 +153,7 @@ def _decode_mode(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _bit_widths(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
+def _bit_widths(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) -> Iterator[str]:
     methods: dict[str, list[Record]] = defaultdict(list)
     for row in rows:
         if row.record.status == "done" and not row.baseline and "perplexity" in row.record.metrics:
@@ -148,11 +161,11 @@ def _bit_widths(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
     falls, exceptions = 0, []
     for name in sorted(methods):
         for fewer, more in widths(methods[name]):
-            if comparisons.beats(more, fewer):
+            if verdicts.beats(more, fewer):
                 falls += 1
             else:
-                exceptions.append(f"{name}: {_exception(fewer, more, comparisons)}")
-    everywhere = f"perplexity falls by more than {NOISE:g} paired standard errors from each bit width to the next"
+                exceptions.append(f"{name}: {_exception(fewer, more, comparisons, verdicts)}")
+    everywhere = "perplexity falls beyond noise from each bit width to the next"
     if exceptions:
         yield from exceptions
         if falls:
@@ -161,15 +174,14 @@ def _bit_widths(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
         yield f"For every method measured at several bit widths {everywhere}."
 
 
-def _exception(fewer: Record, more: Record, comparisons: Comparisons) -> str:
+def _exception(fewer: Record, more: Record, comparisons: Comparisons, verdicts: Verdicts) -> str:
     where = f"from {fewer.bits} to {more.bits} bits"
     found = comparisons.delta_nll(more, fewer)
     if found is None:
         return f"whether perplexity falls {where} cannot be told: the samples of the two runs cannot be paired."
-    if found.standard_error is None:
-        return f"whether perplexity falls {where} cannot be told: too few windows for a standard error."
-    rises = found.value > 0 and not within_noise(found.value, found.standard_error)
-    verb = "rises" if rises else f"does not fall by more than {NOISE:g} paired standard errors"
+    if found.standard_error is None or not verdicts.knows(more):
+        return f"whether perplexity falls {where} cannot be told: too few windows."
+    verb = "rises beyond noise" if verdicts.beats(fewer, more) else "does not fall beyond noise"
     return f"perplexity {verb} {where}: ΔNLL {found.value:+.4f} ± {found.standard_error:.4f} nats/token."
 
 

@@ -1,6 +1,7 @@
 """What a cell reads: a metric of one record, a number that follows from others, or a statistic of all its records.
 
-A name says which: `perplexity`, `milliseconds of decode_b1_t*`, `median of delta_perplexity_percent`.
+A name says which: `perplexity`, `milliseconds of decode_b1_t*`, `mean over parts of rouge_l` (each subset counts once),
+`median of delta_perplexity_percent`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvq.results import Record
 from kvq.results.statistics import spearman
 
 MAIN_METRICS = ("score", "accuracy", "perplexity")
+_PARTS = "mean over parts of "
 Known = Mapping[str, Record]
 """Records by key, among them those of full precision."""
 
@@ -45,6 +47,9 @@ def read_metric(record: Record, metric: str) -> float | None:
         return 100 * share
     if (share := metrics.get(metric.removeprefix("factor of "))) is not None and share < 1:
         return 1 / (1 - share)
+    if metric.startswith(_PARTS):
+        parts = [value for name, value in metrics.items() if name.startswith(f"{metric.removeprefix(_PARTS)}[")]
+        return statistics.fmean(parts) if parts else None
     return None
 
 

@@ -9,8 +9,9 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
-from rich.text import Text
+from rich.text import Text as RichText
 
+from kvq.errors import printable
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.cells import Cell, Column, columns_of, is_of_diagnostics, measured
 from kvq.report.tables.experiment_files import Grid
@@ -26,6 +27,11 @@ _KEPT, _BETWEEN = 5, 2
 # Characters of a prompt's end; what stands before the first word that differs.
 _SHOWN_PROMPT = 160
 MARK = "▶"
+
+
+def _plain(text: str, style: str = "") -> RichText:
+    """Text of a record: no markup of rich and no control character of it reaches the terminal."""
+    return RichText(printable(text), style=style)
 
 
 def print_tables(
@@ -50,19 +56,19 @@ def print_table(table: Table, console: Console) -> None:
         console.width = max(console.width, PLAIN_WIDTH)
     drawn = _empty(console)
     left_out: list[str] = []
-    if is_of_diagnostics(table):
+    if is_of_diagnostics(table) and not table.is_of_memory:
         _fill_sideways(drawn, table)
     else:
         columns = fitting(table, console.width)
         shown = {column.title for column in columns}
         left_out = [column.title for column in columns_of(table) if column.title not in shown]
         _fill(drawn, table, columns)
-    console.print(Text(table.title, style="italic"), soft_wrap=True)
+    console.print(_plain(table.title, style="italic"), soft_wrap=True)
     console.print(drawn)
     if left_out:
-        console.print(Text(f"Not shown at this width: {', '.join(left_out)}.", style="dim"))
+        console.print(_plain(f"Not shown at this width: {', '.join(left_out)}.", style="dim"))
     for note in table.notes:
-        console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
+        console.print(_plain(note, style="dim"), soft_wrap=not console.is_terminal)
     if table.texts is not None:
         _print_texts(table.texts, console)
 
@@ -70,12 +76,12 @@ def print_table(table: Table, console: Console) -> None:
 def _print_texts(texts: Texts, console: Console) -> None:
     """The end of the prompt and every continuation, with a mark where it leaves full precision's."""
     end = texts.prompt[-_SHOWN_PROMPT:]
-    console.print(Text(f"\nPrompt: {'…' if len(end) < len(texts.prompt) else ''}{end}", style="dim"))
+    console.print(_plain(f"\nPrompt: {'…' if len(end) < len(texts.prompt) else ''}{end}", style="dim"))
     for found in texts.continuations:
         said = f" ({found.said})" if found.said else ""
-        console.print(Text(f"\n{found.name}{said}:", style="italic"))
+        console.print(_plain(f"\n{found.name}{said}:", style="italic"))
         mark = MARK if found.differs else ""
-        console.print(Text.assemble(found.same, (mark + found.differs, "bold"), found.rest))
+        console.print(RichText.assemble(found.same, (mark + found.differs, "bold"), found.rest))
 
 
 def _empty(console: Console) -> RichTable:
@@ -88,8 +94,8 @@ def _fill(drawn: RichTable, table: Table, columns: Sequence[Column]) -> None:
     for column in columns:
         numeric = column.numeric
         justify: Literal["left", "right"] = "right" if numeric else "left"
-        drawn.add_column(column.short, justify=justify, overflow="fold", no_wrap=numeric)
-    for row in table.rows:
+        drawn.add_column(_plain(column.short), justify=justify, overflow="fold", no_wrap=numeric)
+    for row in table.lines:
         drawn.add_row(*_texts(row, columns))
 
 
@@ -97,7 +103,7 @@ def fitting(table: Table, width: int) -> tuple[Column, ...]:
     """The columns that fit a terminal `width` wide; method, bits and the task's own number are always among them."""
     columns = list(columns_of(table))
     sizes = {
-        column.short: max(cell_len(text) for text in (column.short, *(column.cell(row).text for row in table.rows)))
+        column.short: max(cell_len(text) for text in (column.short, *(column.cell(row).text for row in table.lines)))
         for column in columns
     }
     first = [column for name in _LEFT_OUT for column in columns if column.short == name]
@@ -112,9 +118,9 @@ def _fill_sideways(drawn: RichTable, table: Table) -> None:
     """A row for each metric and a column for each run: diagnostics have many metrics and few runs."""
     drawn.add_column("Metric", overflow="fold")
     for row in table.rows:
-        drawn.add_column(Text(f"{row.name}\n{row.bits}"), justify="right")
+        drawn.add_column(_plain(f"{row.name}\n{row.bits}"), justify="right")
     for column in measured(table):
-        drawn.add_row(Text(column.title), *(_text(column.cell(row)) for row in table.rows))
+        drawn.add_row(_plain(column.title), *(_text(column.cell(row)) for row in table.rows))
 
 
 def print_grid(grid: Grid, console: Console) -> None:
@@ -123,18 +129,18 @@ def print_grid(grid: Grid, console: Console) -> None:
         console.width = max(console.width, PLAIN_WIDTH)
     drawn = _empty(console)
     for index, name in enumerate(grid.header):
-        drawn.add_column(name, justify="left" if index < grid.labels else "right", overflow="fold")
+        drawn.add_column(_plain(name), justify="left" if index < grid.labels else "right", overflow="fold")
     for row in grid.rows:
-        drawn.add_row(*(Text(cell) for cell in row))
-    console.print(Text(grid.title, style="italic"), soft_wrap=True)
+        drawn.add_row(*(_plain(cell) for cell in row))
+    console.print(_plain(grid.title, style="italic"), soft_wrap=True)
     console.print(drawn)
     for note in grid.notes:
-        console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
+        console.print(_plain(note, style="dim"), soft_wrap=not console.is_terminal)
 
 
-def _texts(row: Row, columns: Sequence[Column]) -> list[Text]:
+def _texts(row: Row, columns: Sequence[Column]) -> list[RichText]:
     return [_text(column.cell(row)) for column in columns]
 
 
-def _text(cell: Cell) -> Text:
-    return Text(cell.text, style="bold" if cell.bold else "")
+def _text(cell: Cell) -> RichText:
+    return _plain(cell.text, style="bold" if cell.bold else "")

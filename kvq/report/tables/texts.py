@@ -7,20 +7,20 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvq.errors import RecordError
-from kvq.report.escapes import clean_lines
+from kvq.errors import RecordError, printable
 from kvq.report.tables.layout import Continuation, Row, Texts
+from kvq.results import Record
 
 TASK = "generate"
 _LONGEST = 20_000
 """Characters of a text that are shown."""
 
 
-def texts_of(rows: Sequence[Row], samples: Callable[[str], list[dict[str, Any]]]) -> Texts | None:
+def texts_of(rows: Sequence[Row], samples: Callable[[Record], list[dict[str, Any]]]) -> Texts | None:
     """The texts of the runs of a table; None where they wrote none, or their samples are gone.
 
     Args:
-        samples: gives the stored samples of a run's key.
+        samples: gives the stored samples of a run.
     """
     found = [(row, sample) for row in rows if (sample := _sample(row, samples)) is not None]
     full = next((sample["text"] for row, sample in found if row.baseline), None)
@@ -31,11 +31,11 @@ def texts_of(rows: Sequence[Row], samples: Callable[[str], list[dict[str, Any]]]
     )
 
 
-def _sample(row: Row, samples: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any] | None:
+def _sample(row: Row, samples: Callable[[Record], list[dict[str, Any]]]) -> dict[str, Any] | None:
     if row.record.task != TASK or row.record.status != "done":
         return None
     try:
-        found = samples(row.record.key)
+        found = samples(row.record)
     except RecordError:
         return None
     whole = bool(found) and all(isinstance(found[0].get(name), str) for name in ("prompt", "text"))
@@ -58,5 +58,5 @@ def _continuation(row: Row, text: str, full: str | None) -> Continuation:
 
 
 def _clean(text: str) -> str:
-    shown = clean_lines(text)
+    shown = printable(text)
     return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"

@@ -1,5 +1,1 @@
 """Weights & Biases: a run there is made from a record alone, during a sweep or later."""
-
-from kvq.report.wandb.live import track
-
-__all__ = ["track"]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.report.wandb.__main__")
+
 import argparse
 import sys
 from collections.abc import Sequence
@@ -10,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from kvq.config.logger import WandbLogger, WandbMode
-from kvq.errors import KvqError
+from kvq.errors import KvqError, printable
 from kvq.report.command import no_records, say_skipped
 from kvq.report.labels import labelled
 from kvq.report.wandb.run import Tracker
@@ -26,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             project=given.project,
             entity=given.entity,
             group=given.group,
-            mode=WandbMode.offline if given.offline else WandbMode.online,
+            mode=WandbMode.offline if given.offline else None,
         )
         store = Store(given.results)
         records, broken = labelled(store)
@@ -39,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sent = sum(tracker.push(record, again=given.again) for record in bar)
         print(f"{sent} sent, {len(finished) - sent} there already, {len(records) - len(finished)} failed and left out")
         if given.workspace:
-            print(save_workspace(settings))
+            print(save_workspace(settings, finished))
     except KvqError as error:
-        print(error, file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 1
     return 0
 
@@ -58,7 +63,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="send also what is there already")
     parser.add_argument("--workspace", action="store_true", help="save the view 'kvq' in the project too")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,8 +6,8 @@ import sys
 
 from tqdm import tqdm
 
-from kvq.config.logger import Logger, WandbLogger
-from kvq.errors import KvqError
+from kvq.config.logger import Logger, WandbLogger, WandbMode
+from kvq.errors import KvqError, printable
 from kvq.results import Record, Store
 
 _given_up: set[str] = set()
@@ -18,7 +18,7 @@ def track(settings: Logger | None, store: Store, record: Record) -> None:
 
     It raises nothing and asks nothing. After the first error, one line is printed and this process sends nothing more.
     """
-    if not isinstance(settings, WandbLogger) or _given_up:
+    if not isinstance(settings, WandbLogger) or settings.mode is WandbMode.disabled or _given_up:
         return
     from kvq.report.wandb.run import Tracker  # matplotlib and wandb take seconds to import
 
@@ -37,4 +37,4 @@ def track(settings: Logger | None, store: Store, record: Record) -> None:
 def _give_up(reason: str) -> None:
     _given_up.add(reason)
     line = f"warning: logger=wandb: {reason}; runs go on, make wandb-sync sends their records later"
-    tqdm.write(line, file=sys.stderr)
+    tqdm.write(printable(line), file=sys.stderr)

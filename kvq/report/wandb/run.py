@@ -53,9 +53,11 @@ class Tracker:
         self._settings = settings
         self._store = store
         self._wandb = _package()
+        if settings.mode is WandbMode.disabled:
+            raise CannotTrack("logger.mode or WANDB_MODE is disabled: nothing is sent")
         if settings.mode is WandbMode.online and not _logged_in(self._wandb):
             raise CannotTrack(
-                "not logged in to Weights & Biases (wandb login, or WANDB_API_KEY; logger.mode=offline needs none)"
+                "not logged in to Weights & Biases (wandb login, or WANDB_API_KEY; WANDB_MODE=offline needs none)"
             )
         project = f"{settings.entity or ''}/{settings.project}"
         self._pushed = Pushed(self.folder, project if settings.mode is WandbMode.online else f"offline {project}")
@@ -100,7 +102,7 @@ class Tracker:
             job_type=entry.job_type,
             tags=entry.tags,
             config=dict(entry.config),
-            mode=known.mode.value,
+            mode=str(known.mode),
             dir=str(self._store.root),
             resume="allow",
             reinit="create_new",

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from kvq.report import Table, build_tables
-from kvq.report.comparisons import Comparisons
 from kvq.report.figures import style
 from kvq.report.figures.every import table_drawings
 from kvq.report.figures.loss import engines_figure, engines_table, pareto_table
 from kvq.report.palette import colour_of, engine_of, method_of
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.layout import Table
 from kvq.results import Store
 from tests.report import sweeps
 
@@ -44,7 +44,7 @@ def table_of(store: Store) -> Table:
 def test_the_frontier_is_over_the_bits_of_its_axis(store: Store) -> None:
     """llama.cpp's format has as much loss as the method at 4: more measured bits, fewer with the other's residual."""
     table = table_of(store)
-    measured = engines_table(table, Comparisons(store.samples))
+    measured = engines_table(table)
     assert measured is not None
     effective = pareto_table(table)
     fronts = [
@@ -61,7 +61,7 @@ def test_the_frontier_is_over_the_bits_of_its_axis(store: Store) -> None:
 
 
 def test_engines_have_marks_of_their_own_and_the_legend_names_them(store: Store) -> None:
-    numbers = engines_table(table_of(store), Comparisons(store.samples))
+    numbers = engines_table(table_of(store))
     assert numbers is not None
     made = engines_figure(numbers, "title")
     (legend,) = made.legends
@@ -96,7 +96,8 @@ def test_every_engine_is_known_and_has_one_colour_that_no_method_has() -> None:
     assert len(names) > 40
     engines = {name: engine_of(name) for name in names}
     assert set(engines.values()) == {
-        "llama.cpp", "vLLM", "SGLang", "LMDeploy", "TensorRT-LLM", "MLX", "ExLlamaV2", "ExLlamaV3",
+        "llama.cpp", "ik_llama.cpp", "vLLM", "SGLang", "LMDeploy", "TensorRT-LLM", "MLX", "ExLlamaV2", "ExLlamaV3",
+        "OpenVINO",
     }  # fmt: skip
     colours = {engine: {colour_of(name) for name in names if engines[name] == engine} for engine in engines.values()}
     assert all(len(found) == 1 for found in colours.values())

@@ -5,10 +5,15 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import pandas as pd
+import pytest
+
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.report.figures.diagnostics import diagnostic_drawings
+from kvq.report.figures.states import bars_figure
 from kvq.report.figures.style import png_of
+from kvq.report.figures.throughput import throughput_figure
 from kvq.results import Store
 from tests.results import made
 
@@ -62,3 +67,38 @@ def test_times_of_two_machines_are_two_figures(tmp_path: Path) -> None:
     found = list(diagnostic_drawings(store.scan()[0], store))
     assert len({drawing.stem for drawing in found}) == 2
     assert {drawing.title.partition(" on ")[2] for drawing in found} == {"one GPU", "another GPU"}
+
+
+def test_one_batch_is_drawn_as_bars() -> None:
+    lines = [
+        ("kivi 2", 4, True, 80.0, 2**29),
+        ("full precision", 4, True, 100.0, 2**30),
+        ("nsn 2", 4, False, None, None),
+    ]
+    table = pd.DataFrame(lines, columns=["method", "batch", "fits", "tokens_per_second", "peak_bytes"])
+    made = throughput_figure(table, "A title")
+    memory, rates = made.axes
+    assert [bar.get_width() for bar in memory.patches[:2]] == [1.0, 0.5]
+    assert [bar.get_width() for bar in rates.patches[:2]] == [100.0, 80.0]
+    assert [text.get_text() for text in memory.get_yticklabels()] == ["full precision", "kivi 2", "nsn 2"]
+    assert "4 requests at once" in made.get_suptitle()
+    assert png_of(made)
+
+
+@pytest.mark.parametrize("low", [0.001, 0.3])
+def test_ticks_of_logarithmic_axes_are_text(low: float) -> None:
+    """Of any figure: matplotlib's own labels are formulas, which figures here show as they are written."""
+    lines = [
+        (f"a method of a name {place}", 2.0, "key_mse", low * 60**place, low * 60**place, low * 60**place)
+        for place in (0, 1)
+    ]
+    table = pd.DataFrame(lines, columns=["method", "bits_per_element", "quantity", "mean", "min", "max"])
+    made = bars_figure(table, "A title")
+    assert png_of(made)
+    (axis,) = made.axes
+    ticks = [*axis.get_xticklabels(), *axis.get_xticklabels(minor=True)]
+    assert any(text.get_text() for text in ticks)
+    assert not any("$" in text.get_text() for text in ticks)
+    assert [text.get_text() for text in axis.get_yticklabels()] == [
+        f"a method of a name {place} (2.00)" for place in (0, 1)
+    ]

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from experiments import browser
-from kvq.report.html import write_report
+from kvq.report.html.page import write_report
 from kvq.report.judged import read_records
+from kvq.report.main_model import main_model
 from kvq.results import Record, Store
+from tests.fuzz.odd_records import examples, put
 from tests.report import hostile, sweeps
 from tests.report.many import many_runs
 
@@ -66,9 +68,12 @@ def page(driver: Any, address: str) -> Any:
 
 
 def opened(driver: Any, address: str) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
     driver.get("about:blank")  # else another fragment of the same page would load nothing
     driver.get(address)
-    assert driver.execute_script("return document.documentElement.dataset.ready") == "true"
+    ready = "return document.documentElement.dataset.ready"  # the records are inflated first
+    assert WebDriverWait(driver, 60).until(lambda driver: driver.execute_script(ready)) == "true"
 
 
 def js(driver: Any, code: str, *given: Any) -> Any:
@@ -287,3 +292,52 @@ def test_two_thousand_runs_answer_at_once(driver: Any, folder: Path) -> None:
     """
     assert driver.execute_script(code) < 1000  # ms; a tenth of it where nothing else runs
     assert js(driver, "document.querySelectorAll('#run-table tbody tr').length") == 100
+
+
+@pytest.fixture(scope="module")
+def every_task(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page of some committed runs of every task, so many that the bar has several lines."""
+    folder = tmp_path_factory.mktemp("every")
+    for record, samples in examples(RESULTS, tasks=3):
+        put(folder, record, samples)
+    return write_report(Store(folder), folder / "report.html").path.as_uri()
+
+
+@pytest.mark.parametrize("width", [1000, 1200, 1600])
+def test_the_bar_covers_no_heading_and_dates_fit(driver: Any, every_task: str, width: int) -> None:
+    browser.resize(driver, width, 1000)
+    opened(driver, every_task)
+    browser.scheme(driver, "light")  # and jumps without scrolling
+    for section in ("frontier", "runs", "tables", "provenance"):
+        driver.execute_script("document.querySelector(`nav a[href='#${arguments[0]}']`).click()", section)
+        gap = "document.querySelector('#' + arguments[0] + ' h2').getBoundingClientRect().top - \
+               document.getElementById('filters').getBoundingClientRect().bottom"
+        assert js(driver, gap, section) >= 0
+    for task in js(driver, "[...document.querySelectorAll('#tasks button')].map(button => button.dataset.task)"):
+        driver.execute_script("document.querySelector(`#tasks button[data-task='${arguments[0]}']`).click()", task)
+        box = "(({ clientWidth, scrollWidth }) => [clientWidth, scrollWidth])(document.querySelector('#runs .scroll'))"
+        room, wanted = js(driver, box)
+        if width >= 1200 and task == "ppl":
+            assert wanted <= room
+    assert js(driver, "document.querySelector('#run-table th:last-child').title") == "Measured on (UTC)"
+
+
+def test_columns_that_are_left_out_are_shown_when_asked_for(driver: Any, every_task: str) -> None:
+    browser.resize(driver, 1200, 1000)
+    opened(driver, f"{every_task}#?task=ppl")
+    shown = (
+        "[...document.querySelectorAll('#run-table th')].filter(head => head.offsetWidth).map(head => head.textContent)"
+    )
+    before = js(driver, shown)
+    assert "Meas." not in before
+    assert {"Method", "Eff.", "PPL", "Date"} <= set(before)
+    driver.execute_script("document.getElementById('columns').click()")
+    assert {"Meas.", "Paper", "p99", *before} == set(js(driver, shown)) - {"Δppl"}
+
+
+def test_the_page_opens_on_the_main_model(driver: Any, every_task: str) -> None:
+    records = read_records(Store(Path(every_task.removeprefix("file://")).parent))[0]
+    opened(driver, f"{every_task}#?task=ppl")
+    main = main_model(records)
+    assert f" {main} on " in js(driver, "document.getElementById('plot-protocol').selectedOptions[0].textContent")
+    assert f" {main} on " in js(driver, "document.querySelector('details.protocol[open] summary').textContent")

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq.report import Row, Table, build_tables
 from kvq.report.comparisons import by_bits, parse_label, widths
+from kvq.report.tables.build import build_tables
 from kvq.report.tables.cells import COLUMNS, fixed
+from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
+from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 from tests.report import sweeps
 from tests.results import made
 
@@ -81,12 +83,11 @@ def test_marks_follow_from_the_paired_samples(store: Store) -> None:
     assert cells(row_of(table, runs["good 4"]))["ΔNLL ± SE (nats/token)"].startswith("≈ ")
     # 'good' beats every 'flat' of more bits. Its 4 bits win too, but stand within noise of full precision.
     assert [row.record.key for row in table.rows if row.best] == [runs["good 2"].key, runs["good 3"].key]
-    assert any(note.startswith("≈ within noise") for note in table.notes)
-    assert any(note.startswith("Bold: ") for note in table.notes)
+    assert {"≈ within noise of full precision.", NOISE_RULE, FRONTIER_RULE} <= set(table.notes)
     mean, error = paired("flat 4", "flat 3")
     assert abs(mean) < error
     (note,) = [note for note in table.notes if note.startswith("flat: ")]
-    assert "does not fall by more than 2 paired standard errors from 3 to 4 bits" in note
+    assert "does not fall beyond noise from 3 to 4 bits" in note
     shown, shown_error = note.split("ΔNLL ")[1].removesuffix(" nats/token.").split(" ± ")
     assert float(shown) == pytest.approx(mean, abs=6e-5)
     assert float(shown_error) == pytest.approx(error, rel=0.15)
@@ -101,7 +102,7 @@ def test_it_says_when_perplexity_falls_everywhere_and_when_it_rises(store: Store
     assert any(note.startswith("For every method measured at several bit widths") for note in only(store).notes)
     sweeps.put_run(store, "good", "4", sweeps.losses(0.4, 0.01, 2), full, 4.0)
     (note,) = [note for note in only(store).notes if note.startswith("good: ")]
-    assert note.startswith("good: perplexity rises from 3 to 4 bits: ΔNLL +0.29")
+    assert note.startswith("good: perplexity rises beyond noise from 3 to 4 bits: ΔNLL +0.29")
 
 
 def test_one_window_has_no_error_and_no_verdict(store: Store) -> None:
@@ -112,7 +113,7 @@ def test_one_window_has_no_error_and_no_verdict(store: Store) -> None:
     assert cells(table.rows[1])["ΔNLL ± SE (nats/token)"] == "+0.5000"
     assert not any(row.within_noise or row.best for row in table.rows)
     assert any("from 2 to 3 bits cannot be told: too few windows" in note for note in table.notes)
-    assert not any(note.startswith(("±", "≈", "Bold")) for note in table.notes)
+    assert not any(note.startswith(("±", "≈", "Bold", "A difference")) for note in table.notes)
 
 
 def test_lost_samples_are_said(store: Store) -> None:

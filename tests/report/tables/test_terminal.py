@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvq.report import print_tables
 from kvq.report.__main__ import main
+from kvq.report.tables.terminal import print_tables
 from kvq.results import Store
 from tests.report import sweeps
 from tests.results import made
@@ -125,3 +125,30 @@ def test_module_runs_and_helps(store: Store) -> None:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
         assert expected in done.stdout
         assert done.stderr == ""
+
+
+def test_memory_has_a_line_for_each_run_and_length_in_gib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path)
+    units = {"total_bytes_1024": "bytes", "total_bytes_512": "bytes", "compression_1024": "x", "compression_512": "x"}
+    for method, size in (("kivi", 2.0**28), ("nsn", 2.0**27)):
+        metrics = {
+            "total_bytes_1024": 2 * size,
+            "total_bytes_512": size,
+            "compression_1024": 5.0,
+            "compression_512": 4.5,
+        }
+        store.put(made.record(method, "2", task="memory", dataset="shape", metrics=metrics, units=units))
+    assert main(["--results", str(tmp_path), "--print"]) == 0
+    said = capsys.readouterr().out
+    lines = [line.split() for line in said.splitlines() if line.startswith(("Method", "kivi", "nsn"))]
+    assert lines == [
+        ["Method", "Bits", "Tokens", "GiB", "x", "less"],
+        ["kivi", "2", "512", "0.2500", "4.50"],
+        ["nsn", "2", "512", "0.1250", "4.50"],
+        ["kivi", "2", "1,024", "0.5000", "5.00"],
+        ["nsn", "2", "1,024", "0.2500", "5.00"],
+    ]
+    [page] = (tmp_path / "tables").glob("memory-*.md")
+    for text in (said, page.read_text()):
+        assert "total_bytes" not in text
+    assert "Cache (GiB)" in page.read_text()

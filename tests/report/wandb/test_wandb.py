@@ -17,7 +17,7 @@ from kvq.config.logger import NoLogger, WandbLogger, WandbMode
 from kvq.report.wandb import live as tracking
 from kvq.report.wandb.__main__ import main as sync
 from kvq.report.wandb.run import CannotTrack, Tracker
-from kvq.report.wandb.workspace import workspace_of
+from kvq.report.wandb.workspace import PAPERS, TASKS, workspace_of
 from kvq.results import Record, Store
 from tests.report import sweeps
 from tests.report.wandb.wandb_files import OfflineRun, offline_runs
@@ -151,6 +151,41 @@ def test_without_login_a_sweep_says_so_once_and_is_measured(tmp_path: Path) -> N
     assert len(Store(tmp_path / "results").scan()[0]) == 3
 
 
+@pytest.mark.parametrize(
+    ("named", "given", "mode"),
+    [
+        ("offline", None, "offline"),
+        ("dryrun", None, "offline"),
+        ("disabled", None, "disabled"),
+        ("", None, "online"),
+        ("offline", WandbMode.online, "online"),
+    ],
+)
+def test_the_mode_of_the_environment(named: str, given: WandbMode, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", named)
+    assert WandbLogger(mode=given).mode == mode
+
+
+def test_an_environment_without_such_a_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("WANDB_MODE", "oflline")
+    assert run(["logger=wandb", "plan=true"]) == 1
+    assert said(capsys) == ["error: WANDB_MODE=oflline: one of online, offline, disabled"]
+
+
+@pytest.mark.slow
+def test_an_offline_environment_needs_no_login(
+    store: Store, runs: dict[str, Record], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracking.track(WandbLogger(), store, runs["good"])
+    assert not said(capsys)
+    assert len(offline_runs(store.root)) == 2
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(wandb, "init", lambda **given: pytest.fail("sent"))
+    tracking.track(WandbLogger(), store, runs["good"])
+    assert not said(capsys)
+
+
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
@@ -164,7 +199,7 @@ def test_a_missing_package_is_one_line(
     (line,) = said(capsys)
     assert line.startswith("warning: logger=wandb: wandb is not installed (pip install -e '.[wandb]')")
     assert sync(["--results", str(store.root), "--offline"]) == 1
-    assert said(capsys) == ["wandb is not installed (pip install -e '.[wandb]')"]
+    assert said(capsys) == ["error: wandb is not installed (pip install -e '.[wandb]')"]
 
 
 @pytest.mark.parametrize("error", [ValueError("torn\nin two"), OSError(28, "No space left on device"), SystemError()])
@@ -196,7 +231,7 @@ def test_no_login_is_one_line(
     assert "not logged in to Weights & Biases (wandb login, or WANDB_API_KEY" in line
     monkeypatch.setattr(wandb, "login", lambda **given: {}["gone"])
     assert sync(["--results", str(store.root)]) == 1
-    assert said(capsys)[0].startswith("cannot log in to Weights & Biases: ")
+    assert said(capsys)[0].startswith("error: cannot log in to Weights & Biases: ")
 
 
 def test_a_run_that_is_only_partly_there_is_still_ended(
@@ -223,9 +258,9 @@ def test_no_logger_imports_nothing(store: Store, runs: dict[str, Record], monkey
 
 def test_sync_without_records_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sync(["--results", str(tmp_path / "none")]) == 1
-    assert said(capsys)[0].startswith("no records under ")
+    assert said(capsys)[0].startswith("error: no records under ")
     assert sync(["--results", str(tmp_path / "none"), "--project", "a/b"]) == 1
-    assert said(capsys) == ["logger.project=a/b: 1 to 128 characters, none of / \\ # ? % :"]
+    assert said(capsys) == ["error: logger.project=a/b: 1 to 128 characters, none of / \\ # ? % :"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the library's own
@@ -236,3 +271,33 @@ def test_the_workspace_shows_bits_against_quality() -> None:
     plots = [(panel.x.name, panel.y.name) for panel in made_of.sections[0].panels]
     assert plots[:2] == [("effective_bits", "delta_nll"), ("effective_bits", "kl_mean")]
     assert [section.name for section in made_of.sections] == ["Bits and quality", "Figures", "What sets runs apart"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the library's own
+def test_the_workspace_has_a_section_for_each_paper_and_task() -> None:
+    """By the JSON that would be sent."""
+    pytest.importorskip("wandb_workspaces", reason="needs wandb-workspaces (pip install -e '.[wandb]')")
+    subsets = {"score": 0.4, "score[subset=qasper]": 0.3, "score[subset=trec]": 0.5, "score_se[subset=trec]": 0.1}
+    metrics = {
+        "ppl": {"perplexity": 8.0, "delta_nll": 0.1, "delta_nll_se": 0.01},
+        "tni": {"key_cv": 0.3, "query_cv": 0.2},
+        "latency": {"decode_b1_t1024": 0.1, "decode_over_dynamic_b1_t1024": 1.5},
+        "memory": {"compression_4096": 5.0, "total_bytes_4096": 1e6},
+        "longbench": subsets,
+    }
+    units = dict.fromkeys((name for group in metrics.values() for name in group), "1")
+    records = [
+        made.record(method, "2", task=task, metrics=numbers, units={name: units[name] for name in numbers})
+        for method in (*PAPERS, "nsnquant/no_norm1", "kivi")
+        for task, numbers in metrics.items()
+    ]
+    view = workspace_of(WandbLogger(), "me", records)._to_model().model_dump(mode="json", by_alias=True)
+    sections = {part["name"]: part["panels"] for part in view["spec"]["section"]["panelBankConfig"]["sections"]}
+    wanted = {f"{paper}: {title}" for paper in PAPERS.values() for title in TASKS.values()}
+    assert wanted <= sections.keys()
+    assert len(sections) == len(wanted) + 3
+    shown = {name: [panel["config"]["metrics"] for panel in sections[name]] for name in wanted}
+    assert shown["OScaR: LongBench subsets"] == [["score[subset=qasper]"], ["score[subset=trec]"]]
+    assert shown["KVQuant++: perplexity"] == [["perplexity"], ["delta_nll"]]
+    titles = [panel["config"]["chartTitle"] for panel in sections["nsn: memory"]]
+    assert titles == ["Smaller than 16 bits (x), at 4,096 tokens", "Cache (GiB), at 4,096 tokens"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
 
 from rich.console import Console
 from tqdm import tqdm
 
 from kvq.config import Config, full_precision
 from kvq.config.identity import by_names
-from kvq.errors import DataError, Unsupported
-from kvq.report import print_tables
-from kvq.report.wandb import track
+from kvq.errors import DataError, Unsupported, printable
+from kvq.report.tables.terminal import print_tables
+from kvq.report.wandb.live import track
 from kvq.results import Record, Store
 
 
@@ -44,14 +47,15 @@ class SweepPlan:
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._counts: Counter[str] = Counter()
+        self._due: list[_Due] = []
 
     def add(self, config: Config) -> None:
-        """Print the state of this run and of its full-precision run: done, stale, failed, unsupported or pending."""
-        if not config.method.is_full_precision:
-            self._say(full_precision(config))
-        self._say(config)
+        """Print the state of this run and of its full-precision run, such as done, partly done, stale or pending."""
+        baseline = None if config.method.is_full_precision else self._say(full_precision(config), None)
+        self._say(config, baseline)
 
-    def _say(self, config: Config) -> None:
+    def _say(self, config: Config, baseline: str | None) -> str | None:
+        """Print the state of a run and return its key; None: it is not known. `baseline`: of its full precision."""
         # torch and transformers take seconds to import, and a sweep that is done shows its table without them.
         from kvq.runner import Prepared
 
@@ -64,9 +68,9 @@ class SweepPlan:
             if name not in self._seen:
                 self._seen.add(name)
                 self._count(config, "unknown", str(error))
-            return
+            return None
         if key in self._seen:
-            return
+            return key
         self._seen.add(key)
         state, why, _ = prepared.state
         try:
@@ -75,16 +79,51 @@ class SweepPlan:
             state, why, calibrates = "unsupported", str(error), False
         if config.force and state == "done":
             state, why = "pending", "force=true"
-        if state in ("pending", "stale") and not why and calibrates:
+        if state in ("pending", "stale", "failed") and not config.force and (scored := prepared.scored):
+            state, why = "partly done", f"{scored} scored before it was interrupted"
+        elif state in ("pending", "stale") and not why and calibrates:
             why = "to be calibrated"
         self._count(config, state, f"[{key[:12]}]{'  ' + why if why else ''}")
+        if state not in ("done", "unsupported"):
+            self._due.append(_Due(prepared.store, baseline or key, config.method.name))
+        return key
 
     def _count(self, config: Config, state: str, why: str) -> None:
         self._counts[state] += 1
         bits = config.bits_label or "fixed"
         name = f"{config.method.name} bits={bits}  {config.model.name} {config.dataset.name} {config.task.name}"
-        print(f"{state:<12}{name}  {why}")
+        print(printable(f"{state:<13}{name}  {why}"))
 
     def finish(self) -> None:
-        """Print the totals."""
+        """Print the totals, and how long it will take where runs of the same protocol are on record."""
         print("plan: " + (", ".join(f"{count} {state}" for state, count in sorted(self._counts.items())) or "nothing"))
+        if self._due:
+            print(_estimate(self._due))
+
+
+class _Due(NamedTuple):
+    """A run to be measured: its store, the key of its full-precision run, and the name of its method."""
+
+    store: Store
+    protocol: str
+    method: str
+
+
+def _estimate(due: Sequence[_Due]) -> str:
+    """How many minutes runs will take: as those of their methods, or the median of those of the same protocol."""
+    from kvq.results.provenance import cpu_name  # imports torch, which the table of a finished sweep does without
+
+    took: dict[str, dict[str, list[float]]] = {}
+    for record in Store(due[0].store.root).scan()[0]:
+        if record.status == "done" and record.provenance.cpu == cpu_name():
+            methods = took.setdefault(record.baseline_key or record.key, {})
+            methods.setdefault(record.method, []).append(sum(record.provenance.wall_seconds.values()))
+    known = [run for run in due if run.protocol in took]
+    seconds = 0.0
+    for run in known:
+        methods = took[run.protocol]
+        seconds += median(methods.get(run.method) or [one for times in methods.values() for one in times])
+    if not known:
+        return "time: unknown, no run of the same protocol is on record for this processor"
+    rest = f"; {len(due) - len(known)} without a run of the same protocol not counted" if len(known) < len(due) else ""
+    return f"time: about {seconds / 60:.0f} minutes for {len(known)} runs, by what runs of the same protocol took{rest}"

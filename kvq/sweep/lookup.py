@@ -44,14 +44,14 @@ def known(config: Config) -> Record | None:
     """The record of a run, if it and its full-precision run are done and not stale; None: ask `kvq.runner`."""
     if config.force or not isinstance(config.task, PplConfig) or config.method.calibration.dataset is not None:
         return None
-    if config.dataset.loader not in (Loader.embedded, Loader.text):
+    if config.task.save_logits is not None or config.dataset.loader not in (Loader.embedded, Loader.text):
         return None
     try:
         weights = folder_fingerprint(config.model)
         if weights is None:
             return None
         trained_with = trained_with_bos(config.model)
-        if trained_with is None and (trained_with := folder_writes_bos(config.model.path)) is None:
+        if trained_with is None and (trained_with := folder_writes_bos(config.model)) is None:
             return None
         text = _fingerprint_of(config.dataset)
         store = Store(config.results_dir)

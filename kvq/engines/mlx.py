@@ -1,0 +1,151 @@
+"""MLX-LM on a model in memory: logits of every position of a text, through its quantized cache."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvq.errors import ConfigError, DataError, Unsupported
+
+PACKAGES: Final = {"mlx": "0.32.4", "mlx-lm": "0.32.2"}
+_BATCH: Final = 512
+
+
+class Mlx:
+    """A transformers model in MLX-LM, with one type of cache for keys and values.
+
+    Args:
+        model: a causal language model of a family that MLX-LM knows, in fp32 or fp16 (fp16 is slow on a CPU).
+        context: tokens of the longest text.
+        bits, group_size: of the cache; None: full precision.
+
+    Raises:
+        ConfigError: MLX-LM is not installed, or in another version.
+        DataError: a context beyond the model's.
+        Unsupported: a family that it does not know, or bits and groups that its cache cannot hold.
+    """
+
+    version: ClassVar[int] = 1
+    name = "MLX-LM"
+
+    def __init__(self, model: Any, context: int, bits: int | None = None, group_size: int = 64) -> None:
+        _check_installed()
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+        from mlx_lm.utils import _get_classes
+
+        config = model.config.to_dict()
+        if context > config["max_position_embeddings"]:
+            raise DataError(
+                f"task.context={context}: the model takes at most {config['max_position_embeddings']} tokens"
+            )
+        rope = config.pop("rope_parameters")  # MLX-LM reads its base at the top level alone
+        if rope.get("rope_type", "default") != "default":
+            raise Unsupported(f"task.engine=mlx: rope_type={rope['rope_type']} is not carried over")
+        try:
+            kind, arguments = _get_classes(config | {"rope_theta": rope["rope_theta"]})
+        except ValueError as error:
+            raise Unsupported(f"task.engine=mlx: {error}") from error
+        self._mx, self._bits, self._group = mx, bits, group_size
+        self._model = kind(arguments.from_dict(config | {"rope_theta": rope["rope_theta"]}))
+        weights = {name: mx.array(weight.detach().cpu().numpy()) for name, weight in model.state_dict().items()}
+        self._model.load_weights(list(self._model.sanitize(weights).items()))
+        self._make = make_prompt_cache
+        self._caches: list[Any] = []
+        self.vocab = int(config["vocab_size"])
+
+    @property
+    def build(self) -> str:
+        """The engine's versions and its device."""
+        named = ", ".join(f"{name} {version}" for name, version in PACKAGES.items())
+        return f"{self.name} ({named}; {self._mx.default_device()})"
+
+    def logits(self, tokens: Int[Tensor, " tokens"]) -> Iterator[Float[Tensor, "positions vocab"]]:
+        """The logits after each token of a text, in order, some positions at a time, from an empty cache.
+
+        Raises:
+            Unsupported: bits and groups that its cache cannot hold.
+        """
+        from mlx_lm.models.cache import QuantizedKVCache
+
+        caches = self._make(self._model)
+        if self._bits is not None:
+            caches = [QuantizedKVCache(self._group, self._bits) for _ in caches]
+        self._caches = caches
+        for start in range(0, tokens.numel(), _BATCH):
+            part = self._mx.array(tokens[start : start + _BATCH].tolist())[None]
+            try:
+                found = self._model(part, cache=caches)[0].astype(self._mx.float32)
+                self._mx.eval(found)
+            except ValueError as error:
+                asked = f"{self._bits} bits in groups of {self._group}"
+                raise Unsupported(f"task.engine=mlx: {asked}: {' '.join(str(error).split())}") from error
+            yield torch.from_numpy(np.array(found))
+
+    def cached(self, layers: int, heads: int, head_dim: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer as stored of the last text, dequantized: `[heads, tokens, head_dim]`."""
+
+        def decoded(held: Any) -> Tensor:
+            if self._bits is not None:
+                held = self._mx.dequantize(*held, group_size=self._group, bits=self._bits)
+            return torch.from_numpy(np.array(held.astype(self._mx.float32)))[0]
+
+        return [tuple(map(decoded, _sides(cache))) for cache in self._caches]  # type: ignore[misc]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the cached keys and values of the tokens read, without what is allocated ahead."""
+        return sum(_size(held) for cache in self._caches for held in _sides(cache))
+
+    def side_bits(self, side: str) -> float:
+        """Bits of an element of `key` or `value`, scales included, as they lie in the cache."""
+        at = ("key", "value").index(side)
+        held = [_sides(cache)[at] for cache in self._caches]
+        return 8 * sum(map(_size, held)) / sum(_elements(part, self._bits) for part in held)
+
+    def close(self) -> None:
+        """Free the caches."""
+        self._caches = []
+
+    def __enter__(self) -> Mlx:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_installed() -> None:
+    for name, pinned in PACKAGES.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise ConfigError(f"task.engine=mlx: needs {name}=={pinned}; pip install -e '.[mlx]'") from error
+        if found != pinned:
+            raise ConfigError(f"task.engine=mlx: {name}=={found} is installed; the cache is known of {pinned}")
+
+
+def _sides(cache: Any) -> tuple[Any, Any]:
+    """Keys and values of the tokens read: arrays, or tuples of codes, scales and offsets."""
+    if hasattr(cache, "bits"):
+        keys, values = cache.keys_and_values()
+        return keys, values
+    return cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]
+
+
+def _parts(held: Any) -> tuple[Any, ...]:
+    return tuple(held) if isinstance(held, (tuple, list)) else (held,)
+
+
+def _size(held: Any) -> int:
+    return sum(int(part.nbytes) for part in _parts(held))
+
+
+def _elements(held: Any, bits: int | None) -> int:
+    codes = int(_parts(held)[0].size)
+    return codes if bits is None else codes * 32 // bits

@@ -1,0 +1,303 @@
+"""`python -m kvq.recommend model=llama_3_1_8b context=32768 engine=llamacpp memory=2GiB`: which cache format to take.
+
+At most three choices, each with the line to paste, its bytes at the context and batch asked for, its loss with error
+and the tail of its KL, and what that rests on. A format within noise of a cheaper one is never among them.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.recommend")
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvq.config import compose, resolve
+from kvq.config.explain import COMPOSE_ERRORS, choices, explain
+from kvq.errors import ConfigError, KvqError, RecordError, printable
+from kvq.methods.build import method_of
+from kvq.models.shapes import CacheShape, cache_shape
+from kvq.report.comparisons import Comparisons, Verdicts, unbeaten
+from kvq.report.judged import samples_of
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.layout import Row, Table
+from kvq.results import Record, Store
+from kvq.tasks.memory import rows_of
+from kvq.tasks.stepwise import check_codecs_alone, check_layers_alike
+
+MOST = 3
+"""Choices that are printed."""
+ENGINES = ("llamacpp", "ikllama", "vllm", "sglang", "lmdeploy", "tensorrt", "mlx", "exllama2", "exllama3", "openvino")
+"""Engines by the names of their presets; None: methods in transformers too."""
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_USAGE = """Which cache format to take, from the records of this folder.
+
+  python -m kvq.recommend model=llama_3_1_8b context=32768 engine=llamacpp memory=2GiB
+  python -m kvq.recommend model=smollm2_135m context=8192 loss=0.02
+
+  model=NAME      a model of conf/model (python run.py ls models), or hf with model.path=
+  context=TOKENS  of each sequence
+  engine=NAME     {engines}; default: any method
+  memory=SIZE     of the whole cache: 512MiB, 4GiB
+  loss=NATS       at most so much over full precision (nats per token); also 'loss<=0.02'
+  batch=N         sequences (default 1)
+  results=FOLDER  default: results
+"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a model by the overrides that name it, tokens and sequences, and bounds on bytes and loss."""
+
+    model: tuple[str, ...]
+    context: int
+    engine: str | None = None
+    memory: float | None = None
+    loss: float | None = None
+    batch: int = 1
+    results: Path = Path("results")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A format that is recommended, its bytes at the question's context and batch, and what its loss rests on."""
+
+    row: Row
+    bytes: float
+    line: str
+    evidence: str
+
+
+def question_of(words: Sequence[str]) -> Question:
+    """The question of a command line.
+
+    Raises:
+        ConfigError: an unknown word, a number that is none, or no model or context.
+    """
+    given: dict[str, str] = {}
+    model = []
+    for word in words:
+        name, found, value = word.replace("<=", "=", 1).partition("=")
+        if name == "model" or name.startswith("model."):
+            model.append(word)
+        elif found and name in ("context", "engine", "memory", "loss", "batch", "results") and value:
+            given[name] = value
+        else:
+            raise ConfigError(f"{word}: model=, context=, engine=, memory=, loss=, batch= or results=")
+    if not model or "context" not in given:
+        raise ConfigError("recommend: needs model=NAME and context=TOKENS; --help says the rest")
+    engine = given.get("engine")
+    if engine is not None and engine not in ENGINES:
+        raise ConfigError(f"engine={engine}: one of {', '.join(ENGINES)}")
+    return Question(
+        tuple(model),
+        _count("context", given["context"]),
+        engine,
+        _size(given["memory"]) if "memory" in given else None,
+        _positive("loss", given["loss"]) if "loss" in given else None,
+        _count("batch", given.get("batch", "1")),
+        Path(given.get("results", "results")),
+    )
+
+
+def _count(name: str, text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) < 10**9:
+        raise ConfigError(f"{name}={text}: a whole number, at least 1")
+    return int(text)
+
+
+def _positive(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{name}={text}: a number, at least 0")
+    return value
+
+
+def _size(text: str) -> float:
+    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?b)?", text.lower())
+    if not found:
+        raise ConfigError(f"memory={text}: a size such as 512MiB or 4GiB")
+    return _positive("memory", found[1]) * _UNITS[found[2]]
+
+
+def family(model: str) -> str:
+    """What models of a family share of their names: the letters before the first number."""
+    return re.match(r"[a-z]*", model.lower())[0]  # type: ignore[index]
+
+
+class Advisor:
+    """Answers questions from the records of a store."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.store = question, Store(question.results)
+        given = list(question.model)
+        try:
+            self.model = resolve(compose(given)).model
+        except COMPOSE_ERRORS as error:
+            raise ConfigError(explain(error, given)) from error
+        self.shape: CacheShape = cache_shape(self.model)
+        longest = self.shape.context
+        if longest is not None and question.context > longest:
+            raise ConfigError(f"context={question.context}: model={self.model.name} takes at most {longest} tokens")
+        self._bytes: dict[tuple[str, str], float | None] = {}
+
+    @property
+    def full_bytes(self) -> float:
+        """Bytes of the cache in fp16."""
+        return self._counted("fp16", "") or 0.0
+
+    def choices(self) -> list[Choice]:
+        """At most `MOST` formats, the cheapest first, or the best first where only memory is bounded.
+
+        Raises:
+            RecordError: no run of a format that may be chosen is on record.
+        """
+        table = self._evidence()
+        rows = {row.record.key: row for row in self._candidates(table)}
+        verdicts = Verdicts(
+            [row.record for row in rows.values()], Comparisons(lambda record: samples_of(record, self.store, {}))
+        )
+        sized: Callable[[Record], float | None] = self._bytes_of
+        fitting = [
+            record for record in unbeaten([row.record for row in rows.values()], verdicts, sized) if self._fits(record)
+        ]
+        chosen = fitting[:MOST] if self.question.loss is not None else fitting[: -MOST - 1 : -1]
+        return [
+            Choice(rows[one.key], self._bytes_of(one) or 0.0, self._line(one), self._rests_on(one)) for one in chosen
+        ]
+
+    def _fits(self, record: Record) -> bool:
+        memory, loss, size = self.question.memory, self.question.loss, self._bytes_of(record)
+        fits = size is not None and (memory is None or size <= memory)
+        return fits and (loss is None or record.metrics["delta_nll"] <= loss)
+
+    def _candidates(self, table: Table) -> Iterator[Row]:
+        prefix = "" if self.question.engine is None else f"engine/{self.question.engine}"
+        for row in table.rows:
+            record = row.record
+            known = not (row.baseline or row.stale or row.variant) and "delta_nll" in record.metrics
+            if known and record.status == "done" and record.method.startswith(prefix):
+                yield row
+
+    def _evidence(self) -> Table:
+        """The table of decoding that says most: of this model, its family, the real model, any other, in this order."""
+
+        def nearness(table: Table) -> tuple[int, int]:
+            model = table.rows[0].record.model
+            ranks = (model == self.model.name, family(model) == family(self.model.name), model == "smollm2_135m")
+            return ranks.index(True) if any(ranks) else len(ranks), -len(list(self._candidates(table)))
+
+        tables = [table for table in build_tables(self.store).tables if _is_of_decoding(table)]
+        tables = [table for table in tables if any(True for _ in self._candidates(table))]
+        if not tables:
+            raise RecordError(f"no run of {self._asked} is on record; measure some: {self._command}")
+        return min(tables, key=nearness)
+
+    @property
+    def _asked(self) -> str:
+        return "a method" if self.question.engine is None else f"a format of {self.question.engine}"
+
+    @property
+    def _command(self) -> str:
+        names = [name for name in choices()["method"] if name.startswith(f"engine/{self.question.engine or ''}")]
+        return f"python run.py -m {' '.join(self.question.model)} method={','.join(names[:4])} task.context=1024"
+
+    def _bytes_of(self, record: Record) -> float | None:
+        return self._counted(record.method, record.bits)
+
+    def _counted(self, name: str, bits: str) -> float | None:
+        """Bytes of a method's cache behind a prompt; None: they do not follow from the shape of the model."""
+        if (name, bits) not in self._bytes:
+            words = [*self.question.model, f"method={name}", *([f"bits={bits}"] if bits else [])]
+            try:
+                config = resolve(compose(words))
+                for kind in self.shape.layers:
+                    method = method_of(config, kind.dim("key"))
+                check_codecs_alone(method, "memory")
+                check_layers_alike(method, "memory")
+                rows = rows_of(self.shape, method, self.question.context, measured=False)
+                self._bytes[name, bits] = float(sum(row["total"] for row in rows) * self.question.batch)
+            except COMPOSE_ERRORS:
+                self._bytes[name, bits] = None
+        return self._bytes[name, bits]
+
+    def _line(self, record: Record) -> str:
+        bits = [f"bits={record.bits}"] if record.bits else []
+        serve = resolve(compose([f"method={record.method}", *bits])).method.serve
+        return serve or " ".join(["python run.py", *self.question.model, f"method={record.method}", *bits])
+
+    def _rests_on(self, record: Record) -> str:
+        engine = record.provenance.engine
+        how = "in the engine itself" if engine else "by preset, in transformers"
+        if record.model == self.model.name:
+            return f"measured on this model, {how}"
+        if family(record.model) == family(self.model.name):
+            return f"measured on another model of this family ({record.model}), {how}"
+        only = " only: a small model; measure yours" if record.model != self.model.name else ""
+        return f"measured on {record.model}{only}, {how}"
+
+
+def _is_of_decoding(table: Table) -> bool:
+    settings: Mapping[str, object] = table.rows[0].record.config.get("task", {})
+    return table.rows[0].record.task == "ppl" and settings.get("scoring") == "generation"
+
+
+def shown(choice: Choice, place: int, full: float) -> str:
+    """A choice in four lines."""
+    metrics, record = choice.row.record.metrics, choice.row.record
+    error = metrics.get("delta_nll_se")
+    loss = f"{metrics['delta_nll']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
+    tail = f", KL of one token in a thousand at least {metrics['kl_p999']:.2f}" if "kl_p999" in metrics else ""
+    noise = "; within noise of full precision" if choice.row.within_noise else ""
+    name = f"{choice.row.name} {record.bits}".strip()
+    return "\n".join(
+        (
+            f"{place}. {name}: {choice.line}",
+            f"   {_readable(choice.bytes)}, {full / choice.bytes:.1f} times less than fp16",
+            f"   loss {loss} nats per token{tail}{noise}",
+            f"   {choice.evidence}; {record.dataset}, {metrics.get('windows', 0):.0f} windows",
+        )
+    )
+
+
+def _readable(size: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the choices and return 0; 1: there is none; 2: a question that cannot be answered."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print(_USAGE.format(engines=", ".join(ENGINES)))
+        return 0 if words else 2
+    try:
+        question = question_of(words)
+        advisor = Advisor(question)
+        found = advisor.choices()
+    except RecordError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 1
+    except KvqError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2
+    full = advisor.full_bytes
+    about = f"{advisor.model.name}, {question.batch} x {question.context:,} tokens, fp16 {_readable(full)}"
+    if not found:
+        print(f"{about}: nothing on record fits; more memory, a shorter context or a larger loss is needed")
+        return 1
+    print(about)
+    for place, choice in enumerate(found, 1):
+        print(printable(shown(choice, place, full)))
+    return 0

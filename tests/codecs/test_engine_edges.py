@@ -1,0 +1,69 @@
+"""What formats of engines do with zeros, equal numbers, ties and values beyond their scales."""
+
+import pytest
+import torch
+
+from kvq.codecs import BlockFloatQuantizer, RmsLevelsQuantizer, unpack
+from kvq.methods.build import build_method
+from tests.calibrated import build
+from tests.codecs.test_engines import DIM, states
+
+
+def one_way(name, x, side="key"):
+    codec = getattr(build_method(name, head_dim=x.shape[-1]), side)
+    return codec.decode(codec.encode(x))
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vllm_fp8_ds_mla", "vllm_nvfp4_ds_mla", "vllm_octave_k3v4", "vllm_octave_k3v3", "vllm_octave_k3v3_compact"),
+        *("openvino_u8", "openvino_u4", "lmdeploy_fp8", "lmdeploy_fp8/e5m2"),
+    ],
+)
+def test_a_token_of_zeros_is_zeros(name, side):
+    x = states(8).float()
+    x[:, :, 2] = 0
+    found = one_way(f"engine/{name}", x, side)
+    assert not found[:, :, 2].any()
+    assert found.isfinite().all()
+
+
+def test_a_vector_of_equal_numbers_keeps_its_value_in_openvino():
+    x = torch.full((1, 1, 2, DIM), 0.3)
+    x[:, :, 1] = -7
+    for side in ("key", "value"):
+        assert torch.allclose(one_way("engine/openvino_u4", x, side), x, rtol=1e-6)
+
+
+def test_scales_that_are_rounded_up_clip_nothing():
+    """Where NVFP4's nearest scale is the lower one, the largest value is beyond 6 scales. The least scale is 2^-9."""
+    x = torch.zeros(1, 1, 3, 16)
+    x[..., 0] = torch.tensor([6 * 1.05, 6 * 1.06, 2.0**-10])
+    scale = BlockFloatQuantizer(scale="e4m3_up").encode(x, x.dtype)["scale"].float().flatten()
+    assert scale.tolist() == [1.125, 1.125, 2.0**-9]
+    nearest = BlockFloatQuantizer().encode(x, x.dtype)["scale"].float().flatten()
+    assert nearest.tolist() == [1.0, 1.0, 0.0]
+    largest = BlockFloatQuantizer(scale="e4m3_up").encode(x + 1e5, x.dtype)["scale"].float()
+    assert set(largest.flatten().tolist()) == {448.0}
+
+
+def test_octave_keeps_the_inner_product_and_sends_a_tie_to_the_lower_level():
+    x = torch.randn(1, 2, 9, DIM, generator=torch.Generator().manual_seed(3))
+    for side in ("key", "value"):
+        found = one_way("engine/vllm_octave_k3v4", x, side)
+        assert torch.allclose((x * found).sum(-1), x.square().sum(-1), rtol=1e-3)
+    quantizer = RmsLevelsQuantizer([-127, -79, -45, -14, 14, 45, 79, 127], 59)
+    pair = torch.tensor([[[[1.0, -1.0, 0.0, 0.0]]]])  # 0 is halfway between -14 and 14
+    codes = unpack([quantizer.encode(pair, pair.dtype)[f"codes.{i}"] for i in range(2)], 3, 1).flatten().tolist()
+    assert codes == [6, 1, 3, 3]
+
+
+def test_sglangs_nvfp4_is_vllms():
+    x = states(8)
+    for side in ("key", "value"):
+        ours, other = (
+            getattr(build(name, x), side).encode(x).parts for name in ("engine/sglang_nvfp4", "engine/vllm_nvfp4")
+        )
+        assert all(torch.equal(ours[name].view(torch.uint8), other[name].view(torch.uint8)) for name in other)

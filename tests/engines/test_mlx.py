@@ -1,0 +1,65 @@
+"""MLX-LM on models in memory: its logits in full precision, and its cache against the presets'."""
+
+import pytest
+import torch
+
+from kvq.engines import mlx
+from kvq.engines.mlx import Mlx
+from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.methods.build import build_method
+from kvq.tasks.queries import engine_attention
+from tests.engines import installed
+from tests.engines.test_llamacpp import TOKENS, in_torch, kl, log_probs, model_of
+
+pytestmark = installed.mlx
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(120, (TOKENS,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_full_precision_is_pytorchs(family, tokens):
+    model = model_of(family)
+    with Mlx(model, TOKENS) as engine:
+        assert kl(in_torch(model, tokens), log_probs(engine, tokens)) < 1e-8
+        assert engine.side_bits("key") == 32
+        assert engine.state_bytes == 2 * 2 * 2 * 64 * 4 * TOKENS
+        assert "mlx 0." in engine.build
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 64), (4, 64), (4, 32), (2, 64), (3, 32)])
+def test_a_preset_loses_what_the_engine_loses(bits, group, tokens):
+    """Scale and offset have the dtype of the states in MLX, here fp32; that of the presets is fp16."""
+    model = model_of()
+    name = "engine/mlx" if group == 64 else f"engine/mlx_g{group}"
+    method = build_method(name, bits, head_dim=64)
+    with Mlx(model, TOKENS, bits, group) as engine:
+        found = log_probs(engine, tokens)
+        assert engine.side_bits("value") == bits + 64 / group
+        held = engine.cached(2, 2, 64)
+    own = kl(in_torch(model, tokens), found)
+    assert kl(found, in_torch(model, tokens, method)) < max(own / 10, 1e-6)
+    with engine_attention(model, None, held):
+        assert kl(found, in_torch(model, tokens)) < 1e-8
+
+
+def test_a_cache_that_it_cannot_hold(tokens):
+    with (
+        pytest.raises(Unsupported, match=r"6 bits in groups of 64: .*broadcast") as raised,
+        Mlx(model_of(head_dim=128), TOKENS, 6, 64) as engine,
+    ):
+        log_probs(engine, tokens)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(DataError, match=r"task.context=4096: the model takes at most 512 tokens"):
+        Mlx(model_of(), 4096)
+
+
+def test_another_version_is_refused(monkeypatch):
+    monkeypatch.setitem(mlx.PACKAGES, "mlx", "0.1")
+    with pytest.raises(ConfigError, match=r"mlx==\S+ is installed; the cache is known of 0.1"):
+        Mlx(model_of(), TOKENS)
+    monkeypatch.setattr(mlx, "PACKAGES", {"mlx-nothing": "1"})
+    with pytest.raises(ConfigError, match=r"needs mlx-nothing==1; pip install -e '.\[mlx\]'"):
+        Mlx(model_of(), TOKENS)

@@ -1,0 +1,274 @@
+"""What a folder's files hold is compared with its configuration before it is loaded, and named by all that is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kvq.config import ModelConfig
+from kvq.data.text import encode
+from kvq.errors import ConfigError, DataError
+from kvq.models import load_model, load_tokenizer, model_fingerprint, shape_of
+from kvq.models.folder import folder_writes_bos
+from tests.random_models import save_random_model
+
+Weights = dict[str, Tensor]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    return ModelConfig("a", str(save_random_model(tmp_path / "model")))
+
+
+def set_in(config: ModelConfig, file: str, **settings: Any) -> None:
+    path = Path(config.path, file)
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | settings), encoding="utf-8")
+
+
+def sharded(config: ModelConfig, name: Callable[[int], str]) -> Weights:
+    """Two shards and an index in the place of the one file; the weights."""
+    folder = Path(config.path)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {weight: name(number % 2) for number, weight in enumerate(sorted(weights))}
+    for file in set(places.values()):
+        (folder / file).parent.mkdir(exist_ok=True, parents=True)
+        own = {weight: weights[weight] for weight in weights if places[weight] == file}
+        save_file(own, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    return weights
+
+
+@pytest.mark.parametrize(
+    "place", ["part-{}.safetensors", "deep/er/part-{}.safetensors", "odd/part-{}.weights.safetensors"]
+)
+def test_a_changed_shard_is_another_model(model: ModelConfig, place: str) -> None:
+    whole = load_model(model, "cpu").model.state_dict()
+    sharded(model, place.format)
+    assert all(torch.equal(whole[name], one) for name, one in load_model(model, "cpu").model.state_dict().items())
+    before = model_fingerprint(model)
+    assert before == model_fingerprint(model)
+    for number in (0, 1):
+        file = Path(model.path, place.format(number))
+        weights = load_file(file)
+        next(iter(weights.values())).view(-1)[0] += 1
+        save_file(weights, file, metadata={"format": "pt"})
+        assert model_fingerprint(model) != before
+        before = model_fingerprint(model)
+
+
+def test_weights_that_the_configuration_names_are_read(model: ModelConfig) -> None:
+    folder = Path(model.path)
+    (folder / "deep").mkdir()
+    (folder / "model.safetensors").rename(folder / "deep/w.safetensors")
+    set_in(model, "config.json", transformers_weights="deep/w.safetensors")
+    load_model(model, "cpu")
+    before = model_fingerprint(model)
+    save_file({"lm_head.weight": torch.zeros(2)}, folder / "deep/w.safetensors")
+    assert model_fingerprint(model) != before
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_a_chat_template_is_part_of_a_model(model: ModelConfig, file: str) -> None:
+    before = model_fingerprint(model)
+    Path(model.path, file).parent.mkdir(exist_ok=True)
+    Path(model.path, file).write_text("{{ messages }}", encoding="utf-8")
+    assert model_fingerprint(model) != before
+
+
+@pytest.mark.parametrize(
+    "outside", ["../part-{}.safetensors", "a/../../part-{}.safetensors", "/tmp/part-{}.safetensors"]
+)
+def test_an_index_that_leaves_the_folder_is_refused(model: ModelConfig, outside: str) -> None:
+    sharded(model, "part-{}.safetensors".format)
+    index = json.loads(Path(model.path, INDEX).read_text(encoding="utf-8"))
+    set_in(model, INDEX, weight_map=dict.fromkeys(index["weight_map"], outside.format(0)))
+    for read in (model_fingerprint, load_model):
+        with pytest.raises(
+            DataError, match=r"index\.json names \S*part-0\.safetensors, which is outside of the folder$"
+        ):
+            read(model)
+
+
+def test_a_link_in_the_folder_may_lead_outside(model: ModelConfig, tmp_path: Path) -> None:
+    """As all do in the cache of the hub's library; the fingerprint is of what is read."""
+    file = Path(model.path, "model.safetensors")
+    before = model_fingerprint(model)
+    file.rename(tmp_path / "blob")
+    file.symlink_to(tmp_path / "blob")
+    assert model_fingerprint(model) == before
+    load_model(model, "cpu")
+
+
+def _to_fifo(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+def _to_folder(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.mkdir()
+
+
+def _to_nothing(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "config.json", "tokenizer.json", "extra.bin", "tokenizer_config.json"]
+)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(_to_fifo, "no regular file"), (_to_folder, "a folder"), (_to_nothing, "a link to nothing")],
+)
+def test_what_no_reader_can_open_is_one_line_and_no_wait(
+    model: ModelConfig, file: str, change: Callable[[Path], None], says: str
+) -> None:
+    change(Path(model.path, file))
+    for read in (model_fingerprint, load_model, load_tokenizer, shape_of):
+        with pytest.raises(DataError, match=rf"^model\.path=\S+: {file} is {says}$"):
+            read(model)
+
+
+def test_an_adapter_is_refused(model: ModelConfig) -> None:
+    Path(model.path, "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}', encoding="utf-8")
+    with pytest.raises(DataError, match="holds an adapter; merge it"):
+        model_fingerprint(model)
+
+
+ODD = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", ODD, ids=str)
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("which", ["k_proj", "norm", "embed", ""])
+def test_weights_that_are_no_floating_point_numbers_are_refused(
+    model: ModelConfig, dtype: torch.dtype, kind: str, which: str
+) -> None:
+    file = Path(model.path, "model.safetensors")
+    weights = {name: one.to(dtype) if which in name else one for name, one in load_file(file).items()}
+    if kind == "bin":
+        file.unlink()
+        torch.save(weights, file.with_name("pytorch_model.bin"))
+    else:
+        save_file(weights, file, metadata={"format": "pt"})
+    wanted = r"weights that are not float64, .*\(\w+\)|cannot be loaded: .*unknown dtype C64"
+    with pytest.raises(DataError, match=wanted) as caught:
+        load_model(model, "cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given", [{"quant_method": "foo"}, {"bits": 4}, {"quant_method": None}, {}, {"quant_method": 4}], ids=str
+)
+def test_a_method_of_quantized_weights_that_is_unknown_is_refused(model: ModelConfig, given: dict[str, Any]) -> None:
+    """transformers would leave out the method, warn, and read the codes as weights."""
+    set_in(model, "config.json", quantization_config=given)
+    with pytest.raises(DataError, match=r"quantization_config\.quant_method=(foo|None|4): one of .*awq.*gptq"):
+        load_model(model, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_hidden_layers": 10**9}, "its config.json has 1000000000 layers, its files 21 tensors"),
+        ({"vocab_size": 10**10}, "describes 960,000,101,744 weights, its files hold 126,192"),
+        ({"intermediate_size": 10**9}, r"describes [0-9,]+ weights, its files hold 126,192"),
+        ({"head_dim": 10**8}, r"describes [0-9,]+ weights, its files hold 126,192"),
+    ],
+)
+def test_a_configuration_of_an_absurd_size_takes_neither_time_nor_memory(
+    model: ModelConfig, settings: dict[str, Any], says: str
+) -> None:
+    set_in(model, "config.json", **settings)
+    with pytest.raises(DataError, match=says):
+        load_model(model, "cpu")
+
+
+def test_a_context_above_the_positions_is_refused(model: ModelConfig) -> None:
+    def at(context: int) -> int | None:
+        return shape_of(ModelConfig("a", model.path, context=context))[1]
+
+    assert at(512) == 512
+    with pytest.raises(ConfigError, match=r"^model\.context=513: \S+ has 512 positions$"):
+        at(513)
+    assert shape_of(ModelConfig("a", model.path, context=9999), timed=True)[1] == 9999
+    set_in(model, "config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
+    assert at(2048) == 2048
+    with pytest.raises(ConfigError, match=r"^model\.context=2049: \S+ has 2048 positions$"):
+        at(2049)
+
+
+def changed_words(config: ModelConfig, change: Callable[[dict[str, Any]], None]) -> None:
+    path = Path(config.path, "tokenizer.json")
+    words = json.loads(path.read_text(encoding="utf-8"))
+    change(words)
+    path.write_text(json.dumps(words), encoding="utf-8")
+
+
+def test_ids_beyond_the_embedding_are_named(model: ModelConfig) -> None:
+    changed_words(model, lambda words: words["model"]["vocab"].update({"a": 5000}))
+    with pytest.raises(DataError, match=r"its tokenizer has 5001 tokens, the model 256$"):
+        load_tokenizer(model)
+
+
+def test_an_added_token_beyond_the_embedding_is_refused_where_it_is_used(model: ModelConfig) -> None:
+    """Tokenizers of some models have more than their embeddings, for other models of the family."""
+    token = {"id": 5000, "content": "<far>", "special": True, "normalized": False}
+    token |= dict.fromkeys(["single_word", "lstrip", "rstrip"], False)
+    changed_words(model, lambda words: words["added_tokens"].append(token))
+    tokenizer = load_tokenizer(model)
+    assert len(encode(tokenizer, "near")) == 4
+    with pytest.raises(DataError, match=r"^tokenizer: '<far>' is token \d+, the model's embedding has 256 rows$"):
+        encode(tokenizer, "a <far> b")
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"version": "1.0"', b"[]", b"{" * 10**5, b"\xff" * 99, b"null"])
+def test_a_tokenizer_that_is_missing_or_torn_is_one_line(model: ModelConfig, content: bytes | None) -> None:
+    path = Path(model.path, "tokenizer.json")
+    Tokenizer.from_file(str(path))
+    set_in(model, "tokenizer_config.json", bos_token="a")
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    assert folder_writes_bos(model) is None
+    with pytest.raises(DataError, match=r"^model\.path=\S+: [^\n]+$"):
+        load_tokenizer(model)
+
+
+def test_a_compressed_archive_of_weights_is_refused(model: ModelConfig) -> None:
+    file = Path(model.path, "pytorch_model.bin")
+    torch.save(load_file(Path(model.path, "model.safetensors")), file)
+    Path(model.path, "model.safetensors").unlink()
+    load_model(model, "cpu")
+    with zipfile.ZipFile(file) as whole:
+        entries = {name: whole.read(name) for name in whole.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in entries.items():
+            packed.writestr(name, content)
+    with pytest.raises(
+        DataError, match=r"cannot be loaded: pytorch_model\.bin is compressed, which torch does not write$"
+    ):
+        load_model(model, "cpu")
+
+
+@pytest.mark.parametrize("length", [2**62, 10**8, 10**6])
+def test_a_header_of_an_absurd_length_is_one_line(model: ModelConfig, length: int) -> None:
+    file = Path(model.path, "model.safetensors")
+    file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
+    with pytest.raises(DataError, match=r"cannot be loaded: [^\n]+$"):
+        load_model(model, "cpu")

@@ -1,0 +1,159 @@
+"""Text of records is text in a spreadsheet and on a terminal, and what is no number or no sample is named."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from kvq.cli import main as run
+from kvq.errors import RecordError, printable
+from kvq.report import command
+from kvq.report.escapes import csv_of, plain_cell
+from kvq.report.figures import style
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.formats import csv as csv_table
+from kvq.report.tables.terminal import print_tables
+from kvq.results import Store
+from kvq.results.record import dump_record, parse_record
+from tests.report import sweeps
+from tests.results import made
+
+FORMULAS = ["=1+1", "@SUM(A1)", "+cmd|' /C calc'!A0", "-2+3+cmd|' /C calc'!A0", "\t=1", " =1", "\n=1"]
+NUMBERS = ["-0.5", "+3", "-1e-9", "-", "3", "", "a=b", "method", "-inf"]
+ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202e\x00\x08"
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_formulas_are_text_in_every_csv(tmp_path: Path, text: str) -> None:
+    assert plain_cell(text) == f"'{text}"
+    assert list(csv.reader(io.StringIO(csv_of([{text: text, "b": -1.5}])))) == [[f"'{text}", "b"], [f"'{text}", "-1.5"]]
+    style.save(None, pd.DataFrame({text: [text], "b": [-1.5]}), tmp_path, "a")
+    with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
+        found = list(csv.reader(file))
+    assert found == [[f"'{text}", "b"], [f"'{text}", "-1.5"]]
+
+
+def test_a_carriage_return_ends_no_row() -> None:
+    rows = list(csv.reader(io.StringIO(csv_of([{"a": "x\r=1", "b": "y\r\nz"}]), newline="")))
+    assert rows == [["a", "b"], ["x\n=1", "y\nz"]]
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, -0.5, None, True, 3])
+def test_other_cells_stay_as_they_are(value: object) -> None:
+    assert plain_cell(value) is value
+
+
+def test_a_method_that_is_named_as_a_formula(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    runs = sweeps.sweep(store)
+    settings = made.config("x", "2")
+    store.put(made.record("=HYPERLINK(1)", "2", settings=settings, status="failed", reason="-1+1", metrics={}))
+    for table in build_tables(store).tables:
+        for row in csv.DictReader(io.StringIO(csv_table(table))):
+            assert not any(value[:1] in "=@" or value == "-1+1" for value in row.values() if value)
+    assert runs
+
+
+def test_no_control_character_reaches_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path)
+    baseline = sweeps.sweep(store)["fp16"]
+    settings = made.config(ESCAPES, "2")
+    odd = sweeps.put_run(
+        store,
+        f"{ESCAPES}a",
+        "2",
+        sweeps.losses(0.4, 0.01, 77),
+        baseline,
+        2.5,
+        config=settings,
+        key=made.record("x", settings=settings).key,
+        dataset=f"pydocs{ESCAPES}",
+        model=f"tiny{ESCAPES}",
+    )
+    out = io.StringIO()
+    print_tables(store, Console(file=out, width=400))
+    assert odd.method not in out.getvalue()
+    assert printable(out.getvalue()) == out.getvalue()
+    (store.runs / f"{ESCAPES.replace(chr(0), '')}.json").write_text("{}", encoding="utf-8")
+    command.say_skipped(store.scan()[1])
+    assert run([f"method={ESCAPES[:5]}"]) == 2
+    said = capsys.readouterr().err
+    assert "skipped" in said
+    assert printable(said) == said
+
+
+@pytest.mark.parametrize("value", ["1.5", True, False, "", "nan", None, [1.0]])
+@pytest.mark.parametrize("where", ["metrics", "wall_seconds"])
+def test_a_metric_that_is_no_number_is_refused(value: Any, where: str) -> None:
+    data = json.loads(dump_record(made.record("kivi", "2", metrics={"nll": 1})))
+    holder = data["provenance"] if where == "wall_seconds" else data
+    holder[where]["load" if where == "wall_seconds" else "nll"] = value
+    with pytest.raises(RecordError, match=rf"{where}\.(nll|load): ") as caught:
+        parse_record(json.dumps(data).encode())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (5, "sample 1 is int, not an object"),
+        ({"window": 1, "tokens": 100, "nll": "3.5"}, "sample 1: 'nll' is '3.5', not a finite number"),
+        ({"window": 1, "tokens": True, "nll": 3.5}, "sample 1: 'tokens' is True, not a finite number"),
+        ({"window": 1, "tokens": 100, "nll": float("nan")}, "sample 1: 'nll' is nan, not a finite number"),
+        ({"window": 1, "tokens": 100}, "sample 1: 'nll' is missing"),
+        ({"window": 1, "nll": 3.5}, "sample 1: 'tokens' is missing"),
+        ({"item": "a", "score": None}, "sample 1: 'score' is None, not a finite number"),
+    ],
+)
+def test_a_broken_sample_names_its_record(tmp_path: Path, row: Any, says: str) -> None:
+    store = Store(tmp_path)
+    record = store.put(made.record("kivi", "2"), made.samples([1.0, 2.0]))
+    rows = [*made.samples([1.0]), row]
+    content = b"".join(json.dumps(one).encode() + b"\n" for one in rows)
+    store.samples_path(record.key).write_bytes(content)
+    changed = record.model_copy(update={"samples_sha256": hashlib.sha256(content).hexdigest()})
+    store.record_path(record.key).write_bytes(dump_record(changed))
+    with pytest.raises(RecordError, match=rf"cannot read samples \S*{record.key}\.samples\.jsonl: {says}"):
+        store.samples(record.key)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"item": "prompt", "tokens": [3, 1, 2]}],  # of a text
+        [{"kind": "layer", "tokens": 100}, {"kind": "sink", "position": 3}],
+        [{"item": "a", "score": 1}, {"item": "b", "skipped": "too long"}],
+    ],
+)
+def test_samples_without_losses_have_columns_of_their_own(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    store = Store(tmp_path)
+    assert store.samples_of(store.put(made.record("kivi", "2"), rows)) == rows
+
+
+def test_a_sample_that_cannot_be_stored_names_its_record(tmp_path: Path) -> None:
+    record = made.record("kivi", "2")
+    with pytest.raises(RecordError, match=rf"^record {record.key[:12]}: sample 0: 'nll' is nan"):
+        Store(tmp_path).put(record, [{"window": 0, "nll": float("nan")}])
+
+
+@pytest.mark.parametrize("hours", [-9000, -2, 2, 9000])
+def test_leftovers_of_a_clock_that_was_wrong_are_cleared(tmp_path: Path, hours: int) -> None:
+    store, key = Store(tmp_path), made.record("kivi", "2").key
+    store.check_writable()
+    for name in (key, "1" * 64):
+        (store.runs / f".{name}.x.tmp").write_bytes(b"torn")
+        os.utime(store.runs / f".{name}.x.tmp", (time.time() + 3600 * hours,) * 2)
+    with store.lock(key):
+        assert not (store.runs / f".{key}.x.tmp").exists()
+    store.check_writable()
+    assert not list(store.runs.glob(".*.tmp"))

@@ -1,0 +1,106 @@
+"""Recommendations from constructed records whose right answer is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvq import recommend
+from kvq.config import compose, resolve
+from kvq.config.identity import by_names
+from kvq.errors import ConfigError, RecordError
+from kvq.results import Record, Store, run_key
+from kvq.results.versions import versions_of
+from tests.report import sweeps
+
+CONTEXT = ("model=tiny", "context=2048")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """On tiny KIVI at 4 bits and llama.cpp's q8_0 are equal but for noise and bytes; OScaR beats KIVI at 2 bits."""
+    store = Store(tmp_path)
+    full = put(store, "fp16", "", 0.0, 0.0, None)
+    for name, bits, loss, noise in (
+        ("kivi", "2", 0.2, 0.01),
+        ("oscar", "2", 0.1, 0.01),
+        ("kivi", "4", 0.01, 0.001),
+        ("engine/llamacpp_q8_0", "", 0.0101, 0.001),
+        ("engine/llamacpp_q4_0", "", 0.05, 0.001),
+    ):
+        put(store, name, bits, loss, noise, full)
+    return store
+
+
+def put(store: Store, name: str, bits: str, loss: float, noise: float, full: Record | None) -> Record:
+    """A run on record as a run of these settings would be."""
+    config = resolve(compose([f"method={name}", *([f"bits={bits}"] if bits else [])]))
+    settings = by_names(config)
+    known = {"config": settings, "key": run_key(settings), "versions": versions_of(settings, type(config.task))}
+    return sweeps.put_run(store, name, bits, sweeps.losses(loss, noise, len(name + bits)), full, 3.0, **known)
+
+
+def answers(store: Store, *words: str) -> list[str]:
+    question = recommend.question_of([*CONTEXT, *words, f"results={store.root}"])
+    found = recommend.Advisor(question).choices()
+    return [f"{choice.row.record.method} {choice.row.record.bits}".strip() for choice in found]
+
+
+def test_the_best_first_and_nothing_within_noise_of_a_cheaper_one(store: Store) -> None:
+    found = answers(store)
+    assert found[0] == "kivi 4"  # q8_0 costs more and is not better
+    assert "engine/llamacpp_q8_0" not in found
+    assert len(found) <= recommend.MOST
+
+
+def test_bounds_of_loss_and_memory(store: Store) -> None:
+    assert answers(store, "loss<=0.15")[0] == "oscar 2"
+    assert answers(store, "loss=0.02") == ["kivi 4"]
+    every = recommend.Advisor(recommend.question_of([*CONTEXT, f"results={store.root}"])).choices()
+    least = min(choice.bytes for choice in every)
+    cheapest = [choice.row.record.method for choice in every if choice.bytes == least]
+    assert [answer.partition(" ")[0] for answer in answers(store, f"memory={least / 2**20:.6f}MiB")] == cheapest
+    assert answers(store, "memory=1KiB") == []
+    assert answers(store, f"memory={least / 2**20:.6f}MiB", "batch=2") == []
+
+
+def test_an_engine_alone(store: Store) -> None:
+    assert answers(store, "engine=llamacpp") == ["engine/llamacpp_q8_0", "engine/llamacpp_q4_0"]
+    with pytest.raises(RecordError, match="no run of a format of mlx is on record; measure some: python run"):
+        answers(store, "engine=mlx")
+
+
+def test_what_it_rests_on(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recommend.main([*CONTEXT, "engine=llamacpp", f"results={store.root}"]) == 0
+    out = capsys.readouterr().out
+    assert "measured on this model, by preset" in out
+    assert "-ctk q8_0 -ctv q8_0" in out
+    assert recommend.main(["model=tiny_hard", "context=512", f"results={store.root}"]) == 0
+    assert "another model of this family (tiny)" in capsys.readouterr().out
+    assert recommend.main(["model=llama_3_1_8b", "context=8192", f"results={store.root}"]) == 0
+    assert "measured on tiny only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model=tiny"], "needs model=NAME and context=TOKENS"),
+        (["context=5"], "needs model=NAME"),
+        ([*CONTEXT, "engine=vlm"], "engine=vlm: one of"),
+        ([*CONTEXT, "memory=much"], "memory=much: a size"),
+        ([*CONTEXT, "loss=-1"], "loss=-1: a number"),
+        ([*CONTEXT, "batch=0"], "batch=0: a whole number"),
+        ([*CONTEXT, "speed=1"], "speed=1: model="),
+    ],
+)
+def test_a_bad_question_is_one_line(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        recommend.question_of(words)
+
+
+def test_a_model_that_takes_less(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recommend.main(["model=tiny", "context=99999999", f"results={store.root}"]) == 2
+    assert "takes at most" in capsys.readouterr().err
+    assert recommend.main(["model=nothing", "context=8", f"results={store.root}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
