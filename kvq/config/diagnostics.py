@@ -109,6 +109,7 @@ class DistributionConfig(CaptureConfig):
         channel_ranges: least and largest covariance of each channel of the first layer are kept, for figures.
     """
 
+    later: ClassVar[tuple[str, ...]] = ("vector_windows", "channel_ranges")
     name: str = "distribution"
     windows: int = 2
     chunk: int | None = 64

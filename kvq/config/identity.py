@@ -107,8 +107,6 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
     task = {name: value for name, value in vars(config.task).items() if name not in _NOT_NAMED}
     if task.get("windows") is Windows.disjoint:
         task["stride"] = None
-    if task.get("prompt", "") is None:
-        del task["prompt"]  # belongs to one scoring; a task's own prompt is in its fingerprint
     for name in getattr(config.task, "later", ()):
         if task[name] == getattr(type(config.task), name):
             del task[name]
@@ -121,10 +119,6 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
             del task[name]  # nothing of it is timed, as before it could be
     if "engine" in task and (engine := task.pop("engine")):
         task["engine"] = engine.canonical()
-    if not task.get("channel_ranges", True):
-        del task["channel_ranges"]  # kept beside the same numbers, as before it could be
-    if task.get("vector_windows") == 1:
-        del task["vector_windows"]
     return task
 
 

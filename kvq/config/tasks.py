@@ -94,7 +94,7 @@ class PplConfig(TaskConfig):
 
     name: str = "ppl"
     version: ClassVar[int] = 1
-    later: ClassVar[tuple[str, ...]] = ("stretch",)
+    later: ClassVar[tuple[str, ...]] = ("prompt", "stretch")  # a prompt belongs to one scoring
     windows: Windows = Windows.sliding
     context: int = 2048
     stride: int = 512
@@ -345,7 +345,7 @@ class GenerateConfig(TaskConfig):
 
     name: str = "generate"
     version: ClassVar[int] = 1
-    later: ClassVar[tuple[str, ...]] = ("chat_template",)
+    later: ClassVar[tuple[str, ...]] = ("prompt", "chat_template")
     prompt: str | None = None
     prompt_file: str | None = None
     max_new_tokens: int = 128
