@@ -183,15 +183,19 @@ def length_of(name: str) -> int | None:
     return None if match is None else int(match[2])
 
 
-def metric_of(name: str, unit: str = "1") -> Metric:
-    """The metric of a name; of one that is not listed, its name, its unit and four decimals."""
-    if name in METRICS:
-        return METRICS[name]
+def metric_of(name: str, unit: str | None = None) -> Metric:
+    """The metric of a name; of one that is not listed, or not in this `unit`, its name, its unit and four decimals.
+
+    A record's unit wins: 75 % of a task outside the package is no 7,500 % because a listed metric is a fraction.
+    """
+    listed = METRICS.get(name)
+    if listed is not None and unit in (None, listed.unit):
+        return listed
     if match := _AT_LENGTH.fullmatch(name):
         known, tokens = AT_LENGTH[match[1]], f"at {int(match[2]):,} tokens"
         return known._replace(name=name, title=f"{known.title}, {tokens}", short=f"{known.short} {tokens}")
-    shown = name if unit == "1" else f"{name} ({unit})"
-    return Metric(name, unit, shown, name, 4, better="lower" if is_lower_better(name) else "")
+    shown = name if unit in (None, "1") else f"{name} ({unit})"
+    return Metric(name, unit or "1", shown, name, 4, better="lower" if is_lower_better(name) else "")
 
 
 def is_lower_better(name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.report.comparisons import by_bits
-from kvq.report.html.metrics import columns, describe
+from kvq.report.html.metrics import columns, describe, shown_metrics
 from kvq.report.html.papers import Paper, papers
 from kvq.report.html.safe import arxiv_link, shown
 from kvq.report.labels import model_name
@@ -77,7 +77,7 @@ def payload(tables: Tables, main: str | None = None) -> dict[str, Any]:
             }
             for table in tables.tables
         ],
-        "runs": [_run(place, row, pool) for place, row in rows],
+        "runs": [_run(place, row, pool, metrics) for place, row in rows],
         "pool": pool.values,
     }
 
@@ -103,9 +103,9 @@ def _methods(records: Sequence[Record], known: Mapping[str, Paper]) -> dict[str,
     return found
 
 
-def _run(place: int, row: Row, pool: Pool) -> dict[str, Any]:
+def _run(place: int, row: Row, pool: Pool, metrics: Mapping[str, Metric]) -> dict[str, Any]:
     record = row.record
-    names = list(record.metrics)[:MOST_METRICS]
+    names = shown_metrics(record, metrics)[:MOST_METRICS]
     bits = by_bits(record.bits)[0]
     run = {
         "key": record.key,

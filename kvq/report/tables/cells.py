@@ -41,12 +41,14 @@ def fixed(value: float, digits: int, signed: bool = False) -> str:
 def _metric(metric: Metric) -> Callable[[Row], Cell]:
     def cell(row: Row) -> Cell:
         value = row.record.metrics.get(metric.name)
-        return Cell(DASH if value is None else fixed(value * metric.scale, metric.digits, metric.signed))
+        if value is None or row.record.units.get(metric.name, metric.unit) != metric.unit:
+            return Cell(DASH)
+        return Cell(fixed(value * metric.scale, metric.digits, metric.signed))
 
     return cell
 
 
-def _column(name: str, cell: Callable[[Row], Cell] | None = None, unit: str = "1") -> Column:
+def _column(name: str, cell: Callable[[Row], Cell] | None = None, unit: str | None = None) -> Column:
     """A column of a metric; `cell` makes its text (None: the number alone)."""
     metric = metric_of(name, unit)
     return Column(metric.title, metric.short, cell or _metric(metric))
@@ -127,11 +129,12 @@ _OUTCOMES = ("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_
 
 
 def measured(table: Table) -> list[Column]:
-    """A column for each metric that a table's records hold, with its unit."""
-    units = {name: unit for row in table.rows for name, unit in row.record.units.items()}
-    names = [name for row in table.rows if not row.baseline for name in row.record.metrics]
-    names = sorted(set(names or [name for row in table.rows for name in row.record.metrics]), key=_natural)
-    return [_column(name, unit=units.get(name, "1")) for name in names]
+    """A column for each metric that a table's records hold, and for each unit that they give it in."""
+    rows = [row for row in table.rows if not row.baseline] or table.rows
+    pairs = {(name, row.record.units.get(name)) for row in rows for name in row.record.metrics}
+    pairs -= {(name, None) for name, unit in pairs if unit is not None}
+    ordered = sorted(pairs, key=lambda pair: (_natural(pair[0]), pair[1] or ""))
+    return [_column(name, unit=unit) for name, unit in ordered]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
