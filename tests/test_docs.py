@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from experiments import readme
 from experiments.places import PLACE, filled
 from kvq import cli
-from kvq.config import compose, resolve
+from kvq.config import compose, conf_dir, resolve
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
 from kvq.papers.sweep import product
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 NAMED_BLOCK = re.compile(r"`mine/([\w/.]+)`:\n\n```(?:yaml|python|json)\n(.*?)```", re.S)
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.S)
+ENGINES = ROOT / "docs" / "engines.in.md"
 COMMAND = re.compile(r"^    python (run\.py|-m kvq\.papers) (.+)$", re.M)
 MODULES = ("channel_scale", "agreement")
 
@@ -266,3 +268,13 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     pages = {page.parent.name for page in (tmp_path / "site").glob("*/index.html")}
     assert pages >= {"api", "architecture", "extend", "findings", "methods"}
     assert "nsnquant" in (tmp_path / "site" / "methods" / "index.html").read_text(encoding="utf-8")
+
+
+def test_lines_to_paste_are_those_of_the_presets() -> None:
+    """docs/engines.md's commands are what `python -m kvq.recommend` prints for the same format."""
+    rows = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| `(engine/[\w/]+)", ENGINES.read_text(), re.M)
+    assert len(rows) > 45
+    for line, preset in rows:
+        serve = OmegaConf.to_container(OmegaConf.load(conf_dir() / "method" / f"{preset}.yaml"), resolve=False)["serve"]
+        pasted = re.findall(r"`([^`]+)`", line)[0].replace("--kv-bits 3 ", "--kv-bits ${kvbits:key} ")
+        assert serve == pasted or serve.endswith(f" {pasted}"), preset

@@ -55,13 +55,13 @@ def file(tmp_path_factory):
 
 
 def log_probs(engine, tokens):
-    return torch.log_softmax(torch.cat(list(engine.logits(tokens))), -1)
+    return torch.log_softmax(torch.cat(list(engine.logits(tokens))).double(), -1)
 
 
 @torch.no_grad()
 def in_torch(model, tokens, method=None):
     cache = None if method is None else KVCache(model, parallel_method(method))
-    return torch.log_softmax(model(input_ids=tokens[None], past_key_values=cache).logits[0], -1)
+    return torch.log_softmax(model(input_ids=tokens[None], past_key_values=cache).logits[0].double(), -1)
 
 
 def kl(expected, found):
