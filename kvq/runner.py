@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -16,6 +17,7 @@ from kvq.calibration import files, text
 from kvq.calibration.fit import fitted
 from kvq.config import Config, full_precision
 from kvq.config.identity import canonical, names
+from kvq.config.tasks import is_timed
 from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported, printable
 from kvq.methods.build import method_of
@@ -23,6 +25,7 @@ from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
 from kvq.models.load import text_config_of
 from kvq.models.shapes import cache_shape
+from kvq.models.weights import rounded_weights
 from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
@@ -81,6 +84,9 @@ class Prepared:
         if method.kept_keys is not None:
             method = bind_kept_keys(method, self.inputs.tokenizer)
         text.check(self.inputs, method)
+        if self.config.model.round_weights is not None and (method.is_calibrated or is_timed(self.config.task)):
+            what = "a method fitted to the weights as they are" if method.is_calibrated else "a measurement of time"
+            raise Unsupported(f"model.round_weights={self.config.model.round_weights}: not with {what}; use null")
         if method.is_calibrated and not self.config.task.calibrates_itself:
             _ = self.shared_text
         return method
@@ -152,11 +158,15 @@ def run(config: Config) -> Record:
         return _measure(prepared, baseline, refused)
 
 
-def _weights(inputs: Inputs, method: Method) -> AbstractContextManager[None]:
-    """The model's weights as the method wants them while it is measured."""
-    if method.merged is None or not inputs.reads_weights:
-        return nullcontext()
-    return method.merged.in_weights(inputs.model.model)
+@contextmanager
+def _weights(inputs: Inputs, method: Method) -> Iterator[None]:
+    """The model's weights as they are wanted while it is measured: with a rotation merged, then rounded."""
+    with ExitStack() as changed:
+        if method.merged is not None and inputs.reads_weights:
+            changed.enter_context(method.merged.in_weights(inputs.model.model))
+        if (bits := inputs.config.model.round_weights) is not None and inputs.reads_weights:
+            changed.enter_context(rounded_weights(inputs.model.model, bits))
+        yield
 
 
 def _usable(prepared: Prepared) -> Record | None:

@@ -146,7 +146,7 @@ def _loading(model: ModelConfig) -> dict[str, Any]:
     older keys stay valid. Weights that a checkpoint has in quantized form are in its fingerprint.
     """
     found = {"load_in": model.load_in if model.load_in in ("4bit", "8bit") else None}
-    found |= {"attn_implementation": model.attn_implementation, "weights": model.weights}
+    found |= {name: getattr(model, name) for name in ("attn_implementation", "round_weights", "weights")}
     return {name: value for name, value in found.items() if value is not None}
 
 

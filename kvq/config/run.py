@@ -118,9 +118,10 @@ class ModelConfig:
     (`Q4_1`), said wherever the model is named; `sha256` (hex): of the file. `device_map` spreads the layers over all
     devices, as transformers does; None = one device. `max_memory`: how much of each it may take, by its number or as
     `cpu` (`{0: 20GiB, cpu: 60GiB}`). `load_in`: 4bit or 8bit quantizes weights on loading; gptq or awq says that the
-    checkpoint's are. `attn_implementation`: transformers' name for it (None: its choice). `trust_remote_code`: its code
-    is run. `bos`: it was trained on texts that begin with that token; None: if its tokenizer writes it. `cache_dtype`:
-    what `cache.dtype=null` stands for; None: `dtype`.
+    checkpoint's are. `round_weights`: bits to which the weights of linear layers are rounded, in groups of 128 input
+    channels, after a rotation is merged into them. `attn_implementation`: transformers' name for it (None: its choice).
+    `trust_remote_code`: its code is run. `bos`: it was trained on texts that begin with that token; None: if its
+    tokenizer writes it. `cache_dtype`: what `cache.dtype=null` stands for; None: `dtype`.
     """
 
     name: str = MISSING
@@ -134,6 +135,7 @@ class ModelConfig:
     device_map: str | None = None
     max_memory: Any = None
     load_in: str | None = None
+    round_weights: int | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     bos: bool | None = None
@@ -148,6 +150,8 @@ class ModelConfig:
             folder, _, self.gguf = self.path.rpartition("/")
             self.path = folder if folder.startswith(("/", ".", "~", DISTRIBUTION)) else f"./{folder}"
         at_least("model.context", self.context, 2)
+        if self.round_weights is not None:
+            within("model.round_weights", self.round_weights, 2, 8)
         _check_stored("model.cache_dtype", self.cache_dtype)
         if self.device_map is not None and self.device_map not in DEVICE_MAPS:
             hint = did_you_mean(self.device_map, DEVICE_MAPS)

@@ -25,7 +25,7 @@ from kvq.results import Broken, Record, Store
 _OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
 # Settings of model and data set that are compared with their presets: those of a run's key, without fingerprints.
 _PROTOCOL = {
-    "model": ("dtype", "outliers", "trust_remote_code", "load_in", "attn_implementation"),
+    "model": ("dtype", "outliers", "trust_remote_code", "load_in", "round_weights", "attn_implementation"),
     "dataset": ("loader", "documents", "max_tokens"),
 }
 RATES = ("cq/4c9b", "cq/8c10b")

@@ -13,6 +13,7 @@ READ: dict[str, Callable[[Config], Any]] = {
     "text": lambda c: c.dataset.path,
     "model": lambda c: c.model.name,
     "weights": lambda c: c.model.path,
+    "rounded": lambda c: c.model.round_weights,
     "bits": lambda c: c.parsed_bits.label if c.parsed_bits else None,
     "calibration": lambda c: (c.method.calibration.dataset, c.method.calibration.samples, c.method.calibration.length),
     "calibration text": lambda c: c.method.calibration.dataset,
