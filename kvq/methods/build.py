@@ -328,7 +328,8 @@ def _stand_in(value: Any) -> Any:
 
 
 @functools.cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
+def _adapter(hint: Any) -> Any:
+    """The `TypeAdapter` of a type, each made once."""
     return TypeAdapter(hint, config=_ANY_TYPE)
 
 

@@ -119,7 +119,7 @@ DAMAGES = [
         "square()",
         "abs()",
     ),
-    ("task ppl sliding parallel", "result.scores[index].nll += float(nll[row])", "float(", "2 * float("),
+    ("task ppl sliding parallel", "score.nll += float(nll[row].sum())", "float(", "2 * float("),
 ]
 """A case, the one line of the package that is damaged, and how: what a hash of some files, once, did not see."""
 

@@ -41,6 +41,8 @@ SMALLER = {
     "length=130048": "length=440",
     "task.lengths=[32768]": "task.lengths=[430]",
     "task.lengths=[8192]": "task.lengths=[420]",
+    "task.lengths=[8000]": "task.lengths=[430]",
+    "task.vector_windows=10": "task.vector_windows=2",
     "task.contexts=[131072]": "task.contexts=[96]",
     "task.contexts=[4096]": "task.contexts=[64]",
     "task.contexts=[512]": "task.contexts=[48]",
@@ -69,6 +71,7 @@ SIZES: dict[str, list[str]] = {
     "lm_eval": [*_ITEMS, "task.allow_code=true", "task.repeats=1"],
     "multimodal": [*_ITEMS, "task.max_new_tokens=4"],
     "modality": ["task.limit=2"],
+    "generate": ["task.max_new_tokens=4"],
     "latency": [*_TIMED, "task.references=[dynamic]"],
     "throughput": [*_TIMED, "task.references=[dynamic]"],
     "tni": _CAPTURED,
@@ -143,6 +146,7 @@ class Records:
             continues = "kvquant_plus_plus" in chosen or "task.scoring=continuation" in words
             kept += ["task.prompt=64"] * continues
             kept += ["task.stride=32"] * ("task.windows=disjoint" not in words and "nsnquant" not in chosen)
+        kept += ["task.lengths=[400]"] * (task == "niah" and not any(word.startswith("task.lengths") for word in kept))
         kept += ["task.generation.max_gen_toks=8"] * ("aime24" in chosen)
         if task in ("latency", "throughput") or not any(word.startswith("residual.size") for word in kept):
             kept.append("residual.size=16")
@@ -160,12 +164,25 @@ class Records:
         return [*last.values(), f"results_dir={self.folder / 'results'}", "device=cpu", "threads=1"]
 
 
+def in_chat(folder: Path) -> None:
+    """Give the model's tokenizer a chat template."""
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    changed(folder / "model" / "tokenizer_config.json", chat_template=template)
+
+
+def niah(folder: Path) -> list[str]:
+    given = golden._texts(folder)
+    in_chat(folder)
+    return given
+
+
 def longbench(folder: Path) -> list[str]:
     for base in ANSWERS:
         for name in (base, f"{base}_e"):
             (folder / f"{name}.jsonl").write_text(json.dumps(item(base)) + "\n", encoding="utf-8")
     given = golden._model(folder)
     changed(folder / "model" / "config.json", max_position_embeddings=1024)  # answers to some subsets take 512 tokens
+    in_chat(folder)
     return [*given, f"dataset.path={folder}"]
 
 
@@ -182,8 +199,7 @@ def changed(path: Path, **settings: Any) -> None:
 def lm_eval(folder: Path) -> list[str]:
     """Tasks of the names that the presets ask for: a leaf, or two leaves under the tag or group that lm-eval has."""
     given = golden._lm_eval(folder)
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    changed(folder / "model" / "tokenizer_config.json", chat_template=template)
+    in_chat(folder)
     leaf = yaml.safe_load((folder / "say.yaml").read_text(encoding="utf-8"))
     for name, kind in kinds().items():
         for own in [name] if kind == "task" else [f"{name}_1", f"{name}_2"]:
@@ -210,7 +226,12 @@ def kinds() -> dict[str, str]:
     return {name: next(kind for kind, of_kind in known.items() if name in of_kind) for name in asked}
 
 
-PLACES: dict[str, Callable[[Path], list[str]]] = {"longbench": longbench, "lm_eval": lm_eval, "memory": memory}
+PLACES: dict[str, Callable[[Path], list[str]]] = {
+    "longbench": longbench,
+    "lm_eval": lm_eval,
+    "memory": memory,
+    "niah": niah,
+}
 
 
 @pytest.fixture(scope="module")
