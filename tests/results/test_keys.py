@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,8 @@ def test_one_record_of_each_protocol_and_method_is_found_by_its_key() -> None:
 @pytest.mark.long
 def test_every_committed_record_is_found_by_its_key() -> None:
     check(records())
+
+
+def test_no_committed_record_names_a_folder_of_the_machine() -> None:
+    folders = re.compile(r"=(/|~)\S+")
+    assert [record.key for record in records() if folders.search(record.provenance.command)] == []
