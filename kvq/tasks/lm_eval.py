@@ -43,6 +43,9 @@ from kvq.tasks.reader import Reader, check_prefill
 
 # lm-eval's own seed of few-shot examples, so that prompts equal those of published results.
 _FEWSHOT_SEED = 1234
+# Task files of this package, and those of them whose items are a file of the user's.
+_OWN_FILES = Path(__file__).with_name("lm_eval_files")
+_FROM_FILE = {"ruler_file"}
 # Environment variable that metrics which execute code check.
 _CODE_LEAVE = "HF_ALLOW_CODE_EVAL"
 # Settings of a task that decide its prompts and scores.
@@ -69,7 +72,9 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
     """
     task: LmEvalConfig = inputs.config.task
     dataset = inputs.config.dataset
-    if dataset.loader is not Loader.items or dataset.path is not None:
+    if dataset.path is None and _FROM_FILE & set(task.tasks):
+        raise ConfigError(f"task.tasks={','.join(task.tasks)}: reads its items from a file; give dataset.path=")
+    if dataset.loader is not Loader.items or (dataset.path is not None and not set(task.tasks) <= _FROM_FILE):
         given = f"dataset.path={dataset.path}" if dataset.path is not None else f"dataset={dataset.name}"
         raise ConfigError(f"{given}: task=lm_eval brings its own items; leave the dataset to it")
     if task.allow_code:
@@ -118,9 +123,11 @@ def _manager(inputs: Inputs, task: LmEvalConfig, defaults: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
     metadata = {"pretrained": model_folder(inputs.config.model.path), **(task.metadata or {})}
-    folders = [task.include_path] if task.include_path else []
-    if folders and not Path(folders[0]).is_dir():
+    if task.include_path and not Path(task.include_path).is_dir():
         raise ConfigError(f"task.include_path={task.include_path}: no such folder")
+    folders = [task.include_path] if task.include_path else []
+    if _FROM_FILE & set(task.tasks):
+        folders, metadata["path"] = [*folders, str(_OWN_FILES)], inputs.config.dataset.path
 
     def make(with_defaults: bool) -> Any:
         name = repr((folders, with_defaults, metadata))
@@ -146,7 +153,8 @@ def fingerprint(inputs: Inputs) -> str:
     """What names the items: every document with the settings of its task that make prompts and scores."""
     task: LmEvalConfig = inputs.config.task
     settings = (task.tasks, task.include_path, task.limit, task.metadata, task.generation, task.num_fewshot)
-    return inputs.shared("lm_eval items", repr((settings, inputs.config.model)), lambda: _fingerprint(inputs))
+    name = repr((settings, inputs.config.model, inputs.config.dataset.path))
+    return inputs.shared("lm_eval items", name, lambda: _fingerprint(inputs))
 
 
 def _fingerprint(inputs: Inputs) -> str:
@@ -155,6 +163,8 @@ def _fingerprint(inputs: Inputs) -> str:
     digest = hashlib.sha256(repr(inputs.longest_context).encode())  # which cuts prompts
     for name, task in sorted(_quietly(load_tasks, inputs)[0].items()):
         deciding = {key: _plain(task.get_config(key)) for key in _DECIDING}
+        if name in _FROM_FILE:
+            deciding["metadata"] = None  # where the file lies; its items follow
         if type(task) is not ConfigurableTask:
             deciding["class"] = _plain(type(task))  # a task of its own, as `class:` names it
         digest.update(json.dumps([name, deciding], sort_keys=True, default=str).encode())

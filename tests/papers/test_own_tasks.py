@@ -147,6 +147,8 @@ class Records:
             kept += ["task.prompt=64"] * continues
             kept += ["task.stride=32"] * ("task.windows=disjoint" not in words and "nsnquant" not in chosen)
         kept += ["task.lengths=[400]"] * (task == "niah" and not any(word.startswith("task.lengths") for word in kept))
+        if chosen == "lm_eval/ruler_file":
+            kept += [f"dataset.path={ruler(self.folder)}"]
         kept += ["task.generation.max_gen_toks=8"] * ("aime24" in chosen)
         if task in ("latency", "throughput") or not any(word.startswith("residual.size") for word in kept):
             kept.append("residual.size=16")
@@ -209,6 +211,14 @@ def lm_eval(folder: Path) -> list[str]:
             tasks = {"group": name, "task": [f"{name}_1", f"{name}_2"]}
             (folder / f"{name}.yaml").write_text(yaml.safe_dump(tasks), encoding="utf-8")
     return given
+
+
+def ruler(folder: Path) -> Path:
+    """Two items as RULER's scripts write them."""
+    items = [{"input": f"The number of {name} is", "outputs": [str(n)]} for n, name in enumerate(("ann", "bob"))]
+    file = folder / "ruler.jsonl"
+    file.write_text("\n".join(json.dumps(item) for item in items), encoding="utf-8")
+    return file
 
 
 def kinds() -> dict[str, str]:

@@ -20,6 +20,7 @@ from kvq.config import Config, compose, resolve
 from kvq.errors import ConfigError, DataError
 from kvq.methods.build import method_of
 from kvq.results import Store
+from kvq.tasks.lm_eval_files.ruler import found
 from tests.random_models import save_random_model
 from tests.sweeps import inputs_of, records
 
@@ -365,3 +366,28 @@ def test_groups_and_tags_have_the_mean_of_their_leaves() -> None:
         "score[task=mmlu_tag]": pytest.approx(0.5),
         "score[task=alike]": pytest.approx(0.625),
     }
+
+
+def test_items_of_ruler_come_from_a_file(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same items under another name are the same run; a broken or missing file is one line."""
+    model = [word for word in given if word.startswith(("model", "residual"))]
+    items = [{"input": f"The number of {name} is", "outputs": [str(n)]} for n, name in enumerate(("ann", "bob"))]
+    folder = f"results_dir={tmp_path / 'results'}"
+    asked = [*model, "task=lm_eval/ruler_file", "task.generation={max_gen_toks: 4}", "method=rtn", "bits=4", folder]
+    for name in ("one.jsonl", "two.jsonl"):
+        (tmp_path / name).write_text("\n".join(json.dumps(item) for item in items), encoding="utf-8")
+        assert main([*asked, f"dataset.path={tmp_path / name}"]) == 0
+    done = records(tmp_path / "results")
+    assert set(done) == {"fp16", "rtn 4"}
+    rows = Store(tmp_path / "results").samples(done["rtn 4"].key)
+    assert [row["target"] for row in rows] == ["['0']", "['1']"]
+    assert found({"outputs": ["a-b", "c"]}, ["It is A-B."]) == {"string_match_all": 0.5}
+    (tmp_path / "odd.jsonl").write_text('{"input": "no answer"}\n', encoding="utf-8")
+    for given_path, says in [
+        (["dataset.path=nowhere.jsonl"], "No such file"),
+        ([f"dataset.path={tmp_path / 'odd.jsonl'}"], "line 1 is no item of RULER"),
+        ([], "give dataset.path="),
+    ]:
+        capsys.readouterr()
+        assert main([*asked, *given_path]) != 0
+        assert says in capsys.readouterr().err.strip().splitlines()[-1]

@@ -1,0 +1,43 @@
+"""What lm-eval's task file `ruler_file` calls: items of RULER from a file, and their score."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from kvq.errors import DataError
+
+
+def items(path: str, **_: Any) -> dict[str, Dataset]:
+    """The items of a file of RULER's scripts, as lm-eval wants data sets: by split.
+
+    Args:
+        path: jsonl, in each line `input` (the prompt with its question) and `outputs` (the answers).
+
+    Raises:
+        DataError: no such file, or a line without these fields.
+    """
+    rows: list[dict[str, Any]] = []
+    try:
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            rows.append({"input": str(row["input"]), "outputs": [str(answer) for answer in row["outputs"]]})
+    except OSError as error:
+        raise DataError(f"dataset.path={path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"dataset.path={path}: line {len(rows) + 1} is no item of RULER (input, outputs)") from error
+    if not rows:
+        raise DataError(f"dataset.path={path}: no items")
+    return {"test": Dataset.from_list(rows)}
+
+
+def found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """The share (0 to 1) of the answers that an output contains, in any case.
+
+    Source: RULER (arXiv 2404.06654), `string_match_all` of its released scripts.
+    """
+    said = results[0].lower()
+    return {"string_match_all": sum(answer.lower() in said for answer in doc["outputs"]) / len(doc["outputs"])}
