@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,12 @@ def put_run(
             metrics["delta_nll_se"] = found.standard_error
     known = {"metrics": metrics, "baseline_key": baseline.key if baseline else None}
     return store.put(made.record(method, bits, **(known | changes)), rows)
+
+
+def put_more(store: Store, run: Record, more: Mapping[str, float], unit: str = "nats/token") -> Record:
+    """Store a run again, with more metrics."""
+    changed = {"metrics": run.metrics | dict(more), "units": run.units | dict.fromkeys(more, unit)}
+    return store.put(run.model_copy(update=changed), store.samples(run.key))
 
 
 def sweep(store: Store) -> dict[str, Record]:

@@ -37,14 +37,15 @@ def stream() -> Tensor:
 
 
 @torch.no_grad()
+def plain_losses(loaded: LoadedModel, window: Window) -> Tensor:
+    """Losses of a window's scored tokens by transformers alone, in nats."""
+    logits = loaded.model(input_ids=window.tokens[None], use_cache=False).logits[0, :-1]
+    each = torch.nn.functional.cross_entropy(logits.double(), window.tokens[1:], reduction="none")
+    return each[window.scored_from - 1 :]
+
+
 def plain_nll(loaded: LoadedModel, windows: list[Window]) -> float:
-    """Mean loss of the scored tokens by transformers alone."""
-    losses = []
-    for window in windows:
-        logits = loaded.model(input_ids=window.tokens[None], use_cache=False).logits[0, :-1]
-        each = torch.nn.functional.cross_entropy(logits.double(), window.tokens[1:], reduction="none")
-        losses.append(each[window.scored_from - 1 :])
-    return float(torch.cat(losses).mean())
+    return float(torch.cat([plain_losses(loaded, window) for window in windows]).mean())
 
 
 @pytest.mark.parametrize("scoring", [Scoring.generation, Scoring.parallel])
@@ -154,10 +155,8 @@ def test_losses_by_position_are_those_of_the_targets_there(
     metrics = run_ppl(loaded, build_method("fp16"), windows, task).metrics()
     losses: dict[int, list[float]] = {}
     for window in windows:
-        logits = loaded.model(input_ids=window.tokens[None], use_cache=False).logits[0].double()
-        for place in range(window.scored_from, len(window.tokens)):
-            loss = -torch.log_softmax(logits[place - 1], -1)[window.tokens[place]]
-            losses.setdefault(place // stretch * stretch, []).append(float(loss))
+        for place, loss in enumerate(plain_losses(loaded, window).tolist(), window.scored_from):
+            losses.setdefault(place // stretch * stretch, []).append(loss)
     found = {name: value for name, value in metrics.items() if name.startswith("nll[")}
     expected = {f"nll[position={first}]": sum(each) / len(each) for first, each in losses.items()}
     assert found == pytest.approx(expected, abs=1e-5)

@@ -31,9 +31,8 @@ def table(tmp_path):
     store = Store(tmp_path)
     full = sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 16.0)
     run = sweeps.put_run(store, "engine/llamacpp_mine", "", sweeps.losses(0.1, 0.01, 1), full, 4.5)
-    for record, more in ((store.get(full.key), FULL), (run, METRICS)):
-        changed = {"metrics": record.metrics | more, "units": record.units | dict.fromkeys(more, "nats/token")}
-        store.put(record.model_copy(update=changed), store.samples(record.key))
+    sweeps.put_more(store, full, FULL)
+    sweeps.put_more(store, run, METRICS)
     (found,) = build_tables(store).tables
     return found
 

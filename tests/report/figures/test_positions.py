@@ -15,8 +15,7 @@ def table(tmp_path):
     run = sweeps.put_run(store, "kivi", "2", sweeps.losses(0.1, 0.01, 1), full, 3.0)
     sweeps.put_run(store, "oscar", "2", sweeps.losses(0.1, 0.01, 1), full, 3.0)
     more = {"delta_nll[position=1024]": 0.3, "delta_nll_se[position=1024]": 0.1, "delta_nll[position=0]": 0.2}
-    changed = {"metrics": run.metrics | more, "units": run.units | dict.fromkeys(more, "nats/token")}
-    store.put(run.model_copy(update=changed), store.samples(run.key))
+    sweeps.put_more(store, run, more)
     (found,) = build_tables(store).tables
     return found
 
