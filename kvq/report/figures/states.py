@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvq.report.figures.error import labelled_rows
-from kvq.report.figures.style import colour, figure, legend_columns, lines_of, style, whole_numbers
+from kvq.report.figures.plots import GREY, below, dress, level, titled, wrapped
+from kvq.report.figures.style import colour, figure, legend_columns, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store
 
@@ -54,35 +55,29 @@ def bars_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["method", "bits_per_element", "quantity", "mean", "min", "max"])
 
 
-def bars_figure(table: pd.DataFrame, title: str) -> Figure:
+@titled
+def bars_figure(table: pd.DataFrame) -> Figure:
     """A bar for each run, a panel for each quantity; whiskers: the least and the most over draws or layers."""
     bits = table.drop_duplicates("method").set_index("method")["bits_per_element"]
     methods, quantities = list(bits.index), list(dict.fromkeys(table["quantity"]))
     looks = lines_of(methods)
-    lines = math.ceil(len(quantities) / _ACROSS)
     names = [name if math.isnan(bits[name]) else f"{name} ({bits[name]:.2f})" for name in methods]
-    with style():
-        made = figure(2, 0.5 + lines * (0.65 + 0.17 * len(methods)))
-        axes = made.subplots(lines, min(_ACROSS, len(quantities)), squeeze=False, sharey=True)
-        for index, axis in enumerate(axes.flat):
-            if index >= len(quantities):
-                axis.remove()
-                continue
-            part = table[table["quantity"] == quantities[index]].set_index("method")
-            for place, method in enumerate(methods):
-                if method in part.index:
-                    mean, least, most = (float(part.loc[method, kind]) for kind in ("mean", "min", "max"))
-                    axis.barh(place, mean, 0.7, color=looks[method].color)
-                    axis.plot([least, most], [place, place], color="black", linewidth=0.8)
-            axis.set_xlabel(_ERRORS.get(quantities[index]) or _REDUCTIONS[quantities[index]])
-            if quantities[index] in _ERRORS and part["min"].min() > 0 and part["max"].max() > _WIDE * part["min"].min():
-                axis.set_xscale("log")
-            else:
-                axis.axvline(0, color="#999999", linewidth=0.6)
-            axis.grid(axis="x", linewidth=0.3)
-        axes[0][0].set_yticks(range(len(methods)), names)
-        axes[0][0].set_ylim(len(methods) - 0.4, -0.6)
-        made.suptitle(title, fontsize=8)
+    made = figure(2, 0.5 + math.ceil(len(quantities) / _ACROSS) * (0.65 + 0.17 * len(methods)))
+    axes = wrapped(made, len(quantities), _ACROSS, sharey=True)
+    for axis, quantity in zip(axes, quantities, strict=True):
+        part = table[table["quantity"] == quantity].set_index("method")
+        for place, method in enumerate(methods):
+            if method in part.index:
+                mean, least, most = (float(part.loc[method, kind]) for kind in ("mean", "min", "max"))
+                axis.barh(place, mean, 0.7, color=looks[method].color)
+                axis.plot([least, most], [place, place], color="black", linewidth=0.8)
+        if quantity in _ERRORS and part["min"].min() > 0 and part["max"].max() > _WIDE * part["min"].min():
+            axis.set_xscale("log")
+        else:
+            axis.axvline(0, color=GREY, linewidth=0.6)
+        dress(axis, (_ERRORS | _REDUCTIONS)[quantity], grid="x")
+    axes[0].set_yticks(range(len(methods)), names)
+    axes[0].set_ylim(len(methods) - 0.4, -0.6)
     return made
 
 
@@ -101,30 +96,22 @@ def layers_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return found.assign(**{name: 100 * found[name] for name in columns}).reset_index(drop=True)
 
 
-def layers_figure(table: pd.DataFrame, title: str) -> Figure:
+@titled
+def layers_figure(table: pd.DataFrame) -> Figure:
     """Bars by layer, one for each run; a panel for each quantity, keys by the ranking query and by held-out queries."""
     columns = [name for name in _REDUCTIONS if name in table]
     methods = list(dict.fromkeys(table["method"]))
-    width = 0.8 / len(methods)
-    with style():
-        across = legend_columns(methods, 2)
-        made = figure(2, 1.7 * math.ceil(len(columns) / 2) + 0.7 + 0.15 * math.ceil(len(methods) / across))
-        axes = made.subplots(math.ceil(len(columns) / 2), min(2, len(columns)), squeeze=False, sharex=True)
-        for index, axis in enumerate(axes.flat):
-            if index >= len(columns):
-                axis.remove()
-                continue
-            for place, method in enumerate(methods):
-                part = table[table["method"] == method]
-                at = part["layer"] + width * (place - (len(methods) - 1) / 2)
-                axis.bar(at, part[columns[index]], width, color=colour(place), label=method)
-            axis.set_ylabel(_REDUCTIONS[columns[index]])
-            axis.axhline(0, color="#999999", linewidth=0.6)
-            axis.set_xlabel("layer")
-            axis.grid(axis="y", linewidth=0.3)
-            whole_numbers(axis)
-        made.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=across)
-        made.suptitle(title, fontsize=8)
+    width, across = 0.8 / len(methods), legend_columns(methods, 2)
+    made = figure(2, 1.7 * math.ceil(len(columns) / 2) + 0.7 + 0.15 * math.ceil(len(methods) / across))
+    axes = wrapped(made, len(columns), 2, sharex=True)
+    for axis, name in zip(axes, columns, strict=True):
+        for place, method in enumerate(methods):
+            part = table[table["method"] == method]
+            at = part["layer"] + width * (place - (len(methods) - 1) / 2)
+            axis.bar(at, part[name], width, color=colour(place), label=method)
+        level(axis)
+        dress(axis, "layer", _REDUCTIONS[name], grid="y", whole=True)
+    below(made, axes[0], across)
     return made
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.config.logger import WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError
-from kvq.report.figures.of_one_run import run_figures
+from kvq.report.figures.diagnostics import run_figures
 from kvq.report.figures.style import png_of
 from kvq.report.wandb.entry import Entry, entry_of, sample_table
 from kvq.report.wandb.pushed import Pushed

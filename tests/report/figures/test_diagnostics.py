@@ -15,7 +15,10 @@ from kvq.config.diagnostics import (
     SyntheticConfig,
     TniConfig,
 )
-from kvq.report.figures.channels import (
+from kvq.report.figures.cost import memory_table, throughput_table
+from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
+from kvq.report.figures.distribution import (
+    closeness_table,
     covariances_table,
     magnitudes_table,
     moments_table,
@@ -24,16 +27,12 @@ from kvq.report.figures.channels import (
     ranges_table,
     scattered,
 )
-from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
-from kvq.report.figures.dispersion import dispersion_correlations, dispersion_table, scatter_figure, scatters
-from kvq.report.figures.distribution import closeness_table
 from kvq.report.figures.drawing import write_drawings
 from kvq.report.figures.error import steps_table
 from kvq.report.figures.every import main as figures_main
-from kvq.report.figures.memory import memory_table
+from kvq.report.figures.over_models import dispersion_correlations, dispersion_table, scatter_figure, scatters
+from kvq.report.figures.perplexity import valley_table
 from kvq.report.figures.states import bars_figure, bars_table, layers_figure, layers_table, states_of
-from kvq.report.figures.throughput import throughput_table
-from kvq.report.figures.valley import valley_table
 from kvq.results import Store
 from tests.report import sweeps
 from tests.report.diagnosed import drawn, put
