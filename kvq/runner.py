@@ -68,8 +68,7 @@ class Prepared:
             ConfigError: settings that fit no method, model or task.
             Unsupported: bits, a head dim or a protocol that the method cannot do.
         """
-        for head_dim in self.inputs.head_dims:  # a layer may have one of its own
-            method = method_of(self.config, head_dim)
+        method = method_of(self.config, *self.inputs.head_dims)
         if method.asks_for_order and self.inputs.reads_weights:
             method = method.in_order_of(text_config_of(self.config.model))
         if method.by_layer:

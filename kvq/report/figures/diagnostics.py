@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvq.errors import RecordError
-from kvq.report.figures import cost, distribution, norms, over_models, perplexity, states
+from kvq.report.figures import cost, distribution, norms, over_models, perplexity
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing, drawn
 from kvq.report.figures.needles import heat_map, needle_grid
@@ -215,14 +215,14 @@ def _widths(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
 
 
 def _drawn_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    title = f"Drawn states: {states.states_of(group[0].config['task'])}"
-    return drawn("states-drawn", states.bars_table(_quantized(group), store), states.bars_figure, title)
+    title = f"Drawn states: {errors.states_of(group[0].config['task'])}"
+    return drawn("states-drawn", errors.bars_table(_quantized(group), store), errors.bars_figure, title)
 
 
 def _model_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    words = [f"{model_name(group[0].model)}, {group[0].dataset}", *states.beside(group[0].config["task"])]
+    words = [f"{model_name(group[0].model)}, {group[0].dataset}", *errors.beside(group[0].config["task"])]
     title = f"Errors on a block of states: {', '.join(words)}"
-    return drawn("states-layers", states.layers_table(group, store), states.layers_figure, title)
+    return drawn("states-layers", errors.layers_table(group, store), errors.layers_figure, title)
 
 
 MAKERS: dict[str, Maker] = {

@@ -28,11 +28,10 @@ from kvq.report.figures.distribution import (
     scattered,
 )
 from kvq.report.figures.drawing import write_drawings
-from kvq.report.figures.error import steps_table
+from kvq.report.figures.error import bars_figure, bars_table, layers_figure, layers_table, states_of, steps_table
 from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.over_models import dispersion_correlations, dispersion_table, scatter_figure, scatters
 from kvq.report.figures.perplexity import valley_table
-from kvq.report.figures.states import bars_figure, bars_table, layers_figure, layers_table, states_of
 from kvq.results import Store
 from tests.report import sweeps
 from tests.report.diagnosed import drawn, put
