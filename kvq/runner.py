@@ -30,8 +30,7 @@ from kvq.results.provenance import PeakMemory, collect, timed, utc_now
 from kvq.results.record import Status
 from kvq.results.store import State
 from kvq.results.versions import Versions, versions_of
-from kvq.tasks.measurement import Baseline, Measurement
-from kvq.tasks.registry import task_of
+from kvq.tasks.measurement import Baseline, Measurement, task_of
 from kvq.tasks.stepwise import check_decode_mode, check_sinks
 
 

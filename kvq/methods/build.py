@@ -24,10 +24,9 @@ from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
-from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.merged import MergedRotation, merged_rotation
-from kvq.methods.method import FirstLayers, Method
+from kvq.methods.method import FirstLayers, GqaCompensation, Method
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.transformers_caches import check_backend
 

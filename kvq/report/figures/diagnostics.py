@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvq.errors import RecordError
+from kvq.report.departures import PROTOCOL
 from kvq.report.figures import cost, distribution, norms, over_models, perplexity
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing, drawn
 from kvq.report.figures.needles import heat_map, needle_grid
 from kvq.report.isolated import made_of, noted
 from kvq.report.labels import label, model_name, named, protocol_departures
-from kvq.report.settings import PROTOCOL
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store, run_key
 

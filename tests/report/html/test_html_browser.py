@@ -13,7 +13,7 @@ import pytest
 from experiments import browser
 from kvq.report.html.page import write_report
 from kvq.report.judged import read_records
-from kvq.report.main_model import main_model
+from kvq.report.labels import main_model
 from kvq.results import Record, Store
 from tests.fuzz.odd_records import examples, put
 from tests.report import hostile, sweeps
