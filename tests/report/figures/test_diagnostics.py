@@ -57,8 +57,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) -> None:
-    paths = [*drawn(store, tmp_path), *write_drawings(embedding_drawings(store.scan()[0], store), tmp_path)]
-    stems = {path.stem for path in paths}
+    records = store.scan()[0]
+    drawings = [*diagnostic_drawings(records, store), *embedding_drawings(records, store)]
+    stems = {drawing.stem: drawing for drawing in drawings}
+    assert len(stems) == len(drawings)
+    # One of each function as files; the others, of further methods and texts, are made alone.
+    one_each = {drawing.draw: drawing.stem for drawing in drawings}.values()
+    paths = write_drawings([stems[stem] for stem in one_each], tmp_path)
+    for drawing in (stems[stem] for stem in stems.keys() - one_each):
+        assert len(drawing.table) > 0
+        assert drawing.figure() is not None
     kinds = (
         "error-steps-oscar_2",
         "error-steps-kivi_2",
@@ -82,7 +90,8 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
     )
     for kind in kinds:
         assert any(stem.startswith(kind) for stem in stems), kind
-    for stem in stems:
+    assert {path.stem for path in paths} == set(one_each)
+    for stem in one_each:
         assert {path.suffix for path in paths if path.stem == stem} == {".csv", ".pdf", ".png"}
         assert len(pd.read_csv(tmp_path / f"{stem}.csv")) > 0
 
@@ -133,7 +142,8 @@ def test_ranges_of_channels_are_drawn_head_after_head(tmp_path: Path) -> None:
     assert "keys" in keys.get_ylabel()
     assert "values" in values.get_ylabel()
     assert len(keys.collections[0].get_segments()) == 2 * 32
-    assert any(path.stem.startswith("distribution-ranges") for path in drawn(store, tmp_path / "figures"))
+    drawings = diagnostic_drawings(store.scan()[0], store)
+    assert any(drawing.stem.startswith("distribution-ranges") for drawing in drawings)
 
 
 def test_throughput_by_batch(tmp_path: Path) -> None:
