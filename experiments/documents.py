@@ -20,7 +20,7 @@ from kvq.papers.cells import Overrides, cells_of, jobs_of, missing_choices
 from kvq.papers.expected import experiment_of, layout_named, names, of_no_paper, resolved
 from kvq.papers.sweep import is_embedded
 from kvq.report.escapes import escape_markdown, markdown_table
-from kvq.report.figures.index import kinds
+from kvq.report.figures.drawing import kinds
 from kvq.report.tables.cells import DASH
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiment_files import fill as fill_cells

@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvq.report.figures.stand_ins import stand_in_table
+from kvq.report.figures.over_models import stand_in_table
 from kvq.report.judged import judge_losses
 from kvq.results import Record, Store, is_stale
 from kvq.results.noise import family

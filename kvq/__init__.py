@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from kvq.calibration.fit import calibrate_on_text as calibrate
     from kvq.methods.build import build_method
     from kvq.methods.method import Method, bind_kept_keys
-    from kvq.methods.packed_tensor import PackedTensor
     from kvq.methods.quantized import method_for, quantize
     from kvq.report.frame import load_results
 
@@ -18,7 +17,6 @@ __version__ = "0.1.0"
 __all__ = [
     "KVCache",
     "Method",
-    "PackedTensor",
     "__version__",
     "bind_calibration",
     "bind_kept_keys",
@@ -32,7 +30,6 @@ __all__ = [
 _HOMES = {
     "KVCache": "kvq.cache",
     "Method": "kvq.methods.method",
-    "PackedTensor": "kvq.methods.packed_tensor",
     "bind_calibration": "kvq.calibration",
     "bind_kept_keys": "kvq.methods.method",
     "build_method": "kvq.methods.build",

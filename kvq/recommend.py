@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from kvq.methods.build import method_of
 from kvq.models.shapes import CacheShape, cache_shape
 from kvq.report.comparisons import Comparisons, Verdicts, unbeaten
 from kvq.report.judged import samples_of
+from kvq.report.palette import BY_ENGINE
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
@@ -32,8 +33,6 @@ from kvq.tasks.stepwise import check_codecs_alone, check_layers_alike
 
 MOST = 3
 """Choices that are printed."""
-ENGINES = ("llamacpp", "ikllama", "vllm", "sglang", "lmdeploy", "tensorrt", "mlx", "exllama2", "exllama3", "openvino")
-"""Engines by the names of their presets; None: methods in transformers too."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _USAGE = """Which cache format to take, from the records of this folder.
 
@@ -92,8 +91,8 @@ def question_of(words: Sequence[str]) -> Question:
     if not model or "context" not in given:
         raise ConfigError("recommend: needs model=NAME and context=TOKENS; --help says the rest")
     engine = given.get("engine")
-    if engine is not None and engine not in ENGINES:
-        raise ConfigError(f"engine={engine}: one of {', '.join(ENGINES)}")
+    if engine is not None and engine not in BY_ENGINE:
+        raise ConfigError(f"engine={engine}: one of {', '.join(BY_ENGINE)}")
     return Question(
         tuple(model),
         _count("context", given["context"]),
@@ -160,15 +159,10 @@ class Advisor:
         Raises:
             RecordError: no run of a format that may be chosen is on record.
         """
-        table = self._evidence()
-        rows = {row.record.key: row for row in self._candidates(table)}
-        verdicts = Verdicts(
-            [row.record for row in rows.values()], Comparisons(lambda record: samples_of(record, self.store, {}))
-        )
-        sized: Callable[[Record], float | None] = self._bytes_of
-        fitting = [
-            record for record in unbeaten([row.record for row in rows.values()], verdicts, sized) if self._fits(record)
-        ]
+        rows = {row.record.key: row for row in self._evidence()}
+        records = [row.record for row in rows.values()]
+        verdicts = Verdicts(records, Comparisons(lambda record: samples_of(record, self.store, {})))
+        fitting = [record for record in unbeaten(records, verdicts, self._bytes_of) if self._fits(record)]
         chosen = fitting[:MOST] if self.question.loss is not None else fitting[: -MOST - 1 : -1]
         return [
             Choice(rows[one.key], self._bytes_of(one) or 0.0, self._line(one), self._rests_on(one)) for one in chosen
@@ -179,27 +173,24 @@ class Advisor:
         fits = size is not None and (memory is None or size <= memory)
         return fits and (loss is None or record.metrics["delta_nll"] <= loss)
 
-    def _candidates(self, table: Table) -> Iterator[Row]:
+    def _is_candidate(self, row: Row) -> bool:
         prefix = "" if self.question.engine is None else f"engine/{self.question.engine}"
-        for row in table.rows:
-            record = row.record
-            known = not (row.baseline or row.stale or row.variant) and "delta_nll" in record.metrics
-            if known and record.status == "done" and record.method.startswith(prefix):
-                yield row
+        known = not (row.baseline or row.stale or row.variant) and "delta_nll" in row.record.metrics
+        return known and row.record.status == "done" and row.record.method.startswith(prefix)
 
-    def _evidence(self) -> Table:
-        """The table of decoding that says most: of this model, its family, the real model, any other, in this order."""
+    def _evidence(self) -> list[Row]:
+        """Formats in the table of decoding that says most: of this model, its family, the real model, any other."""
 
-        def nearness(table: Table) -> tuple[int, int]:
-            model = table.rows[0].record.model
+        def nearness(rows: list[Row]) -> tuple[int, int]:
+            model = rows[0].record.model
             ranks = (model == self.model.name, family(model) == family(self.model.name), model == "smollm2_135m")
-            return ranks.index(True) if any(ranks) else len(ranks), -len(list(self._candidates(table)))
+            return ranks.index(True) if any(ranks) else len(ranks), -len(rows)
 
-        tables = [table for table in build_tables(self.store).tables if _is_of_decoding(table)]
-        tables = [table for table in tables if any(True for _ in self._candidates(table))]
-        if not tables:
+        tables = [table.rows for table in build_tables(self.store).tables if _is_of_decoding(table)]
+        found = [own for rows in tables if (own := [row for row in rows if self._is_candidate(row)])]
+        if not found:
             raise RecordError(f"no run of {self._asked} is on record; measure some: {self._command}")
-        return min(tables, key=nearness)
+        return min(found, key=nearness)
 
     @property
     def _asked(self) -> str:
@@ -219,8 +210,7 @@ class Advisor:
             words = [*self.question.model, f"method={name}", *([f"bits={bits}"] if bits else [])]
             try:
                 config = resolve(compose(words))
-                for kind in self.shape.layers:
-                    method = method_of(config, kind.dim("key"))
+                method = method_of(config, *self.shape.head_dims)
                 check_codecs_alone(method, "memory")
                 check_layers_alike(method, "memory")
                 rows = rows_of(self.shape, method, self.question.context, measured=False)
@@ -241,8 +231,7 @@ class Advisor:
             return f"measured on this model, {how}"
         if family(record.model) == family(self.model.name):
             return f"measured on another model of this family ({record.model}), {how}"
-        only = " only: a small model; measure yours" if record.model != self.model.name else ""
-        return f"measured on {record.model}{only}, {how}"
+        return f"measured on {record.model} only: a small model; measure yours, {how}"
 
 
 def _is_of_decoding(table: Table) -> bool:
@@ -280,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the choices and return 0; 1: there is none; 2: a question that cannot be answered."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if not words or {"-h", "--help"} & set(words):
-        print(_USAGE.format(engines=", ".join(ENGINES)))
+        print(_USAGE.format(engines=", ".join(BY_ENGINE)))
         return 0 if words else 2
     try:
         question = question_of(words)

@@ -33,8 +33,7 @@ from kvq.results.provenance import PeakMemory, collect, timed, utc_now
 from kvq.results.record import Status
 from kvq.results.store import State
 from kvq.results.versions import Versions, versions_of
-from kvq.tasks.measurement import Baseline, Measurement
-from kvq.tasks.registry import task_of
+from kvq.tasks.measurement import Baseline, Measurement, task_of
 from kvq.tasks.stepwise import check_decode_mode, check_sinks
 
 
@@ -71,8 +70,7 @@ class Prepared:
             ConfigError: settings that fit no method, model or task.
             Unsupported: bits, a head dim or a protocol that the method cannot do.
         """
-        for head_dim in self.inputs.head_dims:  # a layer may have one of its own
-            method = method_of(self.config, head_dim)
+        method = method_of(self.config, *self.inputs.head_dims)
         if method.asks_for_order and self.inputs.reads_weights:
             method = method.in_order_of(text_config_of(self.config.model))
         if method.by_layer:

@@ -93,12 +93,7 @@ def test_no_two_files_import_each_other() -> None:
 
 
 def test_a_cache_knows_no_method_by_name() -> None:
-    policies = {path.stem for path in (PACKAGE / "methods").glob("*.py")} - {
-        "__init__",
-        "build",
-        "method",
-        "packed_tensor",
-    }
+    policies = {path.stem for path in (PACKAGE / "methods").glob("*.py")} - {"__init__", "build", "method"}
     assert policies >= {"eviction", "kept_keys", "plan", "sinks", "transformers_caches"}
     for path in (PACKAGE / "cache").glob("*.py"):
         text = path.read_text(encoding="utf-8")

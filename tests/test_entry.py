@@ -145,7 +145,7 @@ def test_an_encoding_without_the_marks(results: Path) -> None:
 def test_a_command_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[str] = []
     monkeypatch.setattr("kvq.entry.enter", entered.append)
-    for words in (["ls"], ["method=kivi"], [], ["--help"], ["figures", "--jobs", "1"]):
+    for words in (["ls"], ["method=kivi"], [], ["--help"], ["figures", "--out", "x"]):
         monkeypatch.setattr(sys, "argv", ["kvq", *words])
         main()
         assert "ls" not in sys.argv

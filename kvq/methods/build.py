@@ -24,10 +24,9 @@ from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
-from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.merged import MergedRotation, merged_rotation
-from kvq.methods.method import FirstLayers, Method
+from kvq.methods.method import FirstLayers, GqaCompensation, Method
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.transformers_caches import check_backend
 
@@ -38,7 +37,7 @@ _ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 def build_method(
     name: str,
     bits: int | str | tuple[int, int] | Mapping[str, int] | Bits = 3,
-    head_dim: int = 128,
+    head_dim: int | Sequence[int] = 128,
     overrides: Sequence[str] = (),
     config_dir: str | Path | None = None,
 ) -> Method:
@@ -47,7 +46,7 @@ def build_method(
     Args:
         name: a file of `conf/method`, such as `"nsn"`; a preset is a name with a slash, `"oscar/token_scope"`.
         bits: a number, `"k3v2"`, `{"key": 3, "value": 2}` or `(3, 2)`.
-        head_dim: channels per head of the model it is for.
+        head_dim: channels per head of the model it is for; a sequence where its layers differ.
         overrides: Hydra overrides. Those of `residual`, `bits` and `cache` are the run's; all others are relative to
             the method (`"key.quantizer.group_size=null"`, `"key.stages.norm=null"`, `"residual.size=32"`).
         config_dir: a further folder of configurations (with a `method/` in it), for methods kept elsewhere.
@@ -59,7 +58,8 @@ def build_method(
     given = parse_bits(bits)
     # Files of a folder of one's own may change while the process lives.
     composed = _composed_once if config_dir is None else _composed
-    return method_of(composed(name, given, tuple(overrides), None if config_dir is None else str(config_dir)), head_dim)
+    config = composed(name, given, tuple(overrides), None if config_dir is None else str(config_dir))
+    return method_of(config, *([head_dim] if isinstance(head_dim, int) else head_dim))
 
 
 def _composed(name: str, bits: Bits, overrides: tuple[str, ...], config_dir: str | None) -> Config:
@@ -81,9 +81,10 @@ def _relative(override: str) -> str:
     return override if first in ("residual", "bits", "cache") else f"{prefix}method.{rest}"
 
 
-def method_of(config: Config, head_dim: int) -> Method:
-    """Build the method of a resolved run."""
-    built = instantiate_method(config.method, config.residual, config.bits, head_dim)
+def method_of(config: Config, *head_dims: int) -> Method:
+    """Build the method of a resolved run, checked at each head dim: a layer may have one of its own."""
+    for head_dim in head_dims:
+        built = instantiate_method(config.method, config.residual, config.bits, head_dim)
     found = replace(built, window_layers=config.cache.window_layers, latent=config.cache.latent)
     found.check_latent()
     return found

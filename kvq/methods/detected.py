@@ -12,7 +12,7 @@ from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec
 from kvq.config.residual import ResidualSide
 from kvq.errors import ConfigError
-from kvq.methods.kept_rows import Chosen, KeptRows
+from kvq.methods.kept_keys import Chosen, KeptRows
 
 
 class SinkDetection:

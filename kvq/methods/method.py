@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import form_of
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
-from kvq.methods.gqa import GqaCompensation
 from kvq.methods.kept_keys import KeptKeys, numbered
 from kvq.methods.merged import MergedRotation
 from kvq.methods.plan import MixedPrecision
@@ -305,3 +304,33 @@ def bind_kept_keys(method: Method, tokenizer: Any) -> Method:
         ConfigError: a text that is not one token.
     """
     return method if method.kept_keys is None else replace(method, kept_keys=method.kept_keys.bound(tokenizer))
+
+
+MOST = 8
+
+
+@dataclass(frozen=True)
+class GqaCompensation:
+    """Raises the bits of codecs by ceil(log4 g) for g query heads of each KV head, up to 8 bits.
+
+    Source: KVQuant++ (`gqa`), +⌈log₄ g⌉ bits, cap 8.
+    """
+
+    version: ClassVar[int] = 1
+
+    def extra(self, config: Any) -> int:
+        """Bits that are added in a model: 0 for one query head, 1 up to 4, 2 up to 16."""
+        heads = int(config.num_attention_heads)
+        shared, bits = heads // int(getattr(config, "num_key_value_heads", None) or heads), 0
+        while 4**bits < shared:
+            bits += 1
+        return bits
+
+    def codec(self, codec: Codec | None, config: Any) -> Codec | None:
+        """The codec with its bits raised. Raises: Unsupported: one without bits to raise."""
+        return None if codec is None else codec.with_more_bits(self.extra(config), MOST)
+
+    def check(self, codec: Codec | None) -> None:
+        """Raises: Unsupported: a codec without bits to raise."""
+        if codec is not None:
+            codec.with_more_bits(0, MOST)

@@ -29,8 +29,7 @@ def method_for(model: nn.Module, name: str, bits: Any = 3, overrides: Sequence[s
         ConfigError, Unsupported: as `kvq.build_method`, for any of the model's head dims.
     """
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    for head_dim in dict.fromkeys(head_dims_of(config)):
-        method = build_method(name, bits, head_dim, overrides)
+    method = build_method(name, bits, list(dict.fromkeys(head_dims_of(config))), overrides)
     return method.in_order_of(config) if method.asks_for_order else method
 
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from kvq.report import command
 from kvq.report.tables.build import build_tables
+from kvq.report.tables.formats import write_tables
 from kvq.report.tables.terminal import print_table
-from kvq.report.tables.write import write_tables
 from kvq.results import Store
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvq.config.bits import Bits
 from kvq.config.calibration import TEST_TEXT
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.report.comparisons import parse_label
-from kvq.report.departures import SIDES, departures, joined, said
+from kvq.report.departures import SIDES, departures, flatten, joined, said
 from kvq.report.isolated import line
 from kvq.report.palette import ENGINES
 from kvq.report.presets import presets
-from kvq.report.settings import flatten
 from kvq.results import Broken, Record, Store
 
 _OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
@@ -199,3 +199,19 @@ def _leaves(settings: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[s
     if kept.get("windows") == "disjoint":
         kept.pop("stride", None)
     return {name: value for name, value in flatten(kept) if name != "stride" or value != "null"}
+
+
+PREFERRED = ("smollm2_135m", "tiny_hard")
+"""Models in the order in which they are asked: a trained model of some size, then the embedded one with sinks."""
+FEWEST = 10
+"""Runs of perplexity that a preferred model must have."""
+
+
+def main_model(records: Iterable[Record]) -> str | None:
+    """The first of `PREFERRED` with `FEWEST` runs of perplexity, else the model with most; None: no records."""
+    records = list(records)
+    counts = Counter(model_name(record.model) for record in records if record.task == "ppl" and record.status == "done")
+    counts = counts or Counter(model_name(record.model) for record in records)
+    return next(
+        (name for name in PREFERRED if counts[name] >= FEWEST), max(counts, key=counts.__getitem__, default=None)
+    )

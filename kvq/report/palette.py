@@ -46,19 +46,19 @@ _OTHERS = {
 }
 ENGINES = "engine"
 """The folder of presets of inference engines' cache formats, each of which is a method of its own."""
-# By the beginning of a preset's name: the engine's name and colour.
-_ENGINES = {
+BY_ENGINE = {
+    "llamacpp": ("llama.cpp", "#2F7F5F"),
+    "ikllama": ("ik_llama.cpp", "#5B8C3A"),
+    "vllm": ("vLLM", "#3C6FD1"),
+    "sglang": ("SGLang", "#D1495B"),
+    "lmdeploy": ("LMDeploy", "#B5651D"),
+    "tensorrt": ("TensorRT-LLM", "#6A9A1F"),
+    "mlx": ("MLX", "#7F7F7F"),
     "exllama2": ("ExLlamaV2", "#8E6C8A"),
     "exllama3": ("ExLlamaV3", "#C43C8E"),
-    "ikllama": ("ik_llama.cpp", "#5B8C3A"),
-    "llamacpp": ("llama.cpp", "#2F7F5F"),
-    "lmdeploy": ("LMDeploy", "#B5651D"),
-    "mlx": ("MLX", "#7F7F7F"),
     "openvino": ("OpenVINO", "#00758F"),
-    "sglang": ("SGLang", "#D1495B"),
-    "tensorrt": ("TensorRT-LLM", "#6A9A1F"),
-    "vllm": ("vLLM", "#3C6FD1"),
 }
+"""By the beginning of a preset's name: the engine's name and colour."""
 # Of methods outside the package, by a hash of their names.
 _OWN = ("#E15759", "#4E79A7", "#F28E2B", "#76B7B2", "#59A14F", "#B07AA1", "#9C755F", "#86785F")
 
@@ -77,13 +77,13 @@ def engine_of(label: str) -> str | None:
     if not method.startswith(f"{ENGINES}/"):
         return None
     name = method.removeprefix(f"{ENGINES}/").partition("_")[0]
-    return _ENGINES[name][0] if name in _ENGINES else name
+    return BY_ENGINE[name][0] if name in BY_ENGINE else name
 
 
 def colour_of(label: str) -> str:
     """The colour of a label's method, as #RRGGBB; it is readable on white and on a dark page."""
     method = method_of(label)
-    engines = dict(_ENGINES.values())
+    engines = dict(BY_ENGINE.values())
     if (engine := engine_of(method)) in engines:
         return engines[engine]
     own = _OWN[zlib.crc32(method.encode()) % len(_OWN)]

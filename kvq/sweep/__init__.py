@@ -114,7 +114,7 @@ def _estimate(due: Sequence[_Due]) -> str:
     from kvq.results.provenance import cpu_name  # imports torch, which the table of a finished sweep does without
 
     took: dict[str, dict[str, list[float]]] = {}
-    for record in Store(due[0].store.root).scan()[0]:
+    for record in due[0].store.scan()[0]:
         if record.status == "done" and record.provenance.cpu == cpu_name():
             methods = took.setdefault(record.baseline_key or record.key, {})
             methods.setdefault(record.method, []).append(sum(record.provenance.wall_seconds.values()))

@@ -14,11 +14,10 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.tasks.decode_steps import check_decode_steps, decode_metrics
 from kvq.tasks.measurement import Baseline, Measurement, Task
-from kvq.tasks.prefill_steps import check_steps, step_metrics
 from kvq.tasks.regimes import check_regimes
 from kvq.tasks.speed import SUBJECT, cells, check_length, fingerprint, mean_of, median_of, paired_ratios
+from kvq.tasks.steps import check_decode_steps, check_steps, decode_metrics, step_metrics
 
 Row = dict[str, Any]
 """One repeat of a subject, as `kvq.tasks.speed.cell` gives it."""

@@ -361,8 +361,7 @@ class KvqLM(CacheLM):
         place = ["device=cpu"] if device == "cpu" else []
         config: Config = resolve(compose([*given, *place]))
         inputs = Inputs(config)
-        for head_dim in inputs.head_dims:
-            method = method_of(config, head_dim)
+        method = method_of(config, *inputs.head_dims)
         check_prefill(method, Prefill(prefill))
         reader = Reader(inputs.model, method, Prefill(prefill), config.cache.keep_decoded)
         rows = None if str(batch_size).startswith("auto") else int(batch_size or 1)

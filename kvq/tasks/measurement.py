@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kvq.config import Loader, TaskConfig
 from kvq.config.tasks import is_timed
+from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.methods.method import Method
@@ -65,3 +67,22 @@ class Task:
     fingerprint: Callable[[Inputs], str]
     settings: type[TaskConfig] | None = None
     texts: Callable[[Inputs], list[str]] = text_of_dataset
+
+
+def task_of(settings: TaskConfig) -> Task:
+    """The task of these settings: the module of its name in this package, or outside it the one that defines them.
+
+    So a process that was handed settings, as a launcher's workers are, finds the task by them alone.
+
+    Raises:
+        ConfigError: a package that the task needs is not installed.
+    """
+    home = type(settings).__module__
+    module = f"kvq.tasks.{settings.name}" if home.startswith("kvq.") else home
+    try:
+        task: Task = importlib.import_module(module).TASK
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "kvq":
+            raise
+        raise ConfigError(f"task={settings.name}: needs {error.name}; pip install -e '.[eval]'") from error
+    return task

@@ -26,14 +26,12 @@ from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks import engine
-from kvq.tasks.continuation import holding_method, score_continuation
 from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
-from kvq.tasks.reference import ReferenceLogProbs
 from kvq.tasks.result import PplResult, WindowScore, summed_positions
-from kvq.tasks.scoring import ScoredChunk, log_probabilities, parallel_method, score
+from kvq.tasks.scoring import ScoredChunk, holding_method, log_probabilities, parallel_method, score, score_continuation
 from kvq.tasks.stepwise import check_at_once, scoring_bounds
 from kvq.tasks.storage import storage_metrics
-from kvq.tasks.windows import Window, batches, cut_windows, stack
+from kvq.tasks.windows import ReferenceLogProbs, Window, batches, cut_windows, stack
 
 
 def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[Window]:

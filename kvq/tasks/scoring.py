@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.config.residual import Policy
+from kvq.cache.side import CacheSide
+from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
@@ -91,3 +92,45 @@ def score(
             high = min(low + LOGIT_CHUNK, last)
             logits = loaded.logits(hidden[:, low - start : high - start])
             yield ScoredChunk(logits, tokens[:, low + 1 : high + 1])
+
+
+_NEVER = 2**30
+
+
+def holding_method(method: Method) -> Method:
+    """The method with a residual that never fills: the cache keeps full precision until `_quantize` is called."""
+    sides = [dataclasses.replace(side, policy=Policy.block, size=_NEVER) for side in _sides(method.residual)]
+    return dataclasses.replace(method, residual=Residual(*sides))
+
+
+@torch.no_grad()
+def score_continuation(
+    loaded: LoadedModel, cache: KVCache, blocks: Residual, tokens: Int[Tensor, "batch context"], prompt: int
+) -> Iterator[ScoredChunk]:
+    """Yield the logits of the targets from position `prompt` on, all at once.
+
+    Args:
+        cache: empty, of a `holding_method`.
+        blocks: the residual that gives the block size of the prompt.
+        tokens: prompt and continuation.
+        prompt: tokens of the prompt; its last one is read on the quantized cache.
+    """
+    loaded.hidden_states(tokens[:, : prompt - 1], cache)
+    for layer in cache.kv_layers:
+        for side, block in zip((layer.key, layer.value), _sides(blocks), strict=True):
+            _quantize(side, block)
+    hidden = loaded.hidden_states(tokens[:, prompt - 1 : -1], cache)
+    yield ScoredChunk(loaded.logits(hidden), tokens[:, prompt:])
+
+
+def _sides(residual: Residual) -> tuple[ResidualSide, ResidualSide]:
+    return residual.key, residual.value
+
+
+def _quantize(side: CacheSide, residual: ResidualSide) -> None:
+    """Encode all that a side holds in full precision."""
+    if side.codec is None or side._full is None:
+        return
+    whole = residual.prefill_block is PrefillBlock.whole or residual.size == 0
+    states, side._full = side._full.view, None
+    side._encode(states, None if whole else residual.size)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from kvq.models.inputs import Inputs, with_cache_dtype
 from kvq.models.layers import head_dims_of
 from kvq.models.load import pick_device
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
-from kvq.tasks import decode_steps, prefill_steps
+from kvq.tasks import steps
 from kvq.tasks.regimes import cache_maker
 
 SUBJECT = "method"
@@ -85,25 +86,25 @@ def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = froz
     task: SpeedConfig = config.task
     generator = torch.Generator().manual_seed(config.seed)
     prompt = torch.randint(0, loaded.text_config.vocab_size, (batch, tokens), generator=generator).to(loaded.device)
-    method = method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0])
+    method = _method(config, loaded)
     room = tokens + task.new_tokens
     makers = {name: make for name, make in _makers(config, method, loaded, room) if name not in without}
     rows: list[dict[str, Any]] = []
     merged = nullcontext() if method.merged is None else method.merged.in_weights(loaded.model)
+    place = {"batch": batch, "tokens": tokens}
     with merged, torch.inference_mode():
         for repeat in range(-task.warmup, task.repeats):
             for name, make in list(makers.items()):
-                place = {"batch": batch, "tokens": tokens, "subject": name, "repeat": repeat}
+                here = place | {"subject": name, "repeat": repeat}
                 row = _if_it_fits(loaded, make, prompt, task.new_tokens)
                 if row is None:
                     del makers[name]
-                    rows = [*(row for row in rows if row["subject"] != name), place | {"repeat": 0, "fits": False}]
+                    rows = [*(row for row in rows if row["subject"] != name), here | {"repeat": 0, "fits": False}]
                 elif repeat >= 0:
-                    rows.append(place | {"fits": True} | row)
+                    rows.append(here | {"fits": True} | row)
             for name, row in _watched(config, loaded, prompt):
-                place = {"batch": batch, "tokens": tokens, "subject": name, "repeat": repeat}
                 if repeat >= 0:
-                    rows.append(place | {"fits": True} | row)
+                    rows.append(place | {"subject": name, "repeat": repeat, "fits": True} | row)
     return rows
 
 
@@ -111,21 +112,21 @@ def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tu
     """A prefill and decoding by steps, where asked for and where the GPU has the memory for it."""
     task: Any = config.task
 
-    def now() -> float:
-        return _now(loaded)
-
-    watched: list[tuple[str, Callable[[Method], dict[str, Any]]]] = []
+    now = partial(_now, loaded)
+    watched: dict[str, Callable[[Method], dict[str, Any]]] = {}
     if getattr(task, "prefill_steps", False):
-        watched.append((prefill_steps.WATCHED, lambda own: prefill_steps.watched_prefill(loaded, own, prompt, now)))
+        watched[steps.PREFILL] = lambda own: steps.watched_prefill(loaded, own, prompt, now)
     if getattr(task, "decode_steps", False):
-        watched.append(
-            (decode_steps.WATCHED, lambda own: decode_steps.watched_decode(loaded, own, prompt, task.new_tokens, now))
-        )
-    for name, measure in [] if config.method.is_full_precision else watched:
+        watched[steps.DECODE] = lambda own: steps.watched_decode(loaded, own, prompt, task.new_tokens, now)
+    for name, measure in {} if config.method.is_full_precision else watched.items():
         try:
-            yield name, measure(method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0]))
+            yield name, measure(_method(config, loaded))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
+
+
+def _method(config: Config, loaded: LoadedModel) -> Method:
+    return method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0])
 
 
 def _makers(config: Config, method: Method, loaded: LoadedModel, room: int) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -133,8 +134,8 @@ def _makers(config: Config, method: Method, loaded: LoadedModel, room: int) -> I
     attention = "dense" if method.is_full_precision else config.cache.attention.value
     kept = config.cache.keep_decoded
     yield SUBJECT, lambda: KVCache(loaded, method, kept, attention=attention)
-    if getattr(config.task, "decode_steps", False) and (plain := decode_steps.without_norms(method)) is not None:
-        yield decode_steps.PLAIN, lambda: KVCache(loaded, plain, kept, attention=attention)
+    if getattr(config.task, "decode_steps", False) and (plain := steps.without_norms(method)) is not None:
+        yield steps.PLAIN, lambda: KVCache(loaded, plain, kept, attention=attention)
     # Full precision has no past to decode.
     for regime in [] if method.is_full_precision else getattr(config.task, "regimes", []):
         yield regime.value, cache_maker(regime, loaded, method)
@@ -157,19 +158,17 @@ def timed(loaded: LoadedModel, cache: Any, prompt: Tensor, new_tokens: int) -> d
     """Read prompts and decode greedily; seconds of both, and their peak bytes above the memory in use before."""
     before, peak = bytes_in_use(loaded.device), PeakMemory(loaded.device)
     start = _now(loaded)
-    hidden = loaded.hidden_states(prompt, cache)
-    token = loaded.logits(hidden[:, -1:]).argmax(-1)
+    token = steps.next_token(loaded, prompt, cache)
     read, prefill_peak = _now(loaded) - start, peak.read()
-    del hidden
-    peak, steps = PeakMemory(loaded.device), []
+    peak, took = PeakMemory(loaded.device), []
     for _ in range(new_tokens):
         start = _now(loaded)
-        token = loaded.logits(loaded.hidden_states(token, cache)).argmax(-1)
-        steps.append(_now(loaded) - start)
+        token = steps.next_token(loaded, token, cache)
+        took.append(_now(loaded) - start)
     row: dict[str, Any] = {
         "prefill_seconds": read,
-        "decode_seconds": sum(steps),
-        "step_seconds_median": statistics.median(steps),
+        "decode_seconds": sum(took),
+        "step_seconds_median": statistics.median(took),
     }
     for phase, top in (("prefill", prefill_peak), ("decode", peak.read())):
         row[f"{phase}_peak_bytes"] = None if top is None else top - before

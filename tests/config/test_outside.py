@@ -17,7 +17,7 @@ from kvq.methods.build import build_method
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Store, is_stale
-from kvq.tasks.registry import task_of
+from kvq.tasks.measurement import task_of
 from tests.results import made
 
 TASK = '''"""Counts."""

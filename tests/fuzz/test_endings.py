@@ -138,7 +138,7 @@ def commands(rng: random.Random, base: list[str], records: Path, out: Path) -> l
         return rng.choice([["--help"], ["--version"], ["--cfg", "job"], ["report", "--help"], ["diff"], ["--nothing"]])
     if kind == "diff":
         return ["diff", str(records), str(rng.choice([records, out]))]
-    more = {"report": ["--print"], "figures": ["--jobs", "1"]}.get(kind, [])
+    more = {"report": ["--print"], "figures": []}.get(kind, [])
     return [kind, "--results", str(rng.choice([records, records, out])), "--out", str(out / kind), *more]
 
 

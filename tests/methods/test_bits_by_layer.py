@@ -13,9 +13,8 @@ from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.calibration import CalibrationConfig
 from kvq.config.identity import canonical, names
-from kvq.errors import ConfigError, KvqError, Unsupported
+from kvq.errors import ConfigError, KvqError
 from kvq.methods.build import build_method
-from kvq.methods.packed_tensor import PackedTensor
 from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel
 from kvq.models.layers import kv_layers_of
@@ -153,8 +152,6 @@ def test_the_number_of_layers_is_checked():
     method = build_method("kivi", overrides=["bits_by_layer.key=[4,2]"])
     with pytest.raises(ConfigError, match=r"^method.bits_by_layer: 2 numbers for a model with 3 layers; one for each$"):
         KVCache(llama(layers=3), method)
-    with pytest.raises(Unsupported, match="a tensor has no layer"):
-        PackedTensor.from_full_precision(torch.zeros(1, 1, 8, 128), method)
 
 
 def test_a_run_on_the_command_line(tmp_path, capsys):

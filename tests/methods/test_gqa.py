@@ -7,7 +7,7 @@ import torch
 
 import kvq
 from kvq.errors import ConfigError, Unsupported
-from kvq.methods.gqa import GqaCompensation
+from kvq.methods.method import GqaCompensation
 from kvq.tasks.stepwise import check_codecs_alone
 from tests.random_models import llama, token_ids
 

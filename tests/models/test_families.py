@@ -17,8 +17,8 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.layers import head_dims_of
 from kvq.tasks.ppl import ppl_windows, run_ppl
-from kvq.tasks.reference import ReferenceLogProbs
 from kvq.tasks.scoring import generation_bounds, parallel_method
+from kvq.tasks.windows import ReferenceLogProbs
 from tests.cache.states import nearest_bits, quantizes
 from tests.families import FAMILIES, WINDOW, family
 from tests.random_models import VOCABULARY, in_double_precision, token_ids

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvq.report.html.metrics import describe
+from kvq.report.html.payload import describe
 from kvq.report.judged import read_records
 from kvq.results import Store
 from kvq.results.metrics import is_lower_better

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvq.report.main_model import FEWEST, PREFERRED, main_model
+from kvq.report.labels import FEWEST, PREFERRED, main_model
 from kvq.results import Record
 from tests.results import made
 

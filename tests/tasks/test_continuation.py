@@ -17,10 +17,9 @@ from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.results import Store
-from kvq.tasks.continuation import holding_method, score_continuation
 from kvq.tasks.ppl import ppl_windows, run_ppl
-from kvq.tasks.reference import ReferenceLogProbs
-from kvq.tasks.scoring import parallel_method
+from kvq.tasks.scoring import holding_method, parallel_method, score_continuation
+from kvq.tasks.windows import ReferenceLogProbs
 from tests.random_models import in_double_precision, random_llama, save_random_model, token_ids
 
 TASK = PplConfig(windows=Windows.disjoint, scoring=Scoring.continuation, prompt=40, context=64, batch_size=2)

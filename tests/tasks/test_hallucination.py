@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq.tasks.hallucination import Outcome, classify, is_mixture, random_rate
+from kvq.tasks.niah import Outcome, classify, is_mixture, random_rate
 
 PLANTED = ["123456", "987654", "555000"]
 

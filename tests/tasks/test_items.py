@@ -12,8 +12,7 @@ from kvq.config.tasks import NiahConfig
 from kvq.errors import DataError
 from kvq.results.journal import Journal
 from kvq.tasks.items import Items, Scored, by_part, compare, measure_items, score_items
-from kvq.tasks.measurement import Baseline
-from kvq.tasks.registry import task_of
+from kvq.tasks.measurement import Baseline, task_of
 
 TASK = NiahConfig(margin=0.1, resamples=200)
 

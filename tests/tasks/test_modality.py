@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from kvq.cli import main
-from kvq.report.figures.index import kinds
+from kvq.report.figures.drawing import kinds
 from kvq.results import Store
 from kvq.tasks.modality import SIDES
 from tests.media_models import PATCHES, picture, save_llava

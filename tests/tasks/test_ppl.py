@@ -18,9 +18,8 @@ from kvq.methods.build import build_method
 from kvq.models import LoadedModel
 from kvq.results.journal import Journal
 from kvq.tasks.ppl import ppl_windows, run_ppl
-from kvq.tasks.reference import ReferenceLogProbs
 from kvq.tasks.scoring import ScoredChunk, score
-from kvq.tasks.windows import Window
+from kvq.tasks.windows import ReferenceLogProbs, Window
 from tests.random_models import random_llama, token_ids
 
 TASK = PplConfig(context=64, stride=16, max_windows=6)

@@ -26,9 +26,9 @@ from kvq.methods.build import build_method
 from kvq.results import Store
 from kvq.runner import run
 from kvq.tasks import speed
-from kvq.tasks.decode_steps import without_norms
 from kvq.tasks.regimes import PerHeadCodec
 from kvq.tasks.speed import median_of, paired_ratios
+from kvq.tasks.steps import without_norms
 from kvq.tasks.throughput import metrics_of
 from tests.random_models import llama, save_random_model, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs

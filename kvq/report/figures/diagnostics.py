@@ -7,27 +7,21 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from kvq.report.figures import (
-    channels,
-    dispersion,
-    distribution,
-    memory,
-    modality,
-    shift,
-    stand_ins,
-    states,
-    throughput,
-    tni,
-    valley,
-)
+from kvq.errors import RecordError
+from kvq.report.departures import PROTOCOL
+from kvq.report.figures import cost, distribution, norms, over_models, perplexity
 from kvq.report.figures import error as errors
-from kvq.report.figures.drawing import Drawing
+from kvq.report.figures.drawing import Drawing, drawn
+from kvq.report.figures.needles import heat_map, needle_grid
 from kvq.report.isolated import made_of, noted
 from kvq.report.labels import label, model_name, named, protocol_departures
-from kvq.report.settings import PROTOCOL
+from kvq.report.tables.layout import Row
 from kvq.results import Record, Store, run_key
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _FEWEST_WIDTHS = 3
 _KNOWN_STATES = ("random_states", "model_states")
@@ -45,30 +39,31 @@ def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[s
     """
     done = [record for record in records if record.status == "done"]
     for task, make in MAKERS.items():
-        for group in _protocols(record for record in done if record.task == task):
-            for made in _sound(group, _made(make, store), f"figures of task={task}", skipped) or ():
-                yield replace(made, stem=file_name(f"{made.stem}-{_suffix(group)}"))
-    yield from _shifts(done, store, skipped)
-    table = _sound(done, stand_ins.stand_in_table, "stand-ins", skipped)
-    if table is not None and not table.empty:
-        title = "Losses on a real model and on the embedded ones: one mark per method and bits"
-        yield Drawing("stand-ins", table, stand_ins.stand_in_figure, (title,))
-    table = _sound(done, dispersion.dispersion_table, "dispersion", skipped)
-    if table is not None and not table.empty:
-        yield Drawing("dispersion-pairs", table, None)
-        yield Drawing("dispersion-spearman", dispersion.dispersion_correlations(table), None)
-        for stem, title, numbers in dispersion.scatters(table):
-            yield Drawing(file_name(stem), numbers, dispersion.scatter_figure, (title,))
+        own = sorted((r for r in done if r.task == task), key=lambda r: (r.model, r.dataset, label(r), r.bits, r.key))
+        for group in _grouped(own, _protocol).values():
+            for made in _sound(group, _listed(make, store), f"figures of task={task}", skipped) or ():
+                first = group[0]
+                stem = f"{made.stem}-{first.model}-{first.dataset}-{_protocol(first)[:6]}"
+                yield replace(made, stem=file_name(stem))
+    for make, what in ((_shifts, "shifts"), (_stand_ins, "stand-ins"), (_dispersions, "dispersion")):
+        parts = _grouped(done, _shift_group).values() if make is _shifts else [done]
+        for group in parts:
+            yield from _sound(group, _listed(make, store), what, skipped) or ()
+
+
+def _listed(make: Maker, store: Store) -> Callable[[list[Record]], list[Drawing]]:
+    return lambda group: list(make(group, store))
 
 
 def _sound(
     group: Sequence[Record], make: Callable[[list[Record]], Made], what: str, skipped: list[str] | None
 ) -> Made | None:
-    return made_of(group, make, lambda record: f"run {record.key[:12]}", what, noted(skipped))
+    return made_of(group, make, run_of, what, noted(skipped))
 
 
-def _made(make: Maker, store: Store) -> Callable[[list[Record]], list[Drawing]]:
-    return lambda group: list(make(group, store))
+def run_of(record: Record) -> str:
+    """A run in a sentence about what cannot be drawn."""
+    return f"run {record.key[:12]}"
 
 
 def file_name(stem: str) -> str:
@@ -78,28 +73,40 @@ def file_name(stem: str) -> str:
     return name if len(name) <= 200 else f"{name[:120]}_{name[-79:]}"
 
 
-def _shifts(records: Sequence[Record], store: Store, skipped: list[str] | None) -> Iterator[Drawing]:
-    """A figure of each model whose calibrated methods were tested on another text."""
+def _grouped(records: Iterable[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        groups[run_key({name: record.config.get(name) for name in ("task", "model", "seed")})].append(record)
-    for name, group in groups.items():
-        table = _sound(group, functools.partial(shift.shift_table, store=store), "shifts", skipped)
-        if table is not None and not table.empty:
-            task = group[0].config.get("task")
-            scoring = task.get("scoring") if isinstance(task, Mapping) else None
-            protocol = filter(None, [model_name(group[0].model), scoring and str(scoring)])
-            title = f"Calibrated on another text (hollow): {', scoring '.join(protocol)}"
-            stem = file_name(f"calibration-shift-{group[0].model}-{name[:6]}")
-            yield Drawing(stem, table, shift.shift_figure, (title,))
+        groups[key(record)].append(record)
+    return groups
 
 
-def _protocols(records: Iterable[Record]) -> list[list[Record]]:
-    """Runs with the same task, model, dataset and seed, by method and bits."""
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for record in sorted(records, key=lambda r: (r.model, r.dataset, label(r), r.bits, r.key)):
-        groups[_protocol(record)].append(record)
-    return list(groups.values())
+def _shift_group(record: Record) -> str:
+    return run_key({name: record.config.get(name) for name in ("task", "model", "seed")})
+
+
+def _shifts(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    """A figure of a model whose calibrated methods were tested on another text."""
+    first = group[0]
+    task = first.config.get("task")
+    scoring = task.get("scoring") if isinstance(task, Mapping) else None
+    protocol = ", scoring ".join(filter(None, [model_name(first.model), scoring and str(scoring)]))
+    stem = file_name(f"calibration-shift-{first.model}-{_shift_group(first)[:6]}")
+    title = f"Calibrated on another text (hollow): {protocol}"
+    return drawn(stem, perplexity.shift_table(group, store), perplexity.shift_figure, title)
+
+
+def _stand_ins(group: Sequence[Record], _: Store) -> Iterable[Drawing]:
+    title = "Losses on a real model and on the embedded ones: one mark per method and bits"
+    return drawn("stand-ins", over_models.stand_in_table(group), over_models.stand_in_figure, title)
+
+
+def _dispersions(group: Sequence[Record], _: Store) -> Iterable[Drawing]:
+    table = over_models.dispersion_table(group)
+    if not table.empty:
+        yield Drawing("dispersion-pairs", table, None)
+        yield Drawing("dispersion-spearman", over_models.dispersion_correlations(table), None)
+        for stem, title, numbers in over_models.scatters(table):
+            yield Drawing(file_name(stem), numbers, over_models.scatter_figure, (title,))
 
 
 def _protocol(record: Record) -> str:
@@ -113,24 +120,8 @@ def _protocol(record: Record) -> str:
     return run_key(parts)
 
 
-def _suffix(group: Sequence[Record]) -> str:
-    first = group[0]
-    return f"{first.model}-{first.dataset}-{_protocol(first)[:6]}"
-
-
 def _quantized(group: Sequence[Record]) -> list[Record]:
     return [record for record in group if record.baseline_key is not None]
-
-
-def _errors(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    runs = _quantized(group)
-    for record in runs:
-        title = f"{named(record)} bits on {model_name(record.model)}: error by stages"
-        table = errors.steps_table(record, store)
-        yield Drawing(f"error-steps-{named(record)}", table, errors.steps_figure, (title,))
-    if runs:
-        title = f"Errors on {_where(group)}"
-        yield Drawing("error-places", errors.places_table(runs, store), errors.places_figure, (title,))
 
 
 def _where(group: Sequence[Record]) -> str:
@@ -138,109 +129,100 @@ def _where(group: Sequence[Record]) -> str:
     return f"{model_name(group[0].model)}, {group[0].dataset}{f' ({words})' if words else ''}"
 
 
+def _bits_on(record: Record) -> str:
+    return f"{named(record)} bits on {model_name(record.model)}"
+
+
+def _errors(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    runs = _quantized(group)
+    for record in runs:
+        title = f"{_bits_on(record)}: error by stages"
+        yield Drawing(f"error-steps-{named(record)}", errors.steps_table(record, store), errors.steps_figure, (title,))
+    if runs:
+        title = f"Errors on {_where(group)}"
+        yield Drawing("error-places", errors.places_table(runs, store), errors.places_figure, (title,))
+
+
 def _norms(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    table = tni.norms_table(group[0], store)
-    where = _where(group)
-    yield Drawing("tni-boxes", table, tni.boxes_figure, (f"Token norms over layers and heads: {where}",))
-    yield Drawing("tni-layers", table, tni.layers_figure, (f"Token norms by layer, a box over heads: {where}",))
-    yield Drawing("tni-heat", table, tni.heat_figure, (f"Where tokens are low in norm: {where}",))
+    table, where = norms.norms_table(group[0], store), _where(group)
+    yield Drawing("tni-boxes", table, norms.boxes_figure, (f"Token norms over layers and heads: {where}",))
+    yield Drawing("tni-layers", table, norms.layers_figure, (f"Token norms by layer, a box over heads: {where}",))
+    yield Drawing("tni-heat", table, norms.heat_figure, (f"Where tokens are low in norm: {where}",))
     for record in _quantized(group):
-        title = f"{named(record)} bits on {model_name(record.model)}: ranges, bounds and errors"
-        numbers = tni.groups_table(record, store)
-        yield Drawing(f"tni-groups-{named(record)}", numbers, tni.groups_figure, (title,))
+        title = f"{_bits_on(record)}: ranges, bounds and errors"
+        yield Drawing(f"tni-groups-{named(record)}", norms.groups_table(record, store), norms.groups_figure, (title,))
 
 
 def _modalities(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    where = _where(group)
-    tokens = modality.tokens_table(group[0], store)
-    if not tokens.empty:
-        title = f"Token norms by modality, from the least to the largest head: {where}"
-        yield Drawing("modality-tokens", tokens, modality.tokens_figure, (title,))
-    layers = modality.layers_table(group[0], store)
-    if not layers.empty:
-        yield Drawing("modality-layers", layers, modality.layers_figure, (f"Spread of norms by modality: {where}",))
+    record, where = group[0], _where(group)
+    tokens, layers = norms.modality_tokens_table(record, store), norms.modality_layers_table(record, store)
+    title = f"Token norms by modality, from the least to the largest head: {where}"
+    yield from drawn("modality-tokens", tokens, norms.modality_tokens_figure, title)
+    yield from drawn("modality-layers", layers, norms.modality_layers_figure, f"Spread of norms by modality: {where}")
 
 
 def _distributions(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    record = group[0]
-    title = f"Closeness to N(0, 1): {_where(group)}"
-    yield Drawing("distribution-kl", distribution.closeness_table(record), distribution.closeness_figure, (title,))
-    layers = distribution.layers_table(record, store)
+    record, where, of = group[0], _where(group), distribution
+    title = f"Closeness to N(0, 1): {where}"
+    yield from drawn("distribution-kl", of.closeness_table(record), of.closeness_figure, title)
     synthetic = errors.rows_of(record, store, "synthetic")
-    title = f"NSN by layer: {_where(group)} (solid: keys, dotted: values, dashed: synthetic)"
-    yield Drawing("distribution-layers", layers, distribution.layers_figure, (synthetic, title))
-    yield from _channels(record, store, _where(group))
-
-
-def _channels(record: Record, store: Store, where: str) -> Iterable[Drawing]:
-    covariances = channels.covariances_table(record, store)
+    title = f"NSN by layer: {where} (solid: keys, dotted: values, dashed: synthetic)"
+    yield from drawn("distribution-layers", of.layers_table(record, store), of.layers_figure, synthetic, title)
     title = f"Covariances of channels behind NSN: {where}"
-    yield Drawing("distribution-covariances", covariances, channels.covariances_figure, (title,))
-    ranges = channels.ranges_table(record, store)
+    yield from drawn("distribution-covariances", of.covariances_table(record, store), of.covariances_figure, title)
+    ranges, moments = of.ranges_table(record, store), of.moments_table(record, store)
+    magnitudes = of.magnitudes_table(record, store)
     if not ranges.empty:
         title = f"Covariances by channel behind NSN, layer {ranges['layer'].min()}: {where}"
-        yield Drawing("distribution-ranges", ranges, channels.ranges_figure, (title,))
-    moments = channels.moments_table(record, store)
+        yield from drawn("distribution-ranges", ranges, of.ranges_figure, title)
     title = f"Channels behind NSN and Hadamard: {where}"
-    yield Drawing("distribution-channels", channels.scattered(moments), channels.scatter_figure, (title,))
-    first = channels.one_head(moments)
-    title = f"Channels by steps of NSN, layer {first['layer'].min()}, head 0: {where}"
-    yield Drawing("distribution-steps", first, channels.steps_figure, (title,))
-    magnitudes = channels.magnitudes_table(record, store)
+    yield from drawn("distribution-channels", of.scattered(moments), of.scatter_figure, title)
+    title = f"Channels by steps of NSN, layer {moments['layer'].min()}, head 0: {where}"
+    yield from drawn("distribution-steps", of.one_head(moments), of.steps_figure, title)
     if not magnitudes.empty:
         title = f"Magnitudes, layer {magnitudes['layer'].min()}, head 0: {where}"
-        yield Drawing("distribution-magnitudes", magnitudes, channels.magnitudes_figure, (title,))
+        yield from drawn("distribution-magnitudes", magnitudes, of.magnitudes_figure, title)
 
 
 def _memory(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    table = memory.memory_table(group, store)
-    yield Drawing("memory", table, memory.memory_figure, (f"Bytes of the cache: {model_name(group[0].model)}",))
+    title = f"Bytes of the cache: {model_name(group[0].model)}"
+    return drawn("memory", cost.memory_table(group, store), cost.memory_figure, title)
 
 
 def _throughputs(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    table = throughput.throughput_table(group, store)
-    if not table.empty:
-        title = f"Throughput and memory by batch: {model_name(group[0].model)} on {group[0].config.get('machine')}"
-        yield Drawing("throughput", table, throughput.throughput_figure, (title,))
+    title = f"Throughput and memory by batch: {model_name(group[0].model)} on {group[0].config.get('machine')}"
+    return drawn("throughput", cost.throughput_table(group, store), cost.throughput_figure, title)
 
 
 def _planes(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table = errors.plane_table(_quantized(group), store)
     if table.empty:
         return
-    sinks = "with" if group[0].config["task"].get("sink_outliers") else "without"
-    parts = (
-        (
-            "neighbour_apart_error",
-            f"Error of a sink's neighbours, relative to what sets keys apart; sinks {sinks} outlier channels",
-        ),
-        ("sink_error", f"Error of the sinks, relative to their norm; sinks {sinks} outlier channels"),
-    )
-    for quantity, title in parts:
+    sinks = f"sinks {'with' if group[0].config['task'].get('sink_outliers') else 'without'} outlier channels"
+    for quantity, words in (
+        ("neighbour_apart_error", "Error of a sink's neighbours, relative to what sets keys apart"),
+        ("sink_error", "Error of the sinks, relative to their norm"),
+    ):
         if quantity in table:
-            yield Drawing(f"synthetic-{quantity}", table, errors.plane_figure, (quantity, title))
+            yield Drawing(f"synthetic-{quantity}", table, errors.plane_figure, (quantity, f"{words}; {sinks}"))
 
 
 def _widths(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    table = valley.valley_table(group, store)
-    if not table.empty and table["bits"].nunique() >= _FEWEST_WIDTHS:
-        yield Drawing("widths", table, valley.valley_figure, (f"More bits, less loss? {_where(group)}",))
+    table = perplexity.valley_table(group, store)
+    if table.empty or table["bits"].nunique() < _FEWEST_WIDTHS:
+        return []
+    return drawn("widths", table, perplexity.valley_figure, f"More bits, less loss? {_where(group)}")
 
 
 def _drawn_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    table = states.bars_table(_quantized(group), store)
-    if not table.empty:
-        title = f"Drawn states: {states.states_of(group[0].config['task'])}"
-        yield Drawing("states-drawn", table, states.bars_figure, (title,))
+    title = f"Drawn states: {errors.states_of(group[0].config['task'])}"
+    return drawn("states-drawn", errors.bars_table(_quantized(group), store), errors.bars_figure, title)
 
 
 def _model_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    table = states.layers_table(group, store)
-    if not table.empty:
-        words = ", ".join(
-            [f"{model_name(group[0].model)}, {group[0].dataset}", *states.beside(group[0].config["task"])]
-        )
-        yield Drawing("states-layers", table, states.layers_figure, (f"Errors on a block of states: {words}",))
+    words = [f"{model_name(group[0].model)}, {group[0].dataset}", *errors.beside(group[0].config["task"])]
+    title = f"Errors on a block of states: {', '.join(words)}"
+    return drawn("states-layers", errors.layers_table(group, store), errors.layers_figure, title)
 
 
 MAKERS: dict[str, Maker] = {
@@ -265,11 +247,8 @@ def embedding_drawings(records: Iterable[Record], store: Store, skipped: list[st
     Raises:
         RecordError: samples that are missing.
     """
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        if record.task == "distribution" and record.status == "done":
-            name = run_key({"model": record.config.get("model"), "task": record.config.get("task")})
-            groups[name].append(record)
+    done = (record for record in records if record.task == "distribution" and record.status == "done")
+    groups = _grouped(done, lambda r: run_key({"model": r.config.get("model"), "task": r.config.get("task")}))
     for name, group in groups.items():
         if len({r.dataset for r in group}) < 2:
             continue
@@ -278,3 +257,23 @@ def embedding_drawings(records: Iterable[Record], store: Store, skipped: list[st
             title = f"Tokens of {model_name(group[0].model)}, layer {kept['layer'].iloc[0]}, one head"
             stem = file_name(f"distribution-tsne-{group[0].model}-{name[:6]}")
             yield Drawing(stem, kept, distribution.embedding_figure, (title,), distribution.embedding_table)
+
+
+def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
+    """Figures of a run that is done, each with a name, for W&B; none where its samples cannot be read."""
+    if record.status != "done":
+        return []
+    title = f"{named(record)}: {model_name(record.model)}, {record.dataset}"
+    try:
+        if record.task == "ppl":
+            table, draw, name = perplexity.windows_table(record, store), perplexity.windows_figure, "windows"
+        elif record.task == "niah":
+            table, draw, name = needle_grid([Row(record, label(record), record.bits)], store), heat_map, "needles"
+        else:
+            made = MAKERS[record.task]([record], store) if record.task in MAKERS else []
+            # Names without the run's label, so that W&B shows the same figure of several runs side by side.
+            figures = [(drawing.stem.removesuffix(f"-{named(record)}"), drawing.figure()) for drawing in made]
+            return [(name, figure) for name, figure in figures if figure is not None]
+        return [] if table.empty else [(name, draw(table, title))]
+    except (RecordError, KeyError):
+        return []

@@ -1,29 +1,34 @@
-"""Figures of `task=distribution`: Table 1, moments, Lemma 1, correlations, codeword cosines, t-SNE."""
+"""Figures of `task=distribution`: Table 1 of NSNQuant, moments, Lemma 1, correlations, cosines, channels, t-SNE."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.style import colour, figure, marker, style, whole_numbers
+from kvq.report.figures.plots import GREY, below, crossed, dress, heat, level, marked, panels, points, ranges, titled
+from kvq.report.figures.style import colour, evenly_spread, marker, style
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SIDES = ("key", "value")
 STEPS = ("N", "NS", "NSN")
+STAGES = ("input", "NSN", "NSN+Hadamard")
 _MOST_VECTORS, _FEWEST_VECTORS = 10_000, 8  # of a side: as many as NSNQuant draws of five corpora
+_LAYERS = 4  # columns of the scatter; of more layers, that many evenly spread
+_TOKENS = 64  # rows of the images of magnitudes
 
 
 def closeness_table(record: Record) -> pd.DataFrame:
     """Table 1 of NSNQuant from a run's metrics: KL in nats by step, side and rotation, and the oracle."""
     lines = [
         {"side": side, "step": step, "hadamard": rotated, "kl": record.metrics[f"kl_{side}_{step}{suffix}"]}
-        for side in ("key", "value")
+        for side in SIDES
         for step in STEPS
         for rotated, suffix in ((True, "_hadamard"), (False, ""))
     ]
@@ -34,35 +39,24 @@ def closeness_figure(table: pd.DataFrame, title: str) -> Figure:
     """Bars on a logarithmic scale, the oracle as a line."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
+    places = {(side, step): i + 3.6 * j for j, side in enumerate(SIDES) for i, step in enumerate(STEPS)}
     with style():
-        made = figure(1, 2.4)
-        axis = made.subplots()
-        place, ticks = 0.0, []
-        for side in ("key", "value"):
-            for step in STEPS:
-                for index, rotated in enumerate((False, True)):
-                    found = table[(table["side"] == side) & (table["step"] == step) & (table["hadamard"] == rotated)]
-                    name = "with Hadamard" if rotated else "without"
-                    axis.bar(
-                        place + 0.4 * index - 0.2,
-                        found["kl"],
-                        0.38,
-                        color=colour(index),
-                        label=name if place == 0 else None,
-                    )
-                ticks.append((place, f"{step}\n{side}s" if step == "NS" else f"{step}\n"))
-                place += 1
-            place += 0.6
+        made, axis = panels(1, 2.4)
+        for (side, step), place in places.items():
+            for index, name in enumerate(("without", "with Hadamard")):
+                here = (table["side"] == side) & (table["step"] == step) & (table["hadamard"] == bool(index))
+                look: dict[str, Any] = {"color": colour(index), "label": None if place else name}
+                axis.bar(place + 0.4 * index - 0.2, table["kl"][here], 0.38, **look)
         oracle = float(table[table["side"] == "oracle"]["kl"].iloc[0])
         axis.axhline(oracle, color="black", linestyle="--", linewidth=0.8, label=f"oracle {oracle:.4f}")
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter(NullFormatter())
-        axis.set_xticks([where for where, _ in ticks], [text for _, text in ticks])
-        axis.set_ylabel("mean KL to N(0, 1) (nats)")
-        made.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, columnspacing=1)
-        axis.set_title(title)
+        names = [f"{step}\n{side}s" if step == "NS" else f"{step}\n" for side, step in places]
+        axis.set_xticks(list(places.values()), names)
+        below(made, axis, 3, columnspacing=1)
+        dress(axis, y="mean KL to N(0, 1) (nats)", title=title)
     return made
 
 
@@ -73,19 +67,16 @@ def layers_table(record: Record, store: Store) -> pd.DataFrame:
     lines = []
     for (side, layer), part in lemma.groupby(["side", "layer"], sort=True):
         line = {"side": side, "layer": layer}
-        for name in ("low", "variance_min", "covariance_min"):
-            line[name] = part[name].min()
-        for name in ("high", "variance_max", "covariance_max"):
-            line[name] = part[name].max()
+        line |= {name: part[name].min() for name in ("low", "variance_min", "covariance_min")}
+        line |= {name: part[name].max() for name in ("high", "variance_max", "covariance_max")}
         line |= {name: part[name].mean() for name in ("epsilon", "gamma", "inside")}
         here = correlation[(correlation["side"] == side) & (correlation["layer"] == layer)]
         line["correlation"] = here["correlation"].mean()
-        for stage in ("input", "NSN", "NSN+Hadamard"):
+        for stage in STAGES:
             at = moments[(moments["side"] == side) & (moments["layer"] == layer) & (moments["stage"] == stage)]
             values = np.concatenate([np.asarray(row) for row in at["deviation"]])
-            line |= {
-                f"deviation {stage} {name}": float(np.quantile(values, q)) for name, q in (("5%", 0.05), ("95%", 0.95))
-            }
+            for name, q in (("5%", 0.05), ("95%", 0.95)):
+                line[f"deviation {stage} {name}"] = float(np.quantile(values, q))
             line[f"|mean| {stage}"] = float(np.mean([np.abs(row).mean() for row in at["mean"]]))
         for _, row in cosines[(cosines["side"] == side) & (cosines["layer"] == layer)].iterrows():
             line[f"cosine {row['codebook']} {row['bits']} bit"] = row["cosine"]
@@ -93,86 +84,53 @@ def layers_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def layers_figure(table: pd.DataFrame, synthetic: pd.DataFrame, title: str) -> Figure:
+@titled
+def layers_figure(table: pd.DataFrame, synthetic: pd.DataFrame) -> Figure:
     """By layer: channel deviations, rotated variances and Lemma 1's range, correlation in groups, cosines."""
-    with style():
-        made = figure(2, 4.8)
-        axes = made.subplots(2, 2)
-        for index, side in enumerate(("key", "value")):
-            part = table[table["side"] == side]
-            shift = 0.12 * (2 * index - 1)
-            for stage, alpha in (("NSN", 0.4), ("NSN+Hadamard", 1.0)):
-                low, high = part[f"deviation {stage} 5%"], part[f"deviation {stage} 95%"]
-                axes[0, 0].vlines(
-                    part["layer"] + shift + (0.1 if alpha == 1 else 0),
-                    low,
-                    high,
-                    color=colour(index),
-                    alpha=alpha,
-                    linewidth=3,
-                    label=f"{side}s, {stage}",
-                )
-            places = part["layer"] + shift
-            axes[0, 1].vlines(
-                places,
-                part["low"].clip(lower=0),
-                part["high"],
-                color=colour(index),
-                alpha=0.35,
-                linewidth=4,
-                label=f"{side}s: range of Lemma 1",
-            )
-            axes[0, 1].vlines(
-                places,
-                part["variance_min"],
-                part["variance_max"],
-                color=colour(index),
-                linewidth=1.5,
-                label=f"{side}s: measured",
-            )
-            axes[1, 0].plot(
-                part["layer"], part["correlation"], marker(index) + "-", color=colour(index), label=f"{side}s"
-            )
-        _cosines(axes[1, 1], table, synthetic)
-        texts = (
-            (axes[0, 0], "channel deviation, 5% to 95%"),
-            (axes[0, 1], "variance of rotated channels"),
-            (axes[1, 0], "mean |correlation| in groups of 8"),
-            (axes[1, 1], "cosine to the nearest codewords"),
-        )
-        for axis, text in texts:
-            axis.set_xlabel("layer")
-            axis.set_ylabel(text)
-            whole_numbers(axis)
-            axis.grid(linewidth=0.3)
-            low, high = axis.get_ylim()
-            axis.set_ylim(low, high + 0.45 * (high - low))
-            axis.legend(loc="upper center", ncols=2, columnspacing=0.8, handlelength=1.2)
-        axes[1, 0].set_ylim(bottom=0)
-        made.suptitle(title, fontsize=8)
+    made, axes = panels(2, 4.8, 2, 2)
+    for index, side in enumerate(SIDES):
+        part = table[table["side"] == side]
+        places = part["layer"] + 0.12 * (2 * index - 1)
+        for stage, aside, alpha in (("NSN", 0, 0.4), ("NSN+Hadamard", 0.1, 1.0)):
+            low, high = part[f"deviation {stage} 5%"], part[f"deviation {stage} 95%"]
+            ranges(axes[0, 0], places + aside, low, high, index, 3, f"{side}s, {stage}", alpha=alpha)
+        low, words = part["low"].clip(lower=0), f"{side}s: range of Lemma 1"
+        ranges(axes[0, 1], places, low, part["high"], index, 4, words, alpha=0.35)
+        ranges(axes[0, 1], places, part["variance_min"], part["variance_max"], index, 1.5, f"{side}s: measured")
+        marked(axes[1, 0], part["layer"], part["correlation"], index, f"{side}s")
+    _cosines(axes[1, 1], table, synthetic)
+    texts = (
+        "channel deviation, 5% to 95%",
+        "variance of rotated channels",
+        "mean |correlation| in groups of 8",
+        "cosine to the nearest codewords",
+    )
+    for axis, text in zip(axes.flat, texts, strict=True):
+        dress(axis, "layer", text, grid="both", whole=True)
+        low, high = axis.get_ylim()
+        axis.set_ylim(low, high + 0.45 * (high - low))
+        axis.legend(loc="upper center", ncols=2, columnspacing=0.8, handlelength=1.2)
+    axes[1, 0].set_ylim(bottom=0)
     return made
 
 
-def _cosines(axis: object, table: pd.DataFrame, synthetic: pd.DataFrame) -> None:
+def _cosines(axis: Any, table: pd.DataFrame, synthetic: pd.DataFrame) -> None:
     names = [name for name in table.columns if name.startswith("cosine ")]
     for index, name in enumerate(names):
         for side, line in (("key", "-"), ("value", ":")):
             part = table[table["side"] == side]
             text = name.removeprefix("cosine ") if side == "key" else None
-            axis.plot(part["layer"], part[name], line, marker=marker(index), color=colour(index), label=text)  # type: ignore[attr-defined]
+            axis.plot(part["layer"], part[name], line, marker=marker(index), color=colour(index), label=text)
         _, codebook, bits, _ = name.split()
         found = synthetic[(synthetic["codebook"] == codebook) & (synthetic["bits"] == int(bits))]
         for value in found["cosine"]:
-            axis.axhline(value, color=colour(index), linewidth=0.6, linestyle="--")  # type: ignore[attr-defined]
+            axis.axhline(value, color=colour(index), linewidth=0.6, linestyle="--")
 
 
 def kept_vectors(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """The tokens that runs kept, of sides with enough of them, behind the name of the corpus; thinned to some."""
-    kept = []
-    for record in records:
-        rows = rows_of(record, store, "vector")
-        if not rows.empty:
-            kept.append(rows.assign(dataset=record.dataset))
+    found = [(record, rows_of(record, store, "vector")) for record in records]
+    kept = [rows.assign(dataset=record.dataset) for record, rows in found if not rows.empty]
     if not kept:
         return pd.DataFrame()
     sides = pd.concat(kept, ignore_index=True).groupby("side", sort=True)
@@ -199,26 +157,157 @@ def embedding_table(kept: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     return pd.concat(out, ignore_index=True)
 
 
-def embedding_figure(table: pd.DataFrame, title: str) -> Figure:
+@titled
+def embedding_figure(table: pd.DataFrame) -> Figure:
     """Keys and values side by side, a colour for each corpus."""
-    with style():
-        made = figure(2, 2.9)
-        axes = made.subplots(1, 2)
-        for axis, side in zip(axes, ("key", "value"), strict=True):
-            for index, (dataset, part) in enumerate(table[table["side"] == side].groupby("dataset", sort=True)):
-                axis.scatter(
-                    part["x"],
-                    part["y"],
-                    s=6,
-                    marker=marker(index),
-                    color=colour(index),
-                    alpha=0.6,
-                    linewidths=0,
-                    label=str(dataset),
-                )
-            axis.set_xlabel("t-SNE 1 (arbitrary unit)")
-            axis.set_ylabel("t-SNE 2 (arbitrary unit)")
-            axis.set_title(f"{side}s")
-        made.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, markerscale=2)
-        made.suptitle(title, fontsize=8)
+    made, axes = panels(2, 2.9, 1, 2)
+    for axis, side in zip(axes, SIDES, strict=True):
+        for index, (dataset, part) in enumerate(table[table["side"] == side].groupby("dataset", sort=True)):
+            points(axis, part["x"], part["y"], index, str(dataset), s=6)
+        dress(axis, "t-SNE 1 (arbitrary unit)", "t-SNE 2 (arbitrary unit)", title=f"{side}s")
+    below(made, axes[0], 4, markerscale=2)
+    return made
+
+
+def covariances_table(record: Record, store: Store) -> pd.DataFrame:
+    """Per side, layer and head, behind NSN: Frobenius norm of the covariances off the diagonal, least and largest."""
+    rows = rows_of(record, store, "lemma")
+    return rows[["side", "layer", "head", "gamma", "covariance_min", "covariance_max"]].reset_index(drop=True)
+
+
+@titled
+def covariances_figure(table: pd.DataFrame) -> Figure:
+    """The norm by layer, mean over heads (NSNQuant, Figure 6), and the range of covariances by head (its Figure 7)."""
+    made, (norms, spans) = panels(2, 2.6, 1, 2)
+    for index, side in enumerate(SIDES):
+        part = table[table["side"] == side].sort_values(["layer", "head"])
+        means = part.groupby("layer")["gamma"].mean()
+        marked(norms, means.index, means, index, f"{side}s")
+        heads = part["head"].max() + 1
+        places = part["layer"] + part["head"] / heads + (index - 0.5) * 0.3 / heads
+        ranges(spans, places, part["covariance_min"], part["covariance_max"], index, 3, f"{side}s")
+    norms.set_ylim(bottom=0)
+    spans.axhline(0, color="black", linewidth=0.6)
+    dress(norms, "layer (mean over heads)", "Frobenius norm off the diagonal", grid="both", whole=True)
+    dress(spans, "layer (a bar for each head)", "least to largest covariance", grid="both", whole=True)
+    norms.legend(loc="best")
+    spans.legend(loc="best")
+    return made
+
+
+def _by_channel(rows: pd.DataFrame, names: list[str], quantities: list[str]) -> pd.DataFrame:
+    """Samples that hold lists with a number for each channel, as one line per channel."""
+    rows["channel"] = rows[quantities[0]].map(lambda values: list(range(len(values))))
+    table = rows.explode(["channel", *quantities], ignore_index=True)
+    return table[[*names, "channel", *quantities]].astype({"channel": int, **dict.fromkeys(quantities, float)})
+
+
+def ranges_table(record: Record, store: Store) -> pd.DataFrame:
+    """Per side, head and channel of the first layer, behind NSN: least and largest covariance; empty: not kept."""
+    rows = rows_of(record, store, "ranges")
+    return rows if rows.empty else _by_channel(rows, ["side", "layer", "head"], ["lowest", "highest"])
+
+
+@titled
+def ranges_figure(table: pd.DataFrame) -> Figure:
+    """Range of each channel's covariances with the others, head after head: keys above, values below.
+
+    As NSNQuant's Figure 7 draws them.
+    """
+    made, axes = panels(2, 3.2, 2, 1, sharex=True, sharey=True)
+    channels = int(table["channel"].max()) + 1
+    for index, (axis, side) in enumerate(zip(axes, SIDES, strict=True)):
+        part = table[table["side"] == side]
+        ranges(axis, part["head"] * channels + part["channel"], part["lowest"], part["highest"], index, 0.8)
+        for head in range(1, int(table["head"].max()) + 1):
+            axis.axvline(head * channels - 0.5, color=GREY, linewidth=0.6, linestyle="--")
+        axis.axhline(0, color="black", linewidth=0.6)
+        axis.set_ylabel(f"{side}s: least to\nlargest covariance")
+    axes[-1].set_xlabel("channel, head after head")
+    return made
+
+
+def moments_table(record: Record, store: Store) -> pd.DataFrame:
+    """Per side, layer, head, stage and channel: mean and deviation over the tokens of the first window."""
+    return _by_channel(rows_of(record, store, "moments"), ["side", "layer", "head", "stage"], ["mean", "deviation"])
+
+
+def scattered(table: pd.DataFrame) -> pd.DataFrame:
+    """The channels behind NSN and the Hadamard rotation, in some layers."""
+    layers = evenly_spread(sorted(table["layer"].unique()), _LAYERS)
+    return table[(table["stage"] == STAGES[-1]) & table["layer"].isin(layers)].reset_index(drop=True)
+
+
+@titled
+def scatter_figure(table: pd.DataFrame) -> Figure:
+    """A point for each channel, deviation over mean (NSNQuant, Figures 12 and 13); lines cross at those of N(0, 1)."""
+    layers = sorted(table["layer"].unique())
+    made, axes = panels(2, 3.4, 2, len(layers), sharex=True, sharey=True, squeeze=False)
+    for axis, _, _, here in crossed(axes, table, ("side", SIDES), ("layer", layers)):
+        level(axis, 1)
+        axis.axvline(0, color=GREY, linewidth=0.6)
+        for head, part in here.groupby("head"):
+            points(axis, part["mean"], part["deviation"], head, f"head {head}", s=5, rasterized=True)
+        dress(axis, grid="both")
+    for row, side in zip(axes, SIDES, strict=True):
+        row[0].set_ylabel(f"{side}s: deviation")
+    for top, bottom, layer in zip(axes[0], axes[-1], layers, strict=True):
+        top.set_title(f"layer {layer}")
+        bottom.set_xlabel("mean of a channel")
+    if table["head"].nunique() <= 8:
+        below(made, axes[0, 0], 8, markerscale=2)
+    return made
+
+
+def one_head(table: pd.DataFrame) -> pd.DataFrame:
+    """The channels of the first head of the first layer, at every stage."""
+    return table[(table["layer"] == table["layer"].min()) & (table["head"] == 0)].reset_index(drop=True)
+
+
+@titled
+def steps_figure(table: pd.DataFrame) -> Figure:
+    """Mean ± deviation of each channel as it comes, behind NSN, and rotated (what NSNQuant's Figure 3 illustrates)."""
+    made, axes = panels(2, 3.4, 2, len(STAGES), sharex=True, squeeze=False)
+    for axis, side, stage, here in crossed(axes, table, ("side", SIDES), ("stage", STAGES)):
+        part, hue = here.sort_values("channel"), colour(SIDES.index(side))
+        low, high = part["mean"] - part["deviation"], part["mean"] + part["deviation"]
+        axis.fill_between(part["channel"], low, high, step="mid", color=hue, alpha=0.5, linewidth=0)
+        axis.step(part["channel"], part["mean"], where="mid", color=hue, linewidth=0.8)
+        for edge in (-1, 1) if stage != STAGES[0] else ():
+            axis.axhline(edge, color="black", linestyle="--", linewidth=0.6)
+    for row, side in zip(axes, SIDES, strict=True):
+        row[0].set_ylabel(f"{side}s:\nmean ± deviation")
+    words = ("as they come", "behind NSN", "behind NSN and Hadamard")
+    for top, bottom, text in zip(axes[0], axes[-1], words, strict=True):
+        top.set_title(text)
+        bottom.set_xlabel("channel")
+    return made
+
+
+def magnitudes_table(record: Record, store: Store) -> pd.DataFrame:
+    """A line per side and kept token, a column per channel: magnitudes; keys before RoPE, of one head of one layer."""
+    rows = rows_of(record, store, "vector")
+    parts = []
+    for side in SIDES:
+        part = rows[rows["side"] == side] if not rows.empty else rows
+        if part.empty:
+            return pd.DataFrame()
+        part = part.iloc[evenly_spread(list(range(len(part))), _TOKENS)]
+        values = np.abs(np.array(part["values"].tolist(), dtype=np.float64))
+        columns = pd.DataFrame(values, columns=[f"channel {index}" for index in range(values.shape[1])]).round(3)
+        parts.append(pd.concat([part[["side", "layer", "position"]].reset_index(drop=True), columns], axis=1))
+    return pd.concat(parts, ignore_index=True)
+
+
+@titled
+def magnitudes_figure(table: pd.DataFrame) -> Figure:
+    """Keys and values as images, tokens over channels, each on its own scale (OScaR, Figure 2)."""
+    made, axes = panels(2, 2.8, 1, 2)
+    for axis, side in zip(axes, SIDES, strict=True):
+        part = table[table["side"] == side]
+        image = heat(axis, part.filter(like="channel "), cmap="viridis", interpolation="nearest", vmin=0)
+        made.colorbar(image, ax=axis, label=f"|{side}|")
+        ticks = evenly_spread(list(range(len(part))), 5)
+        axis.set_yticks(ticks, [str(part["position"].iloc[tick]) for tick in ticks])
+        dress(axis, "channel", "position (token)", title=f"{side}s{', before RoPE' if side == 'key' else ''}")
     return made

@@ -1,49 +1,76 @@
-"""Drawings: a table, the function that makes a figure of it, and their files; drawn again only where one changed."""
+"""Drawings: a table, the function that makes a figure of it, their files and `index.md`; an unchanged one stays."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from tqdm import tqdm
 
-from kvq.entry import apart
 from kvq.errors import KvqError
-from kvq.report.command import collect_seldom, write_files
+from kvq.report.command import write_files
+from kvq.report.escapes import escape_markdown
 from kvq.report.figures.style import png_of, save
 from kvq.report.isolated import made_of, noted, why
+from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKS = ".drawn.json"
 """What each figure of a folder was drawn from, and the files that came of it."""
-# A worker process needs a second or two to start; fewer figures than this are drawn before it has.
-_FEWEST_FOR_WORKERS = 12
-_MOST_WORKERS = 8
-# Columns of a figure's numbers that tell its lines or bars apart.
-_NAMES = ("method", "variant")
-Written = tuple[list[Path], list[str]]
-"""Files, and in one line each what could not be drawn."""
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+INDEX = "index.md"
+# Headings by the beginning of a figure's name, in the order of the page; what has none comes last.
+_KINDS = {
+    "pareto": "Loss against effective bits, with the frontier",
+    "measured": "Variants of a method against measured bits, beside the methods compared first",
+    "engines": "Engines' formats beside papers' methods, against measured bits",
+    "agreement": "Engines and their presets: KL of each and between them",
+    "variants": "Variants of a method",
+    "widths": "Loss by bit width",
+    "calibration-shift": "Calibrated on one text, tested on another",
+    "positions": "Loss over full precision by position",
+    "niah": "Needles found, by depth and length",
+    "memory": "Bytes of the cache",
+    "throughput": "Throughput and peak memory by batch",
+    "error-places": "Errors by layer and position",
+    "error-steps": "Errors by stages of a method",
+    "synthetic": "Errors on made-up keys: low sinks and outlier channels",
+    "states-drawn": "Errors on drawn states, by configuration",
+    "states-layers": "Errors on a model's states by layer, beside another method",
+    "tni-boxes": "Token norms by position",
+    "tni-layers": "Token norms by position, as they are",
+    "tni-heat": "Token norms by layer and position",
+    "tni-groups": "Ranges of groups, bounds and errors",
+    "modality-tokens": "Token norms by position and modality",
+    "modality-layers": "Spread of token norms by layer and modality",
+    "distribution-kl": "Closeness to a normal distribution",
+    "distribution-layers": "Normalized states by layer",
+    "distribution-covariances": "Covariances of normalized states",
+    "distribution-ranges": "Ranges of covariances by channel",
+    "distribution-channels": "Means and deviations of normalized, rotated channels",
+    "distribution-steps": "Channels by steps of NSN",
+    "distribution-magnitudes": "Magnitudes of states by token and channel",
+    "distribution-tsne": "Tokens in two dimensions",
+    "published": "Published numbers, ours beside them where there are records",
+    "stand-ins": "Losses on a real model and on the embedded ones",
+    "dispersion": "Dispersion of norms and loss, over models",
+}
+_RULES = dict.fromkeys(("pareto", "engines"), f"{FRONTIER_RULE} {NOISE_RULE}") | {"widths": NOISE_RULE}
+_OTHERS = "Others"
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure. Functions are a module's own, so that another process can draw it.
+    """One figure.
 
     Attributes:
         stem: the files' name without its ending.
@@ -78,104 +105,61 @@ class Drawing:
         for function in (self.draw, self.derive):
             digest.update(f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}\0".encode())
         for part in (self.table, *self.arguments):
-            digest.update((part if isinstance(part, str) else _csv(part)).encode() + b"\0")
+            text = part if isinstance(part, str) else part.to_csv(index=False, lineterminator="\n")
+            digest.update(text.encode() + b"\0")
         return digest.hexdigest()
-
-
-def _csv(table: pd.DataFrame) -> str:
-    return table.to_csv(index=False, lineterminator="\n")
 
 
 @functools.cache
 def _code() -> str:
     """A hash of this folder's sources and of the version that draws."""
-    digest = hashlib.sha256(version("matplotlib").encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join([version("matplotlib").encode(), *sources])).hexdigest()
 
 
-def write_drawings(
-    drawings: Iterable[Drawing], folder: Path, workers: int = 1, skipped: list[str] | None = None
-) -> list[Path]:
+def drawn(stem: str, table: pd.DataFrame, draw: Callable[..., Figure], *arguments: str | pd.DataFrame) -> list[Drawing]:
+    """The drawing of a table, its title the last argument; none of an empty table."""
+    return [] if table.empty else [Drawing(stem, table, draw, arguments)]
+
+
+def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str] | None = None) -> list[Path]:
     """Write each drawing as CSV, PDF and PNG and return their paths; files of an unchanged figure stay.
 
     Args:
-        drawings: taken one by one, so that making tables and drawing them go on at once.
+        drawings: taken one by one.
         folder: where the files go.
-        workers: processes that draw; with more than one, the program's main module must be importable.
         skipped: takes the reasons of figures that their numbers do not allow; None raises them.
 
     Raises:
         RecordError: a folder that cannot be written.
     """
     known = _known(folder)
-    marks: dict[str, Any] = {}
-    paths: list[list[Path]] = []
-    with _Workers(workers) as pool:
-        for drawing in drawings:
-            mark, place = drawing.mark(), len(paths)
-            found = _unchanged(known.get(drawing.stem), mark, folder)
-            paths.append(found)
-            marks[drawing.stem] = {"mark": mark}
-            if not found:
-                pool.add(place, drawing, folder)
-        for place, written in pool.results():
-            paths[place], reasons = written
-            for reason in reasons:
-                noted(skipped)(None, reason)
-    paths = [files for files in paths if files]
-    for files in paths:
-        marks[files[0].stem]["files"] = {path.name: _digest(path) for path in files}
-    _keep(folder, {**known, **{stem: mark for stem, mark in marks.items() if "files" in mark}})
-    return [path for files in paths for path in files]
+    marks: dict[str, dict[str, Any]] = dict(known)
+    paths: list[Path] = []
+    for drawing in tqdm(drawings, "figures", unit="", leave=False, disable=None):
+        mark = drawing.mark()
+        files = _unchanged(known.get(drawing.stem), mark, folder) or _written(drawing, folder, noted(skipped))
+        if files:
+            marks[drawing.stem] = {"mark": mark, "files": {path.name: _digest(path) for path in files}}
+        paths += files
+    kept = {stem: mark for stem, mark in marks.items() if all((folder / name).is_file() for name in mark["files"])}
+    write_files("figures", folder, {MARKS: json.dumps(kept, indent=0, sort_keys=True) + "\n"})
+    return paths
 
 
-def _written(drawing: Drawing, folder: Path) -> Written:
-    """The files of a drawing, and in one line each what its numbers do not allow: a part of them, or all."""
+def _written(drawing: Drawing, folder: Path, skip: Callable[[object, str], None]) -> list[Path]:
+    """The files of a drawing; `skip` takes what its numbers do not allow: some lines or methods of it, or all."""
     try:
-        return _saved(drawing, folder), []
+        return _saved(drawing, folder)
     except (OSError, KvqError):
         raise  # of the folder
     except Exception as error:
         reasons: list[str] = []
-        sound = _sound(drawing, reasons)
-        if sound is not None:
-            return _saved(sound, folder), reasons
-        return [], [f"figure {drawing.stem}: cannot be drawn, {why(error)}"]
-
-
-def _sound(drawing: Drawing, reasons: list[str]) -> Drawing | None:
-    """The drawing without the lines or the methods that break it, which `reasons` names; None where nothing is left."""
-    column = next((name for name in _NAMES if name in drawing.table), None)
-    if column is None:
-        return None
-    odd = _of_another_kind(drawing.table)
-    rest = drawing.table[~odd]
-
-    def drawn(names: list[str]) -> Drawing:
-        part = replace(drawing, table=rest[rest[column].isin(names)].infer_objects())
-        if (made := part.figure()) is not None:
-            png_of(made)
-        return part
-
-    found: list[str] = []
-    names = list(dict.fromkeys(rest[column]))
-    sound = made_of(names, drawn, lambda name: f"figure {drawing.stem}: {name}", "drawing", noted(found))
-    if odd.any():
-        whose = ", ".join(dict.fromkeys(drawing.table[column][odd]))
-        found.append(f"figure {drawing.stem}: {whose}: {odd.sum()} lines hold no number where the others do")
-    reasons += found if sound is not None else []
-    return sound
-
-
-def _of_another_kind(table: pd.DataFrame) -> pd.Series:
-    """Which lines hold a text, a list or a mapping in a column where most hold a number, or the other way round."""
-    odd = pd.Series(False, index=table.index)
-    for name in (name for name, kind in table.dtypes.items() if kind.kind == "O"):
-        kinds = table[name].map(lambda value: "number" if isinstance(value, int | float) else type(value).__name__)
-        odd |= kinds != kinds.mode()[0]
-    return odd
+        if (sound := _sound(drawing, reasons)) is None:
+            reasons = [f"figure {drawing.stem}: cannot be drawn, {why(error)}"]
+    for reason in reasons:
+        skip(None, reason)
+    return [] if sound is None else _saved(sound, folder)
 
 
 def _saved(drawing: Drawing, folder: Path) -> list[Path]:
@@ -183,47 +167,37 @@ def _saved(drawing: Drawing, folder: Path) -> list[Path]:
     return save(drawing.draw and drawing.draw(numbers, *drawing.arguments), numbers, folder, drawing.stem)
 
 
-class _Workers:
-    """Draws in this process while there are few figures, else in a pool of processes."""
+def _sound(drawing: Drawing, reasons: list[str]) -> Drawing | None:
+    """The drawing without the lines or the methods that break it, which `reasons` names; None where nothing is left."""
+    column = next((name for name in ("method", "variant") if name in drawing.table), None)
+    if column is None:
+        return None
+    odd = pd.Series(False, index=drawing.table.index)  # a text or a list where most lines hold a number, or the reverse
+    for name in (name for name, kind in drawing.table.dtypes.items() if kind.kind == "O"):
+        kinds = drawing.table[name].map(lambda one: "number" if isinstance(one, int | float) else type(one).__name__)
+        odd |= kinds != kinds.mode()[0]
+    rest = drawing.table[~odd]
 
-    def __init__(self, workers: int) -> None:
-        self._workers = min(workers, _MOST_WORKERS)
-        self._waiting: list[tuple[int, Drawing, Path]] = []
-        self._pool: ProcessPoolExecutor | None = None
-        self._given: list[tuple[int, Future[Written]]] = []
+    def part_of(names: list[str]) -> Drawing:
+        part = replace(drawing, table=rest[rest[column].isin(names)].infer_objects())
+        if (made := part.figure()) is not None:
+            png_of(made)
+        return part
 
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def add(self, place: int, drawing: Drawing, folder: Path) -> None:
-        self._waiting.append((place, drawing, folder))
-        many = drawing.derive is not None or len(self._waiting) >= _FEWEST_FOR_WORKERS
-        if self._workers > 1 and (self._pool or many):
-            if self._pool is None:
-                spawn = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(self._workers, spawn, initializer=collect_seldom)
-            with apart():
-                self._given += [(place, self._pool.submit(_written, made, into)) for place, made, into in self._waiting]
-            self._waiting.clear()
-
-    def results(self) -> Iterator[tuple[int, Written]]:
-        for place, drawing, folder in self._waiting:
-            yield place, _written(drawing, folder)
-        for place, future in self._given:
-            yield place, future.result()
+    what = f"figure {drawing.stem}: "
+    names = list(dict.fromkeys(rest[column]))
+    sound = made_of(names, part_of, lambda name: f"{what}{name}", "drawing", noted(reasons))
+    if odd.any():
+        whose = ", ".join(dict.fromkeys(drawing.table[column][odd]))
+        reasons.append(f"{what}{whose}: {odd.sum()} lines hold no number where the others do")
+    return sound
 
 
 def _unchanged(known: Any, mark: str, folder: Path) -> list[Path]:
     """The files of a figure whose mark is known, if they are there as they were written; else none."""
     try:
-        if known["mark"] != mark:
-            return []
         files = {folder / Path(name).name: digest for name, digest in known["files"].items()}
-        if any(_digest(path) != digest for path, digest in files.items()):
+        if known["mark"] != mark or any(_digest(path) != digest for path, digest in files.items()):
             return []
         for path in files:
             os.utime(path)  # newer than the records, as a figure that is drawn again
@@ -236,18 +210,59 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _known(folder: Path) -> Mapping[str, Any]:
+def _known(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         found = json.loads((folder / MARKS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return {
-        stem: mark for stem, mark in found.items() if isinstance(mark, dict) and isinstance(mark.get("files"), dict)
-    }
+    marks = found.items() if isinstance(found, dict) else ()
+    return {stem: mark for stem, mark in marks if isinstance(mark, dict) and isinstance(mark.get("files"), dict)}
 
 
-def _keep(folder: Path, marks: Mapping[str, Any]) -> None:
-    kept = {stem: mark for stem, mark in marks.items() if all((folder / name).is_file() for name in mark["files"])}
-    write_files("figures", folder, {MARKS: json.dumps(kept, indent=0, sort_keys=True) + "\n"})
+def kinds() -> tuple[str, ...]:
+    """What the names of figures begin with, in the order of the page."""
+    return tuple(_KINDS)
+
+
+class Noted:
+    """Drawings passed on one by one, while their names and titles are kept for the index."""
+
+    def __init__(self, drawings: Iterable[Drawing]) -> None:
+        self._drawings = drawings
+        self.titles: dict[str, tuple[str, bool]] = {}
+
+    def __iter__(self) -> Iterator[Drawing]:
+        for drawing in self._drawings:
+            self.titles[drawing.stem] = drawing.title, drawing.draw is not None
+            yield drawing
+
+    def write(self, folder: Path) -> Path:
+        """Write the index and return its path.
+
+        Raises:
+            RecordError: a folder that cannot be written.
+        """
+        # One that could not be drawn has no files.
+        self.titles = {stem: title for stem, title in self.titles.items() if (folder / f"{stem}.csv").is_file()}
+        return write_files("figures", folder, {INDEX: self._page()})[0]
+
+    def _page(self) -> str:
+        begin = "Drawn from the records by `make figures`; changes here are overwritten. Each has its numbers"
+        lines = ["# Figures", "", begin, "beside it. Tables are in [tables](../tables/index.md)."]
+        for kind in [*_KINDS, ""]:
+            stems = [stem for stem in sorted(self.titles) if _kind(stem) == kind]
+            if not stems:
+                continue
+            lines += ["", f"## {_KINDS.get(kind, _OTHERS)}", ""]
+            if kind in _RULES:
+                lines += [_RULES[kind], ""]
+            for stem in stems:
+                title, drawn = self.titles[stem]
+                kinds = ("png", "pdf", "csv") if drawn else ("csv",)
+                files = ", ".join(f"[{suffix.upper()}]({stem}.{suffix})" for suffix in kinds)
+                lines.append(f"- {escape_markdown(title)} (`{stem}`): {files}")
+        return "\n".join(lines) + "\n"
+
+
+def _kind(stem: str) -> str:
+    return next((kind for kind in _KINDS if stem.startswith(kind)), "")

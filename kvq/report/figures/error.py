@@ -1,29 +1,48 @@
-"""Figures of `task=error` and `task=synthetic`: errors by stage, layer and position, and on synthetic keys."""
+"""Figures of errors: by stage, layer and position, on synthetic keys, and on states that are known."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from kvq.report.figures.style import colour, figure, lines_of, powers_of_ten, style, whole_numbers
+from kvq.report.figures.plots import GREY, bare, below, dress, heat, level, panels, titled, wrapped
+from kvq.report.figures.style import colour, figure, legend_columns, lines_of, powers_of_ten
 from kvq.report.labels import named
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PANELS = (
-    ("rel_mse", "squared error (relative)"),
-    ("weight_kl", "KL of weights (nats/query)"),
-    ("output_error", "error of output (relative)"),
-)
+_PANELS = {
+    "rel_mse": "squared error\n(relative)",
+    "weight_kl": "KL of weights\n(nats/query)",
+    "output_error": "error of output\n(relative)",
+}
 _ARM = ["side", "arm", "rope"]
 _PLANES_ACROSS = 3
 _DARK = 0.55  # colours up to here on the scale are dark
+_ERRORS = {
+    "key_mse": "squared error\nof keys",
+    "value_mse": "squared error\nof values",
+    "key_ip_error": "squared error of\nkeys' inner products",
+    "key_tier_error": "relative error\nin the first tier",
+    "key_demoted_error": "relative error\nafter a tier down",
+    "key_promoted_error": "relative error\nafter a tier up",
+}
+_REDUCTIONS = {
+    "key_mse_reduction": "keys: less error (%)",
+    "value_mse_reduction": "values: less error (%)",
+    "key_ranking_error_reduction": "keys, ranking query:\nless error (%)",
+    "key_held_out_error_reduction": "keys, held-out queries:\nless error (%)",
+}
+_RANKED = ("key_ranking_error_reduction", "key_held_out_error_reduction")
+_ACROSS = 3
+_WIDE = 50
+"""Errors are on a logarithmic axis where the largest is so many times the least."""
 
 
 def rows_of(record: Record, store: Store, kind: str) -> pd.DataFrame:
@@ -45,34 +64,31 @@ def labelled_rows(records: Sequence[Record], store: Store, kind: str) -> pd.Data
 def steps_table(record: Record, store: Store) -> pd.DataFrame:
     """Errors by side, arm and where RoPE was, means over layers and heads."""
     rows = rows_of(record, store, "error")
-    names = ["side", "arm", "rope", "complete"]
-    quantities = [name for name, _ in _PANELS]
-    return rows.groupby(names, sort=False)[quantities].mean().reset_index()
+    return rows.groupby([*_ARM, "complete"], sort=False)[[*_PANELS]].mean().reset_index()
 
 
-def steps_figure(table: pd.DataFrame, title: str) -> Figure:
+@titled
+def steps_figure(table: pd.DataFrame) -> Figure:
     """Bars for every choice of stages: error of keys and values, of the weights and of the output."""
-    with style():
-        shown = table[table["side"] != "both"]
-        arms = [(side, arm) for side in ("key", "value") for arm in dict.fromkeys(shown[shown["side"] == side]["arm"])]
-        measured = shown.drop_duplicates(_ARM).set_index(_ARM)[[name for name, _ in _PANELS]].to_dict("index")
-        made = figure(2, 1.1 + 0.24 * len(arms))
-        axes = made.subplots(1, 3, sharey=True)
-        for axis, (quantity, name) in zip(axes, _PANELS, strict=True):
-            for index, rope in enumerate(("after", "before")):
-                values = []
-                for side, arm in arms:
-                    skip = side == "value" and quantity == "weight_kl"
-                    values.append(math.nan if skip else measured.get((side, arm, rope), {}).get(quantity, math.nan))
-                places = [place + 0.2 * (2 * index - 1) for place in range(len(arms))]
-                axis.barh(places, values, 0.38, color=colour(index), label=f"quantized {rope} RoPE")
-            axis.set_xlabel(name.replace(" (", "\n("))
-            axis.set_xlim(left=0)
-            axis.grid(axis="x", linewidth=0.3)
-        axes[0].set_yticks(range(len(arms)), [f"{side}: {arm}" for side, arm in arms])
-        axes[0].set_ylim(len(arms) - 0.4, -0.6)
-        made.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        made.suptitle(title, fontsize=8)
+    shown = table[table["side"] != "both"]
+    arms = [(side, arm) for side in ("key", "value") for arm in dict.fromkeys(shown[shown["side"] == side]["arm"])]
+    measured = shown.drop_duplicates(_ARM).set_index(_ARM)[[*_PANELS]].to_dict("index")
+    made, axes = panels(2, 1.1 + 0.24 * len(arms), 1, 3, sharey=True)
+    for axis, (quantity, name) in zip(axes, _PANELS.items(), strict=True):
+        for index, rope in enumerate(("after", "before")):
+            values = [
+                math.nan
+                if (side, quantity) == ("value", "weight_kl")
+                else measured.get((side, arm, rope), {}).get(quantity, math.nan)
+                for side, arm in arms
+            ]
+            places = [place + 0.2 * (2 * index - 1) for place in range(len(arms))]
+            axis.barh(places, values, 0.38, color=colour(index), label=f"quantized {rope} RoPE")
+        axis.set_xlim(left=0)
+        dress(axis, name, grid="x")
+    axes[0].set_yticks(range(len(arms)), [f"{side}: {arm}" for side, arm in arms])
+    axes[0].set_ylim(len(arms) - 0.4, -0.6)
+    below(made, axes[0], 2)
     return made
 
 
@@ -85,46 +101,33 @@ def places_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
             continue
         rows = rows[rows["complete"] & (rows["side"] != "both")]
         for (side, rope, layer), part in rows.groupby(["side", "rope", "layer"], sort=False):
-            names = {"method": named(record), "side": side, "rope": rope}
-            lines.append({**names, "by": "layer", "place": layer, "rel_mse": part["rel_mse"].mean()})
+            lines.append((named(record), side, rope, "layer", layer, part["rel_mse"].mean()))
         bins = rows_of(record, store, "positions")
         for (side, rope), part in bins.groupby(["side", "rope"], sort=False):
-            names = {"method": named(record), "side": side, "rope": rope}
             means = [sum(column) / len(column) for column in zip(*part["rel_mse"], strict=True)]
             for (start, end), value in zip(part["bins"].iloc[0], means, strict=True):
-                lines.append({**names, "by": "position", "place": (start + end) / 2, "rel_mse": value})
+                lines.append((named(record), side, rope, "position", (start + end) / 2, value))
     return pd.DataFrame(lines, columns=["method", "side", "rope", "by", "place", "rel_mse"])
 
 
-def places_figure(table: pd.DataFrame, title: str) -> Figure:
+@titled
+def places_figure(table: pd.DataFrame) -> Figure:
     """Keys above, values below; by layer left, by position right; dashed: keys quantized before RoPE."""
-    with style():
-        made = figure(2, 4.2)
-        axes = made.subplots(2, 2, sharey="row")
-        looks = lines_of(table["method"])
-        for line, side in zip(axes, ("key", "value"), strict=True):
-            for axis, by in zip(line, ("layer", "position"), strict=True):
-                for method, look in looks.items():
-                    for rope, dashes in (("after", "-"), ("before", "--")):
-                        wanted = (table["method"] == method) & (table["side"] == side) & (table["by"] == by)
-                        part = table[wanted & (table["rope"] == rope)]
-                        if not part.empty:
-                            name = method if rope == "after" else f"{method}, before RoPE"
-                            axis.plot(
-                                part["place"],
-                                part["rel_mse"],
-                                dashes,
-                                color=look.color,
-                                marker=look.marker,
-                                label=name,
-                            )
-                axis.set_xlabel("layer" if by == "layer" else "position (token)")
-                axis.set_ylim(bottom=0)
-                axis.grid(linewidth=0.3)
-            whole_numbers(line[0])
-            line[0].set_ylabel(f"{side}s: relative squared error")
-        made.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
-        made.suptitle(title, fontsize=8)
+    made, axes = panels(2, 4.2, 2, 2, sharey="row")
+    looks = lines_of(table["method"])
+    for line, side in zip(axes, ("key", "value"), strict=True):
+        for axis, by in zip(line, ("layer", "position"), strict=True):
+            here = table[(table["side"] == side) & (table["by"] == by)]
+            for method, look in looks.items():
+                for rope, dashes, words in (("after", "-", ""), ("before", "--", ", before RoPE")):
+                    part = here[(here["method"] == method) & (here["rope"] == rope)]
+                    if not part.empty:
+                        style = {"color": look.color, "marker": look.marker, "label": f"{method}{words}"}
+                        axis.plot(part["place"], part["rel_mse"], dashes, **style)
+            axis.set_ylim(bottom=0)
+            dress(axis, "layer" if by == "layer" else "position (token)", grid="both", whole=by == "layer")
+        line[0].set_ylabel(f"{side}s: relative squared error")
+    made.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
     return made
 
 
@@ -133,7 +136,8 @@ def plane_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return labelled_rows(records, store, "plane")
 
 
-def plane_figure(table: pd.DataFrame, quantity: str, title: str) -> Figure:
+@titled
+def plane_figure(table: pd.DataFrame, quantity: str) -> Figure:
     """One panel per method: error over sink lowness (right: lower) and the size of outlier channels (up: larger)."""
     from matplotlib.colors import LogNorm
 
@@ -141,36 +145,123 @@ def plane_figure(table: pd.DataFrame, quantity: str, title: str) -> Figure:
     columns = min(_PLANES_ACROSS, len(methods))
     lines = math.ceil(len(methods) / columns)
     scale = LogNorm(max(float(table[quantity].min()), 1e-4), max(float(table[quantity].max()), 2e-4))
-    with style():
-        made = figure(1 if columns < _PLANES_ACROSS else 2, 1.0 + 1.1 * lines)
-        axes = made.subplots(lines, columns, squeeze=False)
-        for index, axis in enumerate(axes.flat):
-            if index >= len(methods):
-                axis.remove()
-                continue
-            part = table[table["method"] == methods[index]]
-            grid = part.pivot(index="outliers", columns="lowness", values=quantity)
-            image = axis.imshow(grid.to_numpy(dtype=float), norm=scale, aspect="auto", origin="lower")
-            for (row, column), value in np.ndenumerate(grid.to_numpy(dtype=float)):
-                if not math.isnan(value):
-                    ink = "white" if scale(value) < _DARK else "black"
-                    axis.text(column, row, _short(value), ha="center", va="center", fontsize=5, color=ink)
-            lowest = index + columns >= len(methods)
-            axis.set_xticks(range(grid.shape[1]), [f"{name:g}" if lowest else "" for name in grid.columns])
-            axis.set_yticks(range(grid.shape[0]), [f"{name:g}" if index % columns == 0 else "" for name in grid.index])
-            axis.tick_params(length=0, labelsize=6)
-            axis.spines[:].set_visible(False)
-            axis.set_title(f"{methods[index]} bits", loc="left", fontsize=7)
-        made.supxlabel("sink's norm: times smaller", fontsize=8)
-        made.supylabel("outlier channels: mean / deviation", fontsize=8)
-        bar = made.colorbar(
-            image, ax=list(made.axes), label="relative squared error per token", shrink=min(1.0, 3 / (1.1 * lines))
-        )
-        powers_of_ten(bar.ax.yaxis)
-        made.suptitle(title, fontsize=8)
+    made = figure(1 if columns < _PLANES_ACROSS else 2, 1.0 + 1.1 * lines)
+    axes = wrapped(made, len(methods), columns)
+    for index, (axis, method) in enumerate(zip(axes, methods, strict=True)):
+        part = table[table["method"] == method]
+        grid = part.pivot(index="outliers", columns="lowness", values=quantity)
+        image = heat(axis, grid, norm=scale, origin="lower")
+        for (row, column), value in np.ndenumerate(grid.to_numpy(dtype=float)):
+            if not math.isnan(value):
+                ink = "white" if scale(value) < _DARK else "black"
+                axis.text(column, row, _short(value), ha="center", va="center", fontsize=5, color=ink)
+        lowest = index + columns >= len(methods)
+        axis.set_xticks(range(grid.shape[1]), [f"{name:g}" if lowest else "" for name in grid.columns])
+        axis.set_yticks(range(grid.shape[0]), [f"{name:g}" if index % columns == 0 else "" for name in grid.index])
+        bare(axis)
+        axis.set_title(f"{method} bits", loc="left", fontsize=7)
+    made.supxlabel("sink's norm: times smaller", fontsize=8)
+    made.supylabel("outlier channels: mean / deviation", fontsize=8)
+    size = min(1.0, 3 / (1.1 * lines))
+    bar = made.colorbar(image, ax=list(made.axes), label="relative squared error per token", shrink=size)
+    powers_of_ten(bar.ax.yaxis)
     return made
 
 
 def _short(value: float) -> str:
     """An error in three characters."""
     return (f"{value:.2f}" if value < 9.995 else f"{value:.0f}").removeprefix("0")
+
+
+def bars_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """One line per run and quantity: its mean over draws or layers, the least and the most, and the bits stored.
+
+    Reductions are in percent of the error of `task.against`; those weighted by attention where a method ranks tokens.
+    """
+    ranks = any("plan" in (record.config.get("method") or {}) for record in records)
+    lines: list[dict[str, Any]] = []
+    for record in records:
+        rows = pd.DataFrame(store.samples_of(record))
+        for name in [*_ERRORS, *(name for name in _REDUCTIONS if ranks or name not in _RANKED)]:
+            if name in rows:
+                scale = 100 if name in _REDUCTIONS else 1
+                line = {"method": named(record), "bits_per_element": record.metrics.get("bits_per_element", math.nan)}
+                values = {kind: scale * getattr(rows[name], kind)() for kind in ("mean", "min", "max")}
+                lines.append({**line, "quantity": name, **values})
+    return pd.DataFrame(lines, columns=["method", "bits_per_element", "quantity", "mean", "min", "max"])
+
+
+@titled
+def bars_figure(table: pd.DataFrame) -> Figure:
+    """A bar for each run, a panel for each quantity; whiskers: the least and the most over draws or layers."""
+    bits = table.drop_duplicates("method").set_index("method")["bits_per_element"]
+    methods, quantities = list(bits.index), list(dict.fromkeys(table["quantity"]))
+    looks = lines_of(methods)
+    names = [name if math.isnan(bits[name]) else f"{name} ({bits[name]:.2f})" for name in methods]
+    made = figure(2, 0.5 + math.ceil(len(quantities) / _ACROSS) * (0.65 + 0.17 * len(methods)))
+    axes = wrapped(made, len(quantities), _ACROSS, sharey=True)
+    for axis, quantity in zip(axes, quantities, strict=True):
+        part = table[table["quantity"] == quantity].set_index("method")
+        for place, method in enumerate(methods):
+            if method in part.index:
+                mean, least, most = (float(part.loc[method, kind]) for kind in ("mean", "min", "max"))
+                axis.barh(place, mean, 0.7, color=looks[method].color)
+                axis.plot([least, most], [place, place], color="black", linewidth=0.8)
+        if quantity in _ERRORS and part["min"].min() > 0 and part["max"].max() > _WIDE * part["min"].min():
+            axis.set_xscale("log")
+        else:
+            axis.axvline(0, color=GREY, linewidth=0.6)
+        dress(axis, (_ERRORS | _REDUCTIONS)[quantity], grid="x")
+    axes[0].set_yticks(range(len(methods)), names)
+    axes[0].set_ylim(len(methods) - 0.4, -0.6)
+    return made
+
+
+def layers_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """One line per run and layer: by what percent its errors are below those of `task.against`; empty for one layer.
+
+    The other method itself, which differs nowhere, is left out.
+    """
+    rows = labelled_rows([record for record in records if record.baseline_key is not None], store, "states")
+    columns = [name for name in _REDUCTIONS if name in rows]
+    if columns:
+        rows = rows[rows.groupby("method")[columns].transform(lambda values: (values != 0).any()).any(axis=1)]
+    if not columns or rows["place"].nunique() < 2:
+        return pd.DataFrame()
+    found = rows[["method", "place", *columns]].rename(columns={"place": "layer"})
+    return found.assign(**{name: 100 * found[name] for name in columns}).reset_index(drop=True)
+
+
+@titled
+def layers_figure(table: pd.DataFrame) -> Figure:
+    """Bars by layer, one for each run; a panel for each quantity, keys by the ranking query and by held-out queries."""
+    columns = [name for name in _REDUCTIONS if name in table]
+    methods = list(dict.fromkeys(table["method"]))
+    width, across = 0.8 / len(methods), legend_columns(methods, 2)
+    made = figure(2, 1.7 * math.ceil(len(columns) / 2) + 0.7 + 0.15 * math.ceil(len(methods) / across))
+    axes = wrapped(made, len(columns), 2, sharex=True)
+    for axis, name in zip(axes, columns, strict=True):
+        for place, method in enumerate(methods):
+            part = table[table["method"] == method]
+            at = part["layer"] + width * (place - (len(methods) - 1) / 2)
+            axis.bar(at, part[name], width, color=colour(place), label=method)
+        level(axis)
+        dress(axis, "layer", _REDUCTIONS[name], grid="y", whole=True)
+    below(made, axes[0], across)
+    return made
+
+
+def states_of(task: Mapping[str, Any]) -> str:
+    """The drawn states of a task, and what errors are compared with."""
+    parts = [f"{task.get('tokens')} {task.get('states')} tokens of {task.get('head_dim')} channels"]
+    if task.get("states") == "drifting":
+        parts.append(f"drift {task.get('drift'):g}" + (f", jumps {task['jumps']}" if task.get("jumps") else ""))
+    return ", ".join([*parts, *beside(task)])
+
+
+def beside(task: Mapping[str, Any]) -> list[str]:
+    """The method that errors are compared with, in words."""
+    if not task.get("against"):
+        return []
+    bits = f" at {task['against_bits']} bits" if task.get("against_bits") else ""
+    return [f"beside {task['against']}{bits}"]

@@ -11,21 +11,17 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from kvq.errors import printable
 from kvq.report import command
-from kvq.report.comparisons import by_bits
 from kvq.report.figures import loss as losses
-from kvq.report.figures.agreement import agreement_figure, agreement_table
-from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name
-from kvq.report.figures.drawing import Drawing, cores, write_drawings
-from kvq.report.figures.index import Noted
-from kvq.report.figures.needles import table_of_panels
-from kvq.report.figures.positions import positions_figure, positions_table
-from kvq.report.figures.style import style
+from kvq.report.figures import perplexity
+from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name, run_of
+from kvq.report.figures.drawing import Drawing, Noted, drawn, write_drawings
+from kvq.report.figures.needles import heat_map, needle_grid
 from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
 from kvq.report.tables.build import build_tables
@@ -35,41 +31,6 @@ from kvq.results import Broken, Record, Store
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
-
-
-def needle_grid(rows: Sequence[Row], store: Store) -> pd.DataFrame:
-    """Outcomes of every run by length (tokens) and depth: one line per cell, shares of its items."""
-    lines: list[dict[str, Any]] = []
-    for row in rows:
-        if row.record.status != "done":
-            continue
-        samples = [sample for sample in store.samples_of(row.record) if "skipped" not in sample]
-        cells = sorted({(sample["length"], sample["depth"]) for sample in samples})
-        for length, depth in cells:
-            here = [sample["outcome"] for sample in samples if (sample["length"], sample["depth"]) == (length, depth)]
-            shares = {outcome: here.count(outcome) / len(here) for outcome in _OUTCOMES}
-            lines.append(
-                {"method": row.name, "bits": row.bits, "length": length, "depth": depth, "items": len(here)} | shares
-            )
-    return pd.DataFrame(lines, columns=["method", "bits", "length", "depth", "items", *_OUTCOMES])
-
-
-def heat_map(grid: pd.DataFrame, title: str) -> Figure:
-    """A row of panels per method, a column per width: the share of needles found, depth (top: start) by length."""
-    methods, widths = list(dict.fromkeys(grid["method"])), sorted(dict.fromkeys(grid["bits"]), key=by_bits)
-    panels = {
-        (str(method), str(bits)): cells.pivot(index="depth", columns="length", values="hit")
-        for (method, bits), cells in grid.groupby(["method", "bits"], sort=False)
-    }
-    if len(methods) > 1 and "fp16" in methods:  # it has one number for all widths
-        methods.remove("fp16")
-        found = float(grid[grid["method"] == "fp16"]["hit"].mean())
-        title = f"{title}\nfull precision finds {100 * found:.1f}%"
-        widths = [bits for bits in widths if any((method, bits) in panels for method in methods)]
-    with style():
-        return table_of_panels(panels, methods, widths, title)
-
 
 def titled(table: Table) -> str:
     """A figure's title: model and text, and below them the protocol."""
@@ -77,6 +38,13 @@ def titled(table: Table) -> str:
     return "\n".join(filter(None, [where, table.about]))
 
 
+# By name: words, numbers of a table (None: none), the figure, the fewest lines.
+_OF_A_TABLE: tuple[tuple[str, str, Callable[[Table], pd.DataFrame | None], Callable[..., Figure], int], ...] = (
+    ("pareto", "Loss and bits", losses.pareto_table, losses.pareto_figure, 2),
+    ("engines", "Engines' formats beside papers' methods", losses.engines_table, losses.engines_figure, 0),
+    ("agreement", "Engine and preset", perplexity.agreement_table, perplexity.agreement_figure, 0),
+    ("positions", "Loss by position", perplexity.positions_table, perplexity.positions_figure, 0),
+)
 _TOO_FEW = "dispersion and Δperplexity: {} models with records; a rank correlation needs 3"
 
 
@@ -89,54 +57,35 @@ def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = Non
         RecordError: samples that are missing, where `skipped` is None.
     """
     for table in tables.tables:
-        grid = _grid(table, store, skipped) if _is_of_needles(table) else None
-        if grid is not None and not grid.empty:
-            yield Drawing(table.slug, grid, heat_map, (f"Needles found: {titled(table)}",))
-        yield from made_of(table.rows, _made_losses(table), _name, "loss figures", noted(skipped)) or ()
-
-
-def _grid(table: Table, store: Store, skipped: list[str] | None) -> pd.DataFrame | None:
-    return made_of(
-        table.rows, functools.partial(needle_grid, store=store), _name, "heat map of needles", noted(skipped)
-    )
-
-
-def _made_losses(table: Table) -> Callable[[list[Row]], list[Drawing]]:
-    return lambda rows: list(_losses(replace(table, rows=tuple(rows))))
+        if any(row.record.task == "niah" and row.record.status == "done" for row in table.rows):
+            make = functools.partial(needle_grid, store=store)
+            grid = made_of(table.rows, make, _name, "heat map of needles", noted(skipped))
+            if grid is not None:
+                yield from drawn(table.slug, grid, heat_map, f"Needles found: {titled(table)}")
+        losses_of = functools.partial(_sound_losses, table)
+        yield from made_of(table.rows, losses_of, _name, "loss figures", noted(skipped)) or ()
 
 
 def _name(row: Row) -> str:
-    return _run(row.record)
+    return run_of(row.record)
 
 
-def _run(record: Record) -> str:
-    return f"run {record.key[:12]}"
+def _sound_losses(table: Table, rows: list[Row]) -> list[Drawing]:
+    return list(_losses(replace(table, rows=tuple(rows))))
 
 
 def _losses(table: Table) -> Iterator[Drawing]:
-    numbers = losses.pareto_table(table)
-    if len(numbers) > 1:
-        title = f"Loss and bits: {titled(table)}"
-        yield Drawing(file_name(f"pareto-{table.slug}"), numbers, losses.pareto_figure, (title,))
-    if (engines := losses.engines_table(table)) is not None:
-        title = f"Engines' formats beside papers' methods: {titled(table)}"
-        yield Drawing(file_name(f"engines-{table.slug}"), engines, losses.engines_figure, (title,))
-    if (beside := agreement_table(table)) is not None:
-        title = f"Engine and preset: {titled(table)}"
-        yield Drawing(file_name(f"agreement-{table.slug}"), beside, agreement_figure, (title,))
-    if (places := positions_table(table)) is not None:
-        title = f"Loss by position: {titled(table)}"
-        yield Drawing(file_name(f"positions-{table.slug}"), places, positions_figure, (title,))
+    where = titled(table)
+    for stem, words, make, draw, fewest in _OF_A_TABLE:
+        numbers = make(table)
+        if numbers is not None and len(numbers) >= fewest:
+            yield Drawing(file_name(f"{stem}-{table.slug}"), numbers, draw, (f"{words}: {where}",))
     for name, numbers in losses.families(table):
-        title = f"Variants of {name} over measured bits: {titled(table)}"
+        title = f"Variants of {name} over measured bits: {where}"
         yield Drawing(file_name(f"measured-{name}-{table.slug}"), numbers, losses.family_figure, (title,))
-    for name, bars in losses.variants(table):
-        title = f"Variants of {name}: {titled(table)}"
-        yield Drawing(file_name(f"variants-{name}-{table.slug}"), bars, losses.variants_figure, (title,))
-
-
-def _is_of_needles(table: Table) -> bool:
-    return any(row.record.task == "niah" and row.record.status == "done" for row in table.rows)
+    for name, numbers in losses.variants(table):
+        title = f"Variants of {name}: {where}"
+        yield Drawing(file_name(f"variants-{name}-{table.slug}"), numbers, losses.variants_figure, (title,))
 
 
 More = Callable[[list[Record]], Iterable[Drawing]]
@@ -146,13 +95,13 @@ More = Callable[[list[Record]], Iterable[Drawing]]
 def _drawings(
     store: Store, scanned: tuple[list[Record], list[Broken]], skipped: list[str], more: More | None
 ) -> Iterator[Drawing]:
-    """All figures; t-SNE first, because it takes longest and runs in another process while tables are made."""
+    """All figures."""
     yield from embedding_drawings(scanned[0], store, skipped)
     yield from table_drawings(build_tables(store, scanned=scanned), store, skipped)
     yield from diagnostic_drawings(scanned[0], store, skipped)
     if more is not None:
         what = "published numbers beside it"
-        yield from made_of(scanned[0], lambda records: list(more(records)), _run, what, noted(skipped)) or ()
+        yield from made_of(scanned[0], lambda records: list(more(records)), run_of, what, noted(skipped)) or ()
 
 
 def main(arguments: Sequence[str] | None = None, more: More | None = None) -> int:
@@ -162,9 +111,6 @@ def main(arguments: Sequence[str] | None = None, more: More | None = None) -> in
     """
     out = "folder for the figures (default: figures/ in the results folder)"
     parser = command.parser_of("kvq.papers.figures", __doc__, out)
-    parser.add_argument(
-        "--jobs", type=int, default=1 if arguments else cores(), help="processes that draw (default: one for each core)"
-    )
     return command.run(parser.parse_args(arguments), functools.partial(_draw, more=more))
 
 
@@ -176,7 +122,7 @@ def _draw(given: argparse.Namespace, more: More | None) -> int:
     if not records:
         raise command.no_records(store)
     drawings = Noted(_drawings(store, scanned, skipped, more))
-    paths = write_drawings(drawings, out, given.jobs, skipped)
+    paths = write_drawings(drawings, out, skipped)
     paths.append(drawings.write(out))
     for path in paths:
         print(path)

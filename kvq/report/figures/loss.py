@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from kvq.report.comparisons import by_bits, effective_bits, measured_bits
-from kvq.report.figures.style import MARKERS, colour, figure, legend_columns, lines_of, marker, style, symlog
+from kvq.report.figures.perplexity import run_name
+from kvq.report.figures.plots import GREY, dress, handle, panels, powers_of_two, rows_named, titled
+from kvq.report.figures.style import colour, figure, legend_columns, lines_of, marker, symlog
 from kvq.report.palette import ENGINES, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record
@@ -23,6 +25,7 @@ _BESIDE = ("kivi", "oscar", "nsnquant", "turboquant")
 _LOSSES = ("delta_nll", "delta_nll_se", "kl_mean")
 _GREY, _FRONT = "#b4b8be", "#333333"
 _BITS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+_RING: Any = {"markersize": 8, "markerfacecolor": "none", "markeredgewidth": 0.8}
 _FEWEST = 3
 _MOST_BARS = 12
 _MOST_PANELS = 4
@@ -66,48 +69,45 @@ def engines_table(table: Table) -> pd.DataFrame | None:
     return pareto_table(table, MEASURED)
 
 
-def pareto_figure(numbers: pd.DataFrame, title: str, size: Size = EFFECTIVE) -> Figure:
-    """Two panels, ΔNLL and KL by bits: a few methods in their colours, the others grey, variants hollow.
+@titled
+def pareto_figure(numbers: pd.DataFrame) -> Figure:
+    """Two panels, ΔNLL and KL by effective bits: a few methods in their colours, the others grey, variants hollow.
 
     Formats of engines have a marker with a dark edge in the engine's colour. Bars are standard errors; rings and the
     line between them are the frontier of ΔNLL beyond noise, over methods.
     """
+    return _losses(numbers, EFFECTIVE)
+
+
+@titled
+def engines_figure(numbers: pd.DataFrame) -> Figure:
+    """As `pareto_figure`, over measured bits, of an `engines_table`."""
+    return _losses(numbers, MEASURED)
+
+
+def _losses(numbers: pd.DataFrame, size: Size) -> Figure:
     names = shown_methods(numbers, size)
-    looks, engines = lines_of(names), _engines(numbers)
-    with style():
-        made = figure(2, 4.2 if engines else 3.5)  # their legend is longer
-        axes = made.subplots(1, 2)
-        for axis, (loss, name) in zip(axes, LOSSES, strict=True):
-            known = numbers[numbers[loss].notna()].sort_values(size.column, kind="stable")
-            others = known[~known["method"].isin([*names, *engines])]
-            for variant, fill in ((True, "none"), (False, _GREY)):
-                some = others[others["variant"] == variant]
-                axis.plot(some[size.column], some[loss], "o", color=_GREY, markerfacecolor=fill, markersize=3)
-            for method, look in engines.items():
-                part = known[known["method"] == method]
-                error = part["delta_nll_se"].fillna(0) if loss == "delta_nll" else None
-                axis.errorbar(part[size.column], part[loss], error, **look, zorder=2.5)
-            for method in names:
-                part = known[known["method"] == method]
-                error = part["delta_nll_se"].fillna(0) if loss == "delta_nll" else None
-                axis.errorbar(part[size.column], part[loss], error, **looks[method]._asdict(), capsize=2)
-            _scales(axis, known, loss, size.column)
-            if loss == "delta_nll":
-                _frontier(axis, known, names, size.column)
-            axis.set_xlabel(size.words)
-            axis.set_ylabel(name)
-            axis.grid(linewidth=0.3)
-        handles = _handles(numbers, names)
-        made.legend(
-            handles=handles, loc="outside lower center", ncols=legend_columns([h.get_label() for h in handles], 2)
-        )
-        made.suptitle(title, fontsize=8)
+    engines = _engines(numbers)
+    looks = engines | {name: {**look._asdict(), "capsize": 2} for name, look in lines_of(names).items()}
+    made, axes = panels(2, 4.2 if engines else 3.5, 1, 2)  # the legend of engines is longer
+    for axis, (loss, name) in zip(axes, LOSSES, strict=True):
+        known = numbers[numbers[loss].notna()].sort_values(size.column, kind="stable")
+        others = known[~known["method"].isin(list(looks))]
+        for variant, fill in ((True, "none"), (False, _GREY)):
+            some = others[others["variant"] == variant]
+            axis.plot(some[size.column], some[loss], "o", color=_GREY, markerfacecolor=fill, markersize=3)
+        for method in [*engines, *names]:
+            part = known[known["method"] == method]
+            error = part["delta_nll_se"].fillna(0) if loss == "delta_nll" else None
+            axis.errorbar(part[size.column], part[loss], error, **looks[method])
+        _scales(axis, known, loss, size.column)
+        if loss == "delta_nll":
+            _frontier(axis, known, names, size.column)
+        dress(axis, size.words, name, grid="both")
+    handles = _handles(numbers, names)
+    columns = legend_columns([one.get_label() for one in handles], 2)
+    made.legend(handles=handles, loc="outside lower center", ncols=columns)
     return made
-
-
-def engines_figure(numbers: pd.DataFrame, title: str) -> Figure:
-    """`pareto_figure` of an `engines_table`."""
-    return pareto_figure(numbers, title, MEASURED)
 
 
 def _engines(numbers: pd.DataFrame) -> dict[str, dict[str, Any]]:
@@ -119,7 +119,7 @@ def _engines(numbers: pd.DataFrame) -> dict[str, dict[str, Any]]:
     for name, engine in found.items():
         hue, hollow = colour_of(name), name in variants
         edge = {"markeredgecolor": hue if hollow else _FRONT, "markerfacecolor": "none" if hollow else hue}
-        shape: dict[str, Any] = {"marker": MARKERS[order.index(engine) % len(MARKERS)], "markersize": 5}
+        shape: dict[str, Any] = {"marker": marker(order.index(engine)), "markersize": 5, "zorder": 2.5}
         looks[name] = {"color": hue, "linestyle": "", "markeredgewidth": 0.6, **shape, **edge}
     return looks
 
@@ -145,20 +145,17 @@ def shown_methods(numbers: pd.DataFrame, size: Size = EFFECTIVE) -> list[str]:
 
 def _handles(numbers: pd.DataFrame, names: Sequence[str]) -> list[Any]:
     """Handles of the legend, one for each kind of line or marker that is drawn."""
-    from matplotlib.lines import Line2D
-
-    made = [Line2D([], [], **look._asdict(), markersize=4, label=name) for name, look in lines_of(names).items()]
+    made = [handle(name, **look._asdict(), markersize=4) for name, look in lines_of(names).items()]
     engines = _engines(numbers)
     for engine, name in sorted({str(engine_of(name)): name for name in reversed(engines)}.items()):
         filled = {"markeredgecolor": _FRONT, "markerfacecolor": engines[name]["color"]}
-        made.append(Line2D([], [], **engines[name] | filled, label=f"engine: {engine}"))
+        made.append(handle(f"engine: {engine}", **engines[name] | filled))
     others = numbers[~numbers["method"].isin([*names, *engines])]
     for variant, fill, text in ((False, _GREY, "other methods"), (True, "none", "variants and ablations")):
         if (others["variant"] == variant).any():
-            made.append(Line2D([], [], color=_GREY, marker="o", markerfacecolor=fill, linestyle="", label=text))
+            made.append(handle(text, color=_GREY, marker="o", markerfacecolor=fill, linestyle=""))
     if numbers["frontier"].any():
-        ring: dict[str, Any] = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "markeredgewidth": 0.8}
-        made.append(Line2D([], [], color=_FRONT, linewidth=0.8, **ring, label="frontier"))
+        made.append(handle("frontier", **_RING, marker="o", linewidth=0.8, color=_FRONT))
     return made
 
 
@@ -166,11 +163,9 @@ def _scales(axis: Any, known: pd.DataFrame, loss: str, column: str) -> None:
     """Bits by powers of two, losses by powers of ten."""
     symlog(axis, known[loss])
     low, high = float(known[column].min()), float(known[column].max())
-    axis.set_xscale("log", base=2)
-    axis.set_xlim(0.8 * low, 1.1 * high)
     ticks = [tick for tick in _BITS if 0.8 * low <= tick <= 1.1 * high]
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.minorticks_off()
+    powers_of_two(axis, ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xlim(0.8 * low, 1.1 * high)
 
 
 def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str) -> None:
@@ -180,29 +175,22 @@ def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str)
         return
     front: dict[str, Any] = {"color": _FRONT, "linewidth": 0.8, "zorder": 3}
     axis.plot(ring[column], ring["delta_nll"], drawstyle="steps-post", **front)
-    size: dict[str, Any] = {"markersize": 8, "markeredgewidth": 0.8}
-    axis.plot(ring[column], ring["delta_nll"], "o", markerfacecolor="none", **size, **front)
+    axis.plot(ring[column], ring["delta_nll"], "o", **_RING, **front)
     axis.set_xlim(left=0.55 * float(known[column].min()))  # room for the names
     axis.get_ylim()  # matplotlib computes the limits now
     places = ring[[column, "delta_nll"]].to_numpy(dtype=float)
     points = (axis.transScale + axis.transLimits).transform(places) * _PANEL
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points.tolist()]
     for (x, y), (_, run) in zip(points.tolist(), ring.iterrows(), strict=True):
-        text = f"{run['method']} {run['bits']}".removesuffix(" fixed").removeprefix(f"{ENGINES}/")
+        text = run_name(run["method"], run["bits"]).removeprefix(f"{ENGINES}/")
         boxes = [_box(x, y, text, *side) for side in _SIDES]
         side = next((i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)), 0)
         taken.append(boxes[side])
         across, up = _SIDES[side]
-        axis.annotate(
-            text,
-            (run[column], run["delta_nll"]),
-            (across, up),
-            textcoords="offset points",
-            ha="right" if across < 0 else "left",
-            va="center",
-            fontsize=_NAME,
-            color=colour_of(run["method"]) if run["method"] in named or engine_of(run["method"]) else "black",
-        )
+        own = run["method"] in named or engine_of(run["method"])
+        look = {"fontsize": _NAME, "color": colour_of(run["method"]) if own else "black", "va": "center"}
+        place = {"xytext": (across, up), "textcoords": "offset points", "ha": "right" if across < 0 else "left"}
+        axis.annotate(text, (run[column], run["delta_nll"]), **place, **look)
 
 
 Box = tuple[float, float, float, float]
@@ -242,29 +230,21 @@ def variants(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
             yield method, pd.DataFrame(lines)
 
 
-def variants_figure(numbers: pd.DataFrame, title: str) -> Figure:
+@titled
+def variants_figure(numbers: pd.DataFrame) -> Figure:
     """Bars of ΔNLL with standard errors, a panel for each width, the best on top."""
-    panels = [(bits, part.head(_MOST_BARS)) for bits, part in numbers.groupby("bits", sort=False)][:_MOST_PANELS]
-    with style():
-        made = figure(2, 0.9 + sum(0.25 + 0.16 * len(part) for _, part in panels))
-        axes = made.subplots(len(panels), 1, squeeze=False, height_ratios=[len(part) + 1 for _, part in panels])
-        for axis, (bits, part) in zip(axes.flat, panels, strict=True):
-            places = range(len(part))
-            axis.barh(
-                places,
-                part["delta_nll"],
-                0.7,
-                xerr=part["delta_nll_se"].fillna(0),
-                capsize=2,
-                color=[colour_of(name) for name in part["variant"]],
-            )
-            sizes = ["" if pd.isna(size) else f" ({size:.2f})" for size in part["effective_bits"]]
-            axis.set_yticks(places, [f"{name}{size}" for name, size in zip(part["variant"], sizes, strict=True)])
-            axis.invert_yaxis()
-            axis.axvline(0, color="#999999", linewidth=0.6)
-            axis.set_title(f"{bits} bits", loc="left")
-        made.supxlabel(f"{METRICS['delta_nll'].title}; effective bits in brackets", fontsize=8)
-        made.suptitle(title, fontsize=8)
+    parts = [(bits, part.head(_MOST_BARS)) for bits, part in numbers.groupby("bits", sort=False)][:_MOST_PANELS]
+    heights = [len(part) for _, part in parts]
+    made = figure(2, 0.9 + sum(0.25 + 0.16 * height for height in heights))
+    axes = made.subplots(len(parts), 1, squeeze=False, height_ratios=[height + 1 for height in heights])
+    for axis, (bits, part) in zip(axes.flat, parts, strict=True):
+        look = {"color": [colour_of(name) for name in part["variant"]], "capsize": 2}
+        axis.barh(range(len(part)), part["delta_nll"], 0.7, xerr=part["delta_nll_se"].fillna(0), **look)
+        sizes = ["" if pd.isna(size) else f" ({size:.2f})" for size in part["effective_bits"]]
+        rows_named(axis, [f"{name}{size}" for name, size in zip(part["variant"], sizes, strict=True)])
+        axis.axvline(0, color=GREY, linewidth=0.6)
+        axis.set_title(f"{bits} bits", loc="left")
+    made.supxlabel(f"{METRICS['delta_nll'].title}; effective bits in brackets", fontsize=8)
     return made
 
 
@@ -280,30 +260,26 @@ def families(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
             yield method, numbers[(own == method) | numbers["method"].isin(_BESIDE)]
 
 
-def family_figure(numbers: pd.DataFrame, title: str) -> Figure:
+@titled
+def family_figure(numbers: pd.DataFrame) -> Figure:
     """ΔNLL with standard errors by measured bits: a marker for each variant, lines of the methods compared first."""
     known = numbers[numbers["delta_nll"].notna()].sort_values(MEASURED.column, kind="stable")
     usual = [name for name in _BESIDE if (known["method"] == name).any()]
-    looks, variants = lines_of(usual), sorted(set(known["method"]) - set(usual))
-    with style():
-        made = figure(2, 4.6)
-        axis = made.subplots()
-        for index, name in enumerate([*usual, *variants]):
-            part = known[known["method"] == name]
-            if name in looks:
-                look = {**looks[name]._asdict(), "alpha": 0.6, "markersize": 3}
-            else:
-                place = index - len(usual)
-                edge = {"markeredgecolor": _FRONT, "markeredgewidth": 0.5}
-                look = {"color": colour(place), "marker": marker(place + place // 8), "linestyle": "", **edge}
-            error = part["delta_nll_se"].fillna(0)
-            label = name.rpartition("/")[2] if name in variants else name
-            axis.errorbar(part[MEASURED.column], part["delta_nll"], error, **look, capsize=2, label=label)
-        _scales(axis, known, "delta_nll", MEASURED.column)
-        axis.set_xlabel(MEASURED.words)
-        axis.set_ylabel(METRICS["delta_nll"].title)
-        axis.grid(linewidth=0.3)
-        names = [name.rpartition("/")[2] for name in [*usual, *variants]]
-        made.legend(loc="outside lower center", ncols=legend_columns(names, 2))
-        made.suptitle(title, fontsize=8)
+    variants = sorted(set(known["method"]) - set(usual))
+    looks: dict[str, dict[str, Any]] = {
+        name: {**look._asdict(), "alpha": 0.6, "markersize": 3, "label": name} for name, look in lines_of(usual).items()
+    }
+    for place, name in enumerate(variants):
+        edge = {"linestyle": "", "markeredgecolor": _FRONT, "markeredgewidth": 0.5}
+        shape = {"color": colour(place), "marker": marker(place + place // 8), "label": name.rpartition("/")[2]}
+        looks[name] = {**shape, **edge}
+    made, axis = panels(2, 4.6)
+    for name in [*usual, *variants]:
+        part = known[known["method"] == name]
+        axis.errorbar(
+            part[MEASURED.column], part["delta_nll"], part["delta_nll_se"].fillna(0), capsize=2, **looks[name]
+        )
+    _scales(axis, known, "delta_nll", MEASURED.column)
+    dress(axis, MEASURED.words, METRICS["delta_nll"].title, grid="both")
+    made.legend(loc="outside lower center", ncols=legend_columns([look["label"] for look in looks.values()], 2))
     return made

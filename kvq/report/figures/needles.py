@@ -3,63 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.report.figures.style import COLUMN
+from kvq.report.comparisons import by_bits
+from kvq.report.figures.plots import GREY, bare, heat
+from kvq.report.figures.style import COLUMN, style
 from kvq.report.tables.cells import DASH
+from kvq.report.tables.layout import Row
+from kvq.results import Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_OUTCOMES = ("hit", "wrong_needle", "bit_mixing", "other")
 # Inches: a panel across and up at least, a cell of it up, the names of methods, what stands above and below the panels.
 _ACROSS, _UP, _CELL, _LETTER, _AROUND = 1.15, 0.55, 0.11, 0.062, 1.25
 
 
-def table_of_panels(
-    panels: Mapping[tuple[str, str], pd.DataFrame], methods: Sequence[str], widths: Sequence[str], title: str
-) -> Figure:
-    """The figure: rows are methods, columns widths; a dash stands for a pair that was not measured.
+def needle_grid(rows: Sequence[Row], store: Store) -> pd.DataFrame:
+    """Outcomes of every run by length (tokens) and depth: one line per cell, shares of its items."""
+    lines: list[dict[str, Any]] = []
+    for row in rows:
+        if row.record.status != "done":
+            continue
+        samples = [sample for sample in store.samples_of(row.record) if "skipped" not in sample]
+        cells = sorted({(sample["length"], sample["depth"]) for sample in samples})
+        for length, depth in cells:
+            here = [sample["outcome"] for sample in samples if (sample["length"], sample["depth"]) == (length, depth)]
+            shares = {outcome: here.count(outcome) / len(here) for outcome in _OUTCOMES}
+            lines.append(
+                {"method": row.name, "bits": row.bits, "length": length, "depth": depth, "items": len(here)} | shares
+            )
+    return pd.DataFrame(lines, columns=["method", "bits", "length", "depth", "items", *_OUTCOMES])
 
-    Args:
-        panels: (method, bits) -> share of needles found, by depth (rows) and length (columns).
-        methods: rows, from above.
-        widths: columns, from the left.
-        title: of the figure.
+
+def heat_map(grid: pd.DataFrame, title: str) -> Figure:
+    """A row of panels per method, a column per width: the share of needles found, depth (top: start) by length."""
+    methods, widths = list(dict.fromkeys(grid["method"])), sorted(dict.fromkeys(grid["bits"]), key=by_bits)
+    found = {
+        (str(method), str(bits)): cells.pivot(index="depth", columns="length", values="hit")
+        for (method, bits), cells in grid.groupby(["method", "bits"], sort=False)
+    }
+    if len(methods) > 1 and "fp16" in methods:  # it has one number for all widths
+        methods.remove("fp16")
+        share = float(grid[grid["method"] == "fp16"]["hit"].mean())
+        title = f"{title}\nfull precision finds {100 * share:.1f}%"
+        widths = [bits for bits in widths if any((method, bits) in found for method in methods)]
+    with style():
+        made = _grid_of(found, methods, widths)
+        made.suptitle(title, fontsize=8)
+    return made
+
+
+def _grid_of(found: Mapping[tuple[str, str], pd.DataFrame], methods: Sequence[str], widths: Sequence[str]) -> Figure:
+    """Rows are methods from above, columns widths; a dash stands for a pair that was not measured.
+
+    `found`: (method, bits) -> share of needles found, by depth (rows) and length (columns).
     """
     from matplotlib.figure import Figure
 
-    depths = max((len(panel.index) for panel in panels.values()), default=1)
+    depths = max((len(panel.index) for panel in found.values()), default=1)
     names = _LETTER * max(map(len, methods), default=1)
     across = max(COLUMN, names + 1.1 + _ACROSS * len(widths))
     made = Figure(figsize=(across, _AROUND + len(methods) * max(_UP, _CELL * depths)), layout="constrained")
     axes = made.subplots(len(methods), len(widths), squeeze=False)
     image = None
     for column, bits in enumerate(widths):
-        filled = [row for row, method in enumerate(methods) if (method, bits) in panels]
+        filled = [row for row, method in enumerate(methods) if (method, bits) in found]
         for row, method in enumerate(methods):
-            axis, panel = axes[row, column], panels.get((method, bits))
+            axis, panel = axes[row, column], found.get((method, bits))
             if column == 0:
                 axis.set_ylabel(method, rotation=0, ha="right", va="center", fontsize=7)
             if panel is None:
-                axis.set_xticks([])
-                axis.set_yticks([])
+                axis.set(xticks=[], yticks=[])
                 axis.spines[:].set_visible(False)
-                axis.text(0.5, 0.5, DASH, ha="center", va="center", color="#999999", transform=axis.transAxes)
+                axis.text(0.5, 0.5, DASH, ha="center", va="center", color=GREY, transform=axis.transAxes)
                 continue
-            image = axis.imshow(panel.to_numpy(dtype=float), vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-            axis.spines[:].set_visible(False)
-            axis.tick_params(length=0, labelsize=6)
+            image = heat(axis, panel, vmin=0, vmax=1, interpolation="nearest")
+            bare(axis)
             lengths = [f"{length:g}" for length in panel.columns]
             axis.set_xticks(range(len(lengths)), lengths if row == filled[-1] else [""] * len(lengths), rotation=90)
             places = range(0, len(panel.index), max(1, (len(panel.index) - 1) // 2))
-            texts = [f"{panel.index[place]:g}" for place in places]
-            axis.set_yticks(list(places), texts if column == 0 else [""] * len(texts))
+            axis.set_yticks(list(places), ["" if column else f"{panel.index[place]:g}" for place in places])
             if row == filled[0]:
                 axis.set_title({"1": "1 bit"}.get(bits, f"{bits} bits" if bits.isdecimal() else bits), fontsize=7)
     made.supxlabel("length (tokens)", fontsize=7)
     if image is not None:
         made.colorbar(image, ax=axes, label="needles found, by depth", shrink=min(1.0, 3 / made.get_figheight()))
-    made.suptitle(title, fontsize=8)
     return made

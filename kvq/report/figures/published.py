@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.report.figures.style import colour, figure, style
+from kvq.report.figures.plots import GREY, handle, panels, titled
+from kvq.report.figures.style import colour
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiments import Shown
 
@@ -49,23 +50,24 @@ def _dataset(cell: Shown) -> str:
     return next((text for name, _, text in words if name == "dataset"), "")
 
 
-def published_figure(table: pd.DataFrame, source: str, title: str) -> Figure:
+@titled
+def published_figure(table: pd.DataFrame, source: str) -> Figure:
     """A panel for each model and text: perplexity by method, hollow as `source` prints it, filled as measured here."""
-    with style():
-        panels = list(table.groupby(["stand_in", "model", "dataset"], sort=False))
-        rows = (len(panels) + 1) // 2
-        methods = list(dict.fromkeys(table["method"]))
-        made = figure(2, 0.9 + rows * (0.5 + 0.16 * len(methods)))
-        axes = list(made.subplots(rows, 2, sharey=True, squeeze=False).flat)
-        for axis, ((stand_in, model, dataset), part) in zip(axes, panels, strict=False):
-            _panel(axis, part, methods)
-            axis.set_title(f"{model}{' (stand-in)' if stand_in else ''}, {dataset}")
-        for axis in axes[len(panels) :]:
-            axis.set_axis_off()
-        _legend(made, source, table)
-        for axis in axes[max(len(panels) - 2, 0) : len(panels)]:
-            axis.set_xlabel("perplexity (dashed: full precision)")
-        made.suptitle(title, fontsize=8)
+    groups = list(table.groupby(["stand_in", "model", "dataset"], sort=False))
+    rows, methods = (len(groups) + 1) // 2, list(dict.fromkeys(table["method"]))
+    made, axes = panels(2, 0.9 + rows * (0.5 + 0.16 * len(methods)), rows, 2, sharey=True, squeeze=False)
+    for axis, ((stand_in, model, dataset), part) in zip(axes.flat, groups, strict=False):
+        _panel(axis, part, methods)
+        axis.set_title(f"{model}{' (stand-in)' if stand_in else ''}, {dataset}")
+    for axis in axes.flat[len(groups) :]:
+        axis.set_axis_off()
+    for axis in axes.flat[max(len(groups) - 2, 0) : len(groups)]:
+        axis.set_xlabel("perplexity (dashed: full precision)")
+    hollow = {"marker": "D", "fillstyle": "none", "linestyle": ""}
+    shown = [handle(f"published: {source}", color=colour(0), **hollow)]
+    if table["measured"].notna().any():
+        shown.append(handle("measured here", color=colour(5), marker="o", linestyle=""))
+    made.legend(handles=shown, loc="outside lower right", ncols=2)
     return made
 
 
@@ -77,19 +79,10 @@ def _panel(axis: Any, part: pd.DataFrame, methods: Sequence[str]) -> None:
     axis.scatter(part["measured"], height, s=14, marker="o", color=colour(5))
     full = part[part["method"].isin(_FULL)]
     for value in full["measured"].fillna(full["published"]):
-        axis.axvline(value, color="#999999", linewidth=0.8, linestyle="--")
+        axis.axvline(value, color=GREY, linewidth=0.8, linestyle="--")
     axis.set_yticks(list(places.values()), list(places))
     low, high = part[["published", "measured"]].min().min(), part[["published", "measured"]].max().max()
     ticks = [tick for tick in (5, 6, 8, 10, 15, 20, 30, 50, 100, 200, 500, 1000) if low * 0.95 <= tick <= high * 1.05]
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()
     axis.grid(axis="y", color="#EEEEEE", linewidth=0.6)
-
-
-def _legend(made: Figure, source: str, table: pd.DataFrame) -> None:
-    from matplotlib.lines import Line2D
-
-    shown = [Line2D([], [], color=colour(0), marker="D", fillstyle="none", linestyle="", label=f"published: {source}")]
-    if table["measured"].notna().any():
-        shown.append(Line2D([], [], color=colour(5), marker="o", linestyle="", label="measured here"))
-    made.legend(handles=shown, loc="outside lower right", ncols=2)

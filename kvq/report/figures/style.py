@@ -118,11 +118,6 @@ def legend_columns(names: Sequence[str], columns: int) -> int:
     return max(1, int(COLUMN * columns / (0.42 + 0.062 * max(map(len, names), default=1))))
 
 
-def whole_numbers(axis: Any) -> None:
-    """Ticks along x at integers alone."""
-    axis.xaxis.get_major_locator().set_params(integer=True)
-
-
 def symlog(axis: Any, losses: pd.Series, along: str = "y") -> None:
     """Losses along x or y by powers of ten; linear near 0, where noise turns signs."""
     sizes = losses.abs()

@@ -18,8 +18,7 @@ from kvq.report.command import no_records
 from kvq.report.html import provenance
 from kvq.report.html.payload import payload
 from kvq.report.html.safe import png_uri, script_json, shown, source_digest
-from kvq.report.labels import model_name
-from kvq.report.main_model import main_model
+from kvq.report.labels import main_model, model_name
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.cells import columns_of
 from kvq.report.tables.layout import Table, Tables

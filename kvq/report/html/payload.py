@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 from kvq.report.comparisons import by_bits
-from kvq.report.html.metrics import columns, describe, shown_metrics
-from kvq.report.html.papers import Paper, papers
-from kvq.report.html.safe import arxiv_link, shown
+from kvq.report.html.safe import ARXIV, arxiv_link, shown
 from kvq.report.labels import model_name
 from kvq.report.palette import colour_of
 from kvq.report.tables.layout import Row, Tables
 from kvq.results import Record
-from kvq.results.metrics import Metric
+from kvq.results.metrics import METRICS, Metric, metric_of
 
 # Limits of what the page has of a record, in characters of JSON and in metrics; the page names what it leaves out.
 LONGEST_PART = 32 * 1024
@@ -149,3 +150,59 @@ def _whole(record: Record, pool: Pool) -> dict[str, Any]:
         "schema_version": record.schema_version,
         "left_out": max(len(record.metrics) - MOST_METRICS, 0),
     }
+
+
+_MOST_COLUMNS = 8
+SIZES = [metric.name for metric in METRICS.values() if metric.role == "size"]
+QUALITY = [metric.name for metric in METRICS.values() if metric.role == "quality"]
+
+
+def describe(records: Iterable[Record]) -> dict[str, Metric]:
+    """Every metric of the records by name: sizes and quality first, in their order, the others with their unit.
+
+    The unit is that of the first record; `shown_metrics` leaves out what others give in another.
+    """
+    units: dict[str, str | None] = {}
+    for record in records:
+        for name in record.metrics:
+            units[name] = units.get(name) or record.units.get(name)
+    first = [name for name in (*SIZES, *QUALITY) if name in units]
+    return {name: metric_of(name, units[name]) for name in (*first, *sorted(units.keys() - set(first)))}
+
+
+def shown_metrics(record: Record, metrics: Mapping[str, Metric]) -> list[str]:
+    """Names of a record's metrics that are in the unit under which the page shows them."""
+    return [name for name in record.metrics if record.units.get(name, metrics[name].unit) == metrics[name].unit]
+
+
+def columns(records: Iterable[Record]) -> list[str]:
+    """Metrics that a table of one task shows: quality where the task measures it, else the first that it measured."""
+    names = list(dict.fromkeys(name for record in records for name in record.metrics))
+    quality = [name for name in QUALITY if name in names]
+    rest = [name for name in names if name not in SIZES and not name.endswith("_se")]
+    return (quality or rest)[:_MOST_COLUMNS]
+
+
+class Paper(NamedTuple):
+    """The name a method has in tables and the arXiv number of its paper; both may be unknown."""
+
+    label: str | None = None
+    arxiv: str | None = None
+
+
+def papers() -> dict[str, Paper]:
+    """Method -> its paper. A preset (`oscar/cr_only`) has its own label and the paper of what it is a preset of."""
+    package = Path(__file__).resolve().parents[2]
+    folder = next((path for path in (package / "conf", package.parent / "conf") if path.is_dir()), package) / "method"
+    found: dict[str, Paper] = {}
+    for path in sorted(folder.rglob("*.yaml"), key=lambda path: len(path.parts)):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        base = found.get(name.partition("/")[0], Paper())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        given = content if isinstance(content, dict) else {}
+        label, number = given.get("label"), given.get("arxiv", base.arxiv)
+        found[name] = Paper(
+            label if isinstance(label, str) else base.label,
+            number if isinstance(number, str) and ARXIV.match(number) else None,
+        )
+    return found

@@ -5,6 +5,7 @@ Everything here is a function of the store; no model and no codec is loaded.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvq.errors import RecordError, printable
 from kvq.report.comparisons import (
     Comparisons,
     Verdicts,
@@ -22,16 +24,14 @@ from kvq.report.comparisons import (
     measured_bits,
     widths,
 )
-from kvq.report.departures import joined, said
+from kvq.report.departures import PROTOCOL, flatten, joined, said, settings_of
 from kvq.report.isolated import made_of
 from kvq.report.judged import read_records, samples_of
 from kvq.report.labels import cache_dtype, is_variant, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
-from kvq.report.settings import PROTOCOL, flatten, settings_of
 from kvq.report.tables.cells import columns_of
-from kvq.report.tables.layout import Row, Table, Tables
+from kvq.report.tables.layout import Continuation, Row, Table, Tables, Texts
 from kvq.report.tables.notes import notes_of
-from kvq.report.tables.texts import texts_of
 from kvq.results import Broken, Record, Store, judge, run_key
 from kvq.results.statistics import holm
 
@@ -243,3 +243,54 @@ def _describe(run: Record, records: Sequence[Record]) -> tuple[str, ...]:
     if len(items) == 1:
         lines.append("scored: {:.0f} items, {:.0f} skipped".format(*next(iter(items))))
     return tuple(lines)
+
+
+TASK = "generate"
+_LONGEST = 20_000
+"""Characters of a text that are shown."""
+
+
+def texts_of(rows: Sequence[Row], samples: Callable[[Record], list[dict[str, Any]]]) -> Texts | None:
+    """The texts of the runs of a table; None where they wrote none, or their samples are gone.
+
+    Args:
+        samples: gives the stored samples of a run.
+    """
+    found = [(row, sample) for row in rows if (sample := _sample(row, samples)) is not None]
+    full = next((sample["text"] for row, sample in found if row.baseline), None)
+    if not found:
+        return None
+    return Texts(
+        _clean(found[0][1]["prompt"]), tuple(_continuation(row, sample["text"], full) for row, sample in found)
+    )
+
+
+def _sample(row: Row, samples: Callable[[Record], list[dict[str, Any]]]) -> dict[str, Any] | None:
+    if row.record.task != TASK or row.record.status != "done":
+        return None
+    try:
+        found = samples(row.record)
+    except RecordError:
+        return None
+    whole = bool(found) and all(isinstance(found[0].get(name), str) for name in ("prompt", "text"))
+    return found[0] if whole else None
+
+
+def _continuation(row: Row, text: str, full: str | None) -> Continuation:
+    name, shown = f"{row.name}, {row.bits} bits" if row.record.bits else row.name, _clean(text)
+    if row.baseline or full is None:
+        return Continuation(name, "", shown, "", "")
+    same = os.path.commonprefix([shown, _clean(full)])  # noqa: RUF071 - of characters, not of folders
+    behind = shown[len(same) :]
+    word = re.match(r"\s*\S*", behind)
+    cut = word.end() if word else 0
+    if shown == _clean(full):
+        return Continuation(name, "the same text as full precision", shown, "", "")
+    metrics = row.record.metrics
+    said = f"{metrics.get('same_tokens', 0):.0f} of {metrics.get('new_tokens', 0):.0f} tokens as full precision"
+    return Continuation(name, said, same, behind[:cut], behind[cut:])
+
+
+def _clean(text: str) -> str:
+    shown = printable(text)
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from kvq.report.comparisons import Comparisons, Verdicts, widths
+from kvq.report.departures import settings_of
 from kvq.report.labels import cache_dtype
 from kvq.report.palette import engine_of
-from kvq.report.settings import settings_of
 from kvq.report.tables.cells import UNQUANTIZED
 from kvq.report.tables.layout import Row
 from kvq.results import Record

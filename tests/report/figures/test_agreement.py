@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvq.report.figures.agreement import KINDS, agreement_figure, agreement_table
 from kvq.report.figures.every import table_drawings
+from kvq.report.figures.perplexity import KINDS, agreement_figure, agreement_table
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Store

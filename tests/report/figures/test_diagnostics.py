@@ -15,7 +15,10 @@ from kvq.config.diagnostics import (
     SyntheticConfig,
     TniConfig,
 )
-from kvq.report.figures.channels import (
+from kvq.report.figures.cost import memory_table, throughput_table
+from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
+from kvq.report.figures.distribution import (
+    closeness_table,
     covariances_table,
     magnitudes_table,
     moments_table,
@@ -24,16 +27,11 @@ from kvq.report.figures.channels import (
     ranges_table,
     scattered,
 )
-from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
-from kvq.report.figures.dispersion import dispersion_correlations, dispersion_table, scatter_figure, scatters
-from kvq.report.figures.distribution import closeness_table
 from kvq.report.figures.drawing import write_drawings
-from kvq.report.figures.error import steps_table
+from kvq.report.figures.error import bars_figure, bars_table, layers_figure, layers_table, states_of, steps_table
 from kvq.report.figures.every import main as figures_main
-from kvq.report.figures.memory import memory_table
-from kvq.report.figures.states import bars_figure, bars_table, layers_figure, layers_table, states_of
-from kvq.report.figures.throughput import throughput_table
-from kvq.report.figures.valley import valley_table
+from kvq.report.figures.over_models import dispersion_correlations, dispersion_table, scatter_figure, scatters
+from kvq.report.figures.perplexity import valley_table
 from kvq.results import Store
 from tests.report import sweeps
 from tests.report.diagnosed import drawn, put
@@ -59,8 +57,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) -> None:
-    paths = [*drawn(store, tmp_path), *write_drawings(embedding_drawings(store.scan()[0], store), tmp_path)]
-    stems = {path.stem for path in paths}
+    records = store.scan()[0]
+    drawings = [*diagnostic_drawings(records, store), *embedding_drawings(records, store)]
+    stems = {drawing.stem: drawing for drawing in drawings}
+    assert len(stems) == len(drawings)
+    # One of each function as files; the others, of further methods and texts, are made alone.
+    one_each = {drawing.draw: drawing.stem for drawing in drawings}.values()
+    paths = write_drawings([stems[stem] for stem in one_each], tmp_path)
+    for drawing in (stems[stem] for stem in stems.keys() - one_each):
+        assert len(drawing.table) > 0
+        assert drawing.figure() is not None
     kinds = (
         "error-steps-oscar_2",
         "error-steps-kivi_2",
@@ -84,7 +90,8 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
     )
     for kind in kinds:
         assert any(stem.startswith(kind) for stem in stems), kind
-    for stem in stems:
+    assert {path.stem for path in paths} == set(one_each)
+    for stem in one_each:
         assert {path.suffix for path in paths if path.stem == stem} == {".csv", ".pdf", ".png"}
         assert len(pd.read_csv(tmp_path / f"{stem}.csv")) > 0
 
@@ -135,7 +142,8 @@ def test_ranges_of_channels_are_drawn_head_after_head(tmp_path: Path) -> None:
     assert "keys" in keys.get_ylabel()
     assert "values" in values.get_ylabel()
     assert len(keys.collections[0].get_segments()) == 2 * 32
-    assert any(path.stem.startswith("distribution-ranges") for path in drawn(store, tmp_path / "figures"))
+    drawings = diagnostic_drawings(store.scan()[0], store)
+    assert any(drawing.stem.startswith("distribution-ranges") for drawing in drawings)
 
 
 def test_throughput_by_batch(tmp_path: Path) -> None:

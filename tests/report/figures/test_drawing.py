@@ -1,4 +1,4 @@
-"""Drawings: drawn once, again where something changed, by processes as well as here."""
+"""Drawings: drawn once, and again where something changed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvq.report.figures import style
-from kvq.report.figures.drawing import MARKS, Drawing, write_drawings
+from kvq.report.figures.cost import memory_figure
+from kvq.report.figures.drawing import MARKS, Drawing, Noted, write_drawings
 from kvq.report.figures.error import places_figure, plane_figure
-from kvq.report.figures.index import Noted
 from kvq.report.figures.loss import pareto_figure
-from kvq.report.figures.memory import memory_figure
 from kvq.report.palette import colour_of
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
@@ -75,13 +74,6 @@ def test_a_damaged_file_or_record_of_files_is_drawn_again(tmp_path: Path, damage
         marks.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     assert write_drawings([drawing], tmp_path) == paths
     assert [path.read_bytes() for path in paths] == before
-
-
-def test_processes_draw_the_same_bytes_in_the_same_order(tmp_path: Path) -> None:
-    drawings = [Drawing(f"d{index}", TABLE * index, line, (f"Δ {index} $x_{{",)) for index in range(13)]
-    here, there = (write_drawings(drawings, tmp_path / str(jobs), jobs) for jobs in (1, 2))
-    assert [path.name for path in here] == [path.name for path in there]
-    assert [path.read_bytes() for path in here] == [path.read_bytes() for path in there]
 
 
 def test_a_dollar_sign_of_a_record_is_no_formula() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvq.report.figures.positions import positions_figure, positions_table
+from kvq.report.figures.perplexity import positions_figure, positions_table
 from kvq.report.tables.build import build_tables
 from kvq.results import Store
 from tests.report import sweeps

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvq.report.figures.shift import shift_table
+from kvq.report.figures.perplexity import shift_table
 from kvq.results import Record, Store
 from kvq.results.statistics import delta_nll_of_samples
 from tests.report.diagnosed import drawn

@@ -13,7 +13,8 @@ import pytest
 from experiments import browser
 from kvq.report.html.page import write_report
 from kvq.report.judged import read_records
-from kvq.report.main_model import main_model
+from kvq.report.labels import main_model
+from kvq.report.tables.build import build_tables
 from kvq.results import Record, Store
 from tests.fuzz.odd_records import examples, put
 from tests.report import hostile, sweeps
@@ -215,10 +216,11 @@ def test_everything_works_from_the_keyboard(page: Any, runs: dict[str, Record]) 
 
 
 @pytest.mark.parametrize("every", [60, pytest.param(6, marks=pytest.mark.long)])
-def test_the_record_shown_is_the_record_on_disk(driver: Any, folder: Path, every: int) -> None:
+def test_the_record_shown_is_the_record_on_disk(driver: Any, folder: Path, committed: Any, every: int) -> None:
     """Of the committed records, but for integral floats, which JavaScript has not, and verdicts, judged anew."""
-    judged = {record.key: record.metrics for record in read_records(Store(RESULTS))[0]}
-    opened(driver, write_report(Store(RESULTS), folder / "committed.html", figures=folder / "none").path.as_uri())
+    store, judged = Store(RESULTS), {record.key: record.metrics for record in committed[0]}
+    tables = build_tables(store, scanned=committed)
+    opened(driver, write_report(store, folder / "committed.html", tables=tables, figures=folder).path.as_uri())
     for path in sorted((RESULTS / "runs").glob("*[0-9a-f].json"))[::every]:
         driver.execute_script("location.hash = '#?run=' + arguments[0]; location.reload()", path.stem)
         shown = js(driver, "document.querySelector('#detail-body details code').textContent")

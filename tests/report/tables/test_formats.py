@@ -16,10 +16,9 @@ from kvq.errors import RecordError
 from kvq.report.escapes import escape_latex, escape_markdown
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.cells import COLUMNS
-from kvq.report.tables.formats import CSV_METRICS, latex, markdown
+from kvq.report.tables.formats import CSV_METRICS, latex, markdown, write_tables
 from kvq.report.tables.formats import csv as as_csv
 from kvq.report.tables.layout import Table
-from kvq.report.tables.write import write_tables
 from kvq.results import Store
 from tests.report import sweeps
 from tests.results import made

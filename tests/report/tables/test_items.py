@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvq.report.__main__ import main
-from kvq.report.figures.every import heat_map, needle_grid
 from kvq.report.figures.every import main as figures_main
+from kvq.report.figures.needles import heat_map, needle_grid
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.cells import columns_of
 from kvq.report.tables.formats import csv, latex, markdown

@@ -1,0 +1,149 @@
+"""Figures of `task=memory` and `task=throughput`: bytes by part and length; tokens per second and peaks by batch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kvq.report.figures.error import labelled_rows
+from kvq.report.figures.plots import below, dress, handle, panels, powers_of_two, rows_named, titled
+from kvq.report.figures.style import Line, colour, lines_of
+from kvq.report.labels import named
+from kvq.results import Record, Store
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PARTS = ("codes", "scales", "norms", "shift", "other", "residual")
+PAPERS = (("nsn, 3 bits", 5.09), ("OScaR, 2 bits", 5.3))
+"""Published compression against 16 bits: nsn's README (2,048 tokens), OScaR's abstract (128K tokens)."""
+REFERENCES = {"dynamic": "full precision", "preallocated": "full precision, one buffer"}
+_GIB = 2**30
+_RATES = {"peak_bytes": "peak memory above the weights (GiB)", "tokens_per_second": "tokens per second"}
+_PEAKS = ("prefill_peak_bytes", "decode_peak_bytes")
+
+
+def memory_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """One line per run, length and side: bytes by part, in fp16, and whether they were stored or follow from layout."""
+    return labelled_rows(records, store, "bytes")
+
+
+@titled
+def memory_figure(table: pd.DataFrame) -> Figure:
+    """Left: bits per element by part at the longest length stored; right: compression by length."""
+    looks = lines_of(list(dict.fromkeys(table["method"])))
+    made, axes = panels(2, 1.4 + 0.3 * max(len(looks), 5), 1, 2, width_ratios=(1, 1.2))
+    legend: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.2), "columnspacing": 1}
+    _parts(axes[0], table)
+    axes[0].legend(ncols=3, handlelength=1, **legend)
+    _compression(axes[1], table, looks)
+    handles = [handle(method, **look._asdict(), markersize=4) for method, look in looks.items()]
+    axes[1].legend(handles=handles + axes[1].get_legend_handles_labels()[0], ncols=2, **legend)
+    return made
+
+
+def _parts(axis: Any, table: pd.DataFrame) -> None:
+    stored = table[table["measured"]]
+    length = int((stored if not stored.empty else table)["tokens"].max())
+    here = table[table["tokens"] == length].groupby("method", sort=False)[[*PARTS, "fp16"]].sum()
+    left = pd.Series(0.0, index=here.index)
+    for index, part in enumerate(PARTS):
+        bits = 16 * here[part] / here["fp16"]
+        if bits.any():
+            axis.barh(range(len(here)), bits, 0.7, left=left, color=colour(index), label=part)
+            left = left + bits
+    rows_named(axis, list(here.index))
+    axis.set_xlabel(f"bits per element at {length:,} tokens")
+
+
+def _compression(axis: Any, table: pd.DataFrame, looks: Mapping[str, Line]) -> None:
+    names = ["method", "tokens", "measured"]
+    lines = table.groupby(names, sort=False)[["total", "residual", "fp16"]].sum().reset_index()
+    for method in dict.fromkeys(table["method"]):
+        look = looks[method]
+        part = lines[lines["method"] == method].sort_values("tokens")
+        ratio = part["fp16"] / part["total"]
+        axis.plot(part["tokens"], ratio, color=look.color, linestyle=look.linestyle)
+        for measured, fill in ((True, look.color), (False, "white")):
+            some = part["measured"] == measured
+            axis.plot(part["tokens"][some], ratio[some], look.marker, color=look.color, markerfacecolor=fill)
+    for (name, value), dashes in zip(PAPERS, ("--", ":"), strict=True):
+        axis.axhline(value, color="black", linestyle=dashes, linewidth=0.8, label=f"published: {name}, {value}x")
+    ticks = sorted(table["tokens"].unique())
+    powers_of_two(axis, ticks, [f"{tick // 1024}K" if tick % 1024 == 0 else str(tick) for tick in ticks])
+    axis.set_ylim(bottom=0)
+    dress(axis, "context (tokens; hollow: from the layout)", "compression against fp16 (x)", grid="both")
+
+
+def throughput_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """One line per subject and batch that fits: medians of tokens per second and of the peak in bytes (None: unknown).
+
+    References are those timed beside the first run. `fits` is false, without numbers, for the first batch that did not.
+    """
+    lines: list[dict[str, Any]] = []
+    for index, record in enumerate(records):
+        rows, tokens = store.samples_of(record), record.config["task"]["new_tokens"]
+        for subject in dict.fromkeys(row["subject"] for row in rows):
+            name = named(record) if subject == "method" else REFERENCES.get(subject)
+            if name is None or (subject != "method" and index):
+                continue
+            mine = [row for row in rows if row["subject"] == subject]
+            lines += [
+                {"method": name, "batch": batch, **_numbers([row for row in mine if row["batch"] == batch], tokens)}
+                for batch in sorted({row["batch"] for row in mine})
+            ]
+    return pd.DataFrame(lines)
+
+
+def _numbers(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
+    if not all(row["fits"] for row in rows):
+        return {"fits": False, "tokens_per_second": None, "peak_bytes": None}
+    rates = [row["batch"] * tokens / (row["prefill_seconds"] + row["decode_seconds"]) for row in rows]
+    peaks = [max(known) for row in rows if (known := [p for p in map(row.get, _PEAKS) if p is not None])]
+    peak = statistics.median(peaks) if peaks else None
+    return {"fits": True, "tokens_per_second": statistics.median(rates), "peak_bytes": peak}
+
+
+def throughput_figure(table: pd.DataFrame, title: str) -> Figure:
+    """Peak memory above the weights and tokens per second, by batch; a cross: the first batch that does not fit.
+
+    As NSNQuant's figures 4 and 8 draw them; runs that were measured at one batch alone are bars.
+    """
+    if table["batch"].nunique() == 1:
+        return _bars(table, f"{title}; {table['batch'].iloc[0]} requests at once")
+    return _by_batch(table, title)
+
+
+@titled
+def _by_batch(table: pd.DataFrame) -> Figure:
+    made, (peaks, rates) = panels(2, 3, 1, 2)
+    for method, look in lines_of(list(dict.fromkeys(table["method"]))).items():
+        part = table[table["method"] == method].sort_values("batch")
+        fits = part[part["fits"]]
+        rates.plot(fits["batch"], fits["tokens_per_second"], **look._asdict(), label=method)
+        peaks.plot(fits["batch"], fits["peak_bytes"].astype(float) / _GIB, **look._asdict())
+        for batch in part["batch"][~part["fits"].astype(bool)][:1]:
+            rates.plot([batch], [0], "x", color=look.color, clip_on=False)
+    batches = sorted(table["batch"].unique())
+    for axis, words in zip((peaks, rates), _RATES.values(), strict=True):
+        powers_of_two(axis, batches, [str(batch) for batch in batches])
+        axis.set_ylim(bottom=0)
+        dress(axis, "requests at once", words, grid="both")
+    below(made, rates, 3)
+    return made
+
+
+@titled
+def _bars(table: pd.DataFrame) -> Figure:
+    """A bar for each run; none where it does not fit."""
+    looks = lines_of(list(dict.fromkeys(table["method"])))
+    made, axes = panels(2, 0.7 + 0.2 * len(looks), 1, 2, sharey=True)
+    for axis, (column, words) in zip(axes, _RATES.items(), strict=True):
+        values = table.set_index("method")[column].astype(float) / (_GIB if column == "peak_bytes" else 1)
+        axis.barh(range(len(looks)), [values[name] for name in looks], color=[look.color for look in looks.values()])
+        dress(axis, words, grid="x")
+    rows_named(axes[0], list(looks))
+    return made

@@ -1,0 +1,258 @@
+"""Figures of `task=tni` and `task=modality`: token norms by position, layer and modality, ranges, bounds and errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from kvq.report.figures.error import rows_of
+from kvq.report.figures.plots import GREY, crossed, dress, handle, heat, level, panels, titled
+from kvq.report.figures.style import colour, evenly_spread, marker, powers_of_ten
+from kvq.results import Record, Store
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIDES = ("query", "key", "value")
+_BOXES = 20
+_LAYERS = 4  # columns of the figure by layer; of more layers, that many evenly spread
+_LOW = 0.5  # a token whose median norm is below so much of the others' stands apart in colour
+_BOX = ("least", "lower", "median", "upper", "largest")
+_COLOURS = {"text": colour(0), "image": colour(1), "video": colour(4), "audio": colour(5), "all": GREY}
+_SPREADS = {
+    "variation": "deviation / mean",
+    "relative": "median / median of all",
+    "max_over_median": "largest / median",
+}
+
+
+def norms_table(record: Record, store: Store) -> pd.DataFrame:
+    """One line per side, layer, head and kept position: the norm, and its layer's relative norm and attention."""
+    lines = [
+        (row["side"], row["layer"], head, position, norm, row["relative"][index], row["attention"][index])
+        for _, row in rows_of(record, store, "positions").iterrows()
+        for index, position in enumerate(row["positions"])
+        for head, norm in enumerate(row["norms"][index])
+    ]
+    return pd.DataFrame(lines, columns=["side", "layer", "head", "position", "norm", "relative_norm", "attention"])
+
+
+@titled
+def boxes_figure(table: pd.DataFrame) -> Figure:
+    """Boxes over all layers and heads of the norm over its head's median, at the first and some later positions."""
+    made, axes = panels(2, 4.4, 3, 1, sharex=True)
+    chosen = _positions(table, 16, _BOXES - 16)
+    for axis, side in zip(axes, SIDES, strict=True):
+        part = table[table["side"] == side]
+        medians = part.groupby(["layer", "head"])["norm"].transform("median")
+        _boxes(axis, part.assign(share=part["norm"] / medians), "share", chosen)
+        level(axis, 1)
+        axis.set_ylim(bottom=0)
+        dress(axis, y=f"{side} norm /\nmedian of its head")
+    axes[-1].set_xticks(range(1, len(chosen) + 1), [str(position) for position in chosen])
+    axes[-1].set_xlabel("position (token)")
+    return made
+
+
+def _by_side_and_layer(table: pd.DataFrame, layers: list[int]) -> tuple[Figure, Any]:
+    """Norms as they are: panels of sides by layers, with their names."""
+    made, axes = panels(2, 4.4, 3, len(layers), sharex=True, sharey="row", squeeze=False)
+    for row, side in zip(axes, SIDES, strict=True):
+        row[0].set_ylabel(f"{side} norm")
+    for axis, layer in zip(axes[0], layers, strict=True):
+        axis.set_title(f"layer {layer}")
+    made.supxlabel("position (token)", fontsize=8)
+    return made, axes
+
+
+@titled
+def layers_figure(table: pd.DataFrame) -> Figure:
+    """Norms as they are, a column per layer: each token a box over its heads, as OScaR's figure 3 draws them."""
+    chosen = _positions(table, 8, 4)
+    layers = evenly_spread(sorted(table["layer"].unique()), _LAYERS)
+    made, axes = _by_side_and_layer(table, layers)
+    for axis, _, _, part in crossed(axes, table, ("side", SIDES), ("layer", layers)):
+        _boxes(axis, part, "norm", chosen)
+    for row in axes:
+        row[0].set_ylim(bottom=0)
+    for axis in axes[-1]:
+        axis.set_xticks(range(1, len(chosen) + 1), [str(position) for position in chosen], rotation=90, fontsize=6)
+    return made
+
+
+def _positions(table: pd.DataFrame, first: int, later: int) -> list[int]:
+    """The first positions that were kept, and `later` more of them up to the last."""
+    kept = sorted(table["position"].unique())
+    return [*kept[:first], *evenly_spread(kept[first:], later)]
+
+
+def _boxes(axis: Any, part: pd.DataFrame, quantity: str, positions: list[int]) -> None:
+    """A box for each position, in another colour where its median is low among all positions'."""
+    data = [part[part["position"] == position][quantity].to_numpy() for position in positions]
+    thin, marks = {"linewidth": 0.6}, {"medianprops": {"color": "black"}, "flierprops": {"markersize": 2}}
+    drawn = axis.boxplot(data, widths=0.6, patch_artist=True, boxprops=thin, whiskerprops=thin, **marks)
+    usual = float(part[quantity].median())
+    for box, line, values in zip(drawn["boxes"], drawn["medians"], data, strict=True):
+        low = float(np.median(values)) < _LOW * usual
+        box.set_facecolor(colour(0) if low else colour(7))
+        if low:  # its box is too thin for its colour to be seen
+            box.set(edgecolor=colour(0), linewidth=2)
+            line.set_color(colour(0))
+
+
+@titled
+def heat_figure(table: pd.DataFrame) -> Figure:
+    """Layer by position: relative norms (median over heads) of queries, keys and values, and the attention received."""
+    from matplotlib.colors import LogNorm
+
+    made, axes = panels(2, 3.6, 2, 2, sharex=True, sharey=True)
+    for axis, side in zip(axes.flat, (*SIDES, "attention"), strict=True):
+        attention = side == "attention"
+        part = table[table["side"] == ("key" if attention else side)]
+        grid = part.groupby(["layer", "position"])["attention" if attention else "relative_norm"].first().unstack()
+        if attention:
+            image = heat(axis, grid.to_numpy().clip(1e-4), norm=LogNorm(1e-4, 1), cmap="cividis")
+            powers_of_ten(made.colorbar(image, ax=axis, label="mean weight received").ax.yaxis)
+        else:
+            image = heat(axis, grid, vmin=0, vmax=2, cmap="PuOr")
+            made.colorbar(image, ax=axis, label="norm / median", extend="max")
+        axis.set_title(side if attention else f"{side} norms")
+        names = [str(layer) for layer in grid.index] if len(grid.index) <= 12 else None
+        axis.set_yticks(range(len(grid.index)), names)
+        if axis is axes[0, 0]:
+            ticks = sorted({0, 8, *np.linspace(15, grid.shape[1] - 1, 4).astype(int)} & set(range(grid.shape[1])))
+        axis.set_xticks(ticks, [str(grid.columns[tick]) for tick in ticks])
+    made.supxlabel("position (token; from 16 on logarithmic)", fontsize=8)
+    made.supylabel("layer", fontsize=8)
+    return made
+
+
+def groups_table(record: Record, store: Store) -> pd.DataFrame:
+    """Ranges by stage, groups with their bound, spread and error, and the sinks' groups with and without them."""
+    found = [rows_of(record, store, kind) for kind in ("range", "group", "without")]
+    return pd.concat([part for part in found if not part.empty], ignore_index=True)
+
+
+@titled
+def groups_figure(table: pd.DataFrame) -> Figure:
+    """Ranges through the stages; error of key groups by bound and norm spread; the sinks' groups without them."""
+    made, axes = panels(2, 4.6, 2, 2)
+    layout: Any = made.get_layout_engine()
+    layout.set(rect=(0.02, 0, 0.98, 1))  # it forgets the wider tick labels below
+    _stages(axes[0, 0], table[table["kind"] == "range"])
+    keys = table[(table["kind"] == "group") & (table["side"] == "key")]
+    for axis, name, text in (
+        (axes[0, 1], "bound", "step bound R/(2(2^b-1))"),
+        (axes[1, 0], "norm_deviation", "deviation of token norms"),
+    ):
+        if name in keys and keys[name].notna().any():
+            for index, (layer, part) in enumerate(keys.groupby("layer")):
+                look = {"s": 5, "color": colour(index), "alpha": 0.7}
+                axis.scatter(part[name], part["error"], label=f"layer {layer:g}", **look)
+            dress(axis, f"{text} of the group (key units)", "RMS error (key units)")
+        else:
+            axis.set_axis_off()
+    handles, labels = axes[1, 0].get_legend_handles_labels()
+    if handles and len(handles) <= 8:
+        axes[1, 0].legend(handles, labels, loc="best", handletextpad=0.1)
+    _without(axes[1, 1], table[table["kind"] == "without"])
+    return made
+
+
+def _stages(axis: Any, ranges: pd.DataFrame) -> None:
+    """Mean range of groups by stage, keys and values, each mark with its stage's name."""
+    for index, side in enumerate(("key", "value")):
+        means = ranges[ranges["side"] == side].groupby("stage", sort=False)["relative_range"].mean()
+        axis.plot(range(len(means)), means, "os"[index] + "-", color=colour(index), label=f"{side}s")
+        for place, (stage, mean) in enumerate(means.items()):
+            # In turns, so that neighbours do not overlap.
+            aside: dict[str, Any] = (
+                {"va": "top", "xytext": (0, -5)} if place % 2 else {"va": "bottom", "xytext": (0, 5)}
+            )
+            look = {"ha": "center", "fontsize": 6, "color": colour(index)}
+            axis.annotate(stage, (place, mean), textcoords="offset points", **aside, **look)
+    dress(axis, "stage (0: as they come)", "mean group range R / RMS")
+    axis.margins(x=0.2, y=0.25)
+    axis.set_xticks(range(ranges.groupby("side")["stage"].nunique().max()))
+    axis.legend(loc="best")
+
+
+def _without(axis: Any, table: pd.DataFrame) -> None:
+    part = table[table["side"] == "key"] if not table.empty else table
+    if part.empty:
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, "no tokens share a scale", ha="center", va="center", transform=axis.transAxes)
+        return
+    layers = part["layer"].to_numpy(dtype=float)
+    for index, (name, text) in enumerate((("with_sinks", "with the lowest tokens"), ("without_sinks", "without"))):
+        axis.bar(layers + 0.4 * index - 0.2, part[name], 0.38, color=colour(index), label=text)
+    dress(axis, "layer", "error of the others in\ntheir groups, relative", whole=True)
+    axis.set_ylim(top=1.35 * float(part[["with_sinks", "without_sinks"]].to_numpy().max()))
+    axis.legend(loc="upper right", ncols=2)
+
+
+def modality_tokens_table(record: Record, store: Store) -> pd.DataFrame:
+    """One line per side, layer and position of the first prompt: its modality, the norms' quartiles over heads."""
+    parts = []
+    for _, row in rows_of(record, store, "tokens").iterrows():
+        part = pd.DataFrame(dict(zip(_BOX, row["norms"], strict=True)))
+        part.insert(0, "modality", [name for name, count in row["spans"] for _ in range(int(count))])
+        part.insert(0, "position", range(len(part)))
+        part.insert(0, "layer", int(row["layer"]))
+        part.insert(0, "side", row["side"])
+        parts.append(part)
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+@titled
+def modality_tokens_figure(table: pd.DataFrame) -> Figure:
+    """Norms of every token, a column per layer, in the modality's colour, over heads (OScaR, Figures 19-21).
+
+    A thin line goes from the least to the largest head, a thick one between the quartiles; a point is the median.
+    """
+    layers = sorted(table["layer"].unique())
+    made, axes = _by_side_and_layer(table, layers)
+    for axis, _, _, here in crossed(axes, table, ("side", SIDES), ("layer", layers)):
+        for name in here["modality"].unique():
+            part, hue = here[here["modality"] == name], _COLOURS[name]
+            axis.vlines(part["position"], part["least"], part["largest"], color=hue, linewidth=0.5, alpha=0.35)
+            axis.vlines(part["position"], part["lower"], part["upper"], color=hue, linewidth=1.2, alpha=0.7)
+            axis.plot(part["position"], part["median"], ".", color=hue, markersize=2)
+    for row in axes:
+        row[0].set_ylim(bottom=0)
+    names = table["modality"].unique()
+    handles = [handle(f"{name} tokens", color=_COLOURS[name], linewidth=3) for name in names]
+    made.legend(handles=handles, loc="outside lower right", ncols=len(handles))
+    return made
+
+
+def modality_layers_table(record: Record, store: Store) -> pd.DataFrame:
+    """One line per side, layer and modality, `all` tokens among them: spreads of norms, means over prompts."""
+    rows = rows_of(record, store, "modality")
+    if rows.empty:
+        return rows
+    kept = [*_SPREADS, "max_over_min", "median_over_min", "tokens"]
+    return rows.groupby(["side", "layer", "modality"], sort=False)[kept].mean().reset_index()
+
+
+@titled
+def modality_layers_figure(table: pd.DataFrame) -> Figure:
+    """By layer and modality: spread of norms, median norm over that of all tokens, largest norm over the median."""
+    made, axes = panels(2, 4.6, len(_SPREADS), 3, sharex=True, sharey="row", squeeze=False)
+    for row, (quantity, text) in zip(axes, _SPREADS.items(), strict=True):
+        for axis, side in zip(row, SIDES, strict=True):
+            for index, name in enumerate(dict.fromkeys(table["modality"])):
+                part = table[(table["side"] == side) & (table["modality"] == name)]
+                if (quantity, name) != ("relative", "all"):  # 1 by its definition
+                    look = {"color": _COLOURS[name], "label": f"{name} tokens"}
+                    axis.plot(part["layer"], part[quantity], f"{marker(index)}-", **look)
+            if quantity == "relative":
+                level(axis, 1)
+        row[0].set_ylabel(text)
+    for axis, side in zip(axes[0], SIDES, strict=True):
+        dress(axis, title=f"{side} norms", whole=True)
+    axes[0, 0].legend(loc="best")
+    made.supxlabel("layer", fontsize=8)
+    return made

@@ -1,0 +1,266 @@
+"""What quantizing costs, over models: beside the spread of their token norms, and embedded ones beside a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import scipy.stats
+
+from kvq.config.files import DISTRIBUTION, EMBEDDED
+from kvq.report.figures.plots import crossed, dress, handle, panels, titled
+from kvq.report.figures.style import Line, lines_of, marker, symlog
+from kvq.report.labels import begins_otherwise, label
+from kvq.report.palette import FIRST
+from kvq.report.presets import presets
+from kvq.results import Record, run_key
+from kvq.results.metrics import METRICS
+from kvq.results.statistics import spearman
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SPREADS = ("key_cv_layer0", "value_cv_layer0", "key_cv", "value_cv")
+_PROTOCOL = ("task", "method", "residual", "seed")
+_DRAWN = {"key_cv_layer0": "keys", "value_cv_layer0": "values"}
+_ARMS = "nsn/arm_"  # of nsn's paper, whose naive arm B fails where values' norms are spread
+_FEWEST = 3
+"""Models, without which there is no rank correlation."""
+_SCORINGS = {"generation": "decoding", "parallel": "all at once"}
+_FEWEST_METHODS = 8
+"""Without which a rank correlation of two models says nothing."""
+_NAMED = 4
+"""Methods that a panel names: those whose ranks differ most."""
+_SEED = 0
+_BOOTSTRAP: dict[str, Any] = {"n_resamples": 1000, "method": "percentile"}
+
+
+def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
+    """Pairs of a model's dispersion of norms (`task=tni`) and what a method costs it (`task=ppl`), one line per pair.
+
+    A pair has the same weights, implants and text. Several runs of `task=tni` on them count once, the last by key.
+    """
+    spread = {_states(record): record for record in records if record.task == "tni" and _SPREADS[0] in record.metrics}
+    lines = []
+    for record in records:
+        found = spread.get(_states(record))
+        if record.task == "ppl" and found is not None and "delta_nll" in record.metrics:
+            lines.append(
+                {
+                    "model": record.model,
+                    "weights": run_key(_model(record))[:8],
+                    "dataset": record.dataset,
+                    "method": label(record),
+                    "bits": record.bits,
+                    "protocol": _protocol(record),
+                    "stand_in": presets().model_path(record.model).startswith(EMBEDDED),
+                    "measured": _measured(record),
+                    **{name: found.metrics[name] for name in _SPREADS},
+                    "delta_nll": record.metrics["delta_nll"],
+                    "delta_perplexity": record.metrics["delta_perplexity"],
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+def _protocol(record: Record, names: Sequence[str] = _PROTOCOL) -> str:
+    """A hash of how a run was measured. Models begin their windows as they were trained, which parts no protocols."""
+    parts = {name: record.config.get(name) for name in names}
+    task = parts["task"]
+    if isinstance(task, Mapping):
+        parts["task"] = {name: value for name, value in task.items() if name != "bos"}
+    return run_key(parts | {"begins": begins_otherwise(record)})[:6]
+
+
+def _measured(record: Record) -> str:
+    """What the runs of a figure share, whatever their method: scoring, windows, and what departs from presets."""
+    task = record.config.get("task")
+    scoring = task.get("scoring") if isinstance(task, Mapping) else None
+    words = ", ".join(filter(None, [scoring and f"scoring {scoring}", *begins_otherwise(record)]))
+    return f"{_protocol(record, ('task', 'seed'))}: {words}"
+
+
+def _states(record: Record) -> str:
+    return repr([sorted(part.items()) for part in (_model(record), record.config.get("dataset", {}))])
+
+
+def _model(record: Record) -> dict[str, Any]:
+    """The model's settings without the dtype of its cache, which `task=tni` does not fill."""
+    return {name: value for name, value in record.config.get("model", {}).items() if name != "cache_dtype"}
+
+
+def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
+    """Spearman's rho over models of each statistic with Δperplexity, for every method, width and protocol.
+
+    A model is one point, the mean over its texts.
+    """
+    lines = []
+    for (method, bits, protocol), runs in table.groupby(["method", "bits", "protocol"], sort=True):
+        part = runs.groupby("weights")[[*_SPREADS, "delta_perplexity"]].mean()
+        for name in _SPREADS:
+            found = spearman(part[name].tolist(), part["delta_perplexity"].tolist())
+            lines.append({"method": method, "bits": bits, "protocol": protocol, "statistic": name, **found._asdict()})
+    return pd.DataFrame(lines)
+
+
+def scatters(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Numbers of each scatter with its name and title: the main methods and nsn's arms at one width.
+
+    A point is a model, the mean over its texts; embedded models, which are stand-ins, have figures of their own. Of a
+    method's protocols the one with most models is drawn.
+    """
+    wanted = table[table["method"].isin(list(FIRST)) | table["method"].str.startswith(_ARMS)]
+    for (small, bits, measured), runs in wanted.groupby(["stand_in", "bits", "measured"], sort=True):
+        parts = [_points(part, str(method)) for method, part in runs.groupby("method", sort=True)]
+        found = [part for part in parts if len(part) >= _FEWEST]
+        if found:
+            key, _, words = str(measured).partition(": ")
+            where = "embedded" if small else "models"
+            over = "embedded models" if small else "models"
+            title = f"Spread of token norms in layer 0 and loss at {bits} bits, over {over}: {words}".rstrip(": ")
+            yield f"dispersion-scatter-{where}-{bits}-{key}", title, pd.concat(found, ignore_index=True)
+
+
+def _points(runs: pd.DataFrame, method: str) -> pd.DataFrame:
+    """One line per model, with rho and p of the method over all of them."""
+    protocol = runs.groupby("protocol")["weights"].nunique().sort_index().idxmax()
+    chosen = runs[runs["protocol"] == protocol]
+    numbers = [*_DRAWN, "delta_perplexity"]
+    points = chosen.groupby(["model", "weights"])[numbers].mean().reset_index()
+    for name in _DRAWN:
+        known = spearman(points[name].tolist(), points["delta_perplexity"].tolist())
+        points[f"{name}_rho"], points[f"{name}_p"] = known.rho, known.p
+    points.insert(0, "method", method)
+    return points
+
+
+@titled
+def scatter_figure(table: pd.DataFrame) -> Figure:
+    """Δ perplexity over the spread of keys' and of values' norms: a colour for each method, a marker for each model."""
+    made, axes = panels(2, 4, 1, 2, sharey=True)
+    models, looks = sorted(table["model"].unique()), lines_of(table["method"])
+    symlog(axes[0], table["delta_perplexity"])  # before points, by which the axis is scaled
+    for axis, (name, side) in zip(axes, _DRAWN.items(), strict=True):
+        for _, point in table.iterrows():
+            look = {"marker": marker(models.index(point["model"])), "color": looks[point["method"]].color}
+            axis.plot([point[name]], [point["delta_perplexity"]], linestyle="", alpha=0.8, **look)
+        dress(axis, f"deviation / mean of the norms of {side}, layer 0", grid="both")
+    axes[0].set_ylabel(METRICS["delta_perplexity"].title)
+    groups = table.groupby("method", sort=True)
+    lines = [handle(f"{name}: {_said(part)}", color=looks[str(name)].color, linewidth=3) for name, part in groups]
+    made.legend(handles=lines, loc="outside lower center", ncols=2, title="method: ρ of keys, values (p), over models")
+    look = {"color": "#666666", "linestyle": ""}
+    axes[0].legend(handles=[handle(name, marker=marker(i), **look) for i, name in enumerate(models)], loc="best")
+    return made
+
+
+def _said(part: pd.DataFrame) -> str:
+    """Both rank correlations and their p, which is unknown for fewer than four models."""
+    first = part.iloc[0]
+    rhos = ", ".join("unknown" if pd.isna(first[f"{name}_rho"]) else f"{first[f'{name}_rho']:.2f}" for name in _DRAWN)
+    chances = [first[f"{name}_p"] for name in _DRAWN]
+    if any(map(pd.isna, chances)):
+        return rhos
+    return f"{rhos} (p = {', '.join(f'{chance:.2g}' for chance in chances)})"
+
+
+def stand_in_table(records: Sequence[Record]) -> pd.DataFrame:
+    """Losses of each method (with its bits) on a real model and on an embedded one, one line per pair and scoring.
+
+    Of a model and scoring, the protocol with most runs counts. Columns `rho`, `low`, `high`, `methods`: Spearman's rank
+    correlation of the two models' losses over methods and its 95% interval, by bootstrap over methods (percentiles).
+    """
+    losses = pd.DataFrame([_line(record) for record in records if _counts(record)])
+    if losses.empty:
+        return losses
+    size = losses.groupby(["model", "scoring", "protocol"])["method"].transform("size")
+    largest = size.groupby([losses["model"], losses["scoring"]]).transform("max")
+    losses = losses[size == largest].drop_duplicates(["model", "scoring", "method"])
+    joined = losses[losses["real"]].merge(losses[~losses["real"]], on=["scoring", "method"], suffixes=("", "_stand_in"))
+    parts = [
+        _correlated(part)
+        for _, part in joined.groupby(["model", "scoring", "model_stand_in"], sort=True)
+        if len(part) >= _FEWEST_METHODS
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else joined.iloc[:0]
+
+
+def _counts(record: Record) -> bool:
+    task = record.config.get("task")
+    scoring = task.get("scoring") if isinstance(task, dict) else None
+    ours = record.task == "ppl" and record.status == "done" and scoring in _SCORINGS
+    return (
+        ours
+        and "delta_nll" in record.metrics
+        and presets().model_path(record.model).startswith((EMBEDDED, DISTRIBUTION))
+    )
+
+
+def _line(record: Record) -> dict[str, Any]:
+    task: dict[str, Any] = record.config["task"]
+    return {
+        "model": record.model,
+        "real": presets().model_path(record.model).startswith(DISTRIBUTION),
+        "scoring": task["scoring"],
+        "protocol": f"{record.dataset} {[task.get(name) for name in ('windows', 'context', 'stride', 'max_windows')]}",
+        "method": f"{label(record)} {record.bits}".strip(),
+        "loss": record.metrics["delta_nll"],
+    }
+
+
+def _correlated(pairs: pd.DataFrame) -> pd.DataFrame:
+    """The pairs of two models with the correlation of their ranks, and by how many ranks each method differs."""
+
+    def rho(x: np.ndarray, y: np.ndarray) -> float:
+        return float(scipy.stats.spearmanr(x, y).statistic)
+
+    first, second = pairs["loss"].to_numpy(), pairs["loss_stand_in"].to_numpy()
+    rng = np.random.default_rng(_SEED)
+    found = scipy.stats.bootstrap((first, second), rho, paired=True, vectorized=False, **_BOOTSTRAP, rng=rng)
+    ranks = scipy.stats.rankdata(second) - scipy.stats.rankdata(first)
+    interval = found.confidence_interval
+    columns = {"rho": rho(first, second), "low": interval.low, "high": interval.high, "methods": len(pairs)}
+    return pairs[["scoring", "model", "model_stand_in", "method", "loss", "loss_stand_in"]].assign(
+        ranks=ranks, **columns
+    )
+
+
+@titled
+def stand_in_figure(table: pd.DataFrame) -> Figure:
+    """Loss on the real model over loss on each embedded one, a row of panels per scoring; the farthest are named."""
+    from matplotlib.ticker import LogLocator
+
+    models = list(dict.fromkeys(table["model_stand_in"]))
+    scorings = [scoring for scoring in _SCORINGS if scoring in set(table["scoring"])]
+    looks = lines_of(table["method"])
+    # Losses below this are noise, and a logarithm has no place for gains.
+    drawn = table.assign(**table[["loss_stand_in", "loss"]].clip(lower=1e-3))
+    size = (len(scorings), len(models))
+    made, axes = panels(2, 0.6 + 1.9 * len(scorings), *size, squeeze=False, sharex=True, sharey=True)
+    for axis, scoring, _, part in crossed(axes, drawn, ("scoring", scorings), ("model_stand_in", models)):
+        _pairs(axis, part, looks)
+        axis.set(xscale="log", yscale="log")
+        axis.xaxis.set_major_locator(LogLocator(numticks=6))
+        axis.grid(linewidth=0.3)
+        if len(part):
+            first = part.iloc[0]
+            said = f"ρ {first['rho']:.2f} [{first['low']:.2f}, {first['high']:.2f}], {first['methods']} methods"
+            above = f"{first['model_stand_in']}\n" if scoring == scorings[0] else ""
+            axis.set_title(above + said, fontsize=6)
+    for row, scoring in zip(axes, scorings, strict=True):
+        row[0].set_ylabel(f"{table['model'].iloc[0]}, {_SCORINGS[scoring]}")
+    made.supxlabel("ΔNLL on the embedded model (nats/token)", fontsize=8)
+    return made
+
+
+def _pairs(axis: Any, part: pd.DataFrame, looks: Mapping[str, Line]) -> None:
+    """A mark for each method, and beside some its name."""
+    named = set(part["ranks"].abs().nlargest(_NAMED).index)
+    for index, method, *place in part[["method", "loss_stand_in", "loss"]].itertuples():
+        axis.plot(*place, looks[method].marker, color=looks[method].color, alpha=0.8)
+        if index in named:
+            aside: Any = {"xytext": (-3, 2), "ha": "right"} if place[0] > 0.03 else {"xytext": (3, 2)}
+            note = axis.annotate(method, place, textcoords="offset points", fontsize=5, **aside)
+            note.set_in_layout(False)
