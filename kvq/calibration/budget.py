@@ -92,7 +92,7 @@ def fit_sharing(codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMome
     out: dict[Place, Tables] = {}
     for place, codec in codecs.items():
         own = FisherTransform.trimmed(found[place], int((widths[place] > 0).sum()))
-        tables = _quantizer(codec).shared_out(own["spectrum"][0], widths[place])
+        tables = _quantizer(codec).shared_out(own.pop("spectrum")[0], widths[place])
         out[place] = {f"{names[place]}.{name}": table for name, table in own.items()}
         out[place] |= {f"quantizer.{name}": table for name, table in tables.items()}
     return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Tables
-from kvq.codecs.quantizers import choice
+from kvq.codecs.quantizers import choice, to_stored
 from kvq.codecs.stages import Side, Stage, per_block
 from kvq.errors import ConfigError, Unsupported, at_least
 
@@ -61,7 +61,7 @@ class FisherTransform(Calibrated, Stage):
         tables: dtype in which matrices are kept.
 
     Tables: `mean` `[1, n]`, `forward` `[groups, n / groups, m]`, `inverse` `[groups, m, n / groups]`, `order`
-    `[1, used]`: which of the groups' m components is which; `spectrum` `[1, n]`: λ.
+    `[1, used]`: which of the groups' m components is which. The quantizer behind keeps λ as its weights.
 
     Raises:
         ConfigError: an unknown metric or dtype, a number out of range.
@@ -100,7 +100,7 @@ class FisherTransform(Calibrated, Stage):
         self.check_shape(head_dim)
 
     def fit_joint(self, moments: JointMoments) -> Tables:
-        """The tables with all components.
+        """The tables with all components, and `spectrum` `[1, n]`: λ.
 
         Raises:
             Unsupported: a number of KV heads that is no multiple of `heads_together`.
@@ -118,8 +118,8 @@ class FisherTransform(Calibrated, Stage):
         order = spectrum.argsort(descending=True, stable=True)
         return {
             "mean": moments.mean.float()[None],
-            "forward": torch.stack([forward for _, forward, _ in found]).to(self.dtype),
-            "inverse": torch.stack([inverse for _, _, inverse in found]).to(self.dtype),
+            "forward": to_stored(torch.stack([forward for _, forward, _ in found]), self.dtype),
+            "inverse": to_stored(torch.stack([inverse for _, _, inverse in found]), self.dtype),
             "order": order.int()[None],
             "spectrum": spectrum[order].float()[None],
         }
@@ -141,7 +141,9 @@ class FisherTransform(Calibrated, Stage):
         product = root @ covariance @ root
         spectrum, turn = torch.linalg.eigh((product + product.mT) / 2)
         spectrum, turn = spectrum.flip(0), turn.flip(1)
-        spectrum = spectrum.clamp_min(_LEAST * max(float(spectrum.max()), torch.finfo(torch.float64).tiny / _LEAST))
+        least = _LEAST * max(float(spectrum.max()), torch.finfo(torch.float64).tiny / _LEAST)
+        turn = turn * (spectrum > least)  # what never varies decodes to its mean, whatever bits are left for it
+        spectrum = spectrum.clamp_min(least)
         deviation = spectrum.sqrt()
         return spectrum, root @ turn / deviation, deviation[:, None] * (turn.mT @ back)
 

@@ -68,10 +68,9 @@ class BitsByLayerConfig:
     def layers(self, bits: Bits) -> list[Bits]:
         """Bits of each layer; `bits`: of the run, for a side that has none of its own."""
         count = len(self.key or self.value)
-        return [
-            Bits(key, value)
-            for key, value in zip(self.key or [bits.key] * count, self.value or [bits.value] * count, strict=True)
-        ]
+        keys: Sequence[float | int] = self.key or [bits.key] * count
+        values: Sequence[float | int] = self.value or [bits.value] * count
+        return [Bits(*pair) for pair in zip(keys, values, strict=True)]
 
 
 def check_range(method: str, limits: Sequence[float], bits: Bits, real: bool = False) -> None:

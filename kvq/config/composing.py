@@ -208,4 +208,5 @@ def _full_precision() -> Config:
 
 def full_precision(config: Config) -> Config:
     """The same run without quantization: its baseline."""
-    return replace(config, method=_full_precision().method)
+    found = _full_precision()
+    return replace(config, method=found.method, bits=found.bits if config.method.real_bits else config.bits)
