@@ -67,7 +67,7 @@ def test_a_bit_never_skips_the_one_before() -> None:
 @pytest.mark.parametrize("together", [None, 1, 2])
 @pytest.mark.parametrize("metric", ["full", "diagonal", "none"])
 def test_components_are_uncorrelated_and_their_noise_adds_up(metric: str, together: int | None) -> None:
-    """Deviations of 1; noise d in each component costs Σ λ d / 2, which is (1/2) tr(F E[e eᵀ]) of the noise e of states."""
+    """Deviations of 1; noise d in a component costs λ d / 2, which is (1/2) tr(F E[e eᵀ]) of the noise e of states."""
     x = torch.randn(4, 3000, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = x @ torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x[1] += x[0]
@@ -170,7 +170,7 @@ def test_any_number_of_bits() -> None:
     for bits in (0.4, 8.5):
         with pytest.raises((ConfigError, Unsupported), match=f"bits={bits}"):
             kvq.build_method("waterfill", bits=bits)
-    with pytest.raises(ConfigError, match="bits=2.25: whole numbers"):
+    with pytest.raises(ConfigError, match=r"bits=2\.25: whole numbers"):
         kvq.build_method("kivi", bits=2.25)  # type: ignore[arg-type]
 
 
