@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup real demo demo-real sweep tables figures report screenshot docs wandb-sync test test-fast test-long test-all test-engines lint tiny-model tiny-sinks codebooks bench clean
+.PHONY: help setup real demo demo-real sweep tables figures report screenshot docs wandb-sync test test-fast test-long test-all test-engines lint tiny-model tiny-sinks codebooks trellises bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ tiny-sinks: setup ## train the sink of tiny_sinks again (about 80 minutes on one
 
 codebooks: setup ## make the vector codebooks again from synthetic Gaussian data (about 10 minutes on one core)
 	$(BIN)/python experiments/codebooks.py
+
+trellises: setup ## train the trellises again from synthetic Gaussian data (about 6 minutes on one core)
+	$(BIN)/python experiments/trellises.py
 
 bench: setup ## measure time and memory of codecs and scoring on this machine
 	$(BIN)/python experiments/bench.py

@@ -227,7 +227,7 @@ def _within_bits(config: Config) -> Config:
     """
     limits, bits = config.method.bits_range, config.parsed_bits
     if limits is not None and bits is not None and not (config.plan or config.method.bits_by_layer):
-        check_range(config.method.name, limits, bits)
+        check_range(config.method.name, limits, bits, config.method.real_bits)
     return config
 
 

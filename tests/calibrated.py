@@ -8,7 +8,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvq.codecs import Codec, CoupledQuantizer, LearnedRotation, bind_codec, calibrated_parts, fit_codec, rope_table
+from kvq.calibration.budget import fit_sharing, joint_parts
+from kvq.codecs import (
+    Codec,
+    CoupledQuantizer,
+    JointMoments,
+    LearnedRotation,
+    bind_codec,
+    calibrated_parts,
+    fit_codec,
+    rope_table,
+)
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 
@@ -22,12 +32,26 @@ def fitted(codec: Codec, x: Tensor) -> Codec:
         codec.quantizer.iterations = 2  # enough to be a codebook
     flat = x.detach().float().transpose(0, 1).flatten(1, 2)
     heads, tokens, dim = flat.shape
+    if joint_parts(codec) is not None:
+        place = ("key", 0)
+        return bind_codec(codec, fit_sharing({place: codec}, {place: joint_moments(codec, flat)})[place], heads, dim)
     if any(isinstance(part, LearnedRotation) for part in parts.values()):
         tables = {f"{name}.rotation": part.begin(dim).float() for name, part in parts.items()}  # type: ignore[attr-defined]
     else:
         moments = flat.double().mT @ flat.double() / tokens
         tables = fit_codec(codec, flat, None, rope_table(tokens, dim), 0, moments)
     return bind_codec(codec, tables, heads, dim)
+
+
+def joint_moments(codec: Codec, x: Tensor) -> JointMoments:
+    """Moments of `x` `[heads, tokens, dim]` before RoPE, and a Fisher information with directions of its own."""
+    heads, tokens, dim = x.shape
+    wide = x.double()
+    rows = (rope_table(tokens, dim).turn(wide, back=True) if codec.uses_rope else wide).transpose(0, 1).flatten(1)
+    root = torch.randn(rows.shape[1], rows.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    mean = rows.mean(0)
+    covariance = (rows - mean).mT @ (rows - mean) / tokens
+    return JointMoments(mean, covariance, root @ root.mT / len(root) + torch.eye(len(root)), heads, tokens)
 
 
 def build(name: str, x: Tensor, bits: object = 2, overrides: Sequence[str] = ()) -> Method:

@@ -21,8 +21,8 @@ CACHE = KERNELS | {"cache", "models", "results"}
 METHODS = CACHE | {"methods"}
 DIAGNOSTICS = CODECS | {"diagnostics"}
 ENGINES = INPUTS | {"engines", "results"}
-TASKS = METHODS | ENGINES | DIAGNOSTICS | {"results", "tasks"}
-RUNS = TASKS | {"calibration"}
+TASKS = METHODS | ENGINES | DIAGNOSTICS | {"calibration", "results", "tasks"}
+RUNS = TASKS
 ALLOWED = {
     "errors": set(),
     "entry": set(),

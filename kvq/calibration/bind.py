@@ -12,6 +12,9 @@ from kvq.codecs import bind_codec, calibrated_parts
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
 
+_LENGTHS = {"32k": 2**15, "1m": 2**20}
+"""Tokens of the sequences over which tables are spread in metrics, beside the measured length."""
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -40,7 +43,8 @@ class Calibration:
     def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Size of the tables and cost of the calibration as metrics, separate from the bits stored per token.
 
-        `calibration_bits`: bytes of the tables over the elements of one sequence of the measured length.
+        `calibration_bits`: bytes of the tables over the elements of one sequence of the measured length;
+        `calibration_bits_32k` and `calibration_bits_1m`: of one of 32,768 and of 1,048,576 tokens.
         """
         found: dict[str, float | None] = {
             "calibration_bytes": self.nbytes,
@@ -50,6 +54,9 @@ class Calibration:
         }
         if measured.get("total_bytes") and measured.get("effective_bits"):
             found["calibration_bits"] = self.nbytes * measured["effective_bits"] / measured["total_bytes"]
+        per_token = 2 * sum(heads * dim for heads, dim in zip(self.heads, self.head_dims, strict=True))
+        for name, tokens in _LENGTHS.items():
+            found[f"calibration_bits_{name}"] = 8 * self.nbytes / (per_token * tokens) if per_token else None
         return {name: float(value) for name, value in found.items() if value is not None}
 
 

@@ -25,7 +25,7 @@ from kvq.models.placing import base_of
 
 LOGIT_CHUNK = 256
 """Positions whose logits are in memory at once."""
-_TOKENS_STREAM = 0x746F6B65
+TOKENS_STREAM = 0x746F6B65
 
 
 @dataclass
@@ -105,7 +105,7 @@ def loss(
 
 
 @contextmanager
-def _ropes(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
+def ropes_of(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
     """The rotations of each layer's keys in the forward that runs within this context."""
     styles, found, places = styles_of(loaded.model), {}, places_of(loaded.text_config)
 
@@ -177,7 +177,7 @@ def collect(
     layers: dict[int, _Pieces] = {}
     ropes: dict[int, list[Rope]] = {}
     moments: dict[int, Tensor] = {}
-    generator = torch.Generator().manual_seed(seed ^ _TOKENS_STREAM)
+    generator = torch.Generator().manual_seed(seed ^ TOKENS_STREAM)
     length = windows.shape[1]
     each = length if tokens is None else min(length, max(1, tokens // len(windows)))
     for window in tqdm(windows, desc="calibration", unit="sample", leave=False, disable=None):
@@ -200,7 +200,7 @@ def collect(
             heads = layers[index]["key"][-1].shape[0]
             moments[index] = moments.get(index, 0) + _moment(query[0], heads, positions) / len(windows)
 
-        with _ropes(loaded) as found, _queries(loaded, add) if queries else nullcontext():
+        with ropes_of(loaded) as found, _queries(loaded, add) if queries else nullcontext():
             loss(loaded, window, see, gradients)
         for index, rope in found.items():
             ropes.setdefault(index, []).append(rope.at(positions))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from tqdm import tqdm
 
 from kvq.calibration import files
 from kvq.calibration.bind import Calibration, bind
+from kvq.calibration.budget import Place, fit_sharing, joint_parts
 from kvq.calibration.collect import LayerStates, collect
+from kvq.calibration.joint import moments_of
 from kvq.calibration.learn import learn, learned_rotation
 from kvq.calibration.text import text_of
 from kvq.codecs import Codec, calibrated_parts, fit_codec
 from kvq.config.calibration import CalibrationConfig
 from kvq.data.text import encode
-from kvq.errors import DataError, Unsupported
+from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
@@ -44,8 +47,9 @@ def calibrate(
     head_dims = head_dims_of(loaded.text_config)
     torch.manual_seed(settings.seed)
     tensors = learn(loaded, method, windows, head_dims)
-    parts = [part for codec in _codecs(method).values() for part in calibrated_parts(codec).values()]
-    shown = windows if _fitted(method) else windows[:1]  # of learned parts alone, for the number of heads
+    tensors |= (shared := _shared(loaded, method, windows, settings, len(head_dims))).tensors
+    parts = [part for side in _fitted(method) for part in calibrated_parts(_codecs(method)[side]).values()]
+    shown = windows if _fitted(method) else windows[:1]  # else for the number of heads alone
     gradients, queries = any(part.wants_gradients for part in parts), any(part.wants_moments for part in parts)
     states, earlier = _states(loaded, shown, settings, gradients, queries)
     heads = [layer.key.shape[0] for layer in states.values()]
@@ -57,9 +61,36 @@ def calibrate(
         weights_name(loaded.model),
         heads,
         head_dims,
-        time.perf_counter() - start + earlier,
+        time.perf_counter() - start + earlier + shared.earlier,
         memory.read(),
     )
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Tables of the codecs that share bits, and the seconds that earlier methods of a sweep spent on their moments."""
+
+    tensors: dict[str, Tensor]
+    earlier: float
+
+
+def _shared(loaded: LoadedModel, method: Method, windows: Tensor, settings: CalibrationConfig, layers: int) -> _Shared:
+    codecs: dict[Place, Codec] = {}
+    for side, codec in _codecs(method).items():
+        if joint_parts(codec) is not None:
+            kept = method.whole_layers(side, layers)
+            codecs |= {(side, at): method.codec_of(side, at) or codec for at in range(layers) if at not in kept}
+    if not codecs:
+        return _Shared({}, 0.0)
+    transforms = [found[1] for codec in codecs.values() if (found := joint_parts(codec)) is not None]
+    left_out = {transform.left_out for transform in transforms}
+    if len(left_out) > 1:
+        raise ConfigError(f"left_out: keys and values leave out {sorted(left_out)} first tokens; the same number")
+    before_rope = any(codec.uses_rope for codec in codecs.values())
+    moments, earlier = moments_of(loaded, windows, settings, left_out.pop(), before_rope)
+    tables = fit_sharing(codecs, moments)
+    named = {f"{side}.{at}.{name}": table for (side, at), own in tables.items() for name, table in own.items()}
+    return _Shared(named, earlier)
 
 
 _Collected = tuple[dict[int, LayerStates], float]
@@ -89,8 +120,9 @@ def _codecs(method: Method) -> dict[str, Codec]:
 
 
 def _fitted(method: Method) -> list[str]:
-    """Sides whose tables are fitted to states, not learned."""
-    return [side for side, codec in _codecs(method).items() if learned_rotation(codec) is None]
+    """Sides whose tables are fitted to states: neither learned nor fitted to moments."""
+    codecs = _codecs(method).items()
+    return [side for side, codec in codecs if learned_rotation(codec) is None and joint_parts(codec) is None]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from kvq.codecs.block_formats import (
     SignedMaxQuantizer,
     TurboMindQuantizer,
 )
-from kvq.codecs.calibrated import Calibrated, bind_codec, calibrated_parts, fit_codec
+from kvq.codecs.calibrated import Calibrated, Tables, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.calibrated_rotations import ChannelOrder, GroupedHadamard, LearnedRotation, cayley_step
 from kvq.codecs.channel_groups import ChannelGroups, PairWidths
 from kvq.codecs.channel_split import CalibratedChannelSplit, ChannelSplit, LeadingChannels
@@ -17,10 +17,12 @@ from kvq.codecs.clipped import ClippedQuantizer
 from kvq.codecs.codebook_starts import StartingCodebook
 from kvq.codecs.codebooks import codebook_for
 from kvq.codecs.codec import Codec, gain_factor
+from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
 from kvq.codecs.covariance import CovarianceRotation, RankClip
 from kvq.codecs.cq import CoupledQuantizer
 from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.double_quant import DoubleQuant
+from kvq.codecs.fisher import FisherTransform, JointMoments, Metric
 from kvq.codecs.gear import SparseLowRank
 from kvq.codecs.huffman import HuffmanCodec, Rate
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
@@ -58,10 +60,13 @@ __all__ = [
     "ChannelSplit",
     "ClippedQuantizer",
     "Codec",
+    "ComponentQuantizer",
     "CoupledQuantizer",
     "CovarianceRotation",
     "DeltaQuantizer",
+    "Deviation",
     "DoubleQuant",
+    "FisherTransform",
     "Float8Quantizer",
     "Gain",
     "GroupedHadamard",
@@ -71,12 +76,14 @@ __all__ = [
     "HuffmanCodec",
     "Imbalance",
     "InnerProductQuantizer",
+    "JointMoments",
     "LayerScale",
     "LeadingChannels",
     "LearnedRotation",
     "LevelsQuantizer",
     "LloydMaxQuantizer",
     "LowRankCorrection",
+    "Metric",
     "NonUniformQuantizer",
     "Order",
     "Packed",
@@ -95,6 +102,7 @@ __all__ = [
     "Rate",
     "RmsLevelsQuantizer",
     "Rope",
+    "ScalarQuantizer",
     "Scope",
     "SignedMaxQuantizer",
     "Sketch",
@@ -104,14 +112,17 @@ __all__ = [
     "Stage",
     "StartingCodebook",
     "Svd",
+    "Tables",
     "TokenNorm",
     "TokenSplit",
     "TokenTiers",
+    "TrellisQuantizer",
     "TurboMindQuantizer",
     "UndoRope",
     "UniformQuantizer",
     "VarianceBalance",
     "VectorQuantizer",
+    "Widths",
     "Zero",
     "ZeroPoint",
     "angle_levels",

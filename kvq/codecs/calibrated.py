@@ -32,6 +32,8 @@ class Calibrated:
         wants_moments: `fit` takes `moments`, the second moments that count for the side (`kvq.calibration.collect`).
         wants_pairs: of the moments, `fit` reads the energies of RoPE pairs alone, so a stage that turns these may
             precede the part; no other stage may precede one that takes moments.
+        wants_joint: the tables follow from second moments of all heads of a token, whose states need not be kept
+            (`kvq.calibration.budget`).
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
     """
 
@@ -39,6 +41,7 @@ class Calibrated:
     wants_gradients = False
     wants_moments = False
     wants_pairs = False
+    wants_joint = False
     learned = False
     _tables: Mapping[str, Tensor] | None = None
     _shape: tuple[int, int] | None = None
@@ -129,6 +132,8 @@ def fit_codec(
         if name in left:
             assert isinstance(part, Calibrated)
             left.discard(name)
+            if part.wants_joint:
+                raise ConfigError(f"stage '{name}': is fitted with all layers at once (kvq.calibration.budget)")
             if part.learned:
                 raise ConfigError(f"stage '{name}' is learned against the loss; no fitted part may precede it")
             wanted: dict[str, Moments] = {}

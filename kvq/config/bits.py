@@ -1,4 +1,4 @@
-"""The value `bits`: one number for keys and values, or one for each."""
+"""The value `bits`: one number for keys and values, or one for each; whole ones, unless a method takes any."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 from kvq.errors import ConfigError, Unsupported
 
 MIN_BITS, MAX_BITS = 1, 16
+MIN_REAL = 0.5
+"""Least bits of a method that takes any number, a mean over components of different widths."""
 _FORMS = f"{MIN_BITS}-{MAX_BITS} such as 3, k3v2 (keys 3, values 2), {{key: 3, value: 2}} or, in Python, (3, 2)"
 
 
 @dataclass(frozen=True)
 class Bits:
-    """Bits per code of keys and of values."""
+    """Bits per code of keys and of values; fractions are means, of methods that take any number."""
 
-    key: int
-    value: int
+    key: float | int
+    value: float | int
 
     @property
     def label(self) -> str:
@@ -66,54 +68,63 @@ class BitsByLayerConfig:
     def layers(self, bits: Bits) -> list[Bits]:
         """Bits of each layer; `bits`: of the run, for a side that has none of its own."""
         count = len(self.key or self.value)
-        return [
-            Bits(*pair) for pair in zip(self.key or [bits.key] * count, self.value or [bits.value] * count, strict=True)
-        ]
+        keys: Sequence[float | int] = self.key or [bits.key] * count
+        values: Sequence[float | int] = self.value or [bits.value] * count
+        return [Bits(*pair) for pair in zip(keys, values, strict=True)]
 
 
-def check_range(method: str, limits: Sequence[int], bits: Bits) -> None:
-    """Refuse bits outside of the lowest and highest that a method can do.
+def check_range(method: str, limits: Sequence[float], bits: Bits, real: bool = False) -> None:
+    """Refuse bits outside of the lowest and highest that a method can do; `real`: the lowest is at most 0.5.
 
     Raises:
         Unsupported: such bits.
     """
-    lowest, highest = limits
+    lowest, highest = (min(limits[0], MIN_REAL) if real else limits[0]), limits[1]
     for side, number in (("keys", bits.key), ("values", bits.value)):
         if not lowest <= number <= highest:
             what = "" if bits.key == bits.value else f" for {side}"
             raise Unsupported(f"bits={bits.label}: {method} does {lowest} to {highest} bits{what}")
 
 
-def parse_bits(given: Any) -> Bits:
+def parse_bits(given: Any, real: bool = False) -> Bits:
     """Read `2`, `"3"`, `"k3v2"`, `{"key": 3, "value": 2}`, `(3, 2)` or `Bits`.
+
+    Args:
+        real: fractions too, from 0.5 on: `2.25`, `"k2.5v1.75"`.
 
     Raises:
         ConfigError: any other form, or a number outside 1-16.
     """
     if isinstance(given, Bits):
-        return _checked(given.key, given.value, given)
+        return _checked(given.key, given.value, given, real)
     if isinstance(given, str):
-        if match := re.fullmatch(r"k(\d{1,3})v(\d{1,3})", given.strip()):
-            return _checked(match[1], match[2], given)
-        return _checked(given.strip(), given.strip(), given)
+        if match := re.fullmatch(rf"k({_NUMBER})v({_NUMBER})", given.strip()):
+            return _checked(match[1], match[2], given, real)
+        return _checked(given.strip(), given.strip(), given, real)
     if isinstance(given, Mapping):
         known = set(given) == {"key", "value"}
-        return _checked(given["key"] if known else None, given["value"] if known else None, dict(given))
+        return _checked(given["key"] if known else None, given["value"] if known else None, dict(given), real)
     if isinstance(given, Sequence) and len(given) == 2:
-        return _checked(given[0], given[1], tuple(given))
-    return _checked(given, given, given)
+        return _checked(given[0], given[1], tuple(given), real)
+    return _checked(given, given, given, real)
 
 
-def _checked(key: Any, value: Any, given: Any) -> Bits:
-    numbers = [_whole(side) for side in (key, value)]
-    if any(number is None or not MIN_BITS <= number <= MAX_BITS for number in numbers):
-        raise ConfigError(f"bits={'null' if given is None else given}: whole numbers {_FORMS}")
+_NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
+
+
+def _checked(key: Any, value: Any, given: Any, real: bool) -> Bits:
+    numbers = [_number(side, real) for side in (key, value)]
+    lowest = MIN_REAL if real else MIN_BITS
+    if any(number is None or not lowest <= number <= MAX_BITS for number in numbers):
+        allowed = f"numbers from {lowest}, else as {_FORMS}" if real else f"whole numbers {_FORMS}"
+        raise ConfigError(f"bits={'null' if given is None else given}: {allowed}")
     return Bits(*(number for number in numbers if number is not None))
 
 
-def _whole(side: Any) -> int | None:
-    if isinstance(side, int) and not isinstance(side, bool):
-        return side
-    if isinstance(side, str) and re.fullmatch(r"[0-9]{1,3}", side):
-        return int(side)
-    return None
+def _number(side: Any, real: bool) -> float | int | None:
+    """A whole number as an int, and where `real`, any other as a float; None: no such number."""
+    if isinstance(side, str) and re.fullmatch(_NUMBER if real else "[0-9]{1,3}", side):
+        side = float(side)
+    elif isinstance(side, bool) or not isinstance(side, int | (float if real else int)):
+        return None
+    return int(side) if side == int(side) else float(side)

@@ -34,7 +34,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)
 
 
-def _kvbits(side: str, *, _root_: DictConfig) -> int:
+def _kvbits(side: str, *, _root_: DictConfig) -> float | int:
     bits, method = _bits_of(_root_), _root_.get("method")
     own = OmegaConf.select(method, f"bits_by_layer.{side}") if OmegaConf.is_config(method) else None
     if own:  # the settings of the method are those of its first layer
@@ -44,7 +44,9 @@ def _kvbits(side: str, *, _root_: DictConfig) -> int:
 
 def _bits_of(root: DictConfig) -> Bits:
     given = root.bits if "bits" in list(root) else None  # `~bits` takes it away
-    return parse_bits(OmegaConf.to_container(given) if OmegaConf.is_config(given) else given)
+    method = root.get("method")
+    real = bool(OmegaConf.is_config(method) and method.get("real_bits"))
+    return parse_bits(OmegaConf.to_container(given) if OmegaConf.is_config(given) else given, real)
 
 
 register()
@@ -135,7 +137,10 @@ def _compose_layers(cfg: DictConfig, config: Config) -> None:
     if by_layer.at is not None:
         raise ConfigError("method.bits_by_layer.at: follows from key and value; set those")
     if by_layer:
-        by_layer.at = {bits.label: _method_at(cfg, bits) for bits in by_layer.layers(parse_bits(config.bits))}
+        by_layer.at = {
+            bits.label: _method_at(cfg, bits)
+            for bits in by_layer.layers(parse_bits(config.bits, config.method.real_bits))
+        }
 
 
 def _method_at(cfg: DictConfig, bits: Bits) -> MethodConfig:
@@ -203,4 +208,5 @@ def _full_precision() -> Config:
 
 def full_precision(config: Config) -> Config:
     """The same run without quantization: its baseline."""
-    return replace(config, method=_full_precision().method)
+    found = _full_precision()
+    return replace(config, method=found.method, bits=found.bits if config.method.real_bits else config.bits)

@@ -73,6 +73,40 @@ class TniConfig(CaptureConfig):
             raise ConfigError(f"task.sink_below={self.sink_below}: above 0 and below 1")
 
 
+class LimitHeads(enum.StrEnum):
+    """Whether the KV heads of a token are coded together."""
+
+    joint = "joint"
+    apart = "apart"
+
+
+@dataclass
+class LimitConfig(CaptureConfig):
+    """The limit of per-token Gaussian coding in the loss's metric.
+
+    Attributes:
+        heads: see `LimitHeads`.
+        ridge: added to the diagonal of the Fisher information, as a share of its mean.
+        left_out: first tokens of each window that do not count.
+        rates: bits at which the loss is a metric.
+    """
+
+    name: str = "limit"
+    windows: int = 8
+    heads: LimitHeads = LimitHeads.joint
+    ridge: float = 0.01
+    left_out: int = 1
+    rates: list[float] = field(default_factory=lambda: [0.75, 1.25, 2.25, 3.0])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("task.left_out", self.left_out, 0, self.context - 1)
+        if not self.ridge > 0:
+            raise ConfigError(f"task.ridge={self.ridge}: above 0")
+        if any(not 0 < rate <= 16 for rate in self.rates):
+            raise ConfigError(f"task.rates={self.rates}: bits, above 0 and up to 16")
+
+
 @dataclass
 class ModalityConfig(DiagnosticConfig):
     """Token norms of text and of images in prompts with an image each.
@@ -299,6 +333,6 @@ SCHEMAS = {
     kind.name: kind
     for kind in (
         *(TniConfig, ModalityConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig),
-        *(RandomStatesConfig, ModelStatesConfig),
+        *(RandomStatesConfig, ModelStatesConfig, LimitConfig),
     )
 }

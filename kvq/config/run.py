@@ -239,8 +239,9 @@ class MethodConfig:
     """A method: one codec each for keys and values (None = full precision), and its default residual.
 
     `serve`: of an engine's format, the command that serves model M with it. `bits_range` is the lowest and highest
-    `bits` it can do; None = a fixed rate, whatever `bits` says. `bits_by_layer`: bits of each layer, in the place of
-    `bits`. `eviction`: which tokens a layer keeps (None = all). `plan`: which ones it treats apart.
+    `bits` it can do; None = a fixed rate, whatever `bits` says. `real_bits`: fractions too, down to 0.5.
+    `bits_by_layer`: bits of each layer, in the place of `bits`. `eviction`: which tokens a layer keeps (None = all).
+    `plan`: which ones it treats apart.
     `full_precision_layers`: layers whose keys or values are not quantized, by side; negative ones count from the end.
     `backend`: another library's cache in the place of codecs, which are then null (a `BackendConfig` once checked).
     `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8. `merge_rotation`: the weights of
@@ -255,6 +256,7 @@ class MethodConfig:
     note: str | None = None
     serve: str | None = None
     bits_range: list[int] | None = None
+    real_bits: bool = False
     bits_by_layer: BitsByLayerConfig = field(default_factory=BitsByLayerConfig)
     key: Any = None
     value: Any = None
@@ -357,7 +359,7 @@ class Config:
     logger: Any = None
 
     def __post_init__(self) -> None:
-        parse_bits(self.bits)
+        parse_bits(self.bits, self.method.real_bits)
         limit, asked = self.model.context, getattr(self.task, "context", None)
         if limit is not None and asked is not None and asked > limit:
             name = self.model.name
@@ -376,7 +378,7 @@ class Config:
     @property
     def parsed_bits(self) -> Bits | None:
         """Bits of keys and values; None for a fixed-rate method, which ignores `bits`."""
-        return None if self.method.bits_range is None else parse_bits(self.bits)
+        return None if self.method.bits_range is None else parse_bits(self.bits, self.method.real_bits)
 
     @property
     def bits_label(self) -> str:

@@ -55,7 +55,7 @@ def build_method(
         ConfigError: an unknown method, setting or value.
         Unsupported: bits or a head dim that the method cannot do.
     """
-    given = parse_bits(bits)
+    given = parse_bits(bits, real=True)
     # Files of a folder of one's own may change while the process lives.
     composed = _composed_once if config_dir is None else _composed
     config = composed(name, given, tuple(overrides), None if config_dir is None else str(config_dir))
@@ -100,10 +100,10 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     by_layer = _by_layer(method, residual, bits, head_dim)
     given = None
     if method.bits_range is not None:
-        given = parse_bits(bits)
+        given = parse_bits(bits, method.real_bits)
         if method.bits_by_layer:
             given = method.bits_by_layer.layers(given)[0]
-        check_range(method.name, method.bits_range, given)
+        check_range(method.name, method.bits_range, given, method.real_bits)
     codecs = {side: _codec(method.name, f"method.{side}", getattr(method, side), head_dim) for side in ("key", "value")}
     merged = _merged(method, codecs)
     effective = effective_residual(method.residual, residual)
@@ -156,7 +156,7 @@ def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_di
         if len(set(own)) > 1 and all(part == parts[0] for part in parts):
             raise ConfigError(f"method.bits_by_layer.{side}: {side}s of {method.name} do not follow `bits`")
     built = {label: instantiate_method(at, residual, label, head_dim) for label, at in asked.at.items()}
-    return tuple(built[layer.label] for layer in asked.layers(parse_bits(bits)))
+    return tuple(built[layer.label] for layer in asked.layers(parse_bits(bits, method.real_bits)))
 
 
 def _check_alone(name: str, codecs: Mapping[str, Codec | None], residual: Residual) -> None:

@@ -103,7 +103,7 @@ def _preset_bits(bits: str, by_layer: Any) -> str:
     if parsed is None or not isinstance(by_layer, Mapping):
         return bits
     key, value = (next(iter(by_layer.get(side) or ()), mean) for side, mean in zip(SIDES, parsed, strict=True))
-    return Bits(int(key), int(value)).label
+    return Bits(*(int(number) if number == int(number) else number for number in (key, value))).label
 
 
 def _overridden(record: Record) -> list[str]:

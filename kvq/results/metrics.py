@@ -150,6 +150,8 @@ METRICS = {
         _count("places", "places", "Draws or layers"),
         _count("calibration_bytes", "bytes", "Tables of the calibration (bytes)"),
         Metric("calibration_bits", "bits", "Tables of the calibration (bits/element)", "Cal."),
+        Metric("calibration_bits_32k", "bits", "Tables of the calibration at 32K tokens (bits/element)", "Cal. 32K"),
+        Metric("calibration_bits_1m", "bits", "Tables of the calibration at 1M tokens (bits/element)", "Cal. 1M"),
         Metric("calibration_seconds", "s", "Calibration (s)", "Cal. s", 1, better="lower"),
         _count("calibration_peak_bytes", "bytes", "Peak of the calibration (bytes)"),
         Metric(

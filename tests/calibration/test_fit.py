@@ -46,7 +46,7 @@ def calibrations(results: Path) -> list[Path]:
     return sorted((results / "calibration").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["kvquant", "spinquant", "rotatekv"])
+@pytest.mark.parametrize("name", ["kvquant", "spinquant", "rotatekv", "waterfill/scalar"])
 def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: Path) -> None:
     extra = ["method.value.stages.rotation.steps=3"] if name == "spinquant" else []
     run = [*given, *extra, f"method={name}", "bits=2"]
@@ -62,6 +62,9 @@ def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: 
     assert record.units["calibration_bytes"] == "bytes"
     elements = 8 * record.metrics["total_bytes"] / record.metrics["effective_bits"]
     assert record.metrics["calibration_bits"] == pytest.approx(8 * found.nbytes / elements)
+    per_token = 2 * sum(heads * dim for heads, dim in zip(found.heads, found.head_dims, strict=True))
+    assert record.metrics["calibration_bits_32k"] == pytest.approx(8 * found.nbytes / per_token / 32768)
+    assert record.metrics["calibration_bits_1m"] == pytest.approx(8 * found.nbytes / per_token / 2**20)
     assert record.metrics["calibration_seconds"] == found.seconds
     assert json.loads(one.with_suffix(".json").read_text())["table_bytes"] == found.nbytes
     assert record.config["method"]["calibration"]["samples"] == 3

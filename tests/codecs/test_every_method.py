@@ -16,6 +16,7 @@ import kvq
 from kvq.codecs import (
     CalibratedChannelSplit,
     ChannelSplit,
+    ComponentQuantizer,
     Float8Quantizer,
     HuffmanCodec,
     LloydMaxQuantizer,
@@ -68,7 +69,7 @@ GROUPS = ["own", 5, 16, "null"]
 MODULES = [importlib.import_module(f"kvq.codecs.{module.name}") for module in pkgutil.iter_modules(kvq.codecs.__path__)]
 PACKING = [module for module in MODULES if getattr(module, "pack", None) is pack]
 GROUPED = ("", "high.", "low.", "base.", "delta.")
-CODES = tuple(f"{group}{part}" for group in GROUPED for part in ("codes.", "signs"))
+CODES = tuple(f"{group}{part}" for group in GROUPED for part in ("codes.", "signs", "string"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -149,7 +150,8 @@ def test_decode_is_finite_and_of_the_right_kind(name, data):
         with codes_in_range() as packs:
             packed = codec.encode(x, block, rope)
         # Codewords have whole bytes, and every byte a codeword; 8-bit floats are casts.
-        unpacked = VectorQuantizer | Float8Quantizer | Passthrough  # Passthrough: RoPE's channels beside vLLM's latents
+        # Passthrough: RoPE's channels beside vLLM's latents. Components have a string of bits.
+        unpacked = VectorQuantizer | Float8Quantizer | Passthrough | ComponentQuantizer
         assert packs or name in ("identity", "zero") or isinstance(codec.quantizer, unpacked)
         out = codec.decode(packed, rope)
         assert (out.shape, out.dtype, packed.tokens) == (x.shape, x.dtype, shape[2])

@@ -25,7 +25,10 @@ from tests.cache.states import nearest_bits
 from tests.golden.held import AMPLIFYING, SIDES, Golden
 from tests.random_models import llama, token_ids
 
-_TWINS = ("cq/4c9b", "cq/pysource", "cq/8c10b_pysource", "kvquant/pysource")
+_TWINS = (
+    *("cq/4c9b", "cq/pysource", "cq/8c10b_pysource", "kvquant/pysource"),
+    *("waterfill/pysource", "waterfill/one_window"),
+)
 """The same as another method, or calibrated on another text, which is not the text here."""
 METHODS = sorted(
     name

@@ -43,6 +43,7 @@ CASES: dict[str, list[str]] = {
     "modality": ["task=modality", "task.limit=2", "method=fp16"],
     "error": ["task=error", *_CAPTURED],
     "distribution": ["task=distribution", *_CAPTURED, "method=fp16"],
+    "limit": ["task=limit", *_CAPTURED, "method=fp16"],
     "memory": ["task=memory", "task.lengths=[64,300]", "task.measured=100"],
     "synthetic": ["task=synthetic", "task.tokens=32", "task.head_dim=32", "task.repeats=2"],
     "random_states": ["task=random_states", "task.tokens=32", "task.head_dim=32", "task.draws=2", "task.against=nsn"],

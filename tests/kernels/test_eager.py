@@ -53,6 +53,7 @@ FAMILIES = {
     "kvarn": "stage 'balance'",
     "kvquant": "codes of keys before their rotary embedding",
     "oscar_covariance": "stage 'rotation'",
+    "waterfill": "stage 'transform'",
     "polarquant": "codes of PolarQuantizer",
     "qjl": "codes of SketchQuantizer",
     "rotatekv": "stage '(heads|order)'",

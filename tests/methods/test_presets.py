@@ -73,6 +73,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "note",
         "serve",
         "bits_range",
+        "real_bits",
         "bits_by_layer",
         "key",
         "value",

@@ -1,0 +1,298 @@
+"""Quantizers of components with widths of their own: a token is one string of bits, without scales.
+
+Equal widths need no calibration, so any chain whose channels are close to normal can end in one of these quantizers.
+With widths of their own, components are those of a `FisherTransform`, and a calibration shares out the bits
+(`kvq.calibration.budget`).
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import functools
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Size, Tensor
+from typing_extensions import override
+
+from kvq.codecs import trellis
+from kvq.codecs.bit_strings import Layout, levels_of, read, write
+from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.levels import nearest_level
+from kvq.codecs.lloyd_max import cells, optimal_levels
+from kvq.codecs.quantizers import Parts, Quantizer, choice
+from kvq.errors import ConfigError, Unsupported, within
+
+WIDEST = 8
+_FARTHEST = 64.0  # deviations, beyond which components are cut: far behind the last level
+
+
+class Widths(enum.Enum):
+    """Who shares bits: `equal`: every component has the same; `pooled`: all components of all layers and sides of a
+    model share a budget; `own`: those of one layer and side do.
+    """
+
+    equal = "equal"
+    pooled = "pooled"
+    own = "own"
+
+
+class Deviation(enum.Enum):
+    """Of a channel: 1, or that of a token of norm 1 (1 / sqrt(head_dim)); for equal widths."""
+
+    one = "one"
+    unit_norm = "unit_norm"
+
+
+class ComponentQuantizer(Calibrated, Quantizer):
+    """Components of deviation 1, each with 0 to 8 bits, and a token's codes in one string of bits.
+
+    Args:
+        bits: of a component; with widths of their own any number from 0.5 to 8, the mean over those that share bits,
+            else a whole number.
+        widths: see `Widths`. `equal`: each head of a token has a string; else the heads of a token share one.
+        deviation: see `Deviation`.
+        unshrunk: decoded components are scaled by (1 - D)^(-1/2), D the mean squared error at their width: a centroid
+            is shorter than what it stands for.
+
+    Stores `string` (uint8 `[..., heads or 1, tokens, bytes]`): a token's bits, padded to a byte.
+
+    Tables: `widths` `[components]` in uint8, and `weights` `[components]` in fp32: what the noise of a component costs.
+
+    Raises:
+        ConfigError: an unknown name.
+        Unsupported: other bits.
+    """
+
+    token_group = 1
+
+    def __init__(
+        self,
+        bits: float | int,
+        widths: Widths | str = Widths.equal,
+        deviation: Deviation | str = Deviation.one,
+        unshrunk: bool = False,
+    ) -> None:
+        self.widths = choice(Widths, widths, "widths")
+        self.deviation = choice(Deviation, deviation, "deviation")
+        equal = self.widths is Widths.equal
+        if not (1 if equal else 0.5) <= bits <= self.widest or (equal and bits != int(bits)):
+            numbers = f"a whole number from 1 to {self.widest}" if equal else f"0.5 to {self.widest}"
+            raise Unsupported(f"bits={bits}: {type(self).__name__} with widths={self.widths.name} takes {numbers}")
+        if not equal and self.deviation is not Deviation.one:
+            raise ConfigError(f"deviation={self.deviation.name}: with widths=equal; a transform gives deviations of 1")
+        self.bits, self.unshrunk = bits, unshrunk
+        self._layouts: dict[int, Layout] = {}
+
+    @property
+    def widest(self) -> int:
+        """Bits of a component at most."""
+        return WIDEST
+
+    @property
+    def is_calibrated(self) -> bool:  # type: ignore[override]
+        """Widths of their own are tables."""
+        return self.widths is not Widths.equal
+
+    @property
+    def wants_spectrum(self) -> bool:
+        """`fit` takes the spectrum of the transform before it."""
+        return self.is_calibrated
+
+    @property
+    @abc.abstractmethod
+    def errors(self) -> tuple[float, ...]:
+        """Mean squared error on N(0, 1) at 0, 1, ... bits."""
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: another head dim than that of the calibration."""
+        self.check_shape(head_dim)
+
+    def shared_out(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
+        """The tables, once the bits are shared out."""
+        return {"widths": widths, "weights": spectrum.float()}
+
+    @override
+    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
+        other = super().bound(tables, heads, head_dim)
+        assert isinstance(other, ComponentQuantizer)
+        other._layouts = {}
+        return other
+
+    def _layout(self, like: Tensor) -> Layout:
+        """The fields of a string: of a head of `dim` channels, or of all components."""
+        dim = like.shape[-1]
+        if self.widths is Widths.equal:
+            return _equal(int(self.bits), dim)
+        if dim not in self._layouts:
+            self._layouts[dim] = Layout(tuple(self.table("widths", like).int().tolist()))
+        return self._layouts[dim]
+
+    def _scale(self, dim: int) -> float:
+        return dim**-0.5 if self.deviation is Deviation.unit_norm else 1.0
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """`[..., heads or 1, tokens, components of a string]`."""
+        return x if self.widths is Widths.equal else x.transpose(-3, -2).flatten(-2).unsqueeze(-3)
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """`string`."""
+        layout, rows = self._layout(x), self._rows(x / self._scale(x.shape[-1]))
+        weights = x.new_ones(rows.shape[-1])
+        if self.widths is not Widths.equal:
+            weights = self.table("weights", x)
+            weights = weights / weights.max().clamp_min(torch.finfo(torch.float32).tiny)
+        flat = rows.reshape(-1, rows.shape[-1]).clamp(-_FARTHEST, _FARTHEST)
+        return {"string": self.strings(flat, weights, layout).view(*rows.shape[:-1], -1)}
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """The levels."""
+        strings = parts["string"]
+        like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=strings.device)
+        layout = self._layout(like)
+        flat = self.levels(strings.reshape(-1, strings.shape[-1]), layout, dtype)
+        factors = _factors(layout, self.errors, self._scale(shape[-1]), self.unshrunk)
+        if factors is not None:
+            flat = flat * factors.to(flat.device, dtype)
+        if self.widths is Widths.equal:
+            return flat.view(shape)
+        return flat.view(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2)
+
+    @abc.abstractmethod
+    def strings(
+        self, x: Float[Tensor, "rows components"], weights: Float[Tensor, " components"], layout: Layout
+    ) -> UInt8[Tensor, "rows nbytes"]:
+        """The string of each row."""
+
+    @abc.abstractmethod
+    def levels(
+        self, strings: UInt8[Tensor, "rows nbytes"], layout: Layout, dtype: torch.dtype
+    ) -> Float[Tensor, "rows components"]:
+        """What the strings stand for."""
+
+
+class ScalarQuantizer(ComponentQuantizer):
+    """Each component is rounded to the nearest of the 2^width Lloyd-Max levels of N(0, 1); see `ComponentQuantizer`.
+
+    Source: Max 1960, Table I.
+    """
+
+    version: ClassVar[int] = 1
+
+    @property
+    @override
+    def errors(self) -> tuple[float, ...]:
+        return scalar_errors()
+
+    @override
+    def strings(self, x: Tensor, weights: Tensor, layout: Layout) -> Tensor:
+        codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+        widths = torch.tensor(layout.widths, device=x.device)
+        for width in sorted(set(layout.widths) - {0}):
+            places = (widths == width).nonzero()[:, 0]
+            levels = _books(x.dtype, x.device)[width - 1, : 2**width]
+            found = nearest_level(x.index_select(-1, places), (levels[1:] + levels[:-1]) / 2)
+            codes.index_copy_(-1, places, found.to(torch.uint8))
+        return write(codes, layout)
+
+    @override
+    def levels(self, strings: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+        codes = read(strings, layout, layout.widths)
+        return levels_of(codes, layout.widths, _books(dtype, strings.device))
+
+
+class TrellisQuantizer(ComponentQuantizer):
+    """One trellis of 2^`memory` states runs through the components of a string; see `ComponentQuantizer`.
+
+    Args:
+        bits, widths, deviation, unshrunk: as `ComponentQuantizer`; at most `memory` bits.
+        memory: bits of a state, 6 to 12.
+
+    Raises:
+        ConfigError: another memory, an unknown name.
+        Unsupported: other bits.
+
+    Source: `kvq.codecs.trellis`. That widths change from component to component, and the path goes by the weighted
+    error, is ours.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        bits: float | int,
+        memory: int = 8,
+        widths: Widths | str = Widths.equal,
+        deviation: Deviation | str = Deviation.one,
+        unshrunk: bool = False,
+    ) -> None:
+        within("memory", memory, trellis.LEAST_MEMORY, trellis.MOST_MEMORY)
+        self.memory = memory
+        super().__init__(bits, widths, deviation, unshrunk)
+
+    @property
+    @override
+    def widest(self) -> int:
+        return min(WIDEST, self.memory)
+
+    @property
+    @override
+    def errors(self) -> tuple[float, ...]:
+        return (1.0, *trellis.errors(self.memory))
+
+    @override
+    def strings(self, x: Tensor, weights: Tensor, layout: Layout) -> Tensor:
+        return trellis.encode(x, weights, layout, self.memory)
+
+    @override
+    def levels(self, strings: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+        return trellis.decode(strings, layout, self.memory, dtype)
+
+
+@functools.cache
+def _equal(bits: int, dim: int) -> Layout:
+    return Layout((bits,) * dim)
+
+
+@functools.lru_cache(maxsize=128)
+def _factors(
+    layout: Layout, errors: tuple[float, ...], scale: float, unshrunk: bool
+) -> Float[Tensor, " components"] | None:
+    """What decoded components are scaled by; None: by nothing."""
+    if not unshrunk:
+        return None if scale == 1 else torch.tensor(scale, dtype=torch.float64)
+    grown = [(1 - errors[width]) ** -0.5 if width else 0.0 for width in layout.widths]
+    return torch.tensor(grown, dtype=torch.float64) * scale
+
+
+@functools.cache
+def _all_levels() -> Float[Tensor, "widths levels"]:
+    """Lloyd-Max levels of N(0, 1) at 1 to 8 bits in fp64, rows filled up with zeros."""
+    out = np.zeros((WIDEST, 2**WIDEST))
+    for width in range(1, WIDEST + 1):
+        half = optimal_levels(width, math.inf)
+        out[width - 1, : 2**width] = np.concatenate([-half[::-1], half])
+    return torch.from_numpy(out)
+
+
+@functools.lru_cache(maxsize=16)
+def _books(dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths levels"]:
+    return _all_levels().to(device, dtype)
+
+
+@functools.cache
+def scalar_errors() -> tuple[float, ...]:
+    """Mean squared error of the Lloyd-Max levels of N(0, 1) at 0 to 8 bits: 1 - Σ p c²."""
+    found = [1.0]
+    for width in range(1, WIDEST + 1):
+        half = optimal_levels(width, math.inf)
+        found.append(float(1 - 2 * (cells(half, math.inf)[0] * half**2).sum()))
+    return tuple(found)

@@ -1,0 +1,178 @@
+"""A transform of all KV heads of a token in which second-order loss is a sum over independent components."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.quantizers import choice, to_stored
+from kvq.codecs.stages import Side, Stage, per_block
+from kvq.errors import ConfigError, Unsupported, at_least
+
+_LEAST = 1e-12  # of the largest eigenvalue: components below it have no variance
+
+
+class Metric(enum.Enum):
+    """What of the Fisher information F counts: `full`, `diagonal`, or `none`: its mean alone (KLT of the states)."""
+
+    full = "full"
+    diagonal = "diagonal"
+    none = "none"
+
+
+@dataclass(frozen=True)
+class JointMoments:
+    """Second moments of the n channels of all KV heads of a token, in fp64.
+
+    Attributes:
+        mean, covariance: of the states. fisher: E[g gᵀ], g the gradient of the loss summed over a text, in nats, at a
+            token's state, so that noise e costs (1/2) tr(F E[e eᵀ]) nats per token.
+        heads: KV heads, head after head.
+        tokens: how many were seen.
+    """
+
+    mean: Float[Tensor, " n"]
+    covariance: Float[Tensor, "n n"]
+    fisher: Float[Tensor, "n n"]
+    heads: int
+    tokens: int
+
+
+class FisherTransform(Calibrated, Stage):
+    """`(x - mean) T`, T = F^(1/2) U, of all heads of a token, scaled to deviations of 1.
+
+    U and λ are the eigenvectors and eigenvalues of F^(1/2) S F^(1/2), S the covariance of the states and F the Fisher
+    information of the loss at them. Noise of relative size d in component i costs λ_i d / 2 nats per token. Components
+    come in the order of λ, descending, and those without bits are not computed.
+
+    Args:
+        metric: see `Metric`.
+        heads_together: neighbouring KV heads that are transformed together (None: all of a layer; 1: each apart).
+        ridge: added to the diagonal of F, as a share of its mean.
+        mixing: share of the covariance that is replaced by its diagonal (0: none), for small calibrations.
+        left_out: first tokens of each calibration text that do not count, because they stay in full precision.
+        tables: dtype in which matrices are kept.
+
+    Tables: `mean` `[1, n]`, `forward` `[groups, n / groups, m]`, `inverse` `[groups, m, n / groups]`, `order`
+    `[1, used]`: which of the groups' m components is which. The quantizer behind keeps λ as its weights.
+
+    Raises:
+        ConfigError: an unknown metric or dtype, a number out of range.
+    """
+
+    version: ClassVar[int] = 1
+
+    token_group = 1
+    wants_joint = True
+
+    def __init__(
+        self,
+        metric: Metric | str = Metric.full,
+        heads_together: int | None = None,
+        ridge: float | int = 0.01,
+        mixing: float | int = 0.0,
+        left_out: int = 1,
+        tables: Literal["float32", "float16"] = "float32",
+    ) -> None:
+        self.metric = choice(Metric, metric, "metric")
+        if heads_together is not None:
+            at_least("heads_together", heads_together, 1)
+        at_least("left_out", left_out, 0)
+        if not ridge > 0:
+            raise ConfigError(f"ridge={ridge}: above 0")
+        if not 0 <= mixing <= 1:
+            raise ConfigError(f"mixing={mixing}: a share, 0 to 1")
+        if tables not in ("float32", "float16"):
+            raise ConfigError(f"tables={tables}: float32 or float16")
+        self.heads_together, self.ridge, self.mixing, self.left_out = heads_together, ridge, mixing, left_out
+        self.dtype = getattr(torch, tables)
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: another head dim than that of the calibration."""
+        self.check_shape(head_dim)
+
+    def fit_joint(self, moments: JointMoments) -> Tables:
+        """The tables with all components, and `spectrum` `[1, n]`: λ.
+
+        Raises:
+            Unsupported: a number of KV heads that is no multiple of `heads_together`.
+        """
+        heads = moments.heads
+        together = heads if self.heads_together is None else min(self.heads_together, heads)
+        if heads % together:
+            raise Unsupported(f"heads_together={together}: {heads} KV heads are no multiple of it")
+        n = len(moments.mean)
+        size = n // (heads // together)
+        groups = [slice(start, start + size) for start in range(0, n, size)]
+        fisher = self._fisher(moments.fisher)
+        found = [self._basis(moments.covariance[group, group], fisher[group, group]) for group in groups]
+        spectrum = torch.cat([own for own, _, _ in found])
+        order = spectrum.argsort(descending=True, stable=True)
+        return {
+            "mean": moments.mean.float()[None],
+            "forward": to_stored(torch.stack([forward for _, forward, _ in found]), self.dtype),
+            "inverse": to_stored(torch.stack([inverse for _, _, inverse in found]), self.dtype),
+            "order": order.int()[None],
+            "spectrum": spectrum[order].float()[None],
+        }
+
+    def _fisher(self, fisher: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+        diagonal = fisher.diagonal()
+        base = diagonal.mean().clamp_min(torch.finfo(torch.float64).tiny)
+        if self.metric is Metric.none:
+            return base * torch.eye(len(fisher), dtype=fisher.dtype)
+        kept = fisher if self.metric is Metric.full else diagonal.diag()
+        return kept + self.ridge * base * torch.eye(len(fisher), dtype=fisher.dtype)
+
+    def _basis(self, covariance: Tensor, fisher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Eigenvalues, descending, and the matrices to components of deviation 1 and back."""
+        covariance = torch.lerp(covariance, covariance.diagonal().diag(), float(self.mixing))
+        size, axes = torch.linalg.eigh((fisher + fisher.mT) / 2)
+        size = size.clamp_min(_LEAST * float(size.max()))
+        root, back = ((axes * size**power) @ axes.mT for power in (0.5, -0.5))
+        product = root @ covariance @ root
+        spectrum, turn = torch.linalg.eigh((product + product.mT) / 2)
+        spectrum, turn = spectrum.flip(0), turn.flip(1)
+        least = _LEAST * max(float(spectrum.max()), torch.finfo(torch.float64).tiny / _LEAST)
+        turn = turn * (spectrum > least)  # what never varies decodes to its mean, whatever bits are left for it
+        spectrum = spectrum.clamp_min(least)
+        deviation = spectrum.sqrt()
+        return spectrum, root @ turn / deviation, deviation[:, None] * (turn.mT @ back)
+
+    @staticmethod
+    def trimmed(tables: Tables, used: int) -> Tables:
+        """The tables of the first `used` components, at least one."""
+        used = max(used, 1)
+        order, count = tables["order"][0, :used].long(), tables["forward"].shape[2]
+        most = int((order % count).max()) + 1
+        kept = (order // count * most + order % count).int()[None]
+        forward, inverse = tables["forward"][..., :most].contiguous(), tables["inverse"][:, :most].contiguous()
+        return tables | {"order": kept, "forward": forward, "inverse": inverse}
+
+    @override
+    def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
+        matrices, order = self.table("forward", x), self.table("order", x)[0].long()
+        flat = x.transpose(-3, -2).flatten(-2) - self.table("mean", x)
+        size = matrices.shape[1]
+        parts = [per_block(flat[..., i * size : (i + 1) * size], own) for i, own in enumerate(matrices)]
+        found = torch.cat(parts, -1).index_select(-1, order)
+        found = torch.nn.functional.pad(found, (0, flat.shape[-1] - len(order)))
+        return found.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
+
+    @override
+    def inverse(self, y: Float[Tensor, "*lead heads tokens dim"], side: Side) -> Tensor:
+        matrices, order = self.table("inverse", y), self.table("order", y)[0].long()
+        flat = y.transpose(-3, -2).flatten(-2)[..., : len(order)]
+        count = matrices.shape[1]
+        spread = flat.new_zeros(*flat.shape[:-1], len(matrices) * count).index_copy(-1, order, flat)
+        parts = [per_block(spread[..., i * count : (i + 1) * count], own) for i, own in enumerate(matrices)]
+        found = torch.cat(parts, -1) + self.table("mean", y)
+        return found.unflatten(-1, (y.shape[-3], -1)).transpose(-3, -2).contiguous()

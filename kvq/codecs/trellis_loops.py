@@ -1,0 +1,158 @@
+"""The loops of a trellis on a CPU, compiled by numba for one number of states: search, writing and reading."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, no_type_check
+
+import numba
+import numpy as np
+
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
+_WIDEST = 8
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Compiled for 2^`memory` states.
+
+    `search(x, widths, weights, books, codes)`: codes of least error; `write(codes, widths, strings)`;
+    `read(strings, widths, books, out)`: levels of strings with two bytes of zeros before and after each.
+    """
+
+    search: Callable[..., Any]
+    write: Callable[..., Any]
+    read: Callable[..., Any]
+
+
+@functools.cache
+def loops_for(memory: int) -> Loops:
+    """Compile (each at its first call) the loops for 2^`memory` states."""
+    return Loops(_search(memory), _write(), _read(memory))
+
+
+@no_type_check
+def _step(memory, width):
+    """One component of `width` bits: costs of all states, and which predecessor each prefix has.
+
+    State s' = p 2^width + c follows the states p + h 2^(memory - width), of which the cheapest is kept.
+    """
+    prefixes, choices = 1 << (memory - width), 1 << width
+
+    @numba.njit(**_OPTIONS)
+    def step(cost, best, least, back, book, x, weight):
+        for p in range(prefixes):
+            best[p] = cost[p]
+            least[p] = 0
+        for h in range(1, choices):
+            for p in range(prefixes):
+                other = cost[h * prefixes + p]
+                less = other < best[p]
+                best[p] = other if less else best[p]
+                least[p] = h if less else least[p]
+        for p in range(prefixes):
+            back[p] = least[p]
+            for c in range(choices):
+                error = x - book[p * choices + c]
+                cost[p * choices + c] = error * error * weight + best[p]
+
+    return step
+
+
+@no_type_check
+def _search(memory):
+    states = 1 << memory
+    steps = tuple(_step(memory, min(width, memory)) for width in range(1, _WIDEST + 1))
+    one, two, three, four, five, six, seven, eight = steps
+
+    @numba.njit(**_OPTIONS)
+    def search(x, widths, weights, books, codes):
+        rows, components = x.shape
+        cost, best = np.empty(states, np.float32), np.empty(states, np.float32)
+        least, back = np.empty(states, np.int32), np.zeros((components, states >> 1), np.uint8)
+        for row in range(rows):
+            cost[:] = np.inf
+            cost[0] = 0
+            for i in range(components):
+                width = widths[i]
+                if width == 0:
+                    continue
+                own, book, value, weight = back[i], books[width - 1], x[row, i], weights[i]
+                if width == 1:
+                    one(cost, best, least, own, book, value, weight)
+                elif width == 2:
+                    two(cost, best, least, own, book, value, weight)
+                elif width == 3:
+                    three(cost, best, least, own, book, value, weight)
+                elif width == 4:
+                    four(cost, best, least, own, book, value, weight)
+                elif width == 5:
+                    five(cost, best, least, own, book, value, weight)
+                elif width == 6:
+                    six(cost, best, least, own, book, value, weight)
+                elif width == 7:
+                    seven(cost, best, least, own, book, value, weight)
+                else:
+                    eight(cost, best, least, own, book, value, weight)
+            state = np.argmin(cost)
+            for i in range(components - 1, -1, -1):
+                width = np.int64(widths[i])
+                codes[row, i] = state & ((1 << width) - 1)
+                if width:
+                    prefix = state >> width
+                    state = prefix | (np.int64(back[i, prefix]) << (memory - width))
+
+    return search
+
+
+@functools.cache
+@no_type_check
+def _write():
+    @numba.njit(**_OPTIONS)
+    def write(codes, widths, strings):
+        rows, components = codes.shape
+        for row in range(rows):
+            word, held, at = np.uint32(0), 0, 0
+            for i in range(components):
+                width = np.int64(widths[i])
+                word = np.uint32((word << width) | codes[row, i])
+                held += width
+                if held >= 8:
+                    held -= 8
+                    strings[row, at] = (word >> held) & 255
+                    at += 1
+            if held:
+                strings[row, at] = (word << (8 - held)) & 255
+
+    return write
+
+
+@no_type_check
+def _read(memory):
+    mask = np.int64((1 << memory) - 1)
+
+    @numba.njit(**_OPTIONS)
+    def read(strings, widths, books, out):
+        rows, components = out.shape
+        starts, shifts = np.empty(components, np.int64), np.empty(components, np.int64)
+        end = np.int64(16)
+        for i in range(components):
+            end += widths[i]
+            starts[i] = (end - memory) >> 3
+            shifts[i] = 24 - ((end - memory) & 7) - memory
+        for row in range(rows):
+            for i in range(components):
+                width, at = widths[i], starts[i]
+                if width:
+                    word = (
+                        (np.int64(strings[row, at]) << 16)
+                        | (np.int64(strings[row, at + 1]) << 8)
+                        | np.int64(strings[row, at + 2])
+                    )
+                    out[row, i] = books[width - 1, (word >> shifts[i]) & mask]
+                else:
+                    out[row, i] = 0
+
+    return read

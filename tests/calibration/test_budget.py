@@ -1,0 +1,188 @@
+"""One budget over layers and sides, the transform that its components come from, and moments summed up on the way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import kvq
+from kvq.calibration.budget import Demand, demand_of, fit_sharing, joint_parts, predicted, shared_out
+from kvq.calibration.collect import collect
+from kvq.calibration.joint import collect_joint
+from kvq.codecs import Codec, FisherTransform, JointMoments, ScalarQuantizer, Stage, TokenNorm, bind_codec
+from kvq.codecs.components import scalar_errors
+from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.models import LoadedModel
+from tests.calibrated import build, joint_moments
+from tests.random_models import llama, token_ids
+
+
+def spectra(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2).exp()
+
+
+def loss(widths: list[torch.Tensor], lambdas: list[torch.Tensor]) -> float:
+    errors = torch.tensor(scalar_errors(), dtype=torch.float64)
+    return sum(float((own * errors[bits.long()]).sum() / 2) for own, bits in zip(lambdas, widths, strict=True))
+
+
+def test_no_other_widths_of_the_same_sum_lose_less() -> None:
+    """Against all widths of five components in two places with 7 bits in all."""
+    lambdas = [spectra(2, 1), spectra(3, 2)]
+    quantizers = [ScalarQuantizer(1.4, widths="pooled")] * 2
+    found = shared_out([demand_of(q, own) for q, own in zip(quantizers, lambdas, strict=True)])
+    assert sum(int(own.sum()) for own in found) == 7
+    every = [torch.tensor(w) for w in itertools.product(range(8), repeat=5) if sum(w) == 7]
+    assert loss(found, lambdas) == pytest.approx(min(loss([w[:2], w[2:]], lambdas) for w in every), rel=1e-12)
+    assert loss(found, lambdas) == pytest.approx(
+        sum(predicted(q, own, bits) for q, own, bits in zip(quantizers, lambdas, found, strict=True))
+    )
+
+
+def test_one_water_level() -> None:
+    """What any component would save by one bit more is at most what any saved by its last."""
+    demands = [
+        demand_of(ScalarQuantizer(bits, widths="pooled"), spectra(200, seed)) for seed, bits in enumerate((1, 3.5))
+    ]
+    widths = [own.long() for own in shared_out(demands)]
+    assert sum(int(own.sum()) for own in widths) == 200 + 700
+    last, following = [], []
+    for demand, own in zip(demands, widths, strict=True):
+        padded = torch.nn.functional.pad(demand.gains, (1, 1), value=0.0)
+        last.append(padded.gather(1, own[:, None])[own > 0])
+        following.append(padded.gather(1, own[:, None] + 1))
+    assert torch.cat(following).max() <= torch.cat(last).min()
+
+
+def test_a_bit_never_skips_the_one_before() -> None:
+    gains = torch.tensor([[1.0, 5.0, 0.5], [2.0, 2.0, 2.0]])
+    (found,) = shared_out([Demand(gains, 4)])
+    assert found.tolist() == [1, 3]
+    (all_of_them,) = shared_out([Demand(gains, 99)])
+    assert all_of_them.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("together", [None, 1, 2])
+@pytest.mark.parametrize("metric", ["full", "diagonal", "none"])
+def test_components_are_uncorrelated_and_their_noise_adds_up(metric: str, together: int | None) -> None:
+    """Deviations of 1; noise d in a component costs λ d / 2, which is (1/2) tr(F E[e eᵀ]) of the noise e of states."""
+    x = torch.randn(4, 3000, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = x @ torch.randn(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x[1] += x[0]
+    stage = FisherTransform(metric, together, left_out=0)
+    codec = Codec({"transform": stage}, ["transform"], ScalarQuantizer(2, widths="own"))
+    moments = joint_moments(codec, x.float())
+    tables = stage.fit_joint(moments)
+    spectrum = tables["spectrum"][0].double()
+    assert bool((spectrum.diff() <= 0).all())
+    bound = stage.bound(tables, 4, 8)
+    assert isinstance(bound, Stage)
+    y, side = bound.forward(x)
+    torch.testing.assert_close(bound.inverse(y, side), x, atol=1e-4, rtol=0)
+    rows = y.transpose(0, 1).flatten(1)
+    size = 8 * (together or 4)
+    of_group = tables["order"][0] // size
+    inside = of_group[:, None] == of_group
+    covariance = rows.mT @ rows / len(rows)
+    torch.testing.assert_close(covariance * inside, torch.eye(32, dtype=torch.float64), atol=1e-3, rtol=0)
+    if metric == "full" and together is None:
+        basis = bound.inverse(torch.eye(32, dtype=torch.float64).unflatten(1, (4, 8)).transpose(0, 1), side)
+        back = basis.transpose(0, 1).flatten(1) - tables["mean"].double()
+        ridge = 0.01 * moments.fisher.diagonal().mean() * torch.eye(32, dtype=torch.float64)
+        torch.testing.assert_close(((back @ (moments.fisher + ridge)) * back).sum(1), spectrum, rtol=1e-3, atol=1e-5)
+
+
+def test_components_without_bits_are_not_kept() -> None:
+    x = torch.randn(1, 2, 500, 16, generator=torch.Generator().manual_seed(0))
+    for name in ("waterfill/scalar", "waterfill/heads_apart", "waterfill"):
+        codec = build(name, x, 0.5).value
+        assert codec is not None
+        own = codec.stages[-1][1].tables  # type: ignore[attr-defined]
+        used = int((codec.quantizer.tables["widths"] > 0).sum())  # type: ignore[attr-defined]
+        assert own["order"].shape == (1, used)
+        assert used <= own["forward"].shape[0] * own["forward"].shape[2] < 32
+        packed = codec.encode(x)
+        assert packed.parts["string"].shape == (1, 1, 500, 2)
+        assert packed.bits_per_element == 0.5
+
+
+def test_moments_are_those_of_kept_states() -> None:
+    """Against states and gradients that were kept, keys turned back; the first tokens of a window do not count."""
+    loaded = LoadedModel(llama().double(), torch.device("cpu"))
+    windows = token_ids(24, batch=2)
+    kept = collect(loaded, windows, None, True, 0)
+    found = collect_joint(loaded, windows, left_out=3)
+    chosen = torch.arange(48).view(2, 24)[:, 3:].flatten()
+    for (side, layer), moments in found.items():
+        states = kept[layer]
+        x, gradient = getattr(states, side).double(), states.gradients[side].double()
+        if side == "key":
+            assert states.rope is not None
+            x, gradient = states.rope.turn(x, back=True), states.rope.turn(gradient, back=True)
+        rows, slopes = (part[:, chosen].transpose(0, 1).flatten(1) for part in (x, gradient))
+        assert (moments.heads, moments.tokens) == (len(x), 42)
+        torch.testing.assert_close(moments.mean, rows.mean(0))
+        torch.testing.assert_close(moments.covariance, rows.T.cov(correction=0))
+        torch.testing.assert_close(moments.fisher, slopes.T @ slopes / 42)
+    assert len(found) == 2 * len(kept)
+    with pytest.raises(DataError, match="of which the first 24 are left out"):
+        collect_joint(loaded, windows, left_out=24)
+
+
+def test_latents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = LoadedModel(llama(), torch.device("cpu"))
+    monkeypatch.setattr(loaded.text_config, "kv_lora_rank", 16, raising=False)
+    with pytest.raises(Unsupported, match="model: caches latents"):
+        collect_joint(loaded, token_ids(8))
+
+
+def test_chains_that_share_no_bits_are_refused() -> None:
+    transform, scalar = FisherTransform(), ScalarQuantizer(2, widths="pooled")
+    assert joint_parts(Codec({}, [], ScalarQuantizer(2))) is None
+    for codec in (
+        Codec({"norm": TokenNorm(), "transform": transform}, ["norm", "transform"], scalar),
+        Codec({"norm": TokenNorm(), "transform": transform}, ["transform", "norm"], scalar),
+        Codec({"transform": transform}, ["transform"], ScalarQuantizer(2)),
+        Codec({}, [], scalar),
+    ):
+        with pytest.raises(ConfigError, match="a FisherTransform stands last of its stages"):
+            joint_parts(codec)
+    codec = Codec({"transform": FisherTransform(heads_together=2)}, ["transform"], scalar)
+    eye = torch.eye(6, dtype=torch.float64)
+    with pytest.raises(Unsupported, match="heads_together=2: 3 KV heads"):
+        fit_sharing({("key", 0): codec}, {("key", 0): JointMoments(torch.zeros(6).double(), eye, eye, 3, 9)})
+    for given, told in (
+        ({"ridge": 0}, "ridge=0: above 0"),
+        ({"mixing": 2}, "mixing=2"),
+        ({"tables": "int8"}, "tables=int8"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            FisherTransform(**given)  # type: ignore[arg-type]
+
+
+def test_any_number_of_bits() -> None:
+    for bits, label in ((0.75, "0.75"), ("2.25", "2.25"), (3.0, "3"), ("k2.5v1", "k2.5v1")):
+        method = kvq.build_method("waterfill", bits=bits, head_dim=64)
+        assert method.bits is not None
+        assert method.bits.label == label
+    for bits in (0.4, 8.5):
+        with pytest.raises((ConfigError, Unsupported), match=f"bits={bits}"):
+            kvq.build_method("waterfill", bits=bits)
+    with pytest.raises(ConfigError, match=r"bits=2\.25: whole numbers"):
+        kvq.build_method("kivi", bits=2.25)  # type: ignore[arg-type]
+
+
+def test_a_token_is_decoded_alone_as_among_others() -> None:
+    """Bit for bit, whatever the lengths of blocks."""
+    x = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(4))
+    for name in ("waterfill", "waterfill/scalar"):
+        codec = build(name, x, 2.25).value
+        assert codec is not None
+        bound = bind_codec(codec, None, 2, 32)
+        with pytest.raises(Unsupported, match="calibrate first"):
+            bound.encode(x)
+        whole = codec.decode(codec.encode(x, 32))
+        for length in (1, 5, 16):
+            assert torch.equal(codec.decode(codec.encode(x[:, :, :length])), whole[:, :, :length])

@@ -1,0 +1,132 @@
+"""Strings of bits, scalar and trellis quantizers of components with widths of their own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq.codecs import Codec, RandomRotation, ScalarQuantizer, TokenNorm, TrellisQuantizer, trellis
+from kvq.codecs.bit_strings import Layout, read, write
+from kvq.errors import ConfigError, Unsupported
+
+ROOT = Path(__file__).parents[2]
+BOTH = (ScalarQuantizer, TrellisQuantizer)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=30, deadline=None)
+@given(widths=st.lists(st.integers(0, 8), min_size=1, max_size=40), seed=st.integers(0, 99))
+def test_strings_hold_their_codes(widths: list[int], seed: int) -> None:
+    layout = Layout(tuple(widths))
+    codes = torch.randint(0, 256, (3, len(widths)), generator=torch.Generator().manual_seed(seed))
+    codes = codes & torch.tensor([(1 << width) - 1 for width in widths])
+    strings = write(codes, layout)
+    assert strings.shape == (3, math.ceil(sum(widths) / 8))
+    assert torch.equal(read(strings, layout, widths), codes.int())
+
+
+@pytest.mark.parametrize("memory", [6, 8, 10])
+def test_the_compiled_search_is_that_of_torch(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    most = min(memory, 8)
+    widths = tuple(torch.randint(0, most + 1, (40,), generator=torch.Generator().manual_seed(1)).tolist())
+    layout, x, weights = Layout(widths), normal(9, 40), normal(40, seed=2).abs()
+    compiled = trellis.encode(x, weights, layout, memory)
+    levels = trellis.decode(compiled, layout, memory, torch.float32)
+    monkeypatch.setattr(trellis, "compiled", lambda: False)
+    assert torch.equal(trellis.encode(x, weights, layout, memory), compiled)
+    assert torch.equal(trellis.decode(compiled, layout, memory, torch.float32), levels)
+
+
+def test_viterbi_finds_the_string_of_least_weighted_error() -> None:
+    """Against all 2^9 strings, in fp64."""
+    widths = (1, 3, 0, 2, 1, 2)
+    layout, weights = Layout(widths), torch.tensor([4.0, 0.1, 7.0, 1.0, 3.0, 0.5])
+    x = normal(20, 6)
+    every = torch.tensor(list(itertools.product(*(range(2**width) for width in widths))))
+    levels = trellis.decode(write(every, layout), layout, 6, torch.float64)
+    costs = ((x.double()[:, None] - levels).square() * weights.double()).sum(-1)
+    found = trellis.decode(trellis.encode(x, weights, layout, 6), layout, 6, torch.float64)
+    own = ((x.double() - found).square() * weights.double()).sum(-1)
+    torch.testing.assert_close(own, costs.amin(1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("memory", "bits"), [(6, 1), (8, 2), (8, 3), (8, 6), (10, 4), (12, 1)])
+def test_recorded_errors_are_those_of_fresh_draws(memory: int, bits: int) -> None:
+    recorded = json.loads((ROOT / "results/bench/trellises.json").read_text())["trellises"]
+    (row,) = [row for row in recorded if (row["memory"], row["bits"]) == (memory, bits)]
+    assert trellis.errors(memory)[bits - 1] == pytest.approx(row["mse"], rel=1e-5)
+    assert row["db"] == pytest.approx(10 * math.log10(row["mse"] * 4**bits), abs=2e-3)
+    x, layout = normal(400, 256, seed=7), Layout((bits,) * 256)
+    out = trellis.decode(trellis.encode(x, torch.ones(256), layout, memory), layout, memory, torch.float32)
+    assert float((x - out).square().mean()) == pytest.approx(row["mse"], rel=0.03)
+
+
+def test_more_states_and_trellises_at_all_are_worth_it() -> None:
+    for bits in range(1, 7):
+        assert trellis.errors(12)[bits - 1] < trellis.errors(10)[bits - 1] < trellis.errors(8)[bits - 1]
+        assert trellis.errors(8)[bits - 1] < ScalarQuantizer(bits).errors[bits]
+        assert trellis.errors(12)[bits - 1] > 4.0**-bits
+
+
+def test_scalar_errors_are_those_of_max() -> None:
+    """Max 1960, Table I: 2, 4, 8, 16 and 32 levels."""
+    found = ScalarQuantizer(1).errors
+    assert found[0] == 1
+    assert found[1:6] == pytest.approx((0.3634, 0.1175, 0.03454, 0.009497, 0.002499), abs=2e-5)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("bits", [1, 3, 5])
+def test_equal_widths_in_any_chain(kind: type[ScalarQuantizer] | type[TrellisQuantizer], bits: int) -> None:
+    stages = {"norm": TokenNorm(), "rotation": RandomRotation()}
+    codec = Codec(stages, list(stages), kind(bits, deviation="unit_norm"))
+    x = normal(2, 3, 50, 64)
+    packed = codec.encode(x, 16)
+    assert packed.parts["string"].shape == (2, 3, 50, 8 * bits)
+    assert packed.bits_per_element == bits + 16 / 64
+    error = float((codec.decode(packed) - x).square().mean() / x.square().mean())
+    assert error == pytest.approx(kind(bits).errors[bits], rel=0.15)  # the first components have fewer states behind
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_unshrunk_tokens_have_the_energy_of_what_they_stand_for(
+    kind: type[ScalarQuantizer] | type[TrellisQuantizer],
+) -> None:
+    x = normal(1, 1, 400, 256)
+    plain, grown = (Codec({}, [], kind(1, unshrunk=unshrunk)) for unshrunk in (False, True))
+    energy = [float(codec.decode(codec.encode(x)).square().mean()) for codec in (plain, grown)]
+    assert energy[0] == pytest.approx(1 - kind(1).errors[1], rel=0.01)
+    assert energy[1] == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_refused(kind: type[ScalarQuantizer] | type[TrellisQuantizer]) -> None:
+    for bits in (0, 9, 2.5):
+        with pytest.raises(Unsupported, match=f"bits={bits}: {kind.__name__} with widths=equal takes a whole number"):
+            kind(bits)
+    with pytest.raises(Unsupported, match=r"bits=0.4: .*takes 0.5 to 8"):
+        kind(0.4, widths="pooled")
+    with pytest.raises(ConfigError, match="deviation=unit_norm: with widths=equal"):
+        kind(2, widths="pooled", deviation="unit_norm")
+    with pytest.raises(ConfigError, match="widths=pooled_: one of equal, pooled, own"):
+        kind(2, widths="pooled_")
+    with pytest.raises(Unsupported, match="has no tables: calibrate first"):
+        kind(2, widths="own").encode(normal(1, 4, 8), torch.float32)
+
+
+def test_memory_out_of_range() -> None:
+    with pytest.raises(ConfigError, match="memory=5: at least 6"):
+        TrellisQuantizer(2, memory=5)
+    with pytest.raises(Unsupported, match=r"bits=7: .*1 to 6"):
+        TrellisQuantizer(7, memory=6)

@@ -1,0 +1,99 @@
+"""The limit of Gaussian coding: closed forms, and what no quantizer of components goes below."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvq.calibration.budget import demand_of, predicted, shared_out
+from kvq.cli import main
+from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, ScalarQuantizer, TrellisQuantizer
+from kvq.diagnostics.limit import level_of_loss, level_of_rate, loss_at, rate_at, rate_of_loss, spectrum_of
+from kvq.results import Store
+from tests.calibrated import joint_moments
+from tests.sweeps import records, small_run
+
+
+def spectrum(count: int = 500) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64).mul(2).exp()
+
+
+@pytest.mark.parametrize("bits", [0.25, 1, 2.5, 8])
+def test_equal_components_lose_a_quarter_with_each_bit(bits: float) -> None:
+    own = torch.full((40,), 3.0, dtype=torch.float64)
+    assert loss_at(own, level_of_rate(own, bits)) == pytest.approx(40 * 3 / 2 * 4**-bits)
+
+
+def test_two_components_by_hand() -> None:
+    """λ = 16 and 1 at half a bit each: the first has all of it, (1/2) log2(16 / θ) = 1, so θ = 4."""
+    own = torch.tensor([16.0, 1.0], dtype=torch.float64)
+    level = level_of_rate(own, 0.5)
+    assert level == pytest.approx(4)
+    assert loss_at(own, level) == pytest.approx((4 + 1) / 2)
+    assert rate_of_loss(own, 2.5) == pytest.approx(0.5)
+    assert rate_of_loss(own, 9) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("bits", [0.5, 1.25, 3])
+def test_rate_and_loss_are_inverse(bits: float) -> None:
+    own = spectrum()
+    level = level_of_rate(own, bits)
+    assert rate_at(own, level) == pytest.approx(bits)
+    assert level_of_loss(own, loss_at(own, level)) == pytest.approx(level)
+
+
+@pytest.mark.parametrize("bits", [0.75, 2.25, 4])
+def test_quantizers_stay_above_it_and_better_ones_come_nearer(bits: float) -> None:
+    own = spectrum()
+    quantizers: list[ComponentQuantizer] = [ScalarQuantizer(bits, "pooled")]
+    quantizers += [TrellisQuantizer(bits, memory, "pooled") for memory in (8, 10, 12)]
+    losses = [predicted(one, own, shared_out([demand_of(one, own)])[0]) for one in quantizers]
+    assert losses == sorted(losses, reverse=True)
+    away = [bits - rate_of_loss(own, lost) for lost in losses]  # a scalar's 4.35 dB are .72 bits
+    assert 0 < away[-1] < away[0] < 0.72
+
+
+def test_heads_that_repeat_each_other_are_cheaper_together() -> None:
+    """Two heads with the same states: apart each needs all bits, together half of the components have no variance."""
+    half = torch.randn(3, 200, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)[:1]
+    moments = joint_moments(Codec({}, [], ScalarQuantizer(2)), half.expand(2, -1, -1).float())
+    joint, apart = (spectrum_of(moments, FisherTransform(heads_together=together)) for together in (None, 1))
+    for bits in (1, 2):
+        assert rate_of_loss(joint, loss_at(apart, level_of_rate(apart, bits))) < 0.8 * bits
+
+
+def given(folder: Path) -> list[str]:
+    """The limit on a random model."""
+    own = [override for override in small_run(folder) if not override.startswith("task.")]
+    return ["task=limit", "task.context=64", *own]
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """The curve falls; bits by layer have the mean that was asked for."""
+    run = [*given(tmp_path), "task.windows=2", "method=fp16"]
+    assert main([*run, f"results_dir={tmp_path}"]) == 0
+    joint = next(iter(records(tmp_path).values()))
+    samples = Store(tmp_path).samples_of(joint)
+    for rate in ("0.75", "1.25", "2.25", "3"):
+        assert joint.units[f"limit_loss_{rate}"] == "nats/token"
+        bits = [row["bits"][rate] for row in samples if row["kind"] == "layer"]
+        assert sum(bits) / len(bits) == pytest.approx(float(rate))
+    curve = [row["loss"] for row in samples if row["kind"] == "curve"]
+    assert curve == sorted(curve, reverse=True)
+    assert curve[0] > 2 * curve[-1]
+    assert all(math.isfinite(value) for row in samples if row["kind"] == "layer" for _, value in row["spectrum"])
+
+
+def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = given(tmp_path)
+    for extra, told in (
+        (["method=kivi", "bits=2"], "task=limit: method=kivi has no spectrum"),
+        (["method=fp16", "task.rates=[0]"], "task.rates="),
+        (["method=fp16", "task.ridge=0"], "task.ridge=0"),
+        (["method=fp16", "task.left_out=64"], "task.left_out=64: at most 63"),
+    ):
+        assert main([*run, *extra, f"results_dir={tmp_path}"]) != 0
+        assert told in capsys.readouterr().err
