@@ -30,8 +30,8 @@ from kvq.codecs.quantizers import Axis, Quantizer, ZeroPoint
 from kvq.errors import Unsupported
 from kvq.kernels import cpu_integers
 from kvq.kernels.cpu_loops import Grid, loops_for
-from kvq.kernels.cpu_softmax import weights_of
 from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops
+from kvq.kernels.cpu_vectors import weights_of
 from kvq.kernels.form import Form, PackedStates, continues, folds, form_of, group_size, is_per_channel
 from kvq.kernels.shifts import shift_scores, shift_weights
 

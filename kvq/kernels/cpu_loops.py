@@ -17,8 +17,7 @@ import numba
 import numpy as np
 
 from kvq.kernels import cpu_integers, cpu_vectors
-from kvq.kernels.cpu_softmax import largest
-from kvq.kernels.cpu_vectors import OPTIONS, TILE
+from kvq.kernels.cpu_vectors import OPTIONS, TILE, largest
 
 
 @dataclass(frozen=True)

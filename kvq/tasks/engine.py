@@ -17,6 +17,7 @@ import contextlib
 import functools
 import math
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,18 +159,25 @@ def scored(engine: LlamaCpp | Mlx, window: Window) -> Float[Tensor, "targets voc
     return torch.cat(parts)
 
 
+_MEANS = {
+    "preset": "preset_kl",
+    "rounded": "agreement_kl_q8",
+    "stored": "agreement_kl_stored",
+    "itself": "preset_kl_self",
+}
+"""Divergences whose mean is a metric, beside `between`, which is always there."""
+
+
 @dataclass
 class Agreement:
-    """Sums and divergences of the preset and of the engine; rows of windows, divergences of their tokens."""
+    """Sums and divergences of the preset and of the engine; rows of windows, divergences of their tokens by name."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    between: list[Tensor] = field(default_factory=list)
-    engine: list[Tensor] = field(default_factory=list)
-    preset: list[Tensor] = field(default_factory=list)
-    rounded: list[Tensor] = field(default_factory=list)
-    rounded_preset: list[Tensor] = field(default_factory=list)
-    stored: list[Tensor] = field(default_factory=list)
-    itself: list[Tensor] = field(default_factory=list)
+    parts: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, name: str, one: Tensor, other: Tensor) -> None:
+        """Add the divergences between two sets of log-probabilities of a window."""
+        self.parts[name].append(divergence(one, other))
 
     def metrics(self, samples: Sequence[dict[str, Any]], task: PplConfig) -> dict[str, float]:
         """Loss of the preset, its difference from the engine's with a standard error, divergences and correlations."""
@@ -180,19 +188,16 @@ class Agreement:
         out = {
             "preset_nll": sum(row["nll"] for row in self.rows) / sum(row["tokens"] for row in self.rows),
             "preset_off": off.value,
-            "agreement_kl": float(torch.cat(self.between).double().mean()),
+            "agreement_kl": _mean(self.parts["between"]),
         }
         if off.standard_error is not None:
             out["preset_off_se"] = off.standard_error
-        if self.preset:
-            out |= {"preset_kl": _mean(self.preset), "agreement_correlation": _correlation(self.engine, self.preset)}
-        if self.rounded:
-            out["agreement_kl_q8"] = _mean(self.rounded)
-            out["agreement_correlation_q8"] = _correlation(self.engine, self.rounded_preset)
-        if self.stored:
-            out["agreement_kl_stored"] = _mean(self.stored)
-        if self.itself:
-            out["preset_kl_self"] = _mean(self.itself)
+        for part, name in _MEANS.items():
+            if self.parts[part]:
+                out[name] = _mean(self.parts[part])
+        for part, name in (("preset", "agreement_correlation"), ("rounded_preset", "agreement_correlation_q8")):
+            if self.parts[part]:
+                out[name] = _correlation(self.parts["engine"], self.parts[part])
         return out
 
 
@@ -228,26 +233,26 @@ def compare(
     preset = in_torch(loaded, method, window)
     nll = -preset.gather(1, window.tokens[window.scored_from :, None]).double().sum()
     into.rows.append({"window": len(into.rows), "tokens": window.targets, "nll": float(nll)})
-    into.between.append(divergence(engine, preset))
+    into.add("between", engine, preset)
     if full is None:
         return
     whole = Method("fp16", None, None, method.residual, None)
     reference = in_torch(loaded, whole, window)
-    into.engine.append(divergence(full, engine))
-    into.preset.append(divergence(reference, preset))
+    into.add("engine", full, engine)
+    into.add("preset", reference, preset)
     with rounding_error(loaded.model):
-        into.itself.append(divergence(preset, in_torch(loaded, method, window)))
+        into.add("itself", preset, in_torch(loaded, method, window))
     own = method.in_order_of(loaded.text_config)
     key = own.key if rounds else None
     if key is not None:
         with engine_attention(loaded.model, key):
             rounded = in_torch(loaded, method, window)
-        into.rounded.append(divergence(engine, rounded))
-        into.rounded_preset.append(divergence(reference, rounded))
+        into.add("rounded", engine, rounded)
+        into.add("rounded_preset", reference, rounded)
     if stored is not None and own.key is not None and own.value is not None:
         states = [(unstaged(own.key, keys), unstaged(own.value, values)) for keys, values in stored]
         with engine_attention(loaded.model, key, states):
-            into.stored.append(divergence(engine, in_torch(loaded, whole, window)))
+            into.add("stored", engine, in_torch(loaded, whole, window))
 
 
 def in_torch(loaded: LoadedModel, method: Method, window: Window) -> Float[Tensor, "targets vocab"]:

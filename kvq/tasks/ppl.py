@@ -89,10 +89,10 @@ def run_ppl(
                 _restore(result, indices, journal)
                 continue
             tokens, scored_from = stack(windows, indices, loaded.device), windows[indices[0]].scored_from
-            held = holding_method(method) if continuation else method
-            cache = KVCache(loaded, held, keep_decoded)
+            cache = KVCache(loaded, holding_method(method) if continuation else method, keep_decoded)
+            plain = _without_codecs(method)
             # A generator: it computes only what is read.
-            full = _full_precision(loaded, method, tokens, scored_from, bounds, continuation)
+            full = _scored(loaded, KVCache(loaded, plain), plain, tokens, scored_from, bounds, continuation)
             offset = 0
             for scored in _scored(loaded, cache, method, tokens, scored_from, bounds, continuation):
                 log_probs = log_probabilities(scored.logits)
@@ -141,19 +141,6 @@ def _check(result: PplResult, indices: Sequence[int], cache: KVCache) -> None:
 
 def _without_codecs(method: Method) -> Method:
     return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None, latent=method.latent)
-
-
-def _full_precision(
-    loaded: LoadedModel,
-    method: Method,
-    tokens: Tensor,
-    scored_from: int,
-    bounds: list[tuple[int, int]],
-    continuation: bool,
-) -> Iterator[ScoredChunk]:
-    full = _without_codecs(method)
-    cache = KVCache(loaded, full)
-    return _scored(loaded, cache, full, tokens, scored_from, bounds, continuation)
 
 
 def _scored(

@@ -157,16 +157,8 @@ class Groups:
         out: list[dict[str, Any]] = []
         for (layer, side, stage), found in self._ranges.items():
             plain, relative = torch.stack(found).double().mean((0, 2)).tolist()
-            out.append(
-                {
-                    "kind": "range",
-                    "side": side,
-                    "layer": layer,
-                    "stage": stage,
-                    "range": plain,
-                    "relative_range": relative,
-                }
-            )
+            place = {"kind": "range", "side": side, "layer": layer, "stage": stage}
+            out.append({**place, "range": plain, "relative_range": relative})
         for (layer, side), windows in self._errors.items():
             mean = {name: torch.stack([window[name] for window in windows]).mean((0, 1)) for name in windows[0]}
             for index in range(len(mean["error"])):
@@ -174,17 +166,9 @@ class Groups:
                 out.append({"kind": "group", "side": side, "layer": layer, "group": index, **values})
         for (layer, side), pairs in self._without.items():
             with_sinks, alone = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
-            out.append(
-                {
-                    "kind": "without",
-                    "side": side,
-                    "layer": layer,
-                    "positions": self._sinks[layer, side],
-                    "with_sinks": with_sinks,
-                    "without_sinks": alone,
-                    "share_removed": 1 - alone / with_sinks if with_sinks else 0.0,
-                }
-            )
+            place = {"kind": "without", "side": side, "layer": layer, "positions": self._sinks[layer, side]}
+            removed = 1 - alone / with_sinks if with_sinks else 0.0
+            out.append({**place, "with_sinks": with_sinks, "without_sinks": alone, "share_removed": removed})
         return out
 
 
