@@ -177,6 +177,11 @@ def calibrated(
     return bind(method, found, weights_name(loaded.model), head_dims_of(loaded.text_config)), found
 
 
+def _check_calibrated(method: Method) -> None:
+    if not method.is_calibrated:
+        raise Unsupported(f"method={method.name}: calibrates nothing; use it without a calibration")
+
+
 def bind_calibration(method: Method, model: nn.Module, file: str | Path) -> Method:
     """A calibrated method with the tables of a file, for use with `kvq.KVCache(model, method)`.
 
@@ -189,8 +194,7 @@ def bind_calibration(method: Method, model: nn.Module, file: str | Path) -> Meth
         DataError: no file, or one that is not a calibration.
         Unsupported: a calibration of another model, number of layers or head dim; a method that calibrates nothing.
     """
-    if not method.is_calibrated:
-        raise Unsupported(f"method={method.name}: calibrates nothing; use it without a calibration")
+    _check_calibrated(method)
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     return bind(method, files.read(file), weights_name(model), head_dims_of(config))
 
@@ -211,8 +215,7 @@ def calibrate_on_text(
         DataError: a text of less than one window.
         Unsupported: a method that calibrates nothing, or that cannot be fitted to this model.
     """
-    if not method.is_calibrated:
-        raise Unsupported(f"method={method.name}: calibrates nothing; use it without a calibration")
+    _check_calibrated(method)
     ids = encode(tokenizer, text, special=False)
     if len(ids) < length:
         raise DataError(f"calibration: the text has {len(ids)} tokens, fewer than one window of length={length}")
