@@ -150,8 +150,7 @@ class ModelConfig:
             folder, _, self.gguf = self.path.rpartition("/")
             self.path = folder if folder.startswith(("/", ".", "~", DISTRIBUTION)) else f"./{folder}"
         at_least("model.context", self.context, 2)
-        if self.round_weights is not None:
-            within("model.round_weights", self.round_weights, 2, 8)
+        within("model.round_weights", self.round_weights, 2, 8)
         _check_stored("model.cache_dtype", self.cache_dtype)
         if self.device_map is not None and self.device_map not in DEVICE_MAPS:
             hint = did_you_mean(self.device_map, DEVICE_MAPS)
@@ -241,13 +240,12 @@ class MethodConfig:
     `serve`: of an engine's format, the command that serves model M with it. `bits_range` is the lowest and highest
     `bits` it can do; None = a fixed rate, whatever `bits` says. `real_bits`: fractions too, down to 0.5.
     `bits_by_layer`: bits of each layer, in the place of `bits`. `eviction`: which tokens a layer keeps (None = all).
-    `plan`: which ones it treats apart.
-    `full_precision_layers`: layers whose keys or values are not quantized, by side; negative ones count from the end.
-    `backend`: another library's cache in the place of codecs, which are then null (a `BackendConfig` once checked).
-    `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8. `merge_rotation`: the weights of
-    the model rotate values, in the place of the first stage of their codec; `merge_key_rotation`: keys and queries too,
-    of a model without rotary embeddings. `sink_tokens`: so many first tokens stay in full precision. `kept_keys`: and
-    the keys of these, in some layers. `sink_detection`: or those that this finds, wherever they stand.
+    `plan`: which ones it treats apart. `full_precision_layers`: layers whose keys or values are not quantized, by side;
+    negative ones count from the end. `backend`: another library's cache in the place of codecs, which are then null (a
+    `BackendConfig` once checked). `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8.
+    `merge_rotation`: the model's weights rotate values, in the place of the first stage of their codec;
+    `merge_key_rotation`: keys and queries too, without rotary embeddings. `sink_tokens`: first tokens that stay in full
+    precision; `kept_keys`: and keys of these, in some layers; `sink_detection`: or those that this finds anywhere.
     """
 
     name: str = MISSING
