@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
 from omegaconf import MISSING
 
 from kvq.errors import ConfigError
+
+
+class Prefill(enum.StrEnum):
+    """How a prompt is read, up to its last token, which always reads the quantized cache as a decoded token does.
+
+    `whole`: in one forward at full precision, then quantized, as the papers generate; `chunked`: as if its tokens came
+    one by one, so that they read the quantized cache too.
+    """
+
+    whole = "whole"
+    chunked = "chunked"
 
 
 @dataclass

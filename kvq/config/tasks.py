@@ -14,8 +14,9 @@ from omegaconf import MISSING
 
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.engine import EngineConfig
+from kvq.config.generation import GENERATION
 from kvq.config.speed import SCHEMAS as SPEED
-from kvq.config.task import TaskConfig
+from kvq.config.task import Prefill, TaskConfig
 from kvq.errors import (
     MAX_DIGITS,
     MAX_RESAMPLES,
@@ -48,17 +49,6 @@ class Scoring(enum.StrEnum):
     generation = "generation"
     parallel = "parallel"
     continuation = "continuation"
-
-
-class Prefill(enum.StrEnum):
-    """How a prompt is read, up to its last token, which always reads the quantized cache as a decoded token does.
-
-    `whole`: in one forward at full precision, then quantized, as the papers generate; `chunked`: as if its tokens came
-    one by one, so that they read the quantized cache too.
-    """
-
-    whole = "whole"
-    chunked = "chunked"
 
 
 class NiahMode(enum.StrEnum):
@@ -329,48 +319,13 @@ class MultimodalConfig(ItemsConfig):
         at_least("task.max_new_tokens", self.max_new_tokens, 1)
 
 
-@dataclass
-class GenerateConfig(TaskConfig):
-    """A prompt that each method continues greedily, beside full precision.
-
-    Attributes:
-        prompt: the text; None: that of `prompt_file`, or the one that suits the embedded models.
-        prompt_file: a file with the text, in UTF-8.
-        max_new_tokens: longest continuation; it ends earlier at the model's end of text.
-        prefill: how the prompt is read.
-        bos: whether the prompt begins with the begin-of-text token; None: if the model was trained with it.
-        ngram: tokens of the n-grams whose repetitions are counted.
-        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
-    """
-
-    name: str = "generate"
-    version: ClassVar[int] = 1
-    later: ClassVar[tuple[str, ...]] = ("prompt", "chat_template")
-    prompt: str | None = None
-    prompt_file: str | None = None
-    max_new_tokens: int = 128
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
-    ngram: int = 4
-    chat_template: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_empty("task.prompt", self.prompt)
-        not_empty("task.prompt_file", self.prompt_file)
-        if self.prompt is not None and self.prompt_file is not None:
-            raise ConfigError(f"task.prompt_file={self.prompt_file}: or task.prompt, not both")
-        at_least("task.max_new_tokens", self.max_new_tokens, 1)
-        at_least("task.ngram", self.ngram, 1)
-
-
 SCHEMAS: dict[str, type[TaskConfig]] = {
     "ppl": PplConfig,
     "niah": NiahConfig,
     "longbench": LongbenchConfig,
     "lm_eval": LmEvalConfig,
     "multimodal": MultimodalConfig,
-    "generate": GenerateConfig,
+    **GENERATION,
     **DIAGNOSTICS,
     **SPEED,
 }

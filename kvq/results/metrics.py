@@ -57,6 +57,12 @@ def _less(name: str, title: str) -> Iterable[Metric]:
         yield Metric(known, "fraction", words, f"{kind} less%".lstrip(), 1, 100.0, True, "higher")
 
 
+def _noise(name: str, words: str) -> Iterable[Metric]:
+    """How far full precision's texts are from themselves under another rounding."""
+    yield Metric(f"noise_{name}_left", "fraction", f"Full precision {words}: texts that change (%)", "Noise%", 1, 100.0)
+    yield Metric(f"noise_{name}_kept_tokens", "tokens", f"Full precision {words}: tokens before", "Noise", 1)
+
+
 def _count(name: str, unit: str, title: str) -> Metric:
     return Metric(name, unit, title, name, 0)
 
@@ -88,6 +94,12 @@ METRICS = {
         _share("other", "Other (%)", "Other", better="lower"),
         _share("rouge_l", "ROUGE-L against full precision (%)", "R-L"),
         _quality("same_tokens", "tokens", "Tokens until they differ from full precision", "Same", 0, "higher"),
+        _quality("kept_tokens", "tokens", "Tokens before the text leaves full precision's", "Kept", 1, "higher"),
+        _share("left", "Texts that leave full precision's (%)", "Left%", better="lower"),
+        _share("same_share", "Steps with full precision's token (%)", "Same%", 2),
+        Metric("ended", "fraction", "Texts that end (%)", "End%", 1, 100.0),
+        *_noise("batch", "in batches"),
+        *_noise("dtype", "with a cache of another dtype"),
         _share("repetition", "Repeated n-grams (%)", "Rep%", better="lower"),
         Metric("hit", "fraction", "Hits (%)", "Hit%", 1, 100.0, better="higher"),
         Metric("bit_mixing_p", "probability", "p of bit-mixing", "p", 4),
@@ -117,6 +129,7 @@ METRICS = {
         _count("scored_tokens", "tokens", "Scored tokens"),
         _count("windows", "windows", "Windows"),
         _count("items", "items", "Items"),
+        _count("passages", "passages", "Passages"),
         _count("skipped_items", "items", "Skipped items"),
         _count("cut_items", "items", "Items with a cut prompt"),
         _count("odd_items", "items", "Items scored otherwise than asked"),

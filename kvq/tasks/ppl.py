@@ -90,7 +90,7 @@ def run_ppl(
                 continue
             tokens, scored_from = stack(windows, indices, loaded.device), windows[indices[0]].scored_from
             cache = KVCache(loaded, holding_method(method) if continuation else method, keep_decoded)
-            plain = _without_codecs(method)
+            plain = without_codecs(method)
             # A generator: it computes only what is read.
             full = _scored(loaded, KVCache(loaded, plain), plain, tokens, scored_from, bounds, continuation)
             offset = 0
@@ -139,7 +139,8 @@ def _check(result: PplResult, indices: Sequence[int], cache: KVCache) -> None:
         raise DataError(f"window {indices[0]}: the log-probabilities are not finite, though keys and values are")
 
 
-def _without_codecs(method: Method) -> Method:
+def without_codecs(method: Method) -> Method:
+    """Full precision under the residual of a method, so that both cut a text alike."""
     return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None, latent=method.latent)
 
 
@@ -207,7 +208,7 @@ def _in_transformers(
     task: PplConfig = config.task
 
     def full_precision() -> tuple[ReferenceLogProbs, PplResult | None]:
-        full = _without_codecs(method)
+        full = without_codecs(method)
         dtype = torch.float64 if config.model.dtype.value == "float64" else torch.float32
         reference = ReferenceLogProbs(windows, loaded.text_config.vocab_size, dtype)
         if not reference.kept:  # full precision is computed again beside each method instead

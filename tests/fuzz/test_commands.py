@@ -49,6 +49,7 @@ TASKS = [
     "multimodal",
     "modality",
     "generate",
+    "trajectory",
 ]
 # What would write elsewhere, or ask the hub for a name that was made up.
 SPARED = ("hydra", "results_dir", "logger", "model.path", "model.revision", "dataset.hub", "dataset.data_files")

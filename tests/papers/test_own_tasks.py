@@ -72,6 +72,7 @@ SIZES: dict[str, list[str]] = {
     "multimodal": [*_ITEMS, "task.max_new_tokens=4"],
     "modality": ["task.limit=2"],
     "generate": ["task.max_new_tokens=4"],
+    "trajectory": ["task.prompts=2", "task.context=96", "task.new_tokens=4"],
     "latency": [*_TIMED, "task.references=[dynamic]"],
     "throughput": [*_TIMED, "task.references=[dynamic]"],
     "tni": _CAPTURED,

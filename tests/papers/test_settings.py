@@ -303,6 +303,7 @@ ROWS = [
     Row("real/eviction", "ours", {"scoring": "continuation", "prompt": 768, "context": 1024, "max_windows": 24}),
     Row("real/positions", "ours: the longest windows", {"scoring": "generation", "context": 8192}),
     Row("real/longbench", "ours", {"task": "longbench", "subsets": ["multi_news"], "chat_template": True}),
+    Row("real/trajectory", "ours: 16 passages of 512 tokens", {"task": "trajectory", "dataset": "wikitext2"}),
     Row("real/ruler", "RULER: niah_multikey_3", {"task": "lm_eval", "chat_template": True}),
     Row("real/agreement real/agreement_mlx", "ours", {"task": "ppl", "dataset": "wikitext2"}),
     Row("real/tni", "ours", {"task": "tni", "context": 1024}),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvq.errors import RecordError
 from kvq.report.departures import PROTOCOL
-from kvq.report.figures import cost, distribution, norms, over_models, perplexity
+from kvq.report.figures import cost, distribution, norms, over_models, perplexity, trajectories
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing, drawn
 from kvq.report.figures.needles import heat_map, needle_grid
@@ -225,6 +225,13 @@ def _model_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     return drawn("states-layers", errors.layers_table(group, store), errors.layers_figure, title)
 
 
+def _trajectories(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    title = f"Greedy texts beside full precision's: {_where(group)}"
+    return drawn(
+        "trajectory", trajectories.survival_table(_quantized(group), store), trajectories.survival_figure, title
+    )
+
+
 MAKERS: dict[str, Maker] = {
     "error": _errors,
     "tni": _norms,
@@ -236,6 +243,7 @@ MAKERS: dict[str, Maker] = {
     "random_states": _drawn_states,
     "model_states": _model_states,
     "ppl": _widths,
+    "trajectory": _trajectories,
 }
 
 

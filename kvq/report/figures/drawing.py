@@ -39,6 +39,7 @@ _KINDS = {
     "calibration-shift": "Calibrated on one text, tested on another",
     "positions": "Loss over full precision by position",
     "niah": "Needles found, by depth and length",
+    "trajectory": "Greedy texts beside full precision's, by tokens written",
     "memory": "Bytes of the cache",
     "throughput": "Throughput and peak memory by batch",
     "error-places": "Errors by layer and position",
@@ -170,7 +171,7 @@ def _saved(drawing: Drawing, folder: Path) -> list[Path]:
 def _sound(drawing: Drawing, reasons: list[str]) -> Drawing | None:
     """The drawing without the lines or the methods that break it, which `reasons` names; None where nothing is left."""
     column = next((name for name in ("method", "variant") if name in drawing.table), None)
-    if column is None:
+    if column is None or drawing.table.empty:
         return None
     odd = pd.Series(False, index=drawing.table.index)  # a text or a list where most lines hold a number, or the reverse
     for name in (name for name, kind in drawing.table.dtypes.items() if kind.kind == "O"):

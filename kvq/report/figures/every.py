@@ -25,6 +25,7 @@ from kvq.report.figures.needles import heat_map, needle_grid
 from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
 from kvq.report.tables.build import build_tables
+from kvq.report.tables.cells import is_of_texts
 from kvq.report.tables.layout import Row, Table, Tables
 from kvq.results import Broken, Record, Store
 
@@ -75,6 +76,8 @@ def _sound_losses(table: Table, rows: list[Row]) -> list[Drawing]:
 
 
 def _losses(table: Table) -> Iterator[Drawing]:
+    if is_of_texts(table):
+        return  # no loss over a text's own tokens
     where = titled(table)
     for stem, words, make, draw, fewest in _OF_A_TABLE:
         numbers = make(table)

@@ -54,6 +54,17 @@ def _column(name: str, cell: Callable[[Row], Cell] | None = None, unit: str | No
     return Column(metric.title, metric.short, cell or _metric(metric))
 
 
+def _spread(metric: Metric) -> Callable[[Row], Cell]:
+    """The cell of a number with its standard error, where a record has one."""
+
+    def cell(row: Row) -> Cell:
+        error = row.record.metrics.get(f"{metric.name}_se")
+        after = "" if error is None else f" ± {fixed(error * metric.scale, metric.digits)}"
+        return Cell(_metric(metric)(row).text + after)
+
+    return cell
+
+
 def _name(row: Row) -> Cell:
     return Cell(f"{row.name} †" if row.stale else row.name)
 
@@ -112,7 +123,7 @@ def _at_length(metric: Metric) -> Column:
 # What every table begins with.
 _RUN = COLUMNS[:4]
 # Tasks whose columns are chosen here; a table of any other shows what its records hold.
-_CHOSEN = ("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "generate")
+_CHOSEN = ("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "generate", "trajectory")
 # Behind these, where some run of a table has them: tails (of files of logits the median too), and what an engine and
 # its preset agree on.
 _TAILS = ("kl_p999", "kl_max")
@@ -120,8 +131,11 @@ _AGREEMENT = (
     *("agreement_kl", "agreement_correlation", "agreement_kl_q8", "agreement_correlation_q8"),
     *("agreement_kl_stored", "preset_kl_self"),
 )
-# Of task=generate, behind what every table begins with.
-_WRITTEN = ("total_bytes", "new_tokens", "same_tokens", "repetition")
+# Of tasks that write texts, after what every table begins with.
+_WRITTEN = {
+    "generate": ("total_bytes", "new_tokens", "same_tokens", "repetition"),
+    "trajectory": ("kept_tokens", "left", "same_share", "kl_mean", "kl_p99"),
+}
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
 _PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket)=(?P<value>.+)\]")
@@ -154,7 +168,7 @@ def is_of_diagnostics(table: Table) -> bool:
 
 def is_of_texts(table: Table) -> bool:
     """Whether the runs of a table wrote texts."""
-    return bool(table.rows) and table.rows[0].record.task == "generate"
+    return bool(table.rows) and table.rows[0].record.task in _WRITTEN
 
 
 def columns_of(table: Table) -> tuple[Column, ...]:
@@ -165,7 +179,7 @@ def columns_of(table: Table) -> tuple[Column, ...]:
     if is_of_diagnostics(table):
         return (*COLUMNS[:2], *measured(table)[:_SHOWN_PARTS])
     if is_of_texts(table):
-        return (*_RUN, *map(_column, _WRITTEN))
+        return (*_RUN, *(_column(name, _spread(METRICS[name])) for name in _WRITTEN[table.rows[0].record.task]))
     names = {name for row in table.rows for name in row.record.metrics}
     if not is_of_items(table):
         off = [Column("Preset's NLL − engine's ± SE", "Off ± SE", _difference(METRICS["preset_off"]))]
