@@ -52,9 +52,10 @@ def test_every_format_of_the_engines_page_has_a_place_for_its_loss() -> None:
     assert len(rows) > 35
     for row in rows:
         named = re.findall(r"`(engine/[\w/]+)[` ]", row)
-        (place,) = PLACE.findall(row)
-        assert place.endswith((" - paired fp16 -", " 3 paired fp16 -")), row
-        read = set(place.partition(" ")[0].split("|"))
+        real, embedded = PLACE.findall(row)
+        assert real.endswith((" - paired fp16 -", " 3 paired fp16 -")), row
+        assert embedded == real.replace(" paired", " embedded paired"), row
+        read = set(real.partition(" ")[0].split("|"))
         assert named[0] in read or read == {"engine/vllm_fp8"}, row
 
 

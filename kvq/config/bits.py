@@ -116,7 +116,7 @@ def _checked(key: Any, value: Any, given: Any, real: bool) -> Bits:
     numbers = [_number(side, real) for side in (key, value)]
     lowest = MIN_REAL if real else MIN_BITS
     if any(number is None or not lowest <= number <= MAX_BITS for number in numbers):
-        allowed = f"numbers from {lowest}, else as {_FORMS}" if real else f"whole numbers {_FORMS}"
+        allowed = f"whole numbers {_FORMS}{f'; fractions from {lowest} where a method takes them' if real else ''}"
         raise ConfigError(f"bits={'null' if given is None else given}: {allowed}")
     return Bits(*(number for number in numbers if number is not None))
 

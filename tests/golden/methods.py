@@ -22,7 +22,7 @@ from kvq.models import LoadedModel
 from kvq.models.weights import weights_name
 from kvq.results.versions import versions_of
 from tests.cache.states import nearest_bits
-from tests.golden.held import AMPLIFYING, SIDES, Golden
+from tests.golden.held import AMPLIFYING, LAYERS, SIDES, Golden
 from tests.random_models import llama, token_ids
 
 _TWINS = (
@@ -35,7 +35,7 @@ METHODS = sorted(
     for path in (conf_dir() / "method").rglob("*.yaml")
     if (name := path.relative_to(conf_dir() / "method").with_suffix("").as_posix()) not in _TWINS
 )
-LAYERS, HEAD_DIM, CALIBRATED_DIM = 3, 128, 32
+HEAD_DIM, CALIBRATED_DIM = 128, 32
 PROMPT, STEPS = 184, 9
 """So that blocks of 32 and of 64 tokens fill up in the prompt and again while decoding."""
 TRUNCATED = ("engine/vllm_int8_per_token_head",)

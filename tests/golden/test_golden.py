@@ -90,6 +90,20 @@ def test_parts_that_amplify_are_held_by_the_median_layer_and_their_loss() -> Non
     assert moved(before, now(set(), 0.11)) == ["loss: moved by 10.0% of itself"]
 
 
+def test_a_rounding_may_move_the_last_layer_and_no_other() -> None:
+    """A third of its numbers, on another processor; not most of them, and not those of two layers."""
+    numbers = {"decoded": [float(value) for value in range(1, 61)]}
+    before = Golden({"ppl": 1}, {"nbytes": 8}, numbers)
+
+    def now(shares: dict[int, float]) -> Golden:
+        moved = [value + 9 * (index % 10 < 10 * shares.get(index // 10, 0)) for index, value in enumerate(range(1, 61))]
+        return Golden(before.versions, before.exact, {"decoded": [float(value) for value in moved]})
+
+    assert moved(before, now({4: 0.3, 5: 0.3})) == []
+    assert moved(before, now({4: 0.6}))
+    assert moved(before, now({2: 0.3, 4: 0.3}))
+
+
 def test_the_version_to_raise_is_named() -> None:
     one, two, three = (Golden(dict.fromkeys(names, 1)) for names in (["a", "b", "c"], ["a", "b"], ["a"]))
     assert to_raise([one, two], [three]) == ["b"]
