@@ -309,6 +309,8 @@ ROWS = [
     Row("waterfill/limit", "ours", {"task": "limit"}),
     Row("waterfill/main_real waterfill/calibration_real", "ours: 12 windows of 1,024 tokens",
         {"scoring": "parallel", "windows": "disjoint", "context": 1024, "max_windows": 12, "dataset": "wikitext2"}),
+    Row("embedded/trajectory", "ours: 16 passages of 512 tokens", {"task": "trajectory"}),
+    Row("embedded/round_weights", "ours", {"scoring": "generation", "windows": "sliding", "max_windows": 12}),
     Row("real/trajectory", "ours: 16 passages of 512 tokens", {"task": "trajectory", "dataset": "wikitext2"}),
     Row("real/ruler", "RULER: niah_multikey_3", {"task": "lm_eval", "chat_template": True}),
     Row("real/agreement real/agreement_mlx", "ours", {"task": "ppl", "dataset": "wikitext2"}),
