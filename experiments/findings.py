@@ -6,8 +6,9 @@ a field of the record (`model`) or of its configuration (`task.scoring`); `a|b` 
 is the mean of a column of the run's samples, over the rows that `row.side=key` leaves; `within_noise` is 1 or 0, as
 tables judge it. `a minus b`, `a over b` and `a
 paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`.
-`{{stand-in tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a model and a scoring. Lines of their
-own, which the page does not have:
+`{{stand-in tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a model and a scoring, and
+`{{texts tiny_hard rho}}` one of the order of methods by loss and by texts. Lines of their own, which the page does not
+have:
 
     <!-- alias: outliers = model=tiny_outliers -->
     <!-- use: task=ppl metric=delta_nll as=.3f -->     words of every place until the next such line
@@ -27,7 +28,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvq.report.figures.over_models import stand_in_table
+from kvq.report.figures.over_models import stand_in_table, text_order_table
 from kvq.report.judged import judge_losses
 from kvq.results import Record, Store, is_stale
 from kvq.results.noise import family
@@ -42,6 +43,7 @@ ITEM = re.compile(r"^(- .+\n(?:  .+\n)*)", re.M)
 _OWN = ("method", "bits", "model", "dataset", "task")
 _SAID = ("metric", "as", "else")
 STAND_IN = "stand-in "
+TEXTS = "texts "
 Words = dict[str, str]
 
 
@@ -91,7 +93,7 @@ class Findings:
             return first["else"]
 
     def _shown(self, place: str) -> str:
-        if place.startswith(STAND_IN):
+        if place.startswith((STAND_IN, TEXTS)):
             words, _, form = place.partition(" as=")
             return f"{self.value(words):{form or '.2f'}}"
         first, join, second = self._parts(place)
@@ -106,6 +108,12 @@ class Findings:
         """The number of a place, without its format."""
         if place.startswith(STAND_IN):
             return self._stand_in(*place.split()[1:])
+        if place.startswith(TEXTS):
+            _, model, column = place.split()
+            found = text_order_table(self._records)
+            if (found := found[found["model"] == model]).empty:
+                raise NotMeasured(f"{place}: no pairs of methods")
+            return float(found.iloc[0][column])
         first, join, second = self._parts(place)
         value = self._read(first)
         if not second:

@@ -187,6 +187,29 @@ def stand_in_table(records: Sequence[Record]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else joined.iloc[:0]
 
 
+def text_order_table(records: Sequence[Record]) -> pd.DataFrame:
+    """Loss decoding and tokens before a text leaves full precision's, one line per model, method and bits.
+
+    Columns `rho`, `low`, `high`, `methods` as in `stand_in_table`; `loss_stand_in`: the tokens with the sign turned, so
+    that a method that is worse by both stands in the same order.
+    """
+    losses = pd.DataFrame([_line(record) for record in records if _counts(record)])
+    texts = [
+        {"model": r.model, "method": f"{label(r)} {r.bits}".strip(), "loss_stand_in": -r.metrics["kept_tokens"]}
+        for r in records
+        if r.task == "trajectory" and r.status == "done" and "kept_tokens" in r.metrics
+    ]
+    if losses.empty or not texts:
+        return losses.iloc[:0]
+    losses = losses[losses["scoring"] == "generation"]
+    size = losses.groupby(["model", "protocol"])["method"].transform("size")
+    losses = losses[size == size.groupby(losses["model"]).transform("max")].drop_duplicates(["model", "method"])
+    joined = losses.merge(pd.DataFrame(texts).drop_duplicates(["model", "method"]), on=["model", "method"])
+    joined["model_stand_in"] = joined["model"]
+    parts = [_correlated(part) for _, part in joined.groupby("model") if len(part) >= _FEWEST_METHODS]
+    return pd.concat(parts, ignore_index=True) if parts else joined.iloc[:0]
+
+
 def _counts(record: Record) -> bool:
     task = record.config.get("task")
     scoring = task.get("scoring") if isinstance(task, dict) else None
