@@ -24,7 +24,6 @@ TYPED = [
     "tests/cache/test_packed.py::test_forks_and_beams",
     "tests/calibration/test_collect.py",
     "tests/diagnostics/test_fidelity.py",
-    "tests/methods/test_packed_tensor.py",
     "tests/models/test_outliers.py",
     "tests/results/test_statistics.py",
     "tests/tasks/test_capture.py",

@@ -26,7 +26,7 @@ class Demand:
     """What bits save: `gains[i, b]` is what bit b + 1 of component i saves, in nats per token; `bits` is the budget."""
 
     gains: Float[Tensor, "components steps"]
-    bits: float
+    bits: float | int
 
 
 def shared_out(demands: Sequence[Demand]) -> list[UInt8[Tensor, " components"]]:

@@ -73,7 +73,7 @@ class BitsByLayerConfig:
         return [Bits(*pair) for pair in zip(keys, values, strict=True)]
 
 
-def check_range(method: str, limits: Sequence[float], bits: Bits, real: bool = False) -> None:
+def check_range(method: str, limits: Sequence[int | float], bits: Bits, real: bool = False) -> None:
     """Refuse bits outside of the lowest and highest that a method can do; `real`: the lowest is at most 0.5.
 
     Raises:

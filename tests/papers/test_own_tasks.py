@@ -76,6 +76,7 @@ SIZES: dict[str, list[str]] = {
     "latency": [*_TIMED, "task.references=[dynamic]"],
     "throughput": [*_TIMED, "task.references=[dynamic]"],
     "tni": _CAPTURED,
+    "limit": _CAPTURED,
     "error": _CAPTURED,
     "distribution": ["task.context=96", "task.windows=2"],
     "memory": ["task.measured=100"],
