@@ -33,7 +33,7 @@ def one_per_protocol() -> list[Record]:
 SETTINGS = (
     "oscar/",
     *(f"nsnquant/{name}" for name in ("figure4", "figure8", "table15", "table20", "table21", "table3", "table7")),
-    "kvquant_plus_plus/9_2",
+    *(f"kvquant_plus_plus/{name}" for name in ("9_2", "9_5", "3_5_text")),
 )
 """Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's."""
 
@@ -48,7 +48,16 @@ def own_settings(record: Record) -> list[str]:
         quantizer = (record.config["method"].get(side) or {}).get("quantizer", {})
         method[side] = {"quantizer": {name: quantizer[name] for name in ("group_size", "clip") if name in quantizer}}
     leaves = [*flatten(residual, "residual"), *flatten(method, "method")]
-    return ["=".join(leaf) for leaf in leaves if not leaf[0].endswith("._target_")]
+    return [*before_rope(record), *("=".join(leaf) for leaf in leaves if not leaf[0].endswith("._target_"))]
+
+
+def before_rope(record: Record) -> list[str]:
+    """Overrides of `oscar/rope`, which puts a stage in front of those of the preset."""
+    key = record.config["method"].get("key") or {}
+    if "+experiment=oscar/rope" not in record.provenance.command or "undo_rope" not in key.get("stages", {}):
+        return []
+    order = ",".join(key["order"])
+    return ["+method.key.stages.undo_rope={_target_:kvq.codecs.UndoRope}", f"method.key.order=[{order}]"]
 
 
 def quoted(value: str) -> str:
@@ -63,6 +72,9 @@ def key_of(record: Record) -> str:
     task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] != "task.name" and leaf[1] != "null"]
     given += [f"{name}={quoted(value)}" for name, value in task] + own_settings(record)
     given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
+    given += ["method.merge_rotation=true"] * bool(record.config["method"].get("merge_rotation"))
+    if rounded := record.config["model"].get("round_weights"):
+        given.append(f"model.round_weights={rounded}")
     config = resolve(compose(given))
     calibration = record.config["method"].get("calibration") or {}
     fingerprints = [record.config[group]["fingerprint"] for group in ("model", "dataset")]
