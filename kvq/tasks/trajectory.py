@@ -146,20 +146,22 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 def _left(found: Sequence[int | None], rows: Sequence[Row], prefix: str = "") -> dict[str, float]:
     """Share of texts that leave full precision's, and mean tokens before they do (all of one that never does)."""
-    kept = [len(row["tokens"]) if first is None else first for first, row in zip(found, rows, strict=True)]
     share = statistics.fmean(first is not None for first in found)
-    return {f"{prefix}left": share, f"{prefix}kept_tokens": statistics.fmean(kept)}
+    return {f"{prefix}left": share, f"{prefix}kept_tokens": statistics.fmean(_kept(found, rows))}
+
+
+def _kept(found: Sequence[int | None], rows: Sequence[Row]) -> list[int]:
+    return [len(row["tokens"]) if first is None else first for first, row in zip(found, rows, strict=True)]
 
 
 def _compared(rows: Sequence[Row]) -> dict[str, float]:
-    """Metrics of a method beside full precision, with standard errors over passages."""
-    kept = [len(row["same"]) if row["first"] is None else row["first"] for row in rows]
+    """Metrics of a method and full precision, with standard errors over passages."""
+    found = [row["first"] for row in rows]
     shares = [statistics.fmean(row["same"]) for row in rows]
     distances = np.concatenate([row["kl"] for row in rows])
     return {
-        "left": statistics.fmean(row["first"] is not None for row in rows),
-        "kept_tokens": statistics.fmean(kept),
-        "kept_tokens_se": statistics.stdev(kept) / len(rows) ** 0.5,
+        **_left(found, rows),
+        "kept_tokens_se": statistics.stdev(_kept(found, rows)) / len(rows) ** 0.5,
         "same_share": statistics.fmean(shares),
         "same_share_se": statistics.stdev(shares) / len(rows) ** 0.5,
         "kl_mean": float(distances.mean()),

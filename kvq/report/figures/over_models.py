@@ -172,19 +172,11 @@ def stand_in_table(records: Sequence[Record]) -> pd.DataFrame:
     Of a model and scoring, the protocol with most runs counts. Columns `rho`, `low`, `high`, `methods`: Spearman's rank
     correlation of the two models' losses over methods and its 95% interval, by bootstrap over methods (percentiles).
     """
-    losses = pd.DataFrame([_line(record) for record in records if _counts(record)])
+    losses = _losses(records)
     if losses.empty:
         return losses
-    size = losses.groupby(["model", "scoring", "protocol"])["method"].transform("size")
-    largest = size.groupby([losses["model"], losses["scoring"]]).transform("max")
-    losses = losses[size == largest].drop_duplicates(["model", "scoring", "method"])
     joined = losses[losses["real"]].merge(losses[~losses["real"]], on=["scoring", "method"], suffixes=("", "_stand_in"))
-    parts = [
-        _correlated(part)
-        for _, part in joined.groupby(["model", "scoring", "model_stand_in"], sort=True)
-        if len(part) >= _FEWEST_METHODS
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else joined.iloc[:0]
+    return _correlations(joined)
 
 
 def text_order_table(records: Sequence[Record]) -> pd.DataFrame:
@@ -193,7 +185,7 @@ def text_order_table(records: Sequence[Record]) -> pd.DataFrame:
     Columns `rho`, `low`, `high`, `methods` as in `stand_in_table`; `loss_stand_in`: the tokens with the sign turned, so
     that a method that is worse by both stands in the same order.
     """
-    losses = pd.DataFrame([_line(record) for record in records if _counts(record)])
+    losses = _losses(records)
     texts = [
         {"model": r.model, "method": f"{label(r)} {r.bits}".strip(), "loss_stand_in": -r.metrics["kept_tokens"]}
         for r in records
@@ -202,11 +194,27 @@ def text_order_table(records: Sequence[Record]) -> pd.DataFrame:
     if losses.empty or not texts:
         return losses.iloc[:0]
     losses = losses[losses["scoring"] == "generation"]
-    size = losses.groupby(["model", "protocol"])["method"].transform("size")
-    losses = losses[size == size.groupby(losses["model"]).transform("max")].drop_duplicates(["model", "method"])
     joined = losses.merge(pd.DataFrame(texts).drop_duplicates(["model", "method"]), on=["model", "method"])
-    joined["model_stand_in"] = joined["model"]
-    parts = [_correlated(part) for _, part in joined.groupby("model") if len(part) >= _FEWEST_METHODS]
+    return _correlations(joined.assign(model_stand_in=joined["model"]))
+
+
+def _losses(records: Sequence[Record]) -> pd.DataFrame:
+    """One line per model, scoring and method, of the protocol with most runs."""
+    losses = pd.DataFrame([_line(record) for record in records if _counts(record)])
+    if losses.empty:
+        return losses
+    size = losses.groupby(["model", "scoring", "protocol"])["method"].transform("size")
+    largest = size.groupby([losses["model"], losses["scoring"]]).transform("max")
+    return losses[size == largest].drop_duplicates(["model", "scoring", "method"])
+
+
+def _correlations(joined: pd.DataFrame) -> pd.DataFrame:
+    """The pairs of models and scorings that have enough methods, with their rank correlations."""
+    parts = [
+        _correlated(part)
+        for _, part in joined.groupby(["model", "scoring", "model_stand_in"], sort=True)
+        if len(part) >= _FEWEST_METHODS
+    ]
     return pd.concat(parts, ignore_index=True) if parts else joined.iloc[:0]
 
 
