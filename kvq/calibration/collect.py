@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -18,13 +20,16 @@ from kvq.cache.attention import attentions, layer_number, named_arguments
 from kvq.cache.observe import hook_interface
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
+from kvq.config.calibration import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.models import LoadedModel
 from kvq.models.layers import places_of
 from kvq.models.placing import base_of
+from kvq.models.weights import weights_name
 
 LOGIT_CHUNK = 256
 """Positions whose logits are in memory at once."""
+Made = TypeVar("Made")
 TOKENS_STREAM = 0x746F6B65
 
 
@@ -152,6 +157,45 @@ class _Pieces(dict[str, list[Tensor]]):
         self.setdefault(name, []).append(part.detach()[0].index_select(-2, positions.to(part.device)).cpu())
 
 
+Kept = dict[tuple[object, ...], tuple[Made, float]]
+"""The last thing that was collected, by what it was collected from, with the seconds that it took."""
+
+
+def made_once(
+    kept: Kept[Made], name: tuple[object, ...], make: Callable[[], Made], fits: Callable[[Made], bool] = lambda _: True
+) -> tuple[Made, float]:
+    """What `make` gives, kept for the methods of a sweep that ask for the same `name` next, where it `fits`.
+
+    Returns:
+        It, and the seconds that it took where it was not made just now (else 0).
+    """
+    if name not in kept:
+        kept.clear()
+        start = time.perf_counter()
+        made = make()
+        if fits(made):
+            kept[name] = made, time.perf_counter() - start
+        return made, 0.0
+    return kept[name]
+
+
+def text_name(loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig) -> tuple[object, ...]:
+    """What names a calibration's states: the model's weights and device, the text, and the draw of tokens."""
+    text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+    return weights_name(loaded.model), loaded.device, text, settings.tokens, settings.seed
+
+
+def drawn_positions(
+    windows: Int[Tensor, "samples length"], tokens: int | None, seed: int
+) -> Iterator[tuple[Int[Tensor, " length"], Int[Tensor, " kept"]]]:
+    """Each window with the ascending positions of it that count, about `tokens` in all (None: all), drawn by `seed`."""
+    generator = torch.Generator().manual_seed(seed ^ TOKENS_STREAM)
+    length = windows.shape[1]
+    each = length if tokens is None else min(length, max(1, tokens // len(windows)))
+    for window in tqdm(windows, desc="calibration", unit="sample", leave=False, disable=None):
+        yield window, torch.randperm(length, generator=generator)[:each].sort().values
+
+
 def collect(
     loaded: LoadedModel,
     windows: Int[Tensor, "samples length"],
@@ -177,11 +221,7 @@ def collect(
     layers: dict[int, _Pieces] = {}
     ropes: dict[int, list[Rope]] = {}
     moments: dict[int, Tensor] = {}
-    generator = torch.Generator().manual_seed(seed ^ TOKENS_STREAM)
-    length = windows.shape[1]
-    each = length if tokens is None else min(length, max(1, tokens // len(windows)))
-    for window in tqdm(windows, desc="calibration", unit="sample", leave=False, disable=None):
-        positions = torch.randperm(length, generator=generator)[:each].sort().values
+    for window, positions in drawn_positions(windows, tokens, seed):
 
         def see(index: int, key: Tensor, value: Tensor, positions: Tensor = positions) -> tuple[Tensor, Tensor]:
             layer = layers.setdefault(index, _Pieces())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from tqdm import tqdm
 from kvq.calibration import files
 from kvq.calibration.bind import Calibration, bind
 from kvq.calibration.budget import Place, fit_sharing, joint_parts
-from kvq.calibration.collect import LayerStates, collect
+from kvq.calibration.collect import Kept, LayerStates, collect, made_once, text_name
 from kvq.calibration.joint import moments_of
 from kvq.calibration.learn import learn, learned_rotation
 from kvq.calibration.text import text_of
@@ -93,25 +92,19 @@ def _shared(loaded: LoadedModel, method: Method, windows: Tensor, settings: Cali
     return _Shared(named, earlier)
 
 
-_Collected = tuple[dict[int, LayerStates], float]
-_kept: dict[tuple[object, ...], _Collected] = {}
+_kept: Kept[dict[int, LayerStates]] = {}
 
 
 def _states(
     loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, gradients: bool, queries: bool
-) -> _Collected:
+) -> tuple[dict[int, LayerStates], float]:
     """States of every layer, and the seconds of collecting them; the methods of a sweep share small enough states."""
-    text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-    name = (weights_name(loaded.model), loaded.device, text, settings.tokens, settings.seed, gradients, queries)
-    if name not in _kept:
-        _kept.clear()
-        start = time.perf_counter()
-        states = collect(loaded, windows, settings.tokens, gradients, settings.seed, queries)
-        if sum(layer.nbytes for layer in states.values()) > _KEPT_BYTES:
-            return states, 0.0
-        _kept[name] = states, time.perf_counter() - start
-        return states, 0.0
-    return _kept[name]
+    return made_once(
+        _kept,
+        (*text_name(loaded, windows, settings), gradients, queries),
+        lambda: collect(loaded, windows, settings.tokens, gradients, settings.seed, queries),
+        lambda states: sum(layer.nbytes for layer in states.values()) <= _KEPT_BYTES,
+    )
 
 
 def _codecs(method: Method) -> dict[str, Codec]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from kvq.cache.rotary import styles_of
 from kvq.calibration.budget import Place
-from kvq.calibration.collect import TOKENS_STREAM, loss, ropes_of
+from kvq.calibration.collect import Kept, drawn_positions, loss, made_once, ropes_of, text_name
 from kvq.codecs import JointMoments, Rope
 from kvq.config.calibration import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.models import LoadedModel
-from kvq.models.weights import weights_name
 
 
 @dataclass
@@ -85,11 +81,7 @@ def collect_joint(
         raise Unsupported("model: caches latents; a Fisher transform is of keys and values of heads")
     layers = len(styles_of(loaded.model))
     sums: dict[Place, _Sums] = {}
-    generator = torch.Generator().manual_seed(seed ^ TOKENS_STREAM)
-    length = windows.shape[1]
-    each = length if tokens is None else min(length, max(1, tokens // len(windows)))
-    for window in tqdm(windows, desc="calibration", unit="sample", leave=False, disable=None):
-        positions = torch.randperm(length, generator=generator)[:each].sort().values
+    for window, positions in drawn_positions(windows, tokens, seed):
         kept = positions[positions >= left_out]
         with ropes_of(loaded) as found:
 
@@ -110,24 +102,22 @@ def collect_joint(
     if len(sums) != 2 * layers:
         raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {len(sums) // 2} of {layers} layers away")
     if not all(own.tokens for own in sums.values()):
-        raise DataError(f"calibration: windows of {length} tokens, of which the first {left_out} are left out")
+        raise DataError(
+            f"calibration: windows of {windows.shape[1]} tokens, of which the first {left_out} are left out"
+        )
     return {place: sums[place].moments for place in sorted(sums)}
 
 
 _Collected = tuple[dict[Place, JointMoments], float]
-_kept: dict[tuple[object, ...], _Collected] = {}
+_kept: Kept[dict[Place, JointMoments]] = {}
 
 
 def moments_of(
     loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, left_out: int, before_rope: bool
 ) -> _Collected:
     """As `collect_joint`, once for the methods of a sweep; and the seconds it took, where it was not done just now."""
-    text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-    name = (weights_name(loaded.model), loaded.device, text, settings.tokens, settings.seed, left_out, before_rope)
-    if name in _kept:
-        return _kept[name]
-    _kept.clear()
-    start = time.perf_counter()
-    found = collect_joint(loaded, windows, settings.tokens, settings.seed, left_out, before_rope)
-    _kept[name] = found, time.perf_counter() - start
-    return found, 0.0
+    return made_once(
+        _kept,
+        (*text_name(loaded, windows, settings), left_out, before_rope),
+        lambda: collect_joint(loaded, windows, settings.tokens, settings.seed, left_out, before_rope),
+    )
