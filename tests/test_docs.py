@@ -66,7 +66,7 @@ def ran(title: str) -> list[Record]:
     store = Store("results")
     records, broken = store.scan()
     assert not broken
-    written = {record.key: (store.runs / f"{record.key}.json").stat().st_mtime_ns for record in records}
+    written = {record.key: store.record_path(record.key).stat().st_mtime_ns for record in records}
     return sorted((record for record in records if record.baseline_key), key=lambda record: written[record.key])
 
 

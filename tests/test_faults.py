@@ -113,14 +113,14 @@ def test_a_disk_that_fills_up_costs_a_line_and_no_record(tmp_path: Path) -> None
     given = [*small_run(tmp_path), f"results_dir={tmp_path / 'results'}"]
     first = start(_command, [*given, "method=rtn", "bits=2"])
     first.join()
-    before = {path.name: path.read_bytes() for path in (tmp_path / "results" / "runs").glob("*.json*")}
+    before = {path.name: path.read_bytes() for path in (tmp_path / "results" / "runs").rglob("*.json*")}
     assert len(before) == 4
     full = start(_small_files, [*given, "method=rtn", "bits=3"], tmp_path / "log")
     full.join()
     assert full.exitcode == 1
     said = (tmp_path / f"log.{full.pid}").read_text().strip().splitlines()[-1]
     assert said.startswith("error: results_dir: cannot write")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "results" / "runs").glob("*.json*")} == before
+    assert {path.name: path.read_bytes() for path in (tmp_path / "results" / "runs").rglob("*.json*")} == before
 
 
 def test_a_folder_that_refuses(tmp_path: Path) -> None:

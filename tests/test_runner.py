@@ -83,12 +83,12 @@ def test_repeating_a_command_measures_nothing(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main([*given, "-m", "method=rtn,nsn", "bits=2,3"]) == 0
-    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").glob("*.json")}
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").rglob("*.json")}
     assert len(before) == 5
     monkeypatch.setattr("kvq.models.inputs.load_model", None)
     monkeypatch.setattr("kvq.tasks.ppl.run_ppl", None)
     assert main([*given, "-m", "method=rtn,nsn", "bits=2,3"]) == 0
-    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").glob("*.json")} == before
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "results" / "runs").rglob("*.json")} == before
 
 
 def test_full_precision_is_one_run_whatever_bits_say(given: list[str], tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_killed_sweep_goes_on_and_two_processes_share_one(given: list[str], tm
 
     killed = start([*given, *sweep])
     runs = tmp_path / "results" / "runs"
-    while len(list(runs.glob("*.json"))) < 2 and killed.poll() is None:
+    while len(list(runs.rglob("*.json"))) < 2 and killed.poll() is None:
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL

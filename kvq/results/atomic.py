@@ -43,6 +43,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folders(folder: Path) -> None:
+    """Make `folder` and those above it, and sync what names them, so that it survives a power failure."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
 def write_file(path: Path, content: bytes, durable: bool = True) -> None:
     """Replace the file at `path` by `content` atomically; creates its folder.
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 import tempfile
 import time
@@ -17,12 +18,14 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from kvq.errors import RecordError
-from kvq.results.atomic import TEMPORARY, sync_folder, write_temporary
+from kvq.results.atomic import TEMPORARY, make_folders, sync_folder, write_temporary
+from kvq.results.places import RECORD, SAMPLES, Places, names, place
 from kvq.results.record import KEY_PATTERN, Record, dump_record, parse_record
 from kvq.results.versions import is_stale
 
 # A record is some kilobytes; anything this large was not written by `Store.put`.
 MAX_RECORD_BYTES = 16 * 2**20
+_KEY = re.compile(rb'^  "key": "([0-9a-f]{64})"', re.MULTILINE)
 # A temporary file this old belongs to a writer that was killed: writing one takes well under a second.
 _ABANDONED_SECONDS = 3600.0
 
@@ -43,7 +46,11 @@ class State(NamedTuple):
 
 
 class Store:
-    """Records under `root/runs/<key>.json`, their per-item samples beside them as `<key>.samples.jsonl`.
+    """Records under `root/runs/`, in files that a person can find, and found by their key.
+
+    A record lies in `<task>/<model>/<data set>/<method>-<bits>-<8 digits of the key>.json`, its per-item samples in a
+    file of the same name that ends in `.samples.jsonl`. A record under any other folder, or in `<key>.json` as stores
+    of versions before 0.3 have them, is read as well.
 
     Every file is written to a temporary file in the same folder, synced and renamed, the record last: a readable record
     is complete, and so are its samples. Constructing a Store neither reads nor writes.
@@ -52,14 +59,16 @@ class Store:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self.runs = self.root / "runs"
+        self._places = Places(self.runs)
 
     def record_path(self, key: str) -> Path:
-        """Path of the record of `key`."""
-        return self.runs / f"{_checked(key)}.json"
+        """Path of the record of `key`; `runs/<key>.json` when there is none."""
+        paths = self._paths(key)
+        return paths[0] if paths else self.runs / f"{key}{RECORD}"
 
     def samples_path(self, key: str) -> Path:
-        """Path of the samples of `key`."""
-        return self.runs / f"{_checked(key)}.samples.jsonl"
+        """Path of the samples of `key`: beside its record."""
+        return _samples_of(self.record_path(key))
 
     def get(self, key: str) -> Record | None:
         """Return the record of `key`, or None when there is none.
@@ -68,13 +77,29 @@ class Store:
             RecordError: the file is there but cannot be used; the message names it and the reason. `put` with the same
                 key replaces it.
         """
-        path = self.record_path(key)
+        corrupt = None
+        for path in self._paths(key):
+            try:
+                record = _read(path)
+            except FileNotFoundError:
+                continue  # replaced by another process since it was listed
+            except RecordError as error:
+                corrupt = corrupt or RecordError(f"corrupt record {path}: {error}")
+                continue
+            if record.key == key:
+                return record
+        if corrupt is not None:
+            raise corrupt
+        return None
+
+    def _paths(self, key: str) -> list[Path]:
+        """Files that may hold the record of `key`, those that another run's record fills left out."""
+        _checked(key)
         try:
-            return _read(path)
-        except FileNotFoundError:
-            return None
-        except RecordError as error:
-            raise RecordError(f"corrupt record {path}: {error}") from None
+            found = self._places.find(key)
+        except OSError as error:
+            raise self._cannot_read(error) from error
+        return [path for path in found if _key_in(path) in (None, key)]
 
     def state(self, key: str) -> State:
         """What is on disk under a key; a record that cannot be read is `pending`, and says why."""
@@ -99,21 +124,24 @@ class Store:
             RecordError: the folder is there but cannot be listed.
         """
         try:
-            names = sorted(entry.name for entry in os.scandir(self.runs) if entry.name.endswith(".json"))
-        except FileNotFoundError:
-            return [], []
+            paths = self._places.files()
         except OSError as error:
-            raise RecordError(f"results_dir: cannot read '{self.runs}': {cause(error)}") from error
-        records: list[Record] = []
+            raise self._cannot_read(error) from error
+        records: dict[str, Record] = {}
         broken: list[Broken] = []
-        for path in (self.runs / name for name in names if not name.startswith(".")):
+        for path in paths:
             try:
-                records.append(_read(path))
+                record = _read(path)
             except FileNotFoundError:
                 continue  # replaced by another process between the listing and the read
             except RecordError as error:
                 broken.append(Broken(path, str(error)))
-        return records, broken
+                continue
+            if record.key in records:
+                broken.append(Broken(path, f"another file holds the run {record.key[:12]}"))
+            else:
+                records[record.key] = record
+        return [records[key] for key in sorted(records)], broken
 
     def samples(self, key: str) -> list[dict[str, Any]]:
         """Return the samples stored with the record of `key`; an empty list when it was stored without.
@@ -157,23 +185,23 @@ class Store:
         lines = _dump_samples(record.key, samples)
         digest = hashlib.sha256(lines).hexdigest() if lines else None
         stored = record.model_copy(update={"samples_sha256": digest})
-        path, samples_path = self.record_path(record.key), self.samples_path(record.key)
+        path = self._place(record)
         content = dump_record(stored)
         pending: list[Path] = []
         try:
-            self.runs.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             pending.append(write_temporary(self.runs, record.key, content))
             if lines:
                 pending.append(write_temporary(self.runs, record.key, lines))
             # Without this a kill between the two renames would leave the old record beside the new samples.
-            path.unlink(missing_ok=True)
+            for old in {path, *self._paths(record.key)}:
+                old.unlink(missing_ok=True)
+                _samples_of(old).unlink(missing_ok=True)
             if lines:
-                pending[1].replace(samples_path)
-            else:
-                samples_path.unlink(missing_ok=True)
-            sync_folder(self.runs)
+                pending[1].replace(_samples_of(path))
+            sync_folder(path.parent)
             pending[0].replace(path)
-            sync_folder(self.runs)
+            sync_folder(path.parent)
         except OSError as error:
             raise self._cannot_write(error) from error
         finally:
@@ -227,6 +255,14 @@ class Store:
             raise self._cannot_write(error) from error
         self._clear_temporaries("", older_than=_ABANDONED_SECONDS)
 
+    def _place(self, record: Record) -> Path:
+        """Where `put` writes a record; by its whole key where another run has the readable name."""
+        path = self.runs / place(record)
+        return path if _key_in(path) in (None, record.key) else path.with_name(f"{record.key}{RECORD}")
+
+    def _cannot_read(self, error: OSError) -> RecordError:
+        return RecordError(f"results_dir: cannot read '{self.runs}': {cause(error)}")
+
     def _cannot_write(self, error: Exception) -> RecordError:
         return RecordError(f"results_dir: cannot write under '{self.runs}': {cause(error)}")
 
@@ -260,9 +296,22 @@ def _read(path: Path) -> Record:
     except OSError as error:
         raise RecordError(f"cannot be read: {cause(error)}") from error
     record = parse_record(content)
-    if path.name != f"{record.key}.json":
+    if not names(path, record.key):
         raise RecordError(f"its key is {record.key[:12]}..., which is not its file name")
     return record
+
+
+def _key_in(path: Path) -> str | None:
+    """Key that a file written by `Store.put` holds; None where none can be read."""
+    try:
+        match = _KEY.search(path.read_bytes()) if path.is_file() else None
+    except OSError:
+        return None
+    return match[1].decode() if match else None
+
+
+def _samples_of(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(RECORD) + SAMPLES)
 
 
 def _check_samples(rows: list[Any]) -> None:

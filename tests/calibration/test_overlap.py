@@ -75,7 +75,7 @@ def test_text_like_that_under_test_is_refused(
     assert main(run) == 1
     said = capsys.readouterr().err
     assert re.search(r"method\.calibration\.path=\S+: shares \d+% of its sequences of 13 words with the text", said)
-    assert not list((tmp_path / "results").glob("runs/*.json"))
+    assert not list((tmp_path / "results" / "runs").rglob("*.json"))
 
 
 def test_another_text_passes_and_its_share_is_recorded(run: list[str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import RecordError
-from kvq.results import run_key
+from kvq.results import Store, run_key
 from kvq.results.record import parse_record
 
 ODD: list[Any] = [
@@ -24,15 +24,16 @@ Samples = list[dict[str, Any]]
 def examples(results: Path, tasks: int = 3) -> list[tuple[dict[str, Any], bytes]]:
     """Some records of every task, with the bytes of their samples, each beside its full precision."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted((results / "runs").glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+    store = Store(results)
+    for one in store.scan()[0]:
+        record = json.loads(store.record_path(one.key).read_text(encoding="utf-8"))
         if record["baseline_key"] is not None or record["task"] in ("tni", "distribution", "synthetic", "memory"):
             found.setdefault(record["task"], []).append(record)
     chosen = [record for same in found.values() for record in same[:tasks]]
     keys = {record["key"] for record in chosen} | {record["baseline_key"] for record in chosen} - {None}
     out = []
     for key in sorted(keys):
-        file, samples = results / "runs" / f"{key}.json", results / "runs" / f"{key}.samples.jsonl"
+        file, samples = store.record_path(key), store.samples_path(key)
         if file.is_file():
             out.append(
                 (json.loads(file.read_text(encoding="utf-8")), samples.read_bytes() if samples.is_file() else b"")

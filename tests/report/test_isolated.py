@@ -86,7 +86,7 @@ def test_settings_without_a_label_are_named_by_every_report(tmp_path: Path, caps
     assert diff([str(tmp_path), str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    assert said.count(odd) >= 4
+    assert said.count(odd[:8]) >= 4
 
 
 def test_long_names_fit_into_the_names_of_files(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_broken_sample_names_its_record(tmp_path: Path, row: Any, says: str) -
     store.samples_path(record.key).write_bytes(content)
     changed = record.model_copy(update={"samples_sha256": hashlib.sha256(content).hexdigest()})
     store.record_path(record.key).write_bytes(dump_record(changed))
-    with pytest.raises(RecordError, match=rf"cannot read samples \S*{record.key}\.samples\.jsonl: {says}"):
+    with pytest.raises(RecordError, match=rf"cannot read samples \S*{record.key[:8]}\.samples\.jsonl: {says}"):
         store.samples(record.key)
 
 

@@ -86,7 +86,7 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
 
 def _newest(store: Store) -> float:
     """When the last record was written."""
-    return max(path.stat().st_mtime for path in store.runs.glob("*.json"))
+    return max(path.stat().st_mtime for path in store.runs.rglob("*.json"))
 
 
 def embed(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[Figure]:
