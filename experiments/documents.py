@@ -20,7 +20,7 @@ from kvq.papers.cells import Overrides, cells_of, jobs_of, missing_choices
 from kvq.papers.expected import experiment_of, layout_named, names, of_no_paper, resolved
 from kvq.papers.sweep import is_embedded
 from kvq.report.escapes import escape_markdown, markdown_table
-from kvq.report.figures.drawing import kinds
+from kvq.report.figures.drawing import drawn_figures, kinds
 from kvq.report.tables.cells import DASH
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiment_files import fill as fill_cells
@@ -120,7 +120,7 @@ class Rows:
         records = Store(results).scan()[0]
         self._answers, self._reference = by_signature(records), read_reference()
         self._present = frozenset((record.model, record.method) for record in records)
-        self._figures = sorted(path.stem for path in (results / "figures").glob("*.png"))
+        self._figures = drawn_figures(results / "figures")
         self._embedded = [model for model in choices()["model"] if is_embedded(model)]
         self._documents = documents_of(reference_path().with_name("documents.yaml").read_text(encoding="utf-8"))
 

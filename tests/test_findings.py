@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvq.report.figures.diagnostics import diagnostic_drawings
+from kvq.report.labels import labelled
 from kvq.results import Store
 from tests.results import made
 
@@ -72,9 +74,11 @@ def test_what_is_said_of_noise_is_claimed() -> None:
     assert len(said) > 4
     for claims, item in said:
         assert " ~ " in claims or "within_noise" in claims or "(`widths`)" in item, item
-    widths = list((ROOT / "results" / "figures").glob("widths-*.csv"))
+    store = Store(ROOT / "results")
+    scored = [record for record in labelled(store)[0] if record.task == "ppl"]
+    widths = [drawing for drawing in diagnostic_drawings(scored, store, []) if drawing.stem.startswith("widths")]
     assert widths
-    assert not any(line.endswith(",True") for path in widths for line in path.read_text().splitlines())
+    assert not any(drawing.table["valley"].any() for drawing in widths)
 
 
 def test_runs_that_are_within_noise_of_each_other(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from experiments.documents import PAGE, ROOT, Item, Rows, documents_of
@@ -13,6 +14,7 @@ from experiments.places import PLACE, filled
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.papers.expected import layout_named, names
+from kvq.report.figures.drawing import Drawing, Noted, drawn_figures
 from kvq.results import Store
 from tests.results import made
 
@@ -81,8 +83,12 @@ def test_counts_are_of_records(tmp_path: Path) -> None:
     run = {"model": "llama_2_7b", "dataset": "wikitext2", "metrics": {"perplexity": 5.3}}
     Store(tmp_path).put(made.record("nsnquant", "2", settings=canonical(config, "f" * 64, "d" * 64), **run))
     (tmp_path / "figures").mkdir()
-    for stem in ("memory-llama_3_1_8b-pydocs-1", "memory-tiny_hard-pydocs-2", "memory-tiny-pydocs-3"):
-        (tmp_path / "figures" / f"{stem}.png").touch()
+    stems = ("memory-llama_3_1_8b-pydocs-1", "memory-tiny_hard-pydocs-2", "memory-tiny-pydocs-3")
+    drawings = [Drawing(stem, pd.DataFrame({"x": [1]}), len, (stem,)) for stem in stems]
+    for drawing in (noted := Noted(drawings)):
+        (tmp_path / "figures" / f"{drawing.stem}.csv").touch()
+    noted.write(tmp_path / "figures")
+    assert drawn_figures(tmp_path / "figures") == sorted(stems)
     rows = Rows(tmp_path)
     table6 = Item("Table 6", ("nsnquant/table6",), ("memory",), "no [boxes]")
     assert rows.row(table6) == [

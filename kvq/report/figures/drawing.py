@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -220,6 +221,14 @@ def _known(folder: Path) -> dict[str, dict[str, Any]]:
     return {stem: mark for stem, mark in marks if isinstance(mark, dict) and isinstance(mark.get("files"), dict)}
 
 
+def drawn_figures(folder: Path) -> list[str]:
+    """Stems of the figures that the index of a folder lists as drawn; none without an index."""
+    try:
+        return sorted(re.findall(r"\[PNG\]\((.+?)\.png\)", (folder / INDEX).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return []
+
+
 def kinds() -> tuple[str, ...]:
     """What the names of figures begin with, in the order of the page."""
     return tuple(_KINDS)
@@ -248,8 +257,11 @@ class Noted:
         return write_files("figures", folder, {INDEX: self._page()})[0]
 
     def _page(self) -> str:
-        begin = "Drawn from the records by `make figures`; changes here are overwritten. Each has its numbers"
-        lines = ["# Figures", "", begin, "beside it. Tables are in [tables](../tables/index.md)."]
+        begin = (
+            "Drawn from the records by `make figures`, each with its numbers; changes here are overwritten. A checkout"
+        )
+        more = "has this list and the figures that pages show. Tables are in [tables](../tables/index.md)."
+        lines = ["# Figures", "", begin, more]
         for kind in [*_KINDS, ""]:
             stems = [stem for stem in sorted(self.titles) if _kind(stem) == kind]
             if not stems:
