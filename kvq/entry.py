@@ -27,6 +27,7 @@ COMMANDS = {
     "html": "kvq.report.html.__main__",
     "diff": "kvq.report.diff",
     "recommend": "kvq.recommend",
+    "allocate": "kvq.allocate",
     "wandb": "kvq.report.wandb.__main__",
 }
 """Commands by the word that follows `kvq`, `python -m kvq` or `python run.py`; anything else is a run's settings."""

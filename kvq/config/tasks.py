@@ -122,6 +122,38 @@ class PplConfig(TaskConfig):
 
 
 @dataclass
+class SensitivityConfig(TaskConfig):
+    """Each side of each layer quantized alone, on `windows` disjoint windows of `context` tokens.
+
+    Attributes:
+        scoring: as `task=ppl` has it.
+        bos: as `task=ppl` has it.
+        maps: random sets of sides and layers whose cost is compared with the sum of their parts.
+        seed: of these sets.
+    """
+
+    name: str = "sensitivity"
+    version: ClassVar[int] = 1
+    context: int = 512
+    windows: int = 8
+    bos: bool | None = None
+    scoring: Scoring = Scoring.parallel
+    batch_size: int = 4
+    maps: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("task.context", self.context, 2)
+        at_least("task.windows", self.windows, 1)
+        at_least("task.batch_size", self.batch_size, 1)
+        at_least("task.maps", self.maps, 0)
+        check_seed("task.seed", self.seed)
+        if self.scoring is Scoring.continuation:
+            raise ConfigError("task.scoring=continuation: task=sensitivity does generation or parallel")
+
+
+@dataclass
 class ItemsConfig(TaskConfig):
     """What every task with items has.
 
@@ -321,6 +353,7 @@ class MultimodalConfig(ItemsConfig):
 
 SCHEMAS: dict[str, type[TaskConfig]] = {
     "ppl": PplConfig,
+    "sensitivity": SensitivityConfig,
     "niah": NiahConfig,
     "longbench": LongbenchConfig,
     "lm_eval": LmEvalConfig,

@@ -168,7 +168,12 @@ def check(inputs: Inputs, method: Method) -> None:
         )
     if task.engine:
         engine.check(inputs, method)
-        return
+    else:
+        check_scoring(method, task)
+
+
+def check_scoring(method: Method, task: PplConfig) -> None:
+    """Raise `Unsupported` where the scoring has no order to quantize in, or needs one."""
     if task.scoring is not Scoring.generation:
         check_at_once(method, task.scoring)
         parallel_method(method)
@@ -206,23 +211,32 @@ def _in_transformers(
 ) -> PplResult:
     config, loaded = inputs.config, inputs.model
     task: PplConfig = config.task
-
-    def full_precision() -> tuple[ReferenceLogProbs, PplResult | None]:
-        full = without_codecs(method)
-        dtype = torch.float64 if config.model.dtype.value == "float64" else torch.float32
-        reference = ReferenceLogProbs(windows, loaded.text_config.vocab_size, dtype)
-        if not reference.kept:  # full precision is computed again beside each method instead
-            return reference, None
-        return reference, run_ppl(loaded, full, windows, task, reference, fill=True)
-
     journal = journal if writer is None else Journal()  # a window that was scored before has no logits
-    reference, full = inputs.shared("reference", (inputs.names, repr(task)), full_precision)
+    reference, full = reference_of(inputs, method, windows, task)
     if not method.is_full_precision:
         keep = config.cache.keep_decoded
         return run_ppl(loaded, method, windows, task, reference, keep_decoded=keep, journal=journal, writer=writer)
     if full is not None and writer is None:
         return full
     return run_ppl(loaded, method, windows, task, journal=journal, writer=writer)
+
+
+def reference_of(
+    inputs: Inputs, method: Method, windows: Sequence[Window], task: PplConfig
+) -> tuple[ReferenceLogProbs, PplResult | None]:
+    """Full precision's log-probabilities of the windows and its result, computed once by a process for a protocol.
+
+    The result is None where so much cannot be kept; full precision is then computed again beside each method.
+    """
+
+    def full_precision() -> tuple[ReferenceLogProbs, PplResult | None]:
+        dtype = torch.float64 if inputs.config.model.dtype.value == "float64" else torch.float32
+        reference = ReferenceLogProbs(windows, inputs.model.text_config.vocab_size, dtype)
+        if not reference.kept:
+            return reference, None
+        return reference, run_ppl(inputs.model, without_codecs(method), windows, task, reference, fill=True)
+
+    return inputs.shared("reference", (inputs.names, repr(task)), full_precision)
 
 
 def _writer(task: PplConfig, windows: Sequence[Window], loaded: LoadedModel) -> LogitsWriter | None:

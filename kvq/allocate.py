@@ -1,0 +1,284 @@
+"""`python -m kvq.allocate model=smollm2_135m method=nsnquant bits=2.5`: bits of each layer's keys and values.
+
+Costs are those of `task=sensitivity` on record, at every width that was measured; a side of a layer may also stay in
+full precision. An integer program finds the map of least cost that stores at most the bits asked for, as measured; a
+greedy one and the best single width stand beside it.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.allocate")
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from kvq.errors import ConfigError, KvqError, RecordError, printable
+from kvq.report.labels import label
+from kvq.results import Record, Store
+from kvq.results.atomic import write_file
+
+SIDES = ("key", "value")
+FULL = 16
+"""Width of a side that stays in full precision: fp16, at no cost."""
+_USAGE = """Bits of each layer's keys and values, from costs on record (task=sensitivity).
+
+  python run.py -m task=sensitivity model=smollm2_135m dataset=pydocs method=nsnquant bits=1,2
+  python -m kvq.allocate model=smollm2_135m dataset=pydocs method=nsnquant bits=2.5 out=mine/method/own.yaml
+  python run.py --config-dir mine model=smollm2_135m method=own
+
+  model=NAME      as in the records
+  method=NAME     as in the records; its widths are those that are on record, and full precision
+  bits=NUMBER     most bits per element on average, as measured (scales and norms included)
+  dataset=NAME    text of the costs; default: the only one on record
+  full=false      no side of a layer may stay in full precision (default: true)
+  out=FILE        writes the map as a preset, which a run takes with --config-dir
+  results=FOLDER  default: results
+"""
+Place = tuple[int, str]
+"""A layer and a side."""
+
+
+class Option(NamedTuple):
+    """What a place may have: nominal width, bytes stored, and KL to full precision in nats per token."""
+
+    width: int
+    bytes: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Options of each place, sorted by width; `numbers`: how many numbers they store together."""
+
+    options: Mapping[Place, tuple[Option, ...]]
+    numbers: float
+
+    def bits(self, chosen: Mapping[Place, Option]) -> float:
+        """Measured bits per element of a map."""
+        return 8 * sum(option.bytes for option in chosen.values()) / self.numbers
+
+    @staticmethod
+    def cost(chosen: Mapping[Place, Option]) -> float:
+        """Sum of the costs of a map."""
+        return sum(option.cost for option in chosen.values())
+
+
+def costs_of(records: Sequence[Record], store: Store, full: bool = True) -> Costs:
+    """Costs from records of `task=sensitivity` of one method, one protocol, at several widths.
+
+    How many numbers a place stores follows from its bytes and the bits per element of its side in all layers.
+
+    Raises:
+        RecordError: two records of a width, or places that differ between widths.
+    """
+    found: dict[Place, dict[int, Option]] = {}
+    numbers: dict[Place, float] = {}
+    for record in records:
+        if not record.bits.isdecimal():
+            raise RecordError(f"bits={record.bits}: costs are needed at one width for keys and values")
+        rows = store.samples_of(record)
+        together = next(row for row in rows if row["item"] == "all")
+        for row in rows:
+            if "side" not in row:
+                continue
+            place, width = (int(row["layer"]), str(row["side"])), int(record.bits)
+            if width in found.setdefault(place, {}):
+                raise RecordError(f"two records of {label(record)} at {width} bits: their protocols differ")
+            found[place][width] = Option(width, float(row["packed_bytes"]), float(row["kl_mean"]))
+            numbers[place] = 8 * float(row["packed_bytes"]) / float(together[f"{place[1]}_bits"])
+    if len({frozenset(options) for options in found.values()}) > 1:
+        raise RecordError("records of different widths do not have the same layers and sides")
+    if full:
+        for place, own in found.items():
+            own.setdefault(FULL, Option(FULL, FULL / 8 * numbers[place], 0.0))
+    options = {place: tuple(own[width] for width in sorted(own)) for place, own in sorted(found.items())}
+    return Costs(options, sum(numbers.values()))
+
+
+def exact(costs: Costs, bits: float) -> dict[Place, Option]:
+    """The map of least cost within `bits`, by an integer program.
+
+    Raises:
+        ConfigError: even the narrowest map stores more.
+    """
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    flat = [(place, option) for place, options in costs.options.items() for option in options]
+    budget = bits * costs.numbers / 8
+    if sum(min(option.bytes for option in options) for options in costs.options.values()) > budget:
+        raise ConfigError(f"bits={bits:g}: the narrowest map stores {costs.bits(_narrowest(costs)):.3f} bits")
+    once = np.array([[float(place == own) for own, _ in flat] for place in costs.options])
+    limits = [
+        LinearConstraint(once, 1, 1),
+        LinearConstraint(np.array([[option.bytes for _, option in flat]]) / budget, -np.inf, 1),
+    ]
+    cost = np.array([option.cost for _, option in flat])
+    scale = float(cost.max()) or 1.0
+    found = milp(cost / scale, constraints=limits, integrality=np.ones(len(flat)), bounds=Bounds(0, 1))
+    if found.x is None:
+        raise ConfigError(f"bits={bits:g}: the solver found no map ({found.message})")
+    return {place: option for (place, option), taken in zip(flat, found.x, strict=True) if taken > 0.5}
+
+
+def greedy(costs: Costs, bits: float) -> dict[Place, Option]:
+    """From the narrowest map on, always the step that saves most cost per byte, while it fits into `bits`."""
+    chosen, budget = _narrowest(costs), bits * costs.numbers / 8
+    while True:
+        room = budget - sum(option.bytes for option in chosen.values())
+        steps = [
+            ((chosen[place].cost - option.cost) / (option.bytes - chosen[place].bytes), place, option)
+            for place, options in costs.options.items()
+            for option in options
+            if chosen[place].bytes < option.bytes <= chosen[place].bytes + room and option.cost < chosen[place].cost
+        ]
+        if not steps:
+            return chosen
+        _, place, option = max(steps)
+        chosen[place] = option
+
+
+def uniform(costs: Costs, bits: float) -> dict[Place, Option] | None:
+    """One width for all keys and one for all values: the pair of least cost within `bits`; None: none fits."""
+    widths = sorted({option.width for options in costs.options.values() for option in options})
+    maps = []
+    for key in widths:
+        for value in widths:
+            asked = {"key": key, "value": value}
+            own = {
+                place: next(option for option in options if option.width == asked[place[1]])
+                for place, options in costs.options.items()
+            }
+            if costs.bits(own) <= bits * (1 + 1e-9):
+                maps.append((costs.cost(own), key, value, own))
+    return min(maps, key=lambda one: one[:3])[3] if maps else None
+
+
+def _narrowest(costs: Costs) -> dict[Place, Option]:
+    return {place: min(options, key=lambda option: option.bytes) for place, options in costs.options.items()}
+
+
+def preset_of(name: str, method: str, chosen: Mapping[Place, Option], note: str) -> str:
+    """The YAML of a preset that stores by a map."""
+    layers = 1 + max(layer for layer, _ in chosen)
+    quantized = [option.width for option in chosen.values() if option.width < FULL]
+    filler = min(quantized, default=FULL)
+    widths, whole = {}, {}
+    for side in SIDES:
+        own = [chosen.get((layer, side)) for layer in range(layers)]
+        widths[side] = [filler if option is None or option.width == FULL else option.width for option in own]
+        whole[side] = [layer for layer, option in enumerate(own) if option is not None and option.width == FULL]
+    fields = {
+        "defaults": [f"/method/{method}@_here_", "_self_"],
+        "name": name,
+        "note": note,
+        "bits_by_layer": widths,
+        "full_precision_layers": whole,
+    }
+    return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
+
+
+def records_of(store: Store, model: str, method: str, dataset: str | None) -> list[Record]:
+    """Records of `task=sensitivity` of a model and a method, on one text.
+
+    Raises:
+        RecordError: none, or of several texts.
+    """
+    found = [
+        record
+        for record in store.scan()[0]
+        if (record.task, record.model, record.method, record.status) == ("sensitivity", model, method, "done")
+        and dataset in (None, record.dataset)
+    ]
+    texts = sorted({record.dataset for record in found})
+    if not found:
+        raise RecordError(
+            f"no costs of method={method} on model={model} are on record; measure them: python run.py -m "
+            f"task=sensitivity model={model} method={method} bits=2,3,4"
+        )
+    if len(texts) > 1:
+        raise RecordError(f"costs of method={method} on {', '.join(texts)} are on record; choose by dataset=")
+    return sorted(found, key=lambda record: record.bits)
+
+
+def table_of(chosen: Mapping[Place, Option]) -> str:
+    """Widths of keys and of values, a digit or two per layer, in one line each."""
+    lines = []
+    for side in SIDES:
+        own = [f"{option.width:2d}" for (_, which), option in sorted(chosen.items()) if which == side]
+        lines.append(f"{side + 's':7}" + " ".join(own))
+    return "\n".join(lines)
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    given: dict[str, str] = {"results": "results", "full": "true"}
+    for word in words:
+        name, found, value = word.partition("=")
+        if not found or not value or name not in ("model", "method", "bits", "dataset", "full", "out", "results"):
+            raise ConfigError(f"{word}: model=, method=, bits=, dataset=, full=, out= or results=")
+        given[name] = value
+    for name in ("model", "method", "bits"):
+        if name not in given:
+            raise ConfigError(f"allocate: needs {name}=; --help says the rest")
+    if given["full"] not in ("true", "false"):
+        raise ConfigError(f"full={given['full']}: true or false")
+    return given
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= FULL:
+        raise ConfigError(f"bits={text}: a number above 0 and up to {FULL}")
+    return value
+
+
+def _answer(words: Sequence[str]) -> None:
+    given = _given(words)
+    bits, store = _number(given["bits"]), Store(given["results"])
+    records = records_of(store, given["model"], given["method"], given.get("dataset"))
+    costs = costs_of(records, store, given["full"] == "true")
+    best, walked, single = exact(costs, bits), greedy(costs, bits), uniform(costs, bits)
+    text, widths = records[0].dataset, ", ".join(record.bits for record in records)
+    print(f"{given['method']} on {given['model']}, costs on {text} at {widths} bits, at most {bits:g} bits as measured")
+    for name, own in (("integer program", best), ("greedy", walked), ("one width a side", single)):
+        said = "none fits" if own is None else f"{costs.cost(own):.4f} nats of KL in sum, {costs.bits(own):.3f} bits"
+        print(f"  {name:17} {said}")
+    print(table_of(best))
+    if "out" in given:
+        path = Path(given["out"])
+        note = f"Widths by task=sensitivity on {text}, at most {bits:g} measured bits (kvq.allocate)."
+        try:
+            write_file(path, preset_of(path.stem, given["method"], best, note).encode())
+        except OSError as error:
+            raise RecordError(f"out={path}: cannot be written: {error.strerror}") from error
+        print(
+            f"written: {path}; python run.py --config-dir {path.parent.parent} model={given['model']} method={path.stem}"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the map and return 0; 1: costs are not on record; 2: a question that cannot be answered."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print(_USAGE)
+        return 0 if words else 2
+    try:
+        _answer(words)
+    except RecordError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 1
+    except KvqError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2
+    return 0

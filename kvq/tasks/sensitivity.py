@@ -1,0 +1,166 @@
+"""`task=sensitivity`: what each layer's keys and values cost when they alone are quantized, and whether costs add up.
+
+Each side of each layer is quantized alone while all others stay in full precision; then all at once; then random sets
+of them, whose cost is compared with the sum of their parts. `python -m kvq.allocate` gives layers bits by these costs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from tqdm import tqdm
+
+from kvq.config.tasks import PplConfig, SensitivityConfig, Windows
+from kvq.errors import Unsupported
+from kvq.methods.method import Method
+from kvq.models.inputs import Inputs
+from kvq.models.layers import kv_layers_of
+from kvq.results.journal import Journal
+from kvq.results.metrics import units_of
+from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
+from kvq.tasks.ppl import check_scoring, ppl_windows, reference_of, run_ppl, without_codecs
+from kvq.tasks.result import PplResult
+from kvq.tasks.windows import ReferenceLogProbs, Window
+
+SIDES = ("key", "value")
+Place = tuple[str, int]
+"""A side and a layer."""
+
+
+def protocol(task: SensitivityConfig) -> PplConfig:
+    """The windows and the scoring, as `task=ppl` has them."""
+    return PplConfig(
+        windows=Windows.disjoint,
+        context=task.context,
+        scoring=task.scoring,
+        bos=task.bos,
+        max_windows=task.windows,
+        batch_size=task.batch_size,
+    )
+
+
+def check(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a method without a codec for each side of a layer."""
+    task: SensitivityConfig = inputs.config.task
+    inputs.check_context(task.context)
+    for part in ("backend", "plan", "eviction", "merged"):
+        if getattr(method, part) is not None:
+            raise Unsupported(f"task=sensitivity: method={method.name} has {part}, which no layer can have alone")
+    check_scoring(method, protocol(task))
+
+
+def layers_of(inputs: Inputs) -> int:
+    """Layers of the model that cache keys and values."""
+    return len(kv_layers_of(inputs.model.text_config, inputs.config.cache.latent))
+
+
+def places_of(method: Method, layers: int) -> list[Place]:
+    """What the method quantizes, layer by layer."""
+    return [(side, layer) for layer, side in product(range(layers), SIDES) if method.codec(side, layer, layers)]
+
+
+def only(method: Method, places: Collection[Place], layers: int) -> Method:
+    """The method in these places; all others stay in full precision."""
+    whole = {side: [layer for layer in range(layers) if (side, layer) not in places] for side in SIDES}
+    return replace(method, full_precision_layers=whole)
+
+
+def random_sets(places: list[Place], count: int, seed: int) -> list[list[Place]]:
+    """Sets of at least two places, their sizes evenly drawn, each a sample without replacement."""
+    draw = random.Random(f"sensitivity maps {seed}")
+    return [sorted(draw.sample(places, draw.randint(2, len(places)))) for _ in range(count if len(places) > 1 else 0)]
+
+
+@dataclass
+class Pass:
+    """One pass over the windows under a method in some places."""
+
+    inputs: Inputs
+    method: Method
+    windows: list[Window]
+    reference: ReferenceLogProbs
+    full: float
+
+    def row(self, item: str, places: Collection[Place]) -> dict[str, Any]:
+        """KL and loss over full precision, in nats per token, and what is stored of the places."""
+        loaded, keep = self.inputs.model, self.inputs.config.cache.keep_decoded
+        method = only(self.method, places, layers_of(self.inputs))
+        result = run_ppl(loaded, method, self.windows, protocol(self.inputs.config.task), self.reference, False, keep)
+        found = result.metrics()
+        kept = {name: found[name] for name in ("kl_mean", "key_bits", "value_bits", "bits_per_element", "packed_bytes")}
+        return {"item": item, "delta_nll": found["nll"] - self.full, **kept}
+
+
+def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """A sample for each side of each layer, one for all of them and one for each random set."""
+    task: SensitivityConfig = inputs.config.task
+    windows = ppl_windows(inputs.tokens.streams, protocol(task), inputs.bos)
+    reference, full = reference_of(inputs, method, windows, protocol(task))
+    full = full or run_ppl(inputs.model, without_codecs(method), windows, protocol(task))
+    if method.is_full_precision:
+        return _full_precision(full)
+    layers = layers_of(inputs)
+    places = places_of(method, layers)
+    sets = random_sets(places, task.maps, task.seed)
+    jobs: dict[str, list[Place]] = {f"layer {layer} {side}": [(side, layer)] for side, layer in places}
+    jobs |= {"all": places} | {f"map {index}": own for index, own in enumerate(sets)}
+    one = Pass(inputs, method, windows, reference, full.nll)
+    with tqdm(total=len(jobs), desc=f"{method.label}: one at a time", unit="pass", leave=False, disable=None) as bar:
+        for item, own in jobs.items():
+            if item not in journal.rows:
+                journal.add([one.row(item, own)])
+            bar.update()
+    rows = [_named(journal.rows[item], own) for item, own in jobs.items()]
+    metrics = _metrics({row["item"]: row for row in rows}, jobs)
+    return Measurement(metrics, units_of(metrics), rows)
+
+
+def _full_precision(full: PplResult) -> Measurement:
+    metrics = {name: value for name, value in full.metrics().items() if name in ("nll", "windows", "scored_tokens")}
+    return Measurement(metrics, units_of(metrics), full.samples())
+
+
+def _named(row: Mapping[str, Any], places: list[Place]) -> dict[str, Any]:
+    """The row with its places: a side and a layer, or lists of layers by side."""
+    if len(places) == 1:
+        return {**row, "side": places[0][0], "layer": places[0][1]}
+    return {**row, "layers": {side: [layer for own, layer in places if own == side] for side in SIDES}}
+
+
+def _metrics(rows: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, list[Place]]) -> dict[str, float]:
+    alone = {own[0]: rows[item]["kl_mean"] for item, own in jobs.items() if len(own) == 1}
+    together, total = rows["all"], sum(alone.values())
+    keys = sum(kl for (side, _), kl in alone.items() if side == "key")
+    names = ("kl_mean", "delta_nll", "key_bits", "value_bits", "bits_per_element")
+    metrics = {name: float(together[name]) for name in names}
+    metrics |= {"kl_sum": total, "kl_sum_keys": keys}
+    maps = [(sum(alone[place] for place in own), rows[item]["kl_mean"]) for item, own in jobs.items() if "map" in item]
+    if len(maps) > 2:
+        metrics["sum_correlation"] = _rank_correlation(maps)
+    return metrics
+
+
+def _rank_correlation(pairs: list[tuple[float, float]]) -> float:
+    from scipy.stats import spearmanr
+
+    found = float(spearmanr(*zip(*pairs, strict=True)).statistic)
+    return found if math.isfinite(found) else 0.0
+
+
+def fingerprint(inputs: Inputs) -> str:
+    """Fingerprint of the text."""
+    return inputs.tokens.fingerprint
+
+
+def texts(inputs: Inputs) -> list[str]:
+    """The text of each window."""
+    windows = ppl_windows(inputs.tokens.streams, protocol(inputs.config.task), inputs.bos)
+    return decoded(inputs, (window.tokens for window in windows))
+
+
+TASK = Task(check, measure, fingerprint, texts=texts)
