@@ -26,8 +26,8 @@ COMMANDS = {
     "figures": "kvq.papers.figures",
     "html": "kvq.report.html.__main__",
     "diff": "kvq.report.diff",
-    "recommend": "kvq.recommend",
-    "allocate": "kvq.allocate",
+    "recommend": "kvq.recommend.advisor",
+    "allocate": "kvq.recommend.allocate",
     "wandb": "kvq.report.wandb.__main__",
 }
 """Commands by the word that follows `kvq`, `python -m kvq` or `python run.py`; anything else is a run's settings."""

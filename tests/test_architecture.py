@@ -44,7 +44,6 @@ ALLOWED = {
     "runner": RUNS,
     "sweep": RUNS | {"report", "runner"},
     "recommend": RUNS | {"report"},
-    "allocate": {"report", "results"},
     "cli": {"config", "papers", "sweep", "__version__"},
     "__init__": {"cache", "calibration", "methods", "report"},
 }

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvq import recommend
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.errors import ConfigError, RecordError
+from kvq.recommend import advisor as recommend
 from kvq.results import Record, Store, run_key
 from kvq.results.versions import versions_of
 from tests.report import sweeps

@@ -1,7 +1,7 @@
 """`task=sensitivity`: what each layer's keys and values cost when they alone are quantized, and whether costs add up.
 
 Each side of each layer is quantized alone while all others stay in full precision; then all at once; then random sets
-of them, whose cost is compared with the sum of their parts. `python -m kvq.allocate` gives layers bits by these costs.
+of them, whose cost is compared with the sum of their parts. `kvq allocate` gives layers bits by these costs.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ TASKS = [
     "modality",
     "generate",
     "trajectory",
+    "sensitivity",
 ]
 # What would write elsewhere, or ask the hub for a name that was made up.
 SPARED = ("hydra", "results_dir", "logger", "model.path", "model.revision", "dataset.hub", "dataset.data_files")

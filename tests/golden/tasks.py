@@ -40,6 +40,7 @@ CASES: dict[str, list[str]] = {
     "multimodal": ["task=multimodal", "task.max_new_tokens=4", *_ITEMS],
     "generate": ["task=generate", "task.max_new_tokens=8", "task.prompt=a square is the number that is the square of"],
     "trajectory": ["task=trajectory", "task.prompts=2", "task.context=96", "task.new_tokens=6"],
+    "sensitivity": ["task=sensitivity", *_CAPTURED, "task.maps=3"],
     "tni": ["task=tni", *_CAPTURED],
     "modality": ["task=modality", "task.limit=2", "method=fp16"],
     "error": ["task=error", *_CAPTURED],

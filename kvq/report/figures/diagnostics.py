@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvq.errors import RecordError
 from kvq.report.departures import PROTOCOL
-from kvq.report.figures import cost, distribution, norms, over_models, perplexity, trajectories
+from kvq.report.figures import cost, distribution, norms, over_models, perplexity, sensitivity, trajectories
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing, drawn
 from kvq.report.figures.needles import heat_map, needle_grid
@@ -232,6 +232,16 @@ def _trajectories(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     )
 
 
+def _sensitivities(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
+    measured = _quantized(group)
+    where = _where(group)
+    yield from drawn(
+        "sensitivity", sensitivity.costs_table(measured, store), sensitivity.costs_figure, f"Quantized alone: {where}"
+    )
+    title = f"Do costs of layers add up? {where}"
+    yield from drawn("sums", sensitivity.sums_table(measured, store), sensitivity.sums_figure, title)
+
+
 MAKERS: dict[str, Maker] = {
     "error": _errors,
     "tni": _norms,
@@ -244,6 +254,7 @@ MAKERS: dict[str, Maker] = {
     "model_states": _model_states,
     "ppl": _widths,
     "trajectory": _trajectories,
+    "sensitivity": _sensitivities,
 }
 
 

@@ -41,6 +41,8 @@ _KINDS = {
     "positions": "Loss over full precision by position",
     "niah": "Needles found, by depth and length",
     "trajectory": "Greedy texts beside full precision's, by tokens written",
+    "sensitivity": "Costs of each layer's keys and values alone",
+    "sums": "Costs of sets of layers beside the sums of their parts",
     "memory": "Bytes of the cache",
     "throughput": "Throughput and peak memory by batch",
     "error-places": "Errors by layer and position",

@@ -1,4 +1,4 @@
-"""`python -m kvq.allocate model=smollm2_135m method=nsnquant bits=2.5`: bits of each layer's keys and values.
+"""`kvq allocate model=smollm2_135m method=nsnquant bits=2.5`: bits of each layer's keys and values.
 
 Costs are those of `task=sensitivity` on record, at every width that was measured; a side of a layer may also stay in
 full precision. An integer program finds the map of least cost that stores at most the bits asked for, as measured; a
@@ -6,11 +6,6 @@ greedy one and the best single width stand beside it.
 """
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    from kvq.entry import enter
-
-    enter("kvq.allocate")
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,7 +26,7 @@ FULL = 16
 _USAGE = """Bits of each layer's keys and values, from costs on record (task=sensitivity).
 
   python run.py -m task=sensitivity model=smollm2_135m dataset=pydocs method=nsnquant bits=1,2
-  python -m kvq.allocate model=smollm2_135m dataset=pydocs method=nsnquant bits=2.5 out=mine/method/own.yaml
+  kvq allocate model=smollm2_135m dataset=pydocs method=nsnquant bits=2.5 out=mine/method/own.yaml
   python run.py --config-dir mine model=smollm2_135m method=own
 
   model=NAME      as in the records
@@ -257,14 +252,13 @@ def _answer(words: Sequence[str]) -> None:
     print(table_of(best))
     if "out" in given:
         path = Path(given["out"])
-        note = f"Widths by task=sensitivity on {text}, at most {bits:g} measured bits (kvq.allocate)."
+        note = f"Widths by task=sensitivity on {text}, at most {bits:g} measured bits (kvq allocate)."
         try:
             write_file(path, preset_of(path.stem, given["method"], best, note).encode())
         except OSError as error:
             raise RecordError(f"out={path}: cannot be written: {error.strerror}") from error
-        print(
-            f"written: {path}; python run.py --config-dir {path.parent.parent} model={given['model']} method={path.stem}"
-        )
+        run = f"python run.py --config-dir {path.parent.parent} model={given['model']} method={path.stem}"
+        print(f"written: {path}; {run}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
