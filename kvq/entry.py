@@ -28,6 +28,7 @@ COMMANDS = {
     "diff": "kvq.report.diff",
     "recommend": "kvq.recommend.advisor",
     "allocate": "kvq.recommend.allocate",
+    "lm_eval": "kvq.tasks.lm_eval_command",
     "wandb": "kvq.report.wandb.__main__",
 }
 """Commands by the word that follows `kvq`, `python -m kvq` or `python run.py`; anything else is a run's settings."""

@@ -6,6 +6,11 @@ and the tail of its KL, and what that rests on. A format within noise of a cheap
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.recommend.advisor")
+
 import re
 import sys
 from collections.abc import Mapping, Sequence

@@ -7,6 +7,11 @@ greedy one and the best single width stand beside it.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.recommend.allocate")
+
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
