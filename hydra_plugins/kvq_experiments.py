@@ -83,3 +83,57 @@ class ExperimentSweeper(GroupedSweeper):
     def check(self, batch):
         """Compose the first job: the command line adds the same to each, and tests compose the jobs of the tables."""
         super().check(batch[:1])
+
+
+class SearchSweeper(GroupedSweeper):
+    """Trials over the swept values, chosen by Optuna (`kvq.sweep.search`)."""
+
+    def __init__(self, max_batch_size=None, params=None, **settings):
+        super().__init__(max_batch_size, params)
+        self.settings = settings
+
+    def sweep(self, arguments):
+        """Ask for trials, launch them and learn from their records."""
+        from kvq.sweep.search import Search, Settings, Space, summary
+
+        given = [*(f"{name}={value}" for name, value in self.params.items()), *arguments]
+        space = Space.of(OverridesParser.create(config_loader=self.loader).parse_overrides(given))
+        settings = {
+            name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in self.settings.items()
+        }
+        search = Search(space, Settings(**settings), self.launch)
+        if self.config.plan:
+            print(f"plan: {search.settings.trials} trials of {search.space.size or 'infinitely many'} combinations")
+            return []
+        folder = Path(self.config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
+        self.started, self.returns = 0, []
+        verdicts = search.run()
+        for line in summary(search, verdicts):
+            print(line)
+        return self.returns
+
+    def launch(self, jobs):
+        """Run some jobs; what a job raised is raised."""
+        self.check(jobs)
+        self.returns.append(self.launcher.launch([list(job) for job in jobs], initial_job_idx=self.started))
+        for job in self.returns[-1]:
+            _ = job.return_value
+        self.started += len(jobs)
+
+
+_SEARCH = {
+    "_target_": "hydra_plugins.kvq_experiments.SearchSweeper",
+    "max_batch_size": None,
+    "params": None,
+    "trials": 40,
+    "sampler": "nsga2",
+    "objectives": ["kl_mean", "effective_bits"],
+    "seed": 0,
+    "together": 1,
+    "winners": 5,
+    "verdict": [],
+    "reference": {},
+}
+ConfigStore.instance().store(group="hydra/sweeper", name="kvq_search", node=_SEARCH, provider="kvq")

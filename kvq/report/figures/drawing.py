@@ -43,6 +43,7 @@ _KINDS = {
     "trajectory": "Greedy texts beside full precision's, by tokens written",
     "sensitivity": "Costs of each layer's keys and values alone",
     "sums": "Costs of sets of layers beside the sums of their parts",
+    "search": "Searches: trials, frontier and hypervolume",
     "memory": "Bytes of the cache",
     "throughput": "Throughput and peak memory by batch",
     "error-places": "Errors by layer and position",

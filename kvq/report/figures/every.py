@@ -22,6 +22,7 @@ from kvq.report.figures import perplexity
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name, run_of
 from kvq.report.figures.drawing import Drawing, Noted, drawn, write_drawings
 from kvq.report.figures.needles import heat_map, needle_grid
+from kvq.report.figures.search import search_figure, search_table, searches
 from kvq.report.isolated import made_of, noted
 from kvq.report.judged import read_records
 from kvq.report.tables.build import build_tables
@@ -91,6 +92,16 @@ def _losses(table: Table) -> Iterator[Drawing]:
         yield Drawing(file_name(f"variants-{name}-{table.slug}"), numbers, losses.variants_figure, (title,))
 
 
+def search_drawings(store: Store) -> Iterator[Drawing]:
+    """A figure for searches that differ in sampler and seed alone, of two objectives or more."""
+    for name, found in searches(store).items():
+        objectives = found[0]["settings"]["objectives"]
+        numbers = search_table(found)
+        if len(objectives) > 1 and not numbers.dropna(subset=objectives).empty:
+            title = f"Searches: {' '.join(found[0]['fixed'])}"
+            yield Drawing(f"search-{name}", numbers, search_figure, (",".join(objectives), title))
+
+
 More = Callable[[list[Record]], Iterable[Drawing]]
 """Makes further drawings of records."""
 
@@ -102,6 +113,7 @@ def _drawings(
     yield from embedding_drawings(scanned[0], store, skipped)
     yield from table_drawings(build_tables(store, scanned=scanned), store, skipped)
     yield from diagnostic_drawings(scanned[0], store, skipped)
+    yield from search_drawings(store)
     if more is not None:
         what = "published numbers beside it"
         yield from made_of(scanned[0], lambda records: list(more(records)), run_of, what, noted(skipped)) or ()

@@ -1,0 +1,285 @@
+"""`hydra/sweeper=kvq_search`: trials over any axes of the configuration, chosen by Optuna, each an ordinary record.
+
+A search keeps no state but its file: asked again it draws the same trials, and those on record are read, not measured.
+Winners are chosen on the text of the search and measured on that of the verdict (`hydra.sweeper.verdict`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override
+
+from kvq.config import compose, resolve
+from kvq.config.explain import COMPOSE_ERRORS, explain
+from kvq.errors import ConfigError, KvqError, at_least, did_you_mean, within
+from kvq.results import Record, Store
+from kvq.results.atomic import write_file
+from kvq.results.frontier import dominated, hypervolume
+from kvq.results.metrics import is_lower_better
+from kvq.sweep import lookup
+
+Launch = Callable[[Sequence[Sequence[str]]], None]
+SAMPLERS = ("nsga2", "tpe", "random")
+WORST = {"effective_bits": 16.0, "bits_per_element": 16.0, "kl_mean": 1.0, "delta_nll": 1.0}
+"""What a hypervolume is measured against where `reference` says nothing."""
+
+
+@dataclass
+class Settings:
+    """How a search goes.
+
+    Attributes:
+        trials: how many.
+        sampler: `nsga2` and `tpe` learn from earlier trials; `random` does not.
+        objectives: metrics of the records, of which less is better.
+        seed: of the sampler; not that of any run.
+        together: trials that are asked for at once, such as a launcher's processes; results follow from it.
+        winners: most trials of the frontier that are measured on the verdict's text.
+        verdict: overrides under which winners are measured; none: there is no verdict.
+        reference: by objective, the worst value that counts in the hypervolume.
+    """
+
+    trials: int = 40
+    sampler: str = "nsga2"
+    objectives: list[str] = field(default_factory=lambda: ["kl_mean", "effective_bits"])
+    seed: int = 0
+    together: int = 1
+    winners: int = 5
+    verdict: list[str] = field(default_factory=list)
+    reference: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "together", "winners"):
+            at_least(f"hydra.sweeper.{name}", getattr(self, name), 1)
+        within("hydra.sweeper.seed", self.seed, 0, 2**32 - 1)
+        if self.sampler not in SAMPLERS:
+            hint = did_you_mean(self.sampler, SAMPLERS)
+            raise ConfigError(f"hydra.sweeper.sampler={self.sampler}: one of {', '.join(SAMPLERS)}.{hint}")
+        if not self.objectives or len(set(self.objectives)) < len(self.objectives):
+            raise ConfigError(f"hydra.sweeper.objectives={self.objectives}: one metric or more, each once")
+        for name in self.objectives:
+            if not is_lower_better(name) and name not in WORST:
+                raise ConfigError(f"hydra.sweeper.objectives: {name} is no metric of which less is better")
+            if name not in WORST and name not in self.reference:
+                raise ConfigError(f"hydra.sweeper.reference: needs the worst {name} that counts")
+
+    @property
+    def worst(self) -> list[float]:
+        """The reference point, in the order of the objectives."""
+        return [float(self.reference.get(name, WORST.get(name, 0.0))) for name in self.objectives]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting with its values, as words of a command line, or an interval of numbers."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    interval: tuple[float, float] | None = None
+
+    def suggested(self, trial: Any) -> str:
+        """`name=value` of a trial of Optuna."""
+        if self.interval is not None:
+            return f"{self.name}={trial.suggest_float(self.name, *self.interval):.6g}"
+        return f"{self.name}={trial.suggest_categorical(self.name, self.values)}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """The axes of a search, and the overrides that all its trials share."""
+
+    axes: tuple[Axis, ...]
+    fixed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, overrides: Sequence[Override]) -> Space:
+        """Swept values are axes. Raises: ConfigError: none is swept."""
+        axes, fixed = [], []
+        for one in overrides:
+            name = one.get_key_element()
+            own = one.value()
+            if isinstance(own, IntervalSweep):
+                axes.append(Axis(name, interval=(float(own.start or 0), float(own.end or 0))))
+            elif one.is_sweep_override():
+                axes.append(Axis(name, tuple(one.sweep_string_iterator())))
+            else:
+                fixed.append(f"{name}={one.get_value_element_as_str()}" if own is not None else name)
+        if not axes:
+            raise ConfigError("hydra/sweeper=kvq_search: no setting has several values; such as bits=2,3,4")
+        return cls(tuple(axes), tuple(fixed))
+
+    @property
+    def size(self) -> int | None:
+        """How many combinations there are; None: not finitely many."""
+        found = 1
+        for axis in self.axes:
+            if axis.interval is not None:
+                return None
+            found *= len(axis.values)
+        return found
+
+
+@dataclass
+class Trial:
+    """A trial: its words, key and values; no values where the run was refused or failed."""
+
+    words: list[str]
+    key: str | None = None
+    values: list[float] | None = None
+    reason: str = ""
+
+
+class Search:
+    """One search over a space; `launch` runs jobs, each a list of overrides."""
+
+    def __init__(self, space: Space, settings: Settings, launch: Launch) -> None:
+        try:
+            import optuna
+        except ModuleNotFoundError as error:
+            raise ConfigError("hydra/sweeper=kvq_search: needs optuna; pip install -e '.[search]'") from error
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.space, self.settings, self._launch = space, settings, launch
+        samplers: Mapping[str, Any] = {
+            "nsga2": lambda: optuna.samplers.NSGAIISampler(population_size=_population(settings), seed=settings.seed),
+            "tpe": lambda: optuna.samplers.TPESampler(seed=settings.seed, multivariate=True),
+            "random": lambda: optuna.samplers.RandomSampler(seed=settings.seed),
+        }
+        self._failed = optuna.trial.TrialState.FAIL
+        self.study = optuna.create_study(
+            directions=["minimize"] * len(settings.objectives), sampler=samplers[settings.sampler]()
+        )
+        self.trials: list[Trial] = []
+        self.results = Path(_config(space.fixed).results_dir)
+
+    @property
+    def name(self) -> str:
+        """Names the search's file: a digest of its space and settings."""
+        return hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def path(self) -> Path:
+        """The search's own file."""
+        return self.results / "searches" / f"{self.settings.sampler}-{self.name}.json"
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        fixed = [word for word in self.space.fixed if not word.startswith(_PLACE)]
+        return {"axes": [asdict(axis) for axis in self.space.axes], "fixed": fixed, "settings": asdict(self.settings)}
+
+    def run(self) -> list[Trial]:
+        """Every trial, then the verdict; the file is written after each batch."""
+        while len(self.trials) < self.settings.trials:
+            count = min(self.settings.together, self.settings.trials - len(self.trials))
+            asked = [self.study.ask() for _ in range(count)]
+            batch = [Trial([axis.suggested(one) for axis in self.space.axes]) for one in asked]
+            self._measure(batch, self.space.fixed)
+            for one, trial in zip(asked, batch, strict=True):
+                if trial.values is None:
+                    self.study.tell(one, state=self._failed)
+                else:
+                    self.study.tell(one, trial.values)
+            self.trials += batch
+            self.write([])
+        chosen = self.winners()
+        verdicts = [Trial(list(trial.words)) for trial in chosen] if self.settings.verdict else []
+        if verdicts:
+            self._measure(verdicts, [*self.space.fixed, *self.settings.verdict])
+        self.write(verdicts)
+        return verdicts
+
+    def winners(self) -> list[Trial]:
+        """Trials that no other beats in every objective, the first of equals, by the first objective."""
+        known = {trial.key: trial for trial in reversed(self.trials) if trial.values is not None}
+        points = [trial.values or [] for trial in known.values()]
+        free = [trial for trial, beaten in zip(known.values(), dominated(points), strict=True) if not beaten]
+        return sorted(free, key=lambda trial: trial.values or [])[: self.settings.winners]
+
+    def volumes(self) -> list[float]:
+        """Hypervolume of the first trials, after each."""
+        points: list[list[float]] = []
+        found = []
+        for trial in self.trials:
+            points += [] if trial.values is None else [trial.values]
+            found.append(hypervolume(points, self.settings.worst))
+        return found
+
+    def write(self, verdicts: Sequence[Trial]) -> None:
+        """Write the file: space, settings, trials, hypervolumes, winners and their verdict."""
+        content = {
+            **self._identity,
+            "trials": [asdict(trial) for trial in self.trials],
+            "hypervolume": self.volumes(),
+            "winners": [trial.key for trial in self.winners()],
+            "verdicts": [asdict(trial) for trial in verdicts],
+        }
+        write_file(self.path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+
+    def _measure(self, batch: Sequence[Trial], fixed: Sequence[str]) -> None:
+        jobs = [[*fixed, *trial.words] for trial in batch]
+        self._launch(jobs)
+        for job, trial in zip(jobs, batch, strict=True):
+            self._read(job, trial)
+
+    def _read(self, job: Sequence[str], trial: Trial) -> None:
+        try:
+            state, why, record = lookup.on_disk(_config(job))
+        except KvqError as error:
+            trial.reason = str(error)
+            return
+        trial.key = None if record is None else record.key
+        if state != "done" or record is None:
+            trial.reason = why or state
+            return
+        lacking = [name for name in self.settings.objectives if name not in record.metrics]
+        if lacking:
+            raise ConfigError(f"hydra.sweeper.objectives: the record of {' '.join(trial.words)} has no {lacking[0]}")
+        trial.values = [float(record.metrics[name]) for name in self.settings.objectives]
+
+
+_PLACE = ("results_dir=", "threads=", "device=", "logger", "force=")
+"""Overrides that change where or how fast a search runs, not what it finds."""
+
+
+def _population(settings: Settings) -> int:
+    """A quarter of the trials, so that there are generations to learn from; at least 4."""
+    return max(4, settings.trials // 4)
+
+
+def _config(words: Sequence[str]) -> Any:
+    try:
+        return resolve(compose(list(words)))
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(explain(error, list(words))) from error
+
+
+def summary(search: Search, verdicts: Sequence[Trial]) -> Iterator[str]:
+    """Lines for the terminal: winners with their values, and what the verdict's text says of them."""
+    objectives = search.settings.objectives
+    done = [trial for trial in search.trials if trial.values is not None]
+    size = "" if search.space.size is None else f" of {search.space.size} combinations"
+    yield f"search: {len(done)} trials{size}, hypervolume {search.volumes()[-1]:.4f}; {search.path}"
+    by_words = {tuple(trial.words): trial for trial in verdicts}
+    for trial in search.winners():
+        found = ", ".join(f"{name} {value:.4f}" for name, value in zip(objectives, trial.values or [], strict=True))
+        verdict = by_words.get(tuple(trial.words))
+        if verdict is None:
+            said = ""
+        elif verdict.values is None:
+            said = f"; verdict: {verdict.reason}"
+        else:
+            said = "; verdict: " + ", ".join(
+                f"{name} {value:.4f}" for name, value in zip(objectives, verdict.values, strict=True)
+            )
+        yield f"  {' '.join(trial.words)}: {found}{said}"
+
+
+def records_of(search: Mapping[str, Any], store: Store) -> list[Record]:
+    """Records of the trials of a search's file that are still on record."""
+    found = (store.get(trial["key"]) for trial in search["trials"] if trial["key"])
+    return [record for record in found if record is not None]
