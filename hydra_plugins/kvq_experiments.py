@@ -134,6 +134,6 @@ _SEARCH = {
     "together": 1,
     "winners": 5,
     "verdict": [],
-    "reference": {},
+    "reference": None,
 }
 ConfigStore.instance().store(group="hydra/sweeper", name="kvq_search", node=_SEARCH, provider="kvq")

@@ -63,6 +63,7 @@ def test_swept_values_are_axes() -> None:
         ({"objectives": ["accuracy"]}, "accuracy is no metric of which less is better"),
         ({"objectives": ["perplexity"]}, "needs the worst perplexity"),
         ({"objectives": []}, "one metric or more"),
+        ({"reference": [1.0]}, "a number for each of"),
     ],
 )
 def test_bad_settings_are_one_line(settings: dict[str, object], said: str) -> None:

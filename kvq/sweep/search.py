@@ -42,7 +42,7 @@ class Settings:
         together: trials that are asked for at once, such as a launcher's processes; results follow from it.
         winners: most trials of the frontier that are measured on the verdict's text.
         verdict: overrides under which winners are measured; none: there is no verdict.
-        reference: by objective, the worst value that counts in the hypervolume.
+        reference: the worst values that count in the hypervolume, one for each objective; None: those of `WORST`.
     """
 
     trials: int = 40
@@ -52,7 +52,7 @@ class Settings:
     together: int = 1
     winners: int = 5
     verdict: list[str] = field(default_factory=list)
-    reference: dict[str, float] = field(default_factory=dict)
+    reference: list[float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("trials", "together", "winners"):
@@ -66,13 +66,15 @@ class Settings:
         for name in self.objectives:
             if not is_lower_better(name) and name not in WORST:
                 raise ConfigError(f"hydra.sweeper.objectives: {name} is no metric of which less is better")
-            if name not in WORST and name not in self.reference:
+            if name not in WORST and self.reference is None:
                 raise ConfigError(f"hydra.sweeper.reference: needs the worst {name} that counts")
+        if self.reference is not None and len(self.reference) != len(self.objectives):
+            raise ConfigError(f"hydra.sweeper.reference={self.reference}: a number for each of {self.objectives}")
 
     @property
     def worst(self) -> list[float]:
         """The reference point, in the order of the objectives."""
-        return [float(self.reference.get(name, WORST.get(name, 0.0))) for name in self.objectives]
+        return [float(number) for number in self.reference or (WORST[name] for name in self.objectives)]
 
 
 @dataclass(frozen=True)
