@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup real demo demo-real sweep tables figures report screenshot docs wandb-sync test test-fast test-long test-all test-engines lint tiny-model tiny-sinks codebooks trellises bench clean
+.PHONY: help setup real demo demo-real sweep tables figures report leaderboard screenshot docs wandb-sync test test-fast test-long test-all test-engines lint tiny-model tiny-sinks codebooks trellises bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ figures: setup ## draw every figure that the results allow; needs no model
 
 report: figures ## write results/report.html: tables, an interactive plot, figures, provenance on one page; needs no model
 	$(BIN)/python -m kvq.report.html
+
+leaderboard: setup ## write results/leaderboard.html: methods by model and budget of measured bits; needs no model
+	$(BIN)/python -m kvq.recommend.leaderboard
 
 screenshot: setup ## take docs/report.png of the report of the committed records; needs chromium and chromedriver
 	$(BIN)/python experiments/screenshot.py

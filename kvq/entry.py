@@ -28,6 +28,8 @@ COMMANDS = {
     "diff": "kvq.report.diff",
     "recommend": "kvq.recommend.advisor",
     "allocate": "kvq.recommend.allocate",
+    "leaderboard": "kvq.recommend.leaderboard",
+    "submit": "kvq.recommend.submit",
     "lm_eval": "kvq.tasks.lm_eval_command",
     "wandb": "kvq.report.wandb.__main__",
 }

@@ -11,13 +11,14 @@ if __name__ == "__main__":
 
     enter("kvq.recommend.advisor")
 
+import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvq.config import compose, resolve
+from kvq.config import Config, compose, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.errors import ConfigError, KvqError, RecordError, printable
 from kvq.methods.build import method_of
@@ -146,12 +147,12 @@ class Advisor:
         longest = self.shape.context
         if longest is not None and question.context > longest:
             raise ConfigError(f"context={question.context}: model={self.model.name} takes at most {longest} tokens")
-        self._bytes: dict[tuple[str, str], float | None] = {}
+        self._bytes: dict[tuple[str, str, int], float | None] = {}
 
     @property
     def full_bytes(self) -> float:
         """Bytes of the cache in fp16."""
-        return self._counted("fp16", "") or 0.0
+        return (self.counted("fp16", "", self.question.context) or 0.0) * self.question.batch
 
     def choices(self) -> list[Choice]:
         """At most `MOST` formats, the cheapest first, or the best first where only memory is bounded.
@@ -186,7 +187,7 @@ class Advisor:
             ranks = (model == self.model.name, family(model) == family(self.model.name), model == "smollm2_135m")
             return ranks.index(True) if any(ranks) else len(ranks), -len(rows)
 
-        tables = [table.rows for table in build_tables(self.store).tables if _is_of_decoding(table)]
+        tables = [table.rows for table in build_tables(self.store).tables if is_of_decoding(table)]
         found = [own for rows in tables if (own := [row for row in rows if self._is_candidate(row)])]
         if not found:
             raise RecordError(f"no run of {self._asked} is on record; measure some: {self._command}")
@@ -202,22 +203,22 @@ class Advisor:
         return f"python run.py -m {' '.join(self.question.model)} method={','.join(names[:4])} task.context=1024"
 
     def _bytes_of(self, record: Record) -> float | None:
-        return self._counted(record.method, record.bits)
+        size = self.counted(record.method, record.bits, self.question.context)
+        return None if size is None else size * self.question.batch
 
-    def _counted(self, name: str, bits: str) -> float | None:
-        """Bytes of a method's cache behind a prompt; None: they do not follow from the shape of the model."""
-        if (name, bits) not in self._bytes:
-            words = [*self.question.model, f"method={name}", *([f"bits={bits}"] if bits else [])]
+    def counted(self, name: str, bits: str, context: int) -> float | None:
+        """Bytes of a method's cache of one sequence; None: they do not follow from the shape of the model."""
+        asked = (name, bits, context)
+        if asked not in self._bytes:
             try:
-                config = resolve(compose(words))
-                method = method_of(config, *self.shape.head_dims)
+                method = method_of(_config_of(name, bits), *self.shape.head_dims)
                 check_codecs_alone(method, "memory")
                 check_layers_alike(method, "memory")
-                rows = rows_of(self.shape, method, self.question.context, measured=False)
-                self._bytes[name, bits] = float(sum(row["total"] for row in rows) * self.question.batch)
+                rows = rows_of(self.shape, method, context, measured=False)
+                self._bytes[asked] = float(sum(row["total"] for row in rows))
             except COMPOSE_ERRORS:
-                self._bytes[name, bits] = None
-        return self._bytes[name, bits]
+                self._bytes[asked] = None
+        return self._bytes[asked]
 
     def _line(self, record: Record) -> str:
         bits = [f"bits={record.bits}"] if record.bits else []
@@ -234,7 +235,14 @@ class Advisor:
         return f"measured on {record.model} only: a small model; measure yours, {how}"
 
 
-def _is_of_decoding(table: Table) -> bool:
+@functools.lru_cache(maxsize=512)
+def _config_of(name: str, bits: str) -> Config:
+    """A run of a method on any model: which one changes nothing in the method's settings."""
+    return resolve(compose([f"method={name}", *([f"bits={bits}"] if bits else [])]))
+
+
+def is_of_decoding(table: Table) -> bool:
+    """Whether the runs of a table are of perplexity scored as in generation."""
     settings: Mapping[str, object] = table.rows[0].record.config.get("task", {})
     return table.rows[0].record.task == "ppl" and settings.get("scoring") == "generation"
 

@@ -1,0 +1,222 @@
+"""`kvq leaderboard`: one page of methods by model and budget of measured bits, from records alone.
+
+Of each model the decoding protocol with most methods counts. A method's budget is the least that holds its measured
+bits. Needles and speed are those of the same preset and bits on the same model, where they are on record.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.recommend.leaderboard")
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from kvq.config.explain import choices
+from kvq.errors import ConfigError, KvqError, RecordError, printable
+from kvq.recommend.advisor import Advisor, Question, is_of_decoding
+from kvq.recommend.submit import About, folder_of, submissions
+from kvq.report.labels import model_name
+from kvq.report.tables.build import build_tables
+from kvq.report.tables.layout import Row, Table
+from kvq.results import Record, Store
+from kvq.results.atomic import write_file
+from kvq.results.places import place
+
+BUDGETS = (1.25, 2.25, 3.25, 4.25, 8.0)
+"""Measured bits per element."""
+CONTEXT = 32768
+"""Tokens whose bytes are shown."""
+_USAGE = """A page of methods by model and budget of measured bits, from records and what others submitted.
+
+  kvq leaderboard [results=FOLDER] [out=FILE]     (default: results, results/leaderboard.html)
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the leaderboard; what is not on record is None.
+
+    `noise`: within noise of full precision. `frontier`: no method of its table is better at equal or fewer bits beyond
+    noise. `engine`: an engine's format, by preset or measured in the engine itself. `by`: who submitted it.
+    """
+
+    model: str
+    budget: float
+    method: str
+    bits: float
+    loss: float
+    error: float | None
+    tail: float | None
+    needles: float | None
+    bytes: float | None
+    speed: float | None
+    noise: bool
+    frontier: bool
+    engine: str
+    text: str
+    windows: int
+    record: str
+    by: str = ""
+
+
+def budget_of(bits: float) -> float | None:
+    """The least budget that holds so many measured bits; None: more than the largest."""
+    return next((budget for budget in BUDGETS if bits <= budget), None)
+
+
+def entries(store: Store, by: About | None = None) -> list[Entry]:
+    """The lines of a store, by model, budget and loss."""
+    tables: dict[str, Table] = {}
+    for table in filter(is_of_decoding, build_tables(store).tables):
+        model = table.rows[0].record.model
+        if model not in tables or len(_listed(table)) > len(_listed(tables[model])):
+            tables[model] = table
+    beside = _Beside(store.scan()[0])
+    found = [
+        _entry(row, budget, beside, store, by)
+        for table in tables.values()
+        for row in _listed(table)
+        if (budget := budget_of(row.record.metrics["bits_per_element"])) is not None
+    ]
+    return sorted(found, key=lambda entry: (entry.model, entry.budget, entry.loss))
+
+
+def _listed(table: Table) -> list[Row]:
+    """Methods that a reader may choose; canaries, variants and runs of another version are none."""
+    return [
+        row
+        for row in table.rows
+        if not (row.baseline or row.stale or row.variant or row.unquantized)
+        and row.record.status == "done"
+        and {"delta_nll", "bits_per_element"} <= row.record.metrics.keys()
+        and row.record.method not in ("identity", "zero")
+    ]
+
+
+class _Beside:
+    """Needles, speed and bytes of the same preset and bits on the same model."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._needles: dict[tuple[str, str, str], Record] = {}
+        self._speed: dict[tuple[str, str, str], Record] = {}
+        self._advisors: dict[str, Advisor | None] = {}
+        for record in records:
+            name = (record.model, record.method, record.bits)
+            if record.status == "done" and record.task == "niah" and "accuracy" in record.metrics:
+                known = self._needles.get(name)
+                if known is None or record.metrics.get("items", 0) > known.metrics.get("items", 0):
+                    self._needles[name] = record
+            if record.status == "done" and record.task == "throughput":
+                self._speed[name] = record
+
+    def needles(self, record: Record) -> float | None:
+        """Share of needles found in the largest run."""
+        found = self._needles.get((record.model, record.method, record.bits))
+        return None if found is None else found.metrics["accuracy"]
+
+    def speed(self, record: Record) -> float | None:
+        """Decoding speed as a multiple of full precision's on the same machine."""
+        found = self._speed.get((record.model, record.method, record.bits))
+        full = self._speed.get((record.model, "fp16", ""))
+        if found is None or full is None or found.provenance.cpu != full.provenance.cpu:
+            return None
+        rates = [one.metrics.get("decode_tokens_per_second") for one in (found, full)]
+        return rates[0] / rates[1] if rates[0] and rates[1] else None
+
+    def bytes(self, record: Record, store: Store) -> float | None:
+        """Bytes of one sequence of `CONTEXT` tokens; of a model that is no choice here, None."""
+        if record.model not in self._advisors:
+            known = record.model in choices()["model"]
+            question = Question((f"model={record.model}",), 1, results=store.root)
+            try:
+                self._advisors[record.model] = Advisor(question) if known else None
+            except KvqError:
+                self._advisors[record.model] = None
+        advisor = self._advisors[record.model]
+        return None if advisor is None else advisor.counted(record.method, record.bits, CONTEXT)
+
+
+def _entry(row: Row, budget: float, beside: _Beside, store: Store, by: About | None) -> Entry:
+    record, metrics = row.record, row.record.metrics
+    engine = record.provenance.engine or ("by preset" if record.method.startswith("engine/") else "")
+    return Entry(
+        model=model_name(record.model),
+        budget=budget,
+        method=f"{row.name} {record.bits}".strip(),
+        bits=metrics["bits_per_element"],
+        loss=metrics["delta_nll"],
+        error=metrics.get("delta_nll_se"),
+        tail=metrics.get("kl_p999"),
+        needles=beside.needles(record),
+        bytes=beside.bytes(record, store),
+        speed=beside.speed(record),
+        noise=row.within_noise,
+        frontier=row.best_measured,
+        engine=engine,
+        text=record.dataset,
+        windows=int(metrics.get("windows", 0)),
+        record=(Path() if by is None else folder_of(by)).joinpath("runs", place(record)).as_posix(),
+        by="" if by is None else f"{by.name}, {by.licence}",
+    )
+
+
+def page(found: Sequence[Entry]) -> str:
+    """The page: works offline, without any address but those of records beside it."""
+    source = resources.files("kvq.recommend").joinpath("leaderboard.html.j2").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for entry in found:
+        groups.setdefault((entry.model, entry.budget), []).append(asdict(entry))
+    models = list(dict.fromkeys(entry.model for entry in found))
+    given = {"groups": groups, "models": models, "budgets": BUDGETS, "context": CONTEXT}
+    return environment.from_string(source).render(**given)
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    given = {"results": "results"}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in ("results", "out") or not value:
+            raise ConfigError(f"{word}: results= or out=")
+        given[name] = value
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page and return 0; 1: nothing to show or no place to write it; 2: an unknown word."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "--help"} & set(words):
+        print(_USAGE)
+        return 0
+    try:
+        given = _given(words)
+        store = Store(given["results"])
+        found = entries(store)
+        for about, submitted in submissions(store.root):
+            found += entries(submitted, about)
+        if not found:
+            raise RecordError(
+                f"no method is on record in '{store.runs}'; measure some: python run.py -m method=nsn,kivi"
+            )
+        out = Path(given.get("out", str(store.root / "leaderboard.html")))
+        try:
+            write_file(out, page(found).encode(), durable=False)
+        except OSError as error:
+            raise RecordError(f"out={out}: cannot be written: {error.strerror}") from error
+    except RecordError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 1
+    except KvqError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2
+    print(f"{out} ({len(found)} methods on {len({entry.model for entry in found})} models)")
+    return 0
