@@ -28,6 +28,7 @@ COMMANDS = {
     "diff": "kvq.report.diff",
     "recommend": "kvq.recommend.advisor",
     "allocate": "kvq.recommend.allocate",
+    "export": "kvq.recommend.export",
     "leaderboard": "kvq.recommend.leaderboard",
     "submit": "kvq.recommend.submit",
     "lm_eval": "kvq.tasks.lm_eval_command",

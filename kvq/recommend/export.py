@@ -1,0 +1,109 @@
+"""`kvq export method=engine/vllm_fp8 method.full_precision_layers.key=[0,1] ...`: a format as an engine reads it.
+
+The words are those of a run. What comes out is a command, or transformers' arguments; where an engine cannot do what is
+asked, such as bits of its own for a layer, it says so.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.recommend.export")
+
+import json
+import sys
+from collections.abc import Sequence
+
+from kvq.config import Config, compose, resolve
+from kvq.config.explain import COMPOSE_ERRORS, explain
+from kvq.config.identity import canonical_method
+from kvq.errors import ConfigError, KvqError, Unsupported, printable
+
+_USAGE = """A cache format as an engine reads it: the words of a run, without model and task.
+
+  kvq export method=engine/llamacpp_q8_0_q4_0
+  kvq export method=engine/vllm_fp8 method.full_precision_layers.key=[0,1] method.full_precision_layers.value=[0,1]
+  kvq export method=quanto bits=4 residual.size=64
+  kvq export --config-dir mine method=own
+"""
+_SKIPS = "--kv-cache-dtype-skip-layers"
+"""vLLM's flag for layers that stay as the model computes them, keys and values together."""
+
+
+def exported(config: Config) -> str:
+    """The command or arguments.
+
+    Raises:
+        Unsupported: no engine reads the method, or not with these layers or settings.
+    """
+    method = config.method
+    if method.backend is not None:
+        return _of_transformers(config)
+    if method.serve is None:
+        raise Unsupported(
+            f"method={method.name}: no engine reads it; kvq stores it: kvq.quantize(model, '{method.name}')"
+        )
+    if method.bits_by_layer:
+        raise Unsupported(f"method.bits_by_layer: the engine of {method.name} stores all layers alike, or not at all")
+    _check_preset(config)
+    layers = {side: sorted(set(method.full_precision_layers.get(side, ()))) for side in ("key", "value")}
+    if not any(layers.values()):
+        return method.serve
+    if not method.serve.startswith("vllm "):
+        raise Unsupported(f"method.full_precision_layers: the engine of {method.name} stores all layers alike")
+    if layers["key"] != layers["value"]:
+        raise Unsupported(
+            "method.full_precision_layers: vLLM keeps a layer's keys and values together; give both alike"
+        )
+    if min(layers["key"]) < 0:
+        raise Unsupported("method.full_precision_layers: vLLM counts layers from 0; give no negative ones")
+    return f"{method.serve} {_SKIPS} {' '.join(map(str, layers['key']))}"
+
+
+def _check_preset(config: Config) -> None:
+    """Refuse settings of the parts that are not the preset's: an engine has no such flags."""
+    plain = resolve(compose([f"method={config.method.name}", f"bits={config.bits_label or 3}"])).method
+    own, preset = (canonical_method(method) for method in (config.method, plain))
+    changed = [name for name in sorted(own.keys() | preset.keys()) if own.get(name) != preset.get(name)]
+    changed = [name for name in changed if name != "full_precision_layers"]
+    if changed:
+        raise Unsupported(f"method.{changed[0]}: departs from {config.method.name}, which is what its engine stores")
+
+
+def _of_transformers(config: Config) -> str:
+    backend, residual = config.method.backend, config.residual
+    size = residual.size if residual.size is not None else config.method.residual.size
+    if config.method.bits_by_layer or any(config.method.full_precision_layers.values()):
+        raise Unsupported(f"method={config.method.name}: transformers' quantized cache stores all layers alike")
+    settings = {
+        "backend": backend.name,
+        "nbits": backend.bits,
+        "q_group_size": backend.group_size,
+        "residual_length": size,
+    }
+    return f'model.generate(..., cache_implementation="quantized", cache_config={json.dumps(settings)})'
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the command and return 0; 1: no engine can do it; 2: settings that do not compose."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print(_USAGE)
+        return 0 if words else 2
+    folder = None
+    if words[0] == "--config-dir":
+        folder, words = (words[1] if len(words) > 1 else None), words[2:]
+    try:
+        try:
+            config = resolve(compose(words, folder))
+        except COMPOSE_ERRORS as error:
+            raise ConfigError(explain(error, words, folder)) from error
+        print(exported(config))
+    except Unsupported as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 1
+    except KvqError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,65 @@
+"""Formats as engines read them, and what they cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvq.config.explain import choices
+from kvq.recommend.export import main
+
+
+def layers(key: str, value: str) -> list[str]:
+    return [f"method.full_precision_layers.key={key}", f"method.full_precision_layers.value={value}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["method=engine/llamacpp_q8_0_q4_0"], "llama-server -m M.gguf -fa on -ctk q8_0 -ctv q4_0"),
+        (["method=engine/mlx", "bits=4"], "mlx_lm.generate --model M --kv-bits 4 --kv-group-size 64"),
+        (
+            ["method=engine/vllm_fp8", *layers("[1,0]", "[0,1]")],
+            "vllm serve M --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 1",
+        ),
+        (
+            ["method=quanto", "bits=4", "residual.size=64"],
+            '"backend": "quanto", "nbits": 4, "q_group_size": 64, "residual_length": 64',
+        ),
+        (["method=hqq", "bits=2"], '"backend": "hqq", "nbits": 2, "q_group_size": 64, "residual_length": 128'),
+    ],
+)
+def test_what_engines_read(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["method=oscar", "bits=2"], "no engine reads it"),
+        (["method=engine/llamacpp_q4_0", *layers("[0]", "[0]")], "stores all layers alike"),
+        (["method=engine/vllm_fp8", *layers("[0]", "[]")], "give both alike"),
+        (["method=engine/vllm_fp8", *layers("[-1]", "[-1]")], "counts layers from 0"),
+        (["method=engine/mlx", "bits=4", "method.key.quantizer.group_size=32"], "departs from engine/mlx"),
+        (["method=engine/mlx", "method.bits_by_layer.key=[2,4]"], "stores all layers alike"),
+        (["method=quanto", "bits=4", *layers("[0]", "[0]")], "stores all layers alike"),
+    ],
+)
+def test_what_they_cannot(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_bad_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["method=nothing"]) == 2
+    assert "unknown method" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_engine_format_has_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in choices()["method"]:
+        if name.startswith("engine/"):
+            assert main([f"method={name}", "bits=4"]) == 0, name
+            assert capsys.readouterr().out.strip(), name
