@@ -35,6 +35,7 @@ SETTINGS = (
     *(f"nsnquant/{name}" for name in ("figure4", "figure8", "table15", "table20", "table21", "table3", "table7")),
     *(f"kvquant_plus_plus/{name}" for name in ("9_2", "9_5", "3_5_text")),
     "embedded/round_weights",
+    *("real/eviction", "real/residual", "real/round_weights"),
 )
 """Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's."""
 
