@@ -15,7 +15,7 @@ SHARED = (Codec, nn.Module, Enum, type)
 
 
 def allocated_bytes(root: Any, *beside: Any) -> int:
-    """Bytes of the storages behind all tensors that `root` holds, room that is not yet filled included.
+    """Bytes of the storage of all tensors that `root` holds, including room that is not filled yet.
 
     Args:
         beside: what it holds and what does not count, such as its method.

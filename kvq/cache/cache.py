@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from kvq.cache import files
-from kvq.cache.attention import (
+from kvq.cache.chunk_masks import SourceColumns
+from kvq.cache.hooks import (
     WatchfulCache,
     check_distances,
     check_window,
@@ -27,9 +28,8 @@ from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.padded import PaddableCache
+from kvq.cache.recurrent import NO_CROP, placed, states_behind, states_of
 from kvq.cache.rotary import RopeTable, angles, styles_of_whole
-from kvq.cache.sources import SourceColumns
-from kvq.cache.states import LASTING, placed, states_behind, states_of
 from kvq.config.run import Latent
 from kvq.errors import ConfigError, Unsupported
 from kvq.models import LoadedModel
@@ -65,7 +65,7 @@ def _unwrapped(model: nn.Module | LoadedModel, dtype: torch.dtype | None) -> tup
     return model, dtype
 
 
-def _lasting(model: nn.Module, attentions: list[nn.Module]) -> str | None:
+def _no_crop(model: nn.Module, attentions: list[nn.Module]) -> str | None:
     """The reason why `crop` cannot undo a forward of this model exactly; None: it can."""
     if not says_candidates(model):
         return f"model: {type(model).__name__} is not told which tokens are candidates (it takes no logits_to_keep)"
@@ -135,7 +135,7 @@ class KVCache(PaddableCache, WatchfulCache):
         self.expands = latent is Latent.expanded
         self._expansions = expansions(watched, list(self._held)) if self.expands else {}
         self._latent_numbers = latent_numbers(config)
-        self._lasting = f"model: {LASTING}" if self._states else _lasting(module, watched)
+        self._no_crop = f"model: {NO_CROP}" if self._states else _no_crop(module, watched)
         self._told: int | None = None
         self._candidates: int | None = None
         self._tables: list[RopeTable] = []
@@ -196,7 +196,7 @@ class KVCache(PaddableCache, WatchfulCache):
             layer.one_by_one = value
 
     @override
-    def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
+    def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         index, tokens = layer_number(module, arguments), hidden.shape[1]
         if index not in self._held:
             if index in self._states:
@@ -213,7 +213,7 @@ class KVCache(PaddableCache, WatchfulCache):
         if self._tables:
             layer.turn(tokens, angles(module, arguments), hidden)
         known = self._columns.get(layer.window)
-        found = self._columns[layer.window] = layer.announce(tokens, hidden.device, known)
+        found = self._columns[layer.window] = layer.columns_for(tokens, hidden.device, known)
         return found
 
     def _layer(self, index: int) -> Layer:
@@ -234,7 +234,7 @@ class KVCache(PaddableCache, WatchfulCache):
         lasting = next(filter(None, (layer.lasting for layer in self._own)), None)
         if lasting is not None:
             lasting = f"method={self.method.name} cannot take tokens back ({lasting})"
-        reason = lasting or self._lasting
+        reason = lasting or self._no_crop
         if reason is not None:
             raise Unsupported(f"prompt_lookup_num_tokens, assistant_model: {reason}")
         self._record(True)
@@ -243,7 +243,7 @@ class KVCache(PaddableCache, WatchfulCache):
     @property
     def is_croppable(self) -> bool:
         """`crop` can undo a forward exactly, once `activate_past_recording` was called."""
-        return super().is_croppable and self._lasting is None
+        return super().is_croppable and self._no_crop is None
 
     def _record(self, on: bool) -> None:
         self.recording = on
@@ -300,7 +300,7 @@ class KVCache(PaddableCache, WatchfulCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. Raises: ConfigError, Unsupported: as `KVCacheLayer.crop`."""
         if tokens_to_remove and self._states:
-            raise Unsupported(f"crop({tokens_to_remove}): model: {LASTING}")
+            raise Unsupported(f"crop({tokens_to_remove}): model: {NO_CROP}")
         for layer in self._own:
             layer.check_crop(tokens_to_remove)  # check all layers before any of them changes
         for layer in self._own:

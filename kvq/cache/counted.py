@@ -6,12 +6,12 @@ import abc
 from typing import Any
 
 from kvq.cache.allocated import allocated_bytes
-from kvq.cache.states import StatefulCache
+from kvq.cache.recurrent import StatefulCache
 from kvq.cache.store import Recompression
 
 
 class CountedCache(StatefulCache, abc.ABC):
-    """A cache of sides that count their own bytes, beside states of fixed size."""
+    """A cache that counts its bytes: those of its sides and of states of fixed size."""
 
     method: Any
     expands: bool

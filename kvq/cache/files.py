@@ -1,7 +1,7 @@
 """Caches on disk: one safetensors file that names method, model, versions and dtype, and holds the state of all layers.
 
 Nothing in a file is code. What it says is compared with the method and the model that are to go on from it, and its
-state is read by `kvq.cache.state.Reader`, which believes nothing.
+state is read by `kvq.cache.serialize.Reader`, which believes nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvq.cache.attention import attentions
+from kvq.cache.hooks import attentions
 from kvq.cache.layer import Layer
+from kvq.cache.recurrent import StateLayer
 from kvq.cache.rotary import RopeTable
-from kvq.cache.state import Reader, Writer
-from kvq.cache.states import StateLayer
+from kvq.cache.serialize import Reader, Writer
 from kvq.errors import DataError, RecordError
 from kvq.models.layers import head_dims_of, kv_layers_of
 from kvq.models.placing import base_of, device_of

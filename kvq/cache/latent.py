@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvq.cache.attention import layer_number
+from kvq.cache.hooks import layer_number
 from kvq.errors import Unsupported
 
 _STEP = "expand_kv"

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
+from kvq.cache.chunk_masks import SourceColumns, Transitions, columns_of
 from kvq.cache.observe import Attended
 from kvq.cache.recorded import Recorded
+from kvq.cache.serialize import Field, Reader, Writer
 from kvq.cache.side import CacheSide
-from kvq.cache.sources import Departures, SourceColumns, columns_of
-from kvq.cache.state import Field, Reader, Writer
 from kvq.cache.window import clipped, drop, outside
 from kvq.errors import ConfigError, Unsupported
 
@@ -36,7 +36,7 @@ class Layer(CacheLayerMixin):
     one_by_one = False
     padding: Sequence[int] | None = None
     """Columns before the first token of each sequence; None: none."""
-    unpadded: str | None = None
+    no_padding_reason: str | None = None
     """The reason why sequences of a padded batch cannot be held apart; None: they can."""
     window: int | None = None
     """How many tokens back a query reads, itself included; None: all."""
@@ -129,7 +129,7 @@ class Layer(CacheLayerMixin):
         """Keep (and repeat) batch entries by index."""
 
     @abc.abstractmethod
-    def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
+    def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         """The columns that the next update, of `queries` tokens, will return; None: each token once, as it is.
 
         `known`: the columns of the layer before, reused by layers with the same residual.
@@ -162,7 +162,7 @@ class KVCacheLayer(Layer):
 
     lasting: str | None = None
     saved: ClassVar[Mapping[str, Field]] = {"evicted": Field("count")}
-    """What a file holds of a layer beside its sides; classes with more state add to it."""
+    """State of a layer that a file holds, besides its sides; classes with more state add to it."""
 
     def __init__(
         self, key: CacheSide, value: CacheSide, quantized_prefill: bool = False, window: int | None = None
@@ -263,7 +263,7 @@ class KVCacheLayer(Layer):
         return _joined(columns, keys, values, hidden)
 
     @override
-    def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
+    def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         self._columns = None
         moves = self._moves(queries)
         if any(side.queries for side in moves):
@@ -273,16 +273,16 @@ class KVCacheLayer(Layer):
             self._columns = known
         return self._columns
 
-    def _moves(self, queries: int) -> tuple[Departures, Departures]:
+    def _moves(self, queries: int) -> tuple[Transitions, Transitions]:
         """The tokens of each side that leave full precision before the last of the next `queries` tokens attends."""
         if self.recording and self._candidates:
             return self._moves_behind(queries - self._candidates, self._candidates)
         if self.one_by_one:
             hidden = self._hidden
             return clipped(self.key.moves(queries), hidden), clipped(self.value.moves(queries), hidden)
-        return Departures(0, ()), Departures(0, ())
+        return Transitions(0, ()), Transitions(0, ())
 
-    def _moves_behind(self, head: int, queries: int) -> tuple[Departures, Departures]:
+    def _moves_behind(self, head: int, queries: int) -> tuple[Transitions, Transitions]:
         keys, values = (side.moves_behind(head, queries, self.quantized_prefill) for side in (self.key, self.value))
         return clipped(keys, self._hidden), clipped(values, self._hidden)
 

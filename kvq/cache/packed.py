@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
 
-from kvq.cache.attention import attentions
+from kvq.cache.hooks import attentions
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.side import CacheSide
 from kvq.cache.store import narrowed
@@ -106,7 +106,7 @@ class PackedSide(CacheSide):
 class PackedLayer(KVCacheLayer):
     """A layer for attention on codes: for a single new token it returns `PackedKeys` and `PackedStates`."""
 
-    unpadded = "with attention=packed reads the same columns in every sequence"
+    no_padding_reason = "with attention=packed reads the same columns in every sequence"
     lasting = "cache.attention=packed reads codes for one token at a time; use cache.attention=dense"
 
     key: PackedSide

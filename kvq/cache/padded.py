@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvq.cache.chunk_masks import SourceColumns
 from kvq.cache.counted import CountedCache
 from kvq.cache.layer import Layer
+from kvq.cache.recurrent import StateLayer, placed
 from kvq.cache.rotary import RopeTable
-from kvq.cache.sources import SourceColumns
-from kvq.cache.states import StateLayer, placed
 from kvq.cache.window import outside
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer
@@ -129,14 +129,14 @@ class PaddedLayer(Layer):
             part.layer.turn(count, table, like)
 
     @override
-    def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
+    def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         """None: each token once, as it is.
 
         Raises:
             Unsupported: tokens that would be read in two forms.
         """
         for part in self.parts:
-            if part.layer.announce(queries - max(part.padding - self._seen, 0), device, None) is not None:
+            if part.layer.columns_for(queries - max(part.padding - self._seen, 0), device, None) is not None:
                 raise Unsupported(
                     f"attention_mask: padding, and {queries} tokens at once that are to be read as one by one; feed "
                     "them one by one, or batch prompts of equal length"
@@ -225,18 +225,18 @@ class PaddableCache(CountedCache, abc.ABC):
         return isinstance(self._own[0], PaddedLayer)
 
     @property
-    def unparted(self) -> str | None:
+    def no_split_reason(self) -> str | None:
         """The reason why it cannot hold sequences apart; None: it can."""
-        reason = next(filter(None, (layer.unpadded for layer in self._own)), None)
+        reason = next(filter(None, (layer.no_padding_reason for layer in self._own)), None)
         if reason is not None:
             return f"method={self.method.name} {reason}"
         return "candidates of assisted generation" if self.recording else None
 
     @property
-    def unpadded(self) -> str | None:
+    def no_padding_reason(self) -> str | None:
         """The reason why it takes no padded batch; None: it does."""
         states = "layers keep states of fixed size, which it would enter" if self._states else None
-        return self.unparted or states
+        return self.no_split_reason or states
 
     def pad(self, padding: Sequence[int] | None) -> None:
         """Receive how many columns of padding come before the first token of each sequence, before any token.
@@ -247,7 +247,7 @@ class PaddableCache(CountedCache, abc.ABC):
         given = "attention_mask: padding"
         if padding is None or self.get_seq_length():
             raise Unsupported(f"{given} of the tokens held differs; give that of the prompts in every forward")
-        if (reason := self.unpadded) is not None:
+        if (reason := self.no_padding_reason) is not None:
             raise Unsupported(f"{given}: {reason}; batch prompts of equal length, or run them one by one")
         layers = [PaddedLayer(layer, padding) for layer in self.kv_layers]
         own: dict[tuple[int, int], RopeTable] = {}
@@ -300,7 +300,7 @@ class PaddableCache(CountedCache, abc.ABC):
         """
         forks = [cache.fork() for cache in caches]
         for fork in forks:
-            reason = "a padded batch" if fork.is_parted else fork.unparted
+            reason = "a padded batch" if fork.is_parted else fork.no_split_reason
             if reason is not None:
                 raise Unsupported(f"KVCache.together: {reason}; go on with each cache alone")
         found = forks[0]

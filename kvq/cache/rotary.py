@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from kvq.cache.attention import attentions, layer_number, named_arguments
-from kvq.cache.state import Field, Reader, Writer
+from kvq.cache.hooks import attentions, layer_number, named_arguments
+from kvq.cache.serialize import Field, Reader, Writer
 from kvq.codecs import Growable
 from kvq.codecs.rope import Rope
 from kvq.errors import DataError, Unsupported

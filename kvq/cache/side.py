@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvq.cache.chunk_masks import Transitions
 from kvq.cache.rotary import RopeTable
-from kvq.cache.sources import Departures
-from kvq.cache.state import Field, Reader, Writer
+from kvq.cache.serialize import Field, Reader, Writer
 from kvq.cache.store import BlockStore, Recompression, TokenStore
 from kvq.codecs import Codec, Growable, Packed
 from kvq.codecs.rope import Rope
@@ -37,7 +37,7 @@ class CacheSide:
     """
 
     saved: ClassVar[Mapping[str, Field]] = {"_full": Field("rows", "batch heads tokens head_dim")}
-    """What a file holds of a side beside its packed prefix; classes with more state add to it."""
+    """State of a side that a file holds, besides its packed prefix; classes with more state add to it."""
 
     def __init__(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False) -> None:
         self.codec, self.residual, self.label, self.keep_decoded = codec, residual, label, keep_decoded
@@ -161,11 +161,11 @@ class CacheSide:
         self._flush(first)
         return visible
 
-    def moves(self, queries: int) -> Departures:
+    def moves(self, queries: int) -> Transitions:
         """The tokens that leave full precision before the last of `queries` tokens attends, fed one by one."""
         if self.codec is None or self._encodes_at_once:
-            return Departures(self.packed_tokens, ())
-        return Departures(self.packed_tokens, self._left_at(self.residual_tokens, queries))
+            return Transitions(self.packed_tokens, ())
+        return Transitions(self.packed_tokens, self._left_at(self.residual_tokens, queries))
 
     def _left_at(self, held: int, queries: int) -> tuple[int, ...]:
         """For each leaving token, the index of the first query that reads it decoded; `held` tokens come before."""
@@ -173,16 +173,16 @@ class CacheSide:
         when = [self._kept + self._group * (group + 1) - held for group in range(groups)]
         return tuple(query for query in when for _ in range(self._group))
 
-    def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Departures:
+    def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
         """As `moves`, for `head` tokens that come together, followed by `queries` tokens one by one."""
         if self.codec is None or self._encodes_at_once:
-            return Departures(self.packed_tokens, ())
+            return Transitions(self.packed_tokens, ())
         held = self.residual_tokens + head
         gone = self._leaving(held, first=not self.seen)
         later = tuple(head + query for query in self._left_at(held - gone, queries))
         if quantized_prefill and head > 1:  # they read them decoded
-            return Departures(self.packed_tokens + gone, later)
-        return Departures(self.packed_tokens, (head,) * gone + later)
+            return Transitions(self.packed_tokens + gone, later)
+        return Transitions(self.packed_tokens, (head,) * gone + later)
 
     def append_one_by_one(self, states: States) -> tuple[States, States | None]:
         """Add states as if each came in an update of its own.

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.cache.state import Reader, Writer
+from kvq.cache.serialize import Reader, Writer
 from kvq.codecs import Codec, Growable, Packed, PackedStore
 from kvq.codecs.by_token import PLANES, UNIT, by_token, together, widths_in
 from kvq.codecs.packed import BlockRun
@@ -195,7 +195,7 @@ class TokenStore(BlockStore):
         return self.codec.encode(states.index_select(2, index), UNIT, rope), rope
 
     def _add_one(self, states: States, rope: Rope | None, decoded: bool) -> States | None:
-        """Put one token's codes into the bytes behind the short unit, whose other bytes stay as they are."""
+        """Append one token's codes to the bytes of the short unit; the other bytes do not change."""
         assert self._tail is not None
         place, sealed, turned = self._tail.tokens, super().tokens, narrowed(rope, self.tokens, 1)
         if self.codec.stages or self._widths is None:  # a matrix product of one row may be rounded otherwise
@@ -247,7 +247,7 @@ class TokenStore(BlockStore):
 
 
 def _joined(held: Tensor, new: Tensor, place: int, width: int) -> Tensor:
-    """`held` of `place` tokens with that of the first token of `new` behind it; `width` bits of a token in a part."""
+    """`held` of `place` tokens, followed by the first token of `new`; `width` bits per token in a part."""
     if width not in PLANES:
         return torch.cat([held, new[:, :, :1]], 2)
     row, shift = divmod(place * width, 8)

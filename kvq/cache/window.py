@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+from kvq.cache.chunk_masks import Transitions
 from kvq.cache.side import CacheSide
-from kvq.cache.sources import Departures
 
 
 def outside(tokens: int, window: int | None) -> int:
@@ -45,7 +45,7 @@ def _droppable(side: CacheSide, tokens: int) -> int:
     return 0 if side._store is None else side._store.droppable(tokens)
 
 
-def clipped(moves: Departures, hidden: int) -> Departures:
+def clipped(moves: Transitions, hidden: int) -> Transitions:
     """The departures of tokens without the first `hidden`, which are not read."""
     gone = max(hidden - moves.start, 0)
-    return Departures(max(moves.start - hidden, 0), moves.queries[gone:])
+    return Transitions(max(moves.start - hidden, 0), moves.queries[gone:])

@@ -13,7 +13,7 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 
 _LENGTHS = {"32k": 2**15, "1m": 2**20}
-"""Tokens of the sequences over which tables are spread in metrics, beside the measured length."""
+"""Sequence lengths for which metrics state the bits of tables, besides the measured length."""
 
 
 @dataclass(frozen=True)

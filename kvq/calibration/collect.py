@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
 
-from kvq.cache.attention import attentions, layer_number, named_arguments
+from kvq.cache.hooks import attentions, layer_number, named_arguments
 from kvq.cache.observe import hook_interface
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope

@@ -1,4 +1,4 @@
-"""Delta cache: each token as its difference from the one before it as decoded, behind tokens in full precision."""
+"""Delta cache: each token as its difference from the decoded token before it, after tokens in full precision."""
 
 from __future__ import annotations
 

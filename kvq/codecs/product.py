@@ -25,7 +25,7 @@ _BOOK = "codebook"
 
 
 class ProductQuantizer(GroupedIndices, Quantizer):
-    """`channels` contiguous channels share one `code_bits`-bit index: 4 and 8 give 2 bits beside the codebooks.
+    """`channels` contiguous channels share one `code_bits`-bit index: 4 and 8 give 2 bits, codebooks not counted.
 
     Each of the head_dim / channels groups has a codebook of 2^code_bits entries, shared by the heads of a layer. It is
     fitted by k-means to the tokens with which a sequence begins (`PrefillCodec`).

@@ -53,7 +53,7 @@ register()
 
 
 def conf_dir() -> Path:
-    """The folder of configuration files: beside the package in a checkout, inside it when installed from a wheel."""
+    """The folder of configuration files: next to the package in a checkout, in it when installed from a wheel."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / f"{CONFIG_NAME}.yaml").is_file():

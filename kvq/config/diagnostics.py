@@ -246,7 +246,7 @@ class SyntheticConfig(DiagnosticConfig):
 
 @dataclass
 class KnownStatesConfig(DiagnosticConfig):
-    """Errors beside those of another method on the same states, which are one block.
+    """Errors of two methods on the same states, which are one block.
 
     Attributes:
         against: the other method; null: none.

@@ -1,4 +1,4 @@
-"""Settings of the tasks that let the model write: one prompt, and trajectories beside full precision's."""
+"""Settings of the tasks that let the model write: one prompt, and trajectories compared with full precision's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvq.errors import ConfigError, at_least, not_empty
 
 @dataclass
 class GenerateConfig(TaskConfig):
-    """A prompt that each method continues greedily, beside full precision.
+    """A prompt that full precision and each method continue greedily.
 
     Attributes:
         prompt: the text; None: that of `prompt_file`, or the one that suits the embedded models.
@@ -46,7 +46,7 @@ class GenerateConfig(TaskConfig):
 
 @dataclass
 class TrajectoryConfig(TaskConfig):
-    """Greedy continuations of passages of a text, beside those of full precision.
+    """Greedy continuations of passages of a text, compared with those of full precision.
 
     Attributes:
         prompts: passages, spread evenly over the text.

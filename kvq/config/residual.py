@@ -55,7 +55,7 @@ class ResidualSide:
     prefill_block: PrefillBlock
 
     def in_blocks(self) -> ResidualSide:
-        """The same, with a prompt in blocks of `size`: a window leaves blocks behind, and never all of one block."""
+        """The same, with a prompt in blocks of `size`: a window drops whole blocks, never one block of everything."""
         return self if self.policy is Policy.none else replace(self, prefill_block=PrefillBlock.size)
 
     def schedule(self, token_group: int | None) -> tuple[int, int]:

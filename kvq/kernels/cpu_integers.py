@@ -24,7 +24,7 @@ MOST_CHANNELS = 256
 LEAST = 1e-30
 """Rows of smaller numbers are taken as zeros."""
 ROUND = 1.5 * 2.0**23
-"""Added to an fp32 number below `2**22`, it leaves no bits behind the point."""
+"""Added to an fp32 number below `2**22`, it rounds the number to an integer."""
 
 
 @functools.cache

@@ -41,7 +41,7 @@ class Side(NamedTuple):
 
 
 class Shifts(NamedTuple):
-    """Shifts of values: `vectors` `[batch, heads, blocks, dim]` behind all rotations, `factors` of each token.
+    """Shifts of values: `vectors` `[batch, heads, blocks, dim]` after all rotations, `factors` of each token.
 
     `strides`: of both; `length`: tokens of a block, a multiple of a tile if there are several blocks.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache.layer import KVCacheLayer
-from kvq.cache.state import Field, Reader
+from kvq.cache.serialize import Field, Reader
 from kvq.errors import Unsupported
 
 
@@ -23,7 +23,7 @@ class AttendedLayer(KVCacheLayer):
     """
 
     setting: str
-    unpadded = "goes by attention, in which padding takes part"
+    no_padding_reason = "goes by attention, in which padding takes part"
     saved: ClassVar[Mapping[str, Field]] = {
         **KVCacheLayer.saved,
         "_received": Field("tensor", "batch heads tokens", "float"),

@@ -216,7 +216,7 @@ class EvictingLayer(AttendedLayer):
     """
 
     keeps_order = False
-    unpadded = "evicts tokens, other columns in each sequence"
+    no_padding_reason = "evicts tokens, other columns in each sequence"
     lasting = "tokens that were evicted cannot come back"
     setting = "method.eviction"
 

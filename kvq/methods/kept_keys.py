@@ -11,8 +11,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from typing_extensions import override
 
+from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide, States
-from kvq.cache.state import Field, Reader
 from kvq.codecs import Codec, Growable
 from kvq.config.residual import ResidualSide
 from kvq.errors import ConfigError, Unsupported
@@ -150,7 +150,7 @@ def _placed(states: States, at: Int[Tensor, "2 kept"], rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KeptKeys:
-    """Tokens, given as text, whose keys some layers keep in full precision beside their codes.
+    """Tokens, given as text, whose keys some layers keep in full precision in addition to their codes.
 
     Attributes:
         texts: text of each token, such as `","`; each must be one token of the model.

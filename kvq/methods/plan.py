@@ -16,11 +16,11 @@ from jaxtyping import Int
 from torch import Tensor
 from typing_extensions import override
 
+from kvq.cache.chunk_masks import Transitions
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
+from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide, States
-from kvq.cache.sources import Departures
-from kvq.cache.state import Field, Reader
 from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
 from kvq.codecs.token_groups import PlannedCodec, TokenSplit
@@ -189,11 +189,11 @@ class PoolSide(CacheSide):
         self.pooled = 0
 
     @override
-    def moves(self, queries: int) -> Departures:
+    def moves(self, queries: int) -> Transitions:
         fresh = self.residual_tokens - self.pooled
         groups = 0 if self.codec is None else (fresh + queries - 1) // self._group
         when = [self._group * (group + 1) - fresh for group in range(groups)]
-        return Departures(self.packed_tokens, tuple(query for query in when for _ in range(self._group)))
+        return Transitions(self.packed_tokens, tuple(query for query in when for _ in range(self._group)))
 
     def _order(self, states: States) -> Int[Tensor, "batch heads tokens"]:
         """Indices of the pool's tokens, then of the others, each in order of arrival."""

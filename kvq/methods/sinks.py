@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kvq.cache.chunk_masks import Transitions
+from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide, States
-from kvq.cache.sources import Departures
-from kvq.cache.state import Field, Reader
 from kvq.codecs import Codec, Growable
 from kvq.codecs.rope import Rope
 from kvq.config.residual import ResidualSide
@@ -74,26 +74,26 @@ class SinkSide(CacheSide):
         return self._behind(None if rest is None else super().append(rest, quantized_prefill))
 
     @override
-    def moves(self, queries: int) -> Departures:
+    def moves(self, queries: int) -> Transitions:
         sinks = min(self._sinks - self.sink_tokens, queries)
         start = self.sink_tokens + sinks
         if queries == sinks:
-            return Departures(start + self.packed_tokens, ())
+            return Transitions(start + self.packed_tokens, ())
         found = super().moves(queries - sinks)
-        return Departures(found.start + start, tuple(query + sinks for query in found.queries))
+        return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
 
     @override
-    def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Departures:
+    def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
         room = self._sinks - self.sink_tokens
         sinks = min(room, head + queries)
         start = self.sink_tokens + sinks
         if head + queries == sinks:
-            return Departures(start + self.packed_tokens, ())
+            return Transitions(start + self.packed_tokens, ())
         if head > room:
             found = super().moves_behind(head - sinks, queries, quantized_prefill)
         else:
             found = super().moves(head + queries - sinks)
-        return Departures(found.start + start, tuple(query + sinks for query in found.queries))
+        return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
 
     @override
     def append_one_by_one(self, states: States) -> tuple[States, States | None]:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
-from kvq.cache.state import Field, Reader, Writer
+from kvq.cache.serialize import Field, Reader, Writer
 from kvq.cache.store import BlockStore, Recompression
 from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpack
 from kvq.codecs.by_token import by_token, together, token_widths
@@ -94,7 +94,7 @@ class TierStore(BlockStore):
         "lost": Field("number"),
         "energy": Field("number"),
     }
-    """What a file holds of a store beside its tiers and lists."""
+    """State of a store that a file holds, besides its tiers and lists."""
 
     def __init__(self, codec: Codec, keep_decoded: bool) -> None:
         super().__init__(codec, keep_decoded)
@@ -131,7 +131,7 @@ class TierStore(BlockStore):
         return unpack([self._index], TIER_BITS, self._tokens)[..., 0]
 
     def revise(self, states: States, tiers: Tiers) -> None:
-        """Add `states` behind the tokens held, and put all tokens into their `tiers`."""
+        """Append `states` to the tokens held, and put all tokens into their `tiers`."""
         before = self.past(None) if self.tokens else states[:, :, :0]
         old = torch.full_like(tiers, len(self._codecs))
         if self.tokens:

@@ -19,10 +19,10 @@ from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQu
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from typing_extensions import override
 
+from kvq.cache.chunk_masks import SourceColumns, Transitions
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
-from kvq.cache.sources import Departures, SourceColumns
-from kvq.cache.state import Writer
+from kvq.cache.serialize import Writer
 from kvq.config.backend import BITS, BackendConfig
 from kvq.config.bits import Bits
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
@@ -141,10 +141,10 @@ class TransformersSide:
         """Stored bits per quantized element; 0 before the first tokens."""
         return 8 * self.packed_bytes / (self.packed_tokens * self.elements_per_token) if self.packed_tokens else 0.0
 
-    def moves(self, queries: int) -> Departures:
+    def moves(self, queries: int) -> Transitions:
         """The tokens that are quantized, again or for the first time, before the last of `queries` single ones."""
         at = max(self.residual.size - self.residual_tokens, 1) if self.tokens else 1
-        return Departures(0, (at,) * (self.tokens + at) if at < queries else ())
+        return Transitions(0, (at,) * (self.tokens + at) if at < queries else ())
 
     def check_finite(self) -> None:
         """No check here: `TransformersLayer.update` checks states."""
@@ -220,7 +220,7 @@ class TransformersLayer(Layer):
         raise Unsupported(f"method={self.backend.name}: the state of transformers' own caches has no form in a file")
 
     @override
-    def announce(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
+    def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         """None: chunks end where the layer flushes, so each token is read in one form."""
         return None
 

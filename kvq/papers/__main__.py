@@ -1,4 +1,4 @@
-"""`python -m kvq.papers`: every experiment's table, measured beside published, as Markdown, CSV and LaTeX."""
+"""`python -m kvq.papers`: every experiment's table of measured and published numbers, as Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m kvq.papers.figures`: every figure that the records allow, and papers' numbers drawn beside ours.
+"""`python -m kvq.papers.figures`: every figure that the records allow, and papers' numbers next to ours.
 
 The figures of records alone are made by `kvq.report.figures`, which knows no experiment.
 """

@@ -1,4 +1,4 @@
-"""What `+experiment=<paper>/<table>` prints behind its runs."""
+"""What `+experiment=<paper>/<table>` prints after its runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvq.results import Store
 
 
 def print_experiment(name: str, results_dir: str) -> None:
-    """Print an experiment's table, measured beside published, from the records of a folder.
+    """Print an experiment's table of measured and published numbers, from the records of a folder.
 
     Raises:
         KvqError: the experiment does not compose, or the published figures cannot be read.

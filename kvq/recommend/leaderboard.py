@@ -170,7 +170,7 @@ def _entry(row: Row, budget: float, beside: _Beside, store: Store, by: About | N
 
 
 def page(found: Sequence[Entry]) -> str:
-    """The page: works offline, without any address but those of records beside it."""
+    """The page: works offline; its only links are to records in the same folder."""
     source = resources.files("kvq.recommend").joinpath("leaderboard.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}

@@ -108,7 +108,7 @@ def _judged(record: Record, known: Mapping[str, Record], store: Store, odd: dict
 
 
 def _counted(record: Record, store: Store) -> set[str]:
-    """Names of the metrics behind a run's scores, where its samples have them."""
+    """Names of the metrics that a run's scores are, where its samples have them."""
     return {str(row["metric"]) for row in store.samples_of(record) if "metric" in row}
 
 

@@ -67,7 +67,7 @@ class Store:
         return paths[0] if paths else self.runs / f"{key}{RECORD}"
 
     def samples_path(self, key: str) -> Path:
-        """Path of the samples of `key`: beside its record."""
+        """Path of the samples of `key`: in the folder of its record."""
         return _samples_of(self.record_path(key))
 
     def get(self, key: str) -> Record | None:

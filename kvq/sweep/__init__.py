@@ -35,7 +35,7 @@ class Sweep:
         self._bar.update()
 
     def finish(self) -> None:
-        """Print the tables of the runs that were added, each beside its full-precision run."""
+        """Print the tables of the runs that were added, each with its full-precision run."""
         self._bar.close()
         for folder, keys in self._keys.items():
             print_tables(Store(folder), Console(), keys=keys)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvq.cache.attention import attentions, named_arguments
+from kvq.cache.hooks import attentions, named_arguments
 from kvq.cache.observe import INTERFACE, Hooked
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope

@@ -165,7 +165,7 @@ _MEANS = {
     "stored": "agreement_kl_stored",
     "itself": "preset_kl_self",
 }
-"""Divergences whose mean is a metric, beside `between`, which is always there."""
+"""Divergences whose mean is a metric, besides `between`, which is always there."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Errors of a method's codecs on states that are known, beside those of another method; what two tasks share.
+"""Errors of the codecs of one or two methods on known states; what two tasks share.
 
 All tokens of a draw or of a layer are one block, whatever the residual.
 """

@@ -174,7 +174,7 @@ def _fingerprint(inputs: Inputs) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON data of a setting; a function is its name and the code behind it."""
+    """JSON data of a setting; a function is its name and its code."""
     if callable(value):
         return [getattr(value, "__qualname__", type(value).__name__), code_behind(value)]
     if isinstance(value, Mapping):

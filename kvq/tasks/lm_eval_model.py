@@ -75,7 +75,7 @@ class CacheLM(HFLM):
         return begun(self.tokenizer, ids, None)
 
     def _beginning(self, tokens: Sequence[int], most: int) -> Tokens:
-        """The last of a context's tokens, at most `most`, behind `bos`."""
+        """The last of a context's tokens, at most `most`, after `bos`."""
         whole = tuple(tokens) if self.bos is None else tuple(begun(self.tokenizer, tokens, self.bos))
         first = whole[:1] if self.bos is not None else ()
         return whole if len(whole) <= most else (*first, *whole[len(whole) - most + len(first) :])

@@ -35,7 +35,7 @@ from kvq.tasks.windows import ReferenceLogProbs, Window, batches, cut_windows, s
 
 
 def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[Window]:
-    """The windows that `task` asks for, each behind `bos`. Raises: DataError: a text shorter than one window."""
+    """The windows that `task` asks for, each after `bos`. Raises: DataError: a text shorter than one window."""
     stride = task.stride if task.windows.name == "sliding" else None
     windows = cut_windows(streams, task.context, stride, task.max_windows, bos)
     if task.scoring is not Scoring.continuation:

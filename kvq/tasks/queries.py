@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvq.cache.attention import attentions, layer_number
+from kvq.cache.hooks import attentions, layer_number
 from kvq.cache.observe import INTERFACE, Hooked, hook_interface
 from kvq.codecs import Axis, Codec, UniformQuantizer
 
@@ -23,7 +23,7 @@ States = tuple[Float[Tensor, "heads tokens dim"], Float[Tensor, "heads tokens di
 
 
 def unstaged(codec: Codec, y: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor, "*lead tokens dim"]:
-    """States before the stages of a codec (orders and rotations alone), from those behind them."""
+    """States before the stages of a codec (orders and rotations alone), from those after them."""
     for _, stage in reversed(codec.stages):
         y = stage.inverse(y, {})
     return y

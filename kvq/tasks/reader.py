@@ -69,12 +69,12 @@ class Reader:
     @functools.cached_property
     def pads(self) -> bool:
         """Whether prompts of unequal length, of at least 2 tokens each, can be read in one forward."""
-        return self.prefill is Prefill.whole and self.new_cache().unpadded is None
+        return self.prefill is Prefill.whole and self.new_cache().no_padding_reason is None
 
     @functools.cached_property
     def joins(self) -> bool:
         """Whether prompts that were read one by one can be answered together."""
-        return self.new_cache().unparted is None
+        return self.new_cache().no_split_reason is None
 
     @property
     def unequal(self) -> bool:

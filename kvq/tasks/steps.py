@@ -75,7 +75,7 @@ class Clock:
 
 
 def next_token(loaded: LoadedModel, tokens: Tensor, cache: Any) -> Tensor:
-    """The likeliest token behind `tokens`, which the cache takes: `[batch, 1]`."""
+    """The likeliest token after `tokens`, which the cache takes: `[batch, 1]`."""
     return loaded.logits(loaded.hidden_states(tokens, cache)[:, -1:]).argmax(-1)
 
 
@@ -126,7 +126,7 @@ def watched_prefill(loaded: LoadedModel, method: Method, prompt: Tensor, now: Ca
 def watched_decode(
     loaded: LoadedModel, method: Method, prompt: Tensor, new_tokens: int, now: Callable[[], float]
 ) -> dict[str, Any]:
-    """Seconds of decoding `new_tokens` behind the prompt and of the steps of its attention, both per token."""
+    """Seconds of decoding `new_tokens` after the prompt and of the steps of its attention, both per token."""
     cache = KVCache(loaded, method, attention="packed")
     token = next_token(loaded, prompt, cache)
     clock, start = Clock(now), now()

@@ -1,4 +1,4 @@
-"""`task=trajectory`: greedy continuations beside full precision's, written freely and one step at a time.
+"""`task=trajectory`: greedy continuations against full precision's, written freely and one step at a time.
 
 Freely, a method's text leaves that of full precision at some token, and what follows cannot be compared. One step at a
 time (teacher forcing) the method reads full precision's text and says at each step which token it would write and how

@@ -86,7 +86,7 @@ def stack(windows: Sequence[Window], indices: Sequence[int], device: torch.devic
 
 
 BUDGET_BYTES = 4 * 1024**3
-"""Largest size of the reference log-probabilities; beyond it full precision is computed again beside each method."""
+"""Largest size of the reference log-probabilities; beyond it full precision is computed again with each method."""
 
 
 def _reserve(file: Path, size: int) -> bool:

@@ -105,7 +105,7 @@ def test_a_recorded_update_is_undone_as_if_it_had_come_one_by_one(name, residual
             layer.update(x[:, :, start:end], x[:, :, start:end])
     real.record(True)
     real.expect(candidates)
-    real.announce(last, torch.device("cpu"), None)
+    real.columns_for(last, torch.device("cpu"), None)
     real.update(x[:, :, total - last :], x[:, :, total - last :])
     real.crop(-remove)
     rest = x[:, :, total - last : total - remove]

@@ -66,7 +66,7 @@ def test_generate_writes_the_tokens_of_batch_1(name: str, monkeypatch: pytest.Mo
             layers = KVCache(loaded.model, one).kv_layers
         except Unsupported:  # its head dim
             continue
-        if any(layer.unpadded for layer in layers):
+        if any(layer.no_padding_reason for layer in layers):
             continue
         rows = prompts(chosen)
         together, logits, cache = written(loaded, one, *padded(rows))
@@ -188,7 +188,7 @@ def test_caches_that_were_filled_apart_go_on_together(name: str, monkeypatch: py
             caches = [KVCache(loaded.model, one) for _ in prompts()]
         except Unsupported:  # its head dim
             continue
-        if caches[0].unparted:
+        if caches[0].no_split_reason:
             continue
         for cache, row in zip(caches, prompts(), strict=True):
             loaded.hidden_states(row, cache)

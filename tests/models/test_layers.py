@@ -12,7 +12,7 @@ import transformers
 import kvq
 from kvq.cache import KVCache
 from kvq.cache.files import FORMAT
-from kvq.cache.states import reads_in_parts
+from kvq.cache.recurrent import reads_in_parts
 from kvq.errors import DataError, Unsupported
 from kvq.models.layers import KvLayer, head_dims_of, kv_layers_of, state_layers_of
 from kvq.results.tensor_files import dump, read_tensors

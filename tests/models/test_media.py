@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 import kvq
 from kvq.cache import KVCache
-from kvq.cache.attention import attentions, named_arguments
+from kvq.cache.hooks import attentions, named_arguments
 from kvq.cache.rotary import angles, styles_of
 from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported

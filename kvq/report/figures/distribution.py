@@ -128,7 +128,7 @@ def _cosines(axis: Any, table: pd.DataFrame, synthetic: pd.DataFrame) -> None:
 
 
 def kept_vectors(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """The tokens that runs kept, of sides with enough of them, behind the name of the corpus; thinned to some."""
+    """The tokens that runs kept, with the name of their corpus, of sides with enough of them; thinned to some."""
     found = [(record, rows_of(record, store, "vector")) for record in records]
     kept = [rows.assign(dataset=record.dataset) for record, rows in found if not rows.empty]
     if not kept:
@@ -170,7 +170,7 @@ def embedding_figure(table: pd.DataFrame) -> Figure:
 
 
 def covariances_table(record: Record, store: Store) -> pd.DataFrame:
-    """Per side, layer and head, behind NSN: Frobenius norm of the covariances off the diagonal, least and largest."""
+    """Per side, layer and head, after NSN: Frobenius norm of the covariances off the diagonal, least and largest."""
     rows = rows_of(record, store, "lemma")
     return rows[["side", "layer", "head", "gamma", "covariance_min", "covariance_max"]].reset_index(drop=True)
 
@@ -203,7 +203,7 @@ def _by_channel(rows: pd.DataFrame, names: list[str], quantities: list[str]) -> 
 
 
 def ranges_table(record: Record, store: Store) -> pd.DataFrame:
-    """Per side, head and channel of the first layer, behind NSN: least and largest covariance; empty: not kept."""
+    """Per side, head and channel of the first layer, after NSN: least and largest covariance; empty: not kept."""
     rows = rows_of(record, store, "ranges")
     return rows if rows.empty else _by_channel(rows, ["side", "layer", "head"], ["lowest", "highest"])
 
@@ -233,7 +233,7 @@ def moments_table(record: Record, store: Store) -> pd.DataFrame:
 
 
 def scattered(table: pd.DataFrame) -> pd.DataFrame:
-    """The channels behind NSN and the Hadamard rotation, in some layers."""
+    """The channels after NSN and the Hadamard rotation, in some layers."""
     layers = evenly_spread(sorted(table["layer"].unique()), _LAYERS)
     return table[(table["stage"] == STAGES[-1]) & table["layer"].isin(layers)].reset_index(drop=True)
 
@@ -266,7 +266,7 @@ def one_head(table: pd.DataFrame) -> pd.DataFrame:
 
 @titled
 def steps_figure(table: pd.DataFrame) -> Figure:
-    """Mean ± deviation of each channel as it comes, behind NSN, and rotated (what NSNQuant's Figure 3 illustrates)."""
+    """Mean ± deviation of each channel as it comes, after NSN, and rotated (what NSNQuant's Figure 3 illustrates)."""
     made, axes = panels(2, 3.4, 2, len(STAGES), sharex=True, squeeze=False)
     for axis, side, stage, here in crossed(axes, table, ("side", SIDES), ("stage", STAGES)):
         part, hue = here.sort_values("channel"), colour(SIDES.index(side))

@@ -51,7 +51,7 @@ def rows_of(record: Record, store: Store, kind: str) -> pd.DataFrame:
 
 
 def labelled_rows(records: Sequence[Record], store: Store, kind: str) -> pd.DataFrame:
-    """The samples of one kind of several runs, behind the name of each run's method."""
+    """The samples of one kind of several runs, each with the name of its method."""
     found = []
     for record in records:
         rows = rows_of(record, store, kind)

@@ -62,7 +62,7 @@ def pareto_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:
 
 
 def engines_table(table: Table) -> pd.DataFrame | None:
-    """As `pareto_table` over measured bits; None where the table has no formats of engines beside other methods."""
+    """As `pareto_table` over measured bits; None where the table lacks formats of engines or other methods."""
     rows = [row for row in table.rows if row.record.status == "done" and not row.baseline]
     if len({engine_of(row.record.method) is None for row in rows}) < 2:
         return None
@@ -169,7 +169,7 @@ def _scales(axis: Any, known: pd.DataFrame, loss: str, column: str) -> None:
 
 
 def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str) -> None:
-    """Rings, the line between them, and beside each ring the run's name."""
+    """Rings, the line between them, and each ring's name next to it."""
     ring = known[known["frontier"]]
     if ring.empty:
         return

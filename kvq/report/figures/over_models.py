@@ -1,4 +1,4 @@
-"""What quantizing costs, over models: beside the spread of their token norms, and embedded ones beside a real one."""
+"""What quantizing costs over models: against the spread of token norms, and embedded models against a real one."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
 
 
 def _pairs(axis: Any, part: pd.DataFrame, looks: Mapping[str, Line]) -> None:
-    """A mark for each method, and beside some its name."""
+    """A mark for each method, some with a name."""
     named = set(part["ranks"].abs().nlargest(_NAMED).index)
     for index, method, *place in part[["method", "loss_stand_in", "loss"]].itertuples():
         axis.plot(*place, looks[method].marker, color=looks[method].color, alpha=0.8)

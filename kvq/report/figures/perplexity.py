@@ -1,4 +1,4 @@
-"""Figures of perplexity runs: loss by window, position, width and text of calibration; an engine beside its preset."""
+"""Figures of perplexity runs: loss by window, position, width and text of calibration; an engine against its preset."""
 
 from __future__ import annotations
 

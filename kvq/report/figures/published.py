@@ -1,4 +1,4 @@
-"""A paper's numbers as a drawing, ours beside them where there are records: perplexity by method and text.
+"""A paper's numbers as a drawing, with ours where there are records: perplexity by method and text.
 
 NSNQuant's Figure 1a draws its Table 2 for one model in this form.
 """

@@ -1,4 +1,4 @@
-"""Figures of `task=sensitivity`: costs of each layer's keys and values alone, and sums beside costs of sets."""
+"""Figures of `task=sensitivity`: costs of each layer's keys and values alone, and sums against costs of sets."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ _LEAST_SHARE = 0.35
 
 
 def _lay_out(made: Figure) -> None:
-    """Place everything; names that leave axes no room are cut in the middle (the numbers beside a figure hold all)."""
+    """Place everything; names that leave axes no room are cut in the middle (the figure's CSV has them whole)."""
     engine = made.get_layout_engine()
     for most in _NAME_LENGTHS:
         if engine is None:

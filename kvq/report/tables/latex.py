@@ -116,7 +116,7 @@ def _stacked(title: str, left: bool) -> str:
 
 
 def _lines(title: str) -> list[str]:
-    """Lines of a title: broken between axes, at spaces, and behind underscores of a name that is long."""
+    """Lines of a title: broken between axes, at spaces, and after underscores of a long name."""
     parts = [part for part in title.split(", ") if part]
     spaced = [part if len(part) <= _TITLE else part.replace("_", "_\0") for part in parts]
     found = [line for part in spaced for line in _wrapped(part)]

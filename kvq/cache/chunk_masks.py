@@ -20,7 +20,7 @@ States = Float[Tensor, "batch heads _tokens head_dim"]
 
 
 @dataclass(frozen=True)
-class Departures:
+class Transitions:
     """Tokens `start`, `start + 1`, ... of one side leave full precision within a chunk.
 
     `queries[i]` is the first query of the chunk, counted from 0, that reads token `start + i` decoded; never 0.
@@ -64,7 +64,7 @@ class SourceColumns:
         visible: whether a query reads a column; of the copies of a token it reads exactly one.
     """
 
-    moves: tuple[Departures, Departures]
+    moves: tuple[Transitions, Transitions]
     copies: Int[Tensor, " copies"]
     keys: CopySources
     values: CopySources
@@ -76,7 +76,7 @@ class SourceColumns:
         """Tokens, each counted once."""
         return self.visible.shape[1] - self.copies.numel()
 
-    def serve(self, moves: tuple[Departures, Departures], tokens: int, queries: int, device: torch.device) -> bool:
+    def serve(self, moves: tuple[Transitions, Transitions], tokens: int, queries: int, device: torch.device) -> bool:
         """Whether these columns also fit another layer, with the given departures, tokens, queries and device."""
         same = (self.moves, self.tokens, self.visible.shape[0]) == (moves, tokens, queries)
         return same and self.visible.device == device
@@ -105,7 +105,9 @@ class SourceColumns:
         return mask.masked_fill(~self.visible, torch.finfo(mask.dtype).min)
 
 
-def columns_of(moves: tuple[Departures, Departures], tokens: int, queries: int, device: torch.device) -> SourceColumns:
+def columns_of(
+    moves: tuple[Transitions, Transitions], tokens: int, queries: int, device: torch.device
+) -> SourceColumns:
     """Lay out the copies that a chunk of `queries` tokens needs; it holds the last of the `tokens` tokens.
 
     Args:
@@ -140,7 +142,7 @@ def _picks(copies: Tensor, moved: Tensor, start: int, device: torch.device) -> C
     return CopySources(*(index.to(device) for index in (still, copies[still], gone, copies[gone] - start)))
 
 
-def _first_decoded(moves: Departures, tokens: int, never: int) -> Int[Tensor, " tokens"]:
+def _first_decoded(moves: Transitions, tokens: int, never: int) -> Int[Tensor, " tokens"]:
     at = torch.full((tokens,), never)
     at[moves.start : moves.start + len(moves.queries)] = torch.tensor(moves.queries, dtype=torch.long)
     return at

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kvq
 from kvq.cache import KVCache
-from kvq.cache.sources import Departures, SourceColumns, columns_of
+from kvq.cache.chunk_masks import SourceColumns, Transitions, columns_of
 from kvq.errors import Unsupported
 from tests.cache.states import states
 from tests.random_models import llama
@@ -32,7 +32,7 @@ def chunks(draw: st.DrawFn) -> tuple[list[tuple[int, list[int]]], int, int]:
 
 
 def read(
-    columns: SourceColumns, moves: tuple[Departures, Departures], tokens: int
+    columns: SourceColumns, moves: tuple[Transitions, Transitions], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the columns, where full precision is the token and decoded is the token + 1000."""
     out = []
@@ -47,7 +47,7 @@ def read(
 @given(chunks())
 def test_every_query_reads_each_token_once_and_in_its_form(case: tuple[list[tuple[int, list[int]]], int, int]) -> None:
     sides, tokens, queries = case
-    first, second = (Departures(start, tuple(at)) for start, at in sides)
+    first, second = (Transitions(start, tuple(at)) for start, at in sides)
     moves = (first, second)
     columns = columns_of(moves, tokens, queries, CPU)
     keys, values = read(columns, moves, tokens)
@@ -67,7 +67,7 @@ def test_every_query_reads_each_token_once_and_in_its_form(case: tuple[list[tupl
 
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
 def test_the_models_mask_is_kept_for_every_copy(kind: str) -> None:
-    moves = Departures(0, (1, 2)), Departures(0, (2,))
+    moves = Transitions(0, (1, 2)), Transitions(0, (2,))
     columns = columns_of(moves, 5, 3, CPU)
     causal = torch.ones(3, 5, dtype=torch.bool).tril(2)
     least = torch.finfo(torch.float32).min
@@ -84,7 +84,7 @@ def test_the_models_mask_is_kept_for_every_copy(kind: str) -> None:
 
 @pytest.mark.parametrize("mask", [torch.ones(1, 1, 3, 4, dtype=torch.bool), torch.ones(3, 5)])
 def test_a_mask_over_something_else_is_refused(mask: torch.Tensor) -> None:
-    columns = columns_of((Departures(0, (1,)), Departures(0, ())), 5, 3, CPU)
+    columns = columns_of((Transitions(0, (1,)), Transitions(0, ())), 5, 3, CPU)
     with pytest.raises(
         Unsupported, match=r"attention mask \[.*\], where residual=sliding needs \[.., 3, 5\]"
     ) as caught:

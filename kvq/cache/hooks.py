@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from kvq.cache.chunk_masks import SourceColumns
 from kvq.cache.observe import Attended, hook_interface
-from kvq.cache.sources import SourceColumns
 from kvq.errors import Unsupported
 from kvq.models.layers import window_of
 from kvq.models.placing import base_of
@@ -24,7 +24,7 @@ _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
 
 
 class WatchfulCache(Cache, abc.ABC):
-    """A cache whose `announce` runs before each attention (a forward pre-hook)."""
+    """A cache whose `before_attention` runs before each attention (a forward pre-hook)."""
 
     enters = False
     """`enter` is to be called."""
@@ -36,7 +36,7 @@ class WatchfulCache(Cache, abc.ABC):
         """Receive `logits_to_keep` of the next forward; None: not given."""
 
     @abc.abstractmethod
-    def announce(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
+    def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         """The columns that this attention will read; None: each token once, as it is.
 
         Args:
@@ -133,7 +133,7 @@ def _announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     if cache is None:
         return None
     given = named_arguments(module, args, kwargs)
-    columns = cache.announce(module, given, given["hidden_states"])
+    columns = cache.before_attention(module, given, given["hidden_states"])
     if cache.observes(index := layer_number(module, given)):
         _observe(module, cache, index)
     if columns is None and not cache.recording:

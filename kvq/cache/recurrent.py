@@ -1,4 +1,4 @@
-"""States of fixed size beside keys and values: of linear attention, convolutions and state space models.
+"""Recurrent states of fixed size: of linear attention, convolutions and state space models.
 
 They are neither quantized nor cast. `KVCache` holds them for the model, counts them under their own name, and forks and
 selects them with the keys and values.
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
-from kvq.cache.state import Field, Reader, Writer
+from kvq.cache.serialize import Field, Reader, Writer
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer, state_layers_of
 from kvq.models.placing import base_of, device_of
 
-LASTING = "a layer keeps a state of fixed size, from which tokens cannot be taken back (fork() the cache before)"
+NO_CROP = "a layer keeps a state of fixed size, from which tokens cannot be taken back (fork() the cache before)"
 """The reason why `crop` is refused."""
 _PARTS = ("conv_states", "recurrent_states")
 _PROBE_CUTS = (0, 16, 23, 24)
@@ -37,7 +37,7 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """False: see `LASTING`."""
+        """False: see `NO_CROP`."""
         return False
 
     @property
@@ -111,7 +111,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 class StatefulCache(Cache):
-    """A cache some of whose layers keep states, beside keys and values or in their place."""
+    """A cache some of whose layers keep recurrent states, with keys and values or without."""
 
     _states: Mapping[int, StateLayer]
 
@@ -121,7 +121,7 @@ class StatefulCache(Cache):
         return sum(state.nbytes for state in self._states.values())
 
     def check_part(self, model: nn.Module | None, tokens: int) -> None:
-        """Raise `Unsupported` for several tokens behind others, in a model whose layers then begin anew."""
+        """Raise `Unsupported` for several tokens after others, in a model whose layers then begin anew."""
         if self._states and tokens > 1 and model is not None and not reads_in_parts(model):
             raise Unsupported(
                 f"model: {type(model).__name__} begins anew with every part of several tokens; read a text at once and "
@@ -153,7 +153,7 @@ class StatefulCache(Cache):
 
     @property
     def _beside(self) -> Cache:
-        """The states where layers have keys and values beside them."""
+        """The states of layers that have keys and values too."""
         return Cache(layers=[self._states.get(index, layer) for index, layer in enumerate(self.layers)])
 
     # transformers' methods look for states in `layers`, where a layer has one kind of content.
@@ -218,7 +218,7 @@ def reads_in_parts(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def states_behind(model: Any, cache: StatefulCache) -> Mapping[int, StateLayer]:
-    """The states of an empty cache behind a few tokens, whose shapes and dtypes are those behind any others."""
+    """States after a few tokens in an empty cache; shapes and dtypes do not depend on how many."""
     tokens = _tokens(model, 2)
     at = torch.arange(2, device=tokens.device)[None]
     base_of(model)(input_ids=tokens, position_ids=at, past_key_values=cache, use_cache=True)
