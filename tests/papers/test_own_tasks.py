@@ -77,6 +77,7 @@ SIZES: dict[str, list[str]] = {
     "throughput": [*_TIMED, "task.references=[dynamic]"],
     "tni": _CAPTURED,
     "limit": _CAPTURED,
+    "sensitivity": [*_CAPTURED, "task.maps=2"],
     "error": _CAPTURED,
     "distribution": ["task.context=96", "task.windows=2"],
     "memory": ["task.measured=100"],

@@ -315,6 +315,9 @@ ROWS = [
     Row("real/ruler", "RULER: niah_multikey_3", {"task": "lm_eval", "chat_template": True}),
     Row("real/agreement real/agreement_mlx", "ours", {"task": "ppl", "dataset": "wikitext2"}),
     Row("real/tni", "ours", {"task": "tni", "context": 1024}),
+    Row("real/sensitivity", "ours: a text that is not the verdict's", {"task": "sensitivity", "dataset": "pydocs"}),
+    Row("real/allocated", "ours: 12 windows of 1,024 tokens",
+        {"scoring": "parallel", "windows": "disjoint", "context": 1024, "max_windows": 12, "dataset": "wikitext2"}),
 ]  # fmt: skip
 KNOWN = choices()
 

@@ -35,7 +35,7 @@ SETTINGS = (
     *(f"nsnquant/{name}" for name in ("figure4", "figure8", "table15", "table20", "table21", "table3", "table7")),
     *(f"kvquant_plus_plus/{name}" for name in ("9_2", "9_5", "3_5_text")),
     "embedded/round_weights",
-    *("real/eviction", "real/residual", "real/round_weights"),
+    *("real/eviction", "real/residual", "real/round_weights", "real/allocated"),
 )
 """Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's."""
 
@@ -70,7 +70,9 @@ def quoted(value: str) -> str:
 def key_of(record: Record) -> str:
     """The key of a run with the record's names, task settings and fingerprints; residuals are the presets'."""
     given = [f"{group}={getattr(record, group)}" for group in ("model", "task", "dataset", "method")]
-    given += [f"bits={record.bits}"] if record.bits else []
+    by_layer = record.config["method"].get("bits_by_layer", {})
+    given += [f"method.bits_by_layer.{side}={own}" for side, own in by_layer.items()]
+    given += ["bits=2"] if by_layer else [f"bits={record.bits}"] if record.bits else []
     task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] != "task.name" and leaf[1] != "null"]
     given += [f"{name}={quoted(value)}" for name, value in task] + own_settings(record)
     given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
