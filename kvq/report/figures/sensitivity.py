@@ -39,7 +39,7 @@ def costs_figure(table: pd.DataFrame) -> Figure:
     rows = [(method, side) for method in dict.fromkeys(table["method"]) for side in ("keys", "values")]
     grid = table.pivot(index=["method", "side"], columns="layer", values="kl").reindex(rows)
     most = max(float(table["kl"].max()), 10 * _LEAST)
-    scale = LogNorm(max(most / 10**_DECADES, _LEAST), most)
+    scale = LogNorm(max(min(float(table["kl"].min()), most / 10), most / 10**_DECADES, _LEAST), most)
     made, axis = panels(2, 0.9 + 0.17 * len(rows))
     image = heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis")
     axis.set_yticks(range(len(rows)), [f"{method}, {side}" for method, side in rows], fontsize=6)
@@ -68,7 +68,7 @@ def sums_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
 @titled
 def sums_figure(table: pd.DataFrame) -> Figure:
     """Each set a point: the sum of its parts across, what it costs up; on the line both are the same."""
-    made, axis = panels(1, 3.0)
+    made, axis = panels(2, 3.2)
     for index, (method, part) in enumerate(table.groupby("method", sort=False)):
         points(axis, part["sum"], part["kl"], index, str(method))
     low, high = (getattr(table[["sum", "kl"]].to_numpy(), kind)() for kind in ("min", "max"))
