@@ -128,7 +128,7 @@ _SEARCH = {
     "max_batch_size": None,
     "params": None,
     "trials": 40,
-    "sampler": "nsga2",
+    "sampler": "tpe",
     "objectives": ["kl_mean", "effective_bits"],
     "seed": 0,
     "together": 1,

@@ -46,7 +46,7 @@ class Settings:
     """
 
     trials: int = 40
-    sampler: str = "nsga2"
+    sampler: str = "tpe"
     objectives: list[str] = field(default_factory=lambda: ["kl_mean", "effective_bits"])
     seed: int = 0
     together: int = 1
