@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,13 @@ def searched(folder: Path, seed: int = 0, sampler: str = "nsga2", trials: int = 
     search = Made(space, Settings(trials=trials, seed=seed, sampler=sampler), lambda jobs: None)
     search.run()
     return search
+
+
+def test_the_command_line_has_the_same_defaults() -> None:
+    from hydra_plugins.kvq_experiments import _SEARCH
+
+    given = {name: value for name, value in _SEARCH.items() if name not in ("_target_", "max_batch_size", "params")}
+    assert given == asdict(Settings())
 
 
 def test_the_same_search_draws_the_same_trials(tmp_path: Path) -> None:

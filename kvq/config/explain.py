@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import outside
-from kvq.config.composing import compose, conf_dir
-from kvq.errors import KvqError, did_you_mean
+from kvq.config.composing import compose, conf_dir, resolve
+from kvq.config.run import Config
+from kvq.errors import ConfigError, KvqError, did_you_mean
 
 # OmegaConf asserts that a setting below null has something to be set in.
 COMPOSE_ERRORS = (KvqError, HydraException, OmegaConfBaseException, ValueError, AssertionError, yaml.YAMLError)
@@ -48,6 +49,18 @@ def _description(path: Path) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
     comments = [line[1:].strip() for line in lines if line.startswith("#") and "@package" not in line]
     return comments[0] if comments else ""
+
+
+def composed(words: Sequence[str], config_dir: str | Path | None = None) -> Config:
+    """The resolved configuration of overrides, as `compose` and `resolve` give it.
+
+    Raises:
+        ConfigError: overrides that do not compose or a value that is not allowed, in one line.
+    """
+    try:
+        return resolve(compose(words, config_dir))
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(explain(error, words, config_dir)) from error
 
 
 def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path | None = None) -> str:

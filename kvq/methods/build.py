@@ -16,9 +16,9 @@ from hydra.utils import instantiate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvq.codecs import Codec
-from kvq.config import Config, MethodConfig, compose, outside, resolve
+from kvq.config import Config, MethodConfig, outside
 from kvq.config.bits import Bits, check_range, parse_bits
-from kvq.config.explain import COMPOSE_ERRORS, explain
+from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
@@ -57,17 +57,14 @@ def build_method(
     """
     given = parse_bits(bits, real=True)
     # Files of a folder of one's own may change while the process lives.
-    composed = _composed_once if config_dir is None else _composed
-    config = composed(name, given, tuple(overrides), None if config_dir is None else str(config_dir))
+    found = _composed_once if config_dir is None else _composed
+    config = found(name, given, tuple(overrides), None if config_dir is None else str(config_dir))
     return method_of(config, *([head_dim] if isinstance(head_dim, int) else head_dim))
 
 
 def _composed(name: str, bits: Bits, overrides: tuple[str, ...], config_dir: str | None) -> Config:
     given = [f"method={name}", f"bits={bits.label}", *(_relative(override) for override in overrides)]
-    try:
-        return resolve(compose(given, config_dir))
-    except COMPOSE_ERRORS as error:
-        raise ConfigError(explain(error, given, config_dir)) from error
+    return composed(given, config_dir)
 
 
 _composed_once = functools.lru_cache(maxsize=256)(_composed)

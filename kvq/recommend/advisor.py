@@ -13,16 +13,16 @@ if __name__ == "__main__":
 
 import functools
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvq.config import Config, compose, resolve
-from kvq.config.explain import COMPOSE_ERRORS, choices, explain
-from kvq.errors import ConfigError, KvqError, RecordError, printable
+from kvq.config.explain import COMPOSE_ERRORS, choices, composed
+from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
 from kvq.models.shapes import CacheShape, cache_shape
+from kvq.recommend.command import answered, given_words, number
 from kvq.report.comparisons import Comparisons, Verdicts, unbeaten
 from kvq.report.judged import samples_of
 from kvq.report.palette import BY_ENGINE
@@ -79,16 +79,9 @@ def question_of(words: Sequence[str]) -> Question:
     Raises:
         ConfigError: an unknown word, a number that is none, or no model or context.
     """
-    given: dict[str, str] = {}
-    model = []
-    for word in words:
-        name, found, value = word.replace("<=", "=", 1).partition("=")
-        if name == "model" or name.startswith("model."):
-            model.append(word)
-        elif found and name in ("context", "engine", "memory", "loss", "batch", "results") and value:
-            given[name] = value
-        else:
-            raise ConfigError(f"{word}: model=, context=, engine=, memory=, loss=, batch= or results=")
+    model = [word for word in words if word.startswith(("model=", "model."))]
+    names = ("model", "context", "engine", "memory", "loss", "batch", "results")
+    given = given_words([word for word in words if word not in model], names, bounds=True)
     if not model or "context" not in given:
         raise ConfigError("recommend: needs model=NAME and context=TOKENS; --help says the rest")
     engine = given.get("engine")
@@ -112,13 +105,7 @@ def _count(name: str, text: str) -> int:
 
 
 def _positive(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ConfigError(f"{name}={text}: a number, at least 0")
-    return value
+    return number(name, text, "a number, at least 0", lambda value: 0 <= value < float("inf"))
 
 
 def _size(text: str) -> float:
@@ -138,21 +125,16 @@ class Advisor:
 
     def __init__(self, question: Question) -> None:
         self.question, self.store = question, Store(question.results)
-        given = list(question.model)
-        try:
-            self.model = resolve(compose(given)).model
-        except COMPOSE_ERRORS as error:
-            raise ConfigError(explain(error, given)) from error
+        self.model = composed(question.model).model
         self.shape: CacheShape = cache_shape(self.model)
         longest = self.shape.context
         if longest is not None and question.context > longest:
             raise ConfigError(f"context={question.context}: model={self.model.name} takes at most {longest} tokens")
-        self._bytes: dict[tuple[str, str, int], float | None] = {}
 
     @property
     def full_bytes(self) -> float:
         """Bytes of the cache in fp16."""
-        return (self.counted("fp16", "", self.question.context) or 0.0) * self.question.batch
+        return (bytes_of(self.shape, "fp16", "", self.question.context) or 0.0) * self.question.batch
 
     def choices(self) -> list[Choice]:
         """At most `MOST` formats, the cheapest first, or the best first where only memory is bounded.
@@ -203,22 +185,8 @@ class Advisor:
         return f"python run.py -m {' '.join(self.question.model)} method={','.join(names[:4])} task.context=1024"
 
     def _bytes_of(self, record: Record) -> float | None:
-        size = self.counted(record.method, record.bits, self.question.context)
+        size = bytes_of(self.shape, record.method, record.bits, self.question.context)
         return None if size is None else size * self.question.batch
-
-    def counted(self, name: str, bits: str, context: int) -> float | None:
-        """Bytes of a method's cache of one sequence; None: they do not follow from the shape of the model."""
-        asked = (name, bits, context)
-        if asked not in self._bytes:
-            try:
-                method = method_of(_config_of(name, bits), *self.shape.head_dims)
-                check_codecs_alone(method, "memory")
-                check_layers_alike(method, "memory")
-                rows = rows_of(self.shape, method, context, measured=False)
-                self._bytes[asked] = float(sum(row["total"] for row in rows))
-            except COMPOSE_ERRORS:
-                self._bytes[asked] = None
-        return self._bytes[asked]
 
     def _line(self, record: Record) -> str:
         bits = [f"bits={record.bits}"] if record.bits else []
@@ -239,6 +207,18 @@ class Advisor:
 def _config_of(name: str, bits: str) -> Config:
     """A run of a method on any model: which one changes nothing in the method's settings."""
     return resolve(compose([f"method={name}", *([f"bits={bits}"] if bits else [])]))
+
+
+@functools.lru_cache(maxsize=1024)
+def bytes_of(shape: CacheShape, name: str, bits: str, context: int) -> float | None:
+    """Bytes of a method's cache of one sequence; None: they do not follow from the shape of the model."""
+    try:
+        method = method_of(_config_of(name, bits), *shape.head_dims)
+        check_codecs_alone(method, "memory")
+        check_layers_alike(method, "memory")
+        return float(sum(row["total"] for row in rows_of(shape, method, context, measured=False)))
+    except COMPOSE_ERRORS:
+        return None
 
 
 def is_of_decoding(table: Table) -> bool:
@@ -273,23 +253,10 @@ def _readable(size: float) -> str:
     return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the choices and return 0; 1: there is none; 2: a question that cannot be answered."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(_USAGE.format(engines=", ".join(BY_ENGINE)))
-        return 0 if words else 2
-    try:
-        question = question_of(words)
-        advisor = Advisor(question)
-        found = advisor.choices()
-    except RecordError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 1
-    except KvqError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
-    full = advisor.full_bytes
+def _answer(words: list[str]) -> int:
+    question = question_of(words)
+    advisor = Advisor(question)
+    found, full = advisor.choices(), advisor.full_bytes
     about = f"{advisor.model.name}, {question.batch} x {question.context:,} tokens, fp16 {_readable(full)}"
     if not found:
         print(f"{about}: nothing on record fits; more memory, a shorter context or a larger loss is needed")
@@ -298,3 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for place, choice in enumerate(found, 1):
         print(printable(shown(choice, place, full)))
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the choices and return 0; 1: there is none; 2: a question that cannot be answered."""
+    return answered(arguments, _USAGE.format(engines=", ".join(BY_ENGINE)), _answer, RecordError)

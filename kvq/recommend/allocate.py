@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
     enter("kvq.recommend.allocate")
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import NamedTuple
 
 import yaml
 
-from kvq.errors import ConfigError, KvqError, RecordError, printable
+from kvq.errors import ConfigError, RecordError
+from kvq.recommend.command import answered, given_words, number
 from kvq.report.labels import label
 from kvq.results import Record, Store
 from kvq.results.atomic import write_file
@@ -218,13 +218,11 @@ def table_of(chosen: Mapping[Place, Option]) -> str:
     return "\n".join(lines)
 
 
+_NAMES = ("model", "method", "bits", "dataset", "full", "out", "results")
+
+
 def _given(words: Sequence[str]) -> dict[str, str]:
-    given: dict[str, str] = {"results": "results", "full": "true"}
-    for word in words:
-        name, found, value = word.partition("=")
-        if not found or not value or name not in ("model", "method", "bits", "dataset", "full", "out", "results"):
-            raise ConfigError(f"{word}: model=, method=, bits=, dataset=, full=, out= or results=")
-        given[name] = value
+    given = {"results": "results", "full": "true"} | given_words(words, _NAMES)
     for name in ("model", "method", "bits"):
         if name not in given:
             raise ConfigError(f"allocate: needs {name}=; --help says the rest")
@@ -233,19 +231,10 @@ def _given(words: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= FULL:
-        raise ConfigError(f"bits={text}: a number above 0 and up to {FULL}")
-    return value
-
-
-def _answer(words: Sequence[str]) -> None:
+def _answer(words: list[str]) -> int:
     given = _given(words)
-    bits, store = _number(given["bits"]), Store(given["results"])
+    bits = number("bits", given["bits"], f"a number above 0 and up to {FULL}", lambda value: 0 < value <= FULL)
+    store = Store(given["results"])
     records = records_of(store, given["model"], given["method"], given.get("dataset"))
     costs = costs_of(records, store, given["full"] == "true")
     best, walked, single = exact(costs, bits), greedy(costs, bits), uniform(costs, bits)
@@ -264,20 +253,9 @@ def _answer(words: Sequence[str]) -> None:
             raise RecordError(f"out={path}: cannot be written: {error.strerror}") from error
         run = f"python run.py --config-dir {path.parent.parent} model={given['model']} method={path.stem}"
         print(f"written: {path}; {run}")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the map and return 0; 1: costs are not on record; 2: a question that cannot be answered."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(_USAGE)
-        return 0 if words else 2
-    try:
-        _answer(words)
-    except RecordError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 1
-    except KvqError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
-    return 0
+    return answered(arguments, _USAGE, _answer, RecordError)

@@ -12,13 +12,13 @@ if __name__ == "__main__":
     enter("kvq.recommend.export")
 
 import json
-import sys
 from collections.abc import Sequence
 
 from kvq.config import Config, compose, resolve
-from kvq.config.explain import COMPOSE_ERRORS, explain
+from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
-from kvq.errors import ConfigError, KvqError, Unsupported, printable
+from kvq.errors import Unsupported
+from kvq.recommend.command import answered
 
 _USAGE = """A cache format as an engine reads it: the words of a run, without model and task.
 
@@ -85,25 +85,14 @@ def _of_transformers(config: Config) -> str:
     return f'model.generate(..., cache_implementation="quantized", cache_config={json.dumps(settings)})'
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the command and return 0; 1: no engine can do it; 2: settings that do not compose."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(_USAGE)
-        return 0 if words else 2
+def _answer(words: list[str]) -> int:
     folder = None
     if words[0] == "--config-dir":
         folder, words = (words[1] if len(words) > 1 else None), words[2:]
-    try:
-        try:
-            config = resolve(compose(words, folder))
-        except COMPOSE_ERRORS as error:
-            raise ConfigError(explain(error, words, folder)) from error
-        print(exported(config))
-    except Unsupported as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 1
-    except KvqError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
+    print(exported(composed(words, folder)))
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the command and return 0; 1: no engine can do it; 2: settings that do not compose."""
+    return answered(arguments, _USAGE, _answer, Unsupported)

@@ -11,7 +11,6 @@ if __name__ == "__main__":
 
     enter("kvq.recommend.leaderboard")
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -20,10 +19,13 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from kvq.config.explain import choices
-from kvq.errors import ConfigError, KvqError, RecordError, printable
-from kvq.recommend.advisor import Advisor, Question, is_of_decoding
+from kvq.config.explain import choices, composed
+from kvq.errors import KvqError, RecordError
+from kvq.models.shapes import CacheShape, cache_shape
+from kvq.recommend.advisor import bytes_of, is_of_decoding
+from kvq.recommend.command import answered, given_words
 from kvq.recommend.submit import About, folder_of, submissions
+from kvq.report.judged import read_records
 from kvq.report.labels import model_name
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
@@ -76,13 +78,14 @@ def budget_of(bits: float) -> float | None:
 def entries(store: Store, by: About | None = None) -> list[Entry]:
     """The lines of a store, by model, budget and loss."""
     tables: dict[str, Table] = {}
-    for table in filter(is_of_decoding, build_tables(store).tables):
+    scanned = read_records(store)
+    for table in filter(is_of_decoding, build_tables(store, scanned=scanned).tables):
         model = table.rows[0].record.model
         if model not in tables or len(_listed(table)) > len(_listed(tables[model])):
             tables[model] = table
-    beside = _Beside(store.scan()[0])
+    beside = _Beside(scanned[0])
     found = [
-        _entry(row, budget, beside, store, by)
+        _entry(row, budget, beside, by)
         for table in tables.values()
         for row in _listed(table)
         if (budget := budget_of(row.record.metrics["bits_per_element"])) is not None
@@ -108,7 +111,7 @@ class _Beside:
     def __init__(self, records: Iterable[Record]) -> None:
         self._needles: dict[tuple[str, str, str], Record] = {}
         self._speed: dict[tuple[str, str, str], Record] = {}
-        self._advisors: dict[str, Advisor | None] = {}
+        self._shapes: dict[str, CacheShape | None] = {}
         for record in records:
             name = (record.model, record.method, record.bits)
             if record.status == "done" and record.task == "niah" and "accuracy" in record.metrics:
@@ -132,20 +135,24 @@ class _Beside:
         rates = [one.metrics.get("decode_tokens_per_second") for one in (found, full)]
         return rates[0] / rates[1] if rates[0] and rates[1] else None
 
-    def bytes(self, record: Record, store: Store) -> float | None:
+    def bytes(self, record: Record) -> float | None:
         """Bytes of one sequence of `CONTEXT` tokens; of a model that is no choice here, None."""
-        if record.model not in self._advisors:
-            known = record.model in choices()["model"]
-            question = Question((f"model={record.model}",), 1, results=store.root)
-            try:
-                self._advisors[record.model] = Advisor(question) if known else None
-            except KvqError:
-                self._advisors[record.model] = None
-        advisor = self._advisors[record.model]
-        return None if advisor is None else advisor.counted(record.method, record.bits, CONTEXT)
+        if record.model not in self._shapes:
+            self._shapes[record.model] = _shape_of(record.model)
+        shape = self._shapes[record.model]
+        return None if shape is None else bytes_of(shape, record.method, record.bits, CONTEXT)
 
 
-def _entry(row: Row, budget: float, beside: _Beside, store: Store, by: About | None) -> Entry:
+def _shape_of(model: str) -> CacheShape | None:
+    if model not in choices()["model"]:
+        return None
+    try:
+        return cache_shape(composed([f"model={model}"]).model)
+    except KvqError:
+        return None
+
+
+def _entry(row: Row, budget: float, beside: _Beside, by: About | None) -> Entry:
     record, metrics = row.record, row.record.metrics
     engine = record.provenance.engine or ("by preset" if record.method.startswith("engine/") else "")
     return Entry(
@@ -157,7 +164,7 @@ def _entry(row: Row, budget: float, beside: _Beside, store: Store, by: About | N
         error=metrics.get("delta_nll_se"),
         tail=metrics.get("kl_p999"),
         needles=beside.needles(record),
-        bytes=beside.bytes(record, store),
+        bytes=beside.bytes(record),
         speed=beside.speed(record),
         noise=row.within_noise,
         frontier=row.best_measured,
@@ -181,42 +188,23 @@ def page(found: Sequence[Entry]) -> str:
     return environment.from_string(source).render(**given)
 
 
-def _given(words: Sequence[str]) -> dict[str, str]:
-    given = {"results": "results"}
-    for word in words:
-        name, _, value = word.partition("=")
-        if name not in ("results", "out") or not value:
-            raise ConfigError(f"{word}: results= or out=")
-        given[name] = value
-    return given
+def _answer(words: list[str]) -> int:
+    given = {"results": "results"} | given_words(words, ("results", "out"))
+    store = Store(given["results"])
+    found = entries(store)
+    for about, submitted in submissions(store.root):
+        found += entries(submitted, about)
+    if not found:
+        raise RecordError(f"no method is on record in '{store.runs}'; measure some: python run.py -m method=nsn,kivi")
+    out = Path(given.get("out", str(store.root / "leaderboard.html")))
+    try:
+        write_file(out, page(found).encode(), durable=False)
+    except OSError as error:
+        raise RecordError(f"out={out}: cannot be written: {error.strerror}") from error
+    print(f"{out} ({len(found)} methods on {len({entry.model for entry in found})} models)")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and return 0; 1: nothing to show or no place to write it; 2: an unknown word."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if {"-h", "--help"} & set(words):
-        print(_USAGE)
-        return 0
-    try:
-        given = _given(words)
-        store = Store(given["results"])
-        found = entries(store)
-        for about, submitted in submissions(store.root):
-            found += entries(submitted, about)
-        if not found:
-            raise RecordError(
-                f"no method is on record in '{store.runs}'; measure some: python run.py -m method=nsn,kivi"
-            )
-        out = Path(given.get("out", str(store.root / "leaderboard.html")))
-        try:
-            write_file(out, page(found).encode(), durable=False)
-        except OSError as error:
-            raise RecordError(f"out={out}: cannot be written: {error.strerror}") from error
-    except RecordError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 1
-    except KvqError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
-    print(f"{out} ({len(found)} methods on {len({entry.model for entry in found})} models)")
-    return 0
+    return answered(arguments, _USAGE, _answer, RecordError, needs_words=False)

@@ -11,13 +11,13 @@ if __name__ == "__main__":
 
     enter("kvq.recommend.submit")
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvq.errors import ConfigError, KvqError, RecordError, printable
+from kvq.errors import ConfigError, RecordError
+from kvq.recommend.command import answered, given_words
 from kvq.report.labels import named
 from kvq.results import Record, Store, is_stale
 from kvq.results.atomic import write_file
@@ -126,35 +126,28 @@ def submissions(root: Path) -> Iterator[tuple[About, Store]]:
             continue
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Add a submission and return 0; 1: it is refused; 2: a question that cannot be answered."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(_USAGE)
-        return 0 if words else 2
+def _answer(words: list[str]) -> int:
+    folder, given = _given(words)
     try:
-        folder, given = _given(words)
         about = About(name=given["name"], licence=given["licence"])
+    except ValidationError as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    try:
         added = add(Store(folder), Store(given.get("results", "results")), about)
     except RecordError as error:
-        print(printable(f"error: refused: {error}"), file=sys.stderr)
-        return 1
-    except (KvqError, ValidationError) as error:
-        print(printable(f"error: {str(error).splitlines()[0]}"), file=sys.stderr)
-        return 2
+        raise RecordError(f"refused: {error}") from error
     print(f"{added}: {len(Store(added).scan()[0])} records; kvq leaderboard shows them")
     return 0
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Add a submission and return 0; 1: it is refused; 2: a question that cannot be answered."""
+    return answered(arguments, _USAGE, _answer, RecordError)
+
+
 def _given(words: Sequence[str]) -> tuple[str, dict[str, str]]:
-    given = {}
     folders = [word for word in words if "=" not in word]
-    for word in words:
-        name, found, value = word.partition("=")
-        if found and (name not in ("name", "licence", "results") or not value):
-            raise ConfigError(f"{word}: name=, licence= or results=")
-        if found:
-            given[name] = value
+    given = given_words([word for word in words if word not in folders], ("name", "licence", "results"))
     if len(folders) != 1 or {"name", "licence"} - given.keys():
         raise ConfigError("submit: needs one folder, name= and licence=; --help says the rest")
     return folders[0], given

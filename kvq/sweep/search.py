@@ -15,10 +15,8 @@ from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 
-from kvq.config import compose, resolve
-from kvq.config.explain import COMPOSE_ERRORS, explain
+from kvq.config.explain import composed
 from kvq.errors import ConfigError, KvqError, at_least, did_you_mean, within
-from kvq.results import Record, Store
 from kvq.results.atomic import write_file
 from kvq.results.frontier import dominated, hypervolume
 from kvq.results.metrics import is_lower_better
@@ -157,7 +155,7 @@ class Search:
             directions=["minimize"] * len(settings.objectives), sampler=samplers[settings.sampler]()
         )
         self.trials: list[Trial] = []
-        self.results = Path(_config(space.fixed).results_dir)
+        self.results = Path(composed(space.fixed).results_dir)
 
     @property
     def name(self) -> str:
@@ -230,7 +228,7 @@ class Search:
 
     def _read(self, job: Sequence[str], trial: Trial) -> None:
         try:
-            state, why, record = lookup.on_disk(_config(job))
+            state, why, record = lookup.on_disk(composed(job))
         except KvqError as error:
             trial.reason = str(error)
             return
@@ -253,13 +251,6 @@ def _population(settings: Settings) -> int:
     return max(4, settings.trials // 4)
 
 
-def _config(words: Sequence[str]) -> Any:
-    try:
-        return resolve(compose(list(words)))
-    except COMPOSE_ERRORS as error:
-        raise ConfigError(explain(error, list(words))) from error
-
-
 def summary(search: Search, verdicts: Sequence[Trial]) -> Iterator[str]:
     """Lines for the terminal: winners with their values, and what the verdict's text says of them."""
     objectives = search.settings.objectives
@@ -279,9 +270,3 @@ def summary(search: Search, verdicts: Sequence[Trial]) -> Iterator[str]:
                 f"{name} {value:.4f}" for name, value in zip(objectives, verdict.values, strict=True)
             )
         yield f"  {' '.join(trial.words)}: {found}{said}"
-
-
-def records_of(search: Mapping[str, Any], store: Store) -> list[Record]:
-    """Records of the trials of a search's file that are still on record."""
-    found = (store.get(trial["key"]) for trial in search["trials"] if trial["key"])
-    return [record for record in found if record is not None]

@@ -19,8 +19,8 @@ from typing import Any
 from lm_eval.api.registry import register_model
 
 from kvq.calibration.fit import fitted
-from kvq.config import Config, compose, resolve
-from kvq.config.explain import COMPOSE_ERRORS, choices, explain
+from kvq.config import Config
+from kvq.config.explain import choices, composed
 from kvq.config.tasks import Prefill
 from kvq.errors import ConfigError, KvqError, printable
 from kvq.methods.build import method_of
@@ -40,10 +40,7 @@ def config_of(pretrained: str, method: str = "fp16", bits: Any = None, **setting
     words = [f"model={pretrained}"] if known else ["model=hf", f"model.path={pretrained}"]
     words += [f"method={method}", *([] if bits is None else [f"bits={bits}"])]
     words += [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
-    try:
-        return resolve(compose(words))
-    except COMPOSE_ERRORS as error:
-        raise ConfigError(explain(error, words)) from error
+    return composed(words)
 
 
 @register_model("kvq")

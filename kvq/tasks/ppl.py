@@ -288,8 +288,12 @@ def fingerprint(inputs: Inputs) -> str:
 
 def texts(inputs: Inputs) -> list[str]:
     """The text of each window."""
-    windows = ppl_windows(inputs.tokens.streams, inputs.config.task, inputs.bos)
-    return decoded(inputs, (window.tokens for window in windows))
+    return window_texts(inputs, inputs.config.task)
+
+
+def window_texts(inputs: Inputs, task: PplConfig) -> list[str]:
+    """The text of each window of a protocol."""
+    return decoded(inputs, (window.tokens for window in ppl_windows(inputs.tokens.streams, task, inputs.bos)))
 
 
 TASK = Task(check, measure, fingerprint, texts=texts)

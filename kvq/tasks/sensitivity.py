@@ -22,8 +22,8 @@ from kvq.models.inputs import Inputs
 from kvq.models.layers import kv_layers_of
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
-from kvq.tasks.ppl import check_scoring, ppl_windows, reference_of, run_ppl, without_codecs
+from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.ppl import check_scoring, fingerprint, ppl_windows, reference_of, run_ppl, window_texts, without_codecs
 from kvq.tasks.result import PplResult
 from kvq.tasks.windows import ReferenceLogProbs, Window
 
@@ -152,15 +152,9 @@ def _rank_correlation(pairs: list[tuple[float, float]]) -> float:
     return found if math.isfinite(found) else 0.0
 
 
-def fingerprint(inputs: Inputs) -> str:
-    """Fingerprint of the text."""
-    return inputs.tokens.fingerprint
-
-
 def texts(inputs: Inputs) -> list[str]:
     """The text of each window."""
-    windows = ppl_windows(inputs.tokens.streams, protocol(inputs.config.task), inputs.bos)
-    return decoded(inputs, (window.tokens for window in windows))
+    return window_texts(inputs, protocol(inputs.config.task))
 
 
 TASK = Task(check, measure, fingerprint, texts=texts)
