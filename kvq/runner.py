@@ -17,12 +17,14 @@ from kvq.calibration import files, text
 from kvq.calibration.fit import fitted
 from kvq.config import Config, full_precision
 from kvq.config.identity import canonical, names
+from kvq.config.run import Latent
 from kvq.config.tasks import is_timed
 from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported, printable
 from kvq.methods.build import method_of
 from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
+from kvq.models.layers import latent_numbers
 from kvq.models.load import text_config_of
 from kvq.models.shapes import cache_shape
 from kvq.models.weights import rounded_weights
@@ -75,6 +77,7 @@ class Prepared:
             method = method.in_order_of(text_config_of(self.config.model))
         if method.by_layer:
             method.check_layers(cache_shape(replace(self.config.model, context=None)).count)
+        self.check_latent()
         check_decode_mode(self.config.task, method)
         _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)
@@ -88,6 +91,17 @@ class Prepared:
         if method.is_calibrated and not self.config.task.calibrates_itself:
             _ = self.shared_text
         return method
+
+    def check_latent(self) -> None:
+        """Raise `Unsupported` for a format of a latent where the model caches none, or caches what it expands to."""
+        config = self.config
+        if not (config.method.latent_only and self.inputs.reads_weights):
+            return
+        if config.cache.latent is Latent.expanded or latent_numbers(text_config_of(config.model)) is None:
+            raise Unsupported(
+                f"method={config.method.name}: a format of the latent that multi-head latent attention caches; "
+                f"model={config.model.name} caches keys and values"
+            )
 
     @functools.cached_property
     def shared_text(self) -> float:

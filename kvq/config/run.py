@@ -246,6 +246,7 @@ class MethodConfig:
     `merge_rotation`: the model's weights rotate values, in the place of the first stage of their codec;
     `merge_key_rotation`: keys and queries too, without rotary embeddings. `sink_tokens`: first tokens that stay in full
     precision; `kept_keys`: and keys of these, in some layers; `sink_detection`: or those that this finds anywhere.
+    `latent_only`: a format of the latent of multi-head latent attention, refused where another thing is cached.
     """
 
     name: str = MISSING
@@ -255,6 +256,7 @@ class MethodConfig:
     serve: str | None = None
     bits_range: list[int] | None = None
     real_bits: bool = False
+    latent_only: bool = False
     bits_by_layer: BitsByLayerConfig = field(default_factory=BitsByLayerConfig)
     key: Any = None
     value: Any = None

@@ -22,6 +22,7 @@ from kvq.methods.method import Method
 from kvq.models.layers import kv_layers_of
 from kvq.models.shapes import cache_shape
 from kvq.report.departures import departures
+from kvq.runner import Prepared
 from kvq.tasks.memory import rows_of
 from kvq.tasks.reader import Reader
 from kvq.tasks.scoring import generation_bounds
@@ -142,3 +143,19 @@ def test_models_and_uses_that_have_no_expanded_form_are_refused(tmp_path: Path) 
     attention.__dict__["expand_kv"] = None
     with pytest.raises(Unsupported, match=r"^cache\.latent=expanded: model: .*Attention has no step that expands the"):
         KVCache(other, kivi())
+
+
+def test_formats_of_a_latent_are_refused_where_none_is_cached(tmp_path: Path) -> None:
+    """vLLM's ds_mla formats: of no use to a plain llama, nor to keys and values that a latent expands to."""
+    family("deepseek_v2").model.config.save_pretrained(tmp_path / "latent")
+    family("llama").model.config.save_pretrained(tmp_path / "plain")
+
+    def check(folder: str, *overrides: str) -> None:
+        words = ["method=engine/vllm_fp8_ds_mla", "model=hf", f"model.path={tmp_path / folder}", *overrides]
+        Prepared(resolve(compose(words))).check_latent()
+
+    check("latent")
+    check("plain", "task=memory")
+    for folder, *overrides in (["plain"], ["latent", EXPANDED]):
+        with pytest.raises(Unsupported, match=rf"^method=engine/vllm_fp8_ds_mla: a format of the latent .* model=.*{folder} "):
+            check(folder, *overrides)
