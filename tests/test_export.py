@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from kvq.config.explain import choices
 from kvq.recommend.export import main
@@ -43,6 +44,8 @@ def test_what_engines_read(words: list[str], said: str, capsys: pytest.CaptureFi
         (["method=engine/mlx", "bits=4", "method.key.quantizer.group_size=32"], "departs from engine/mlx"),
         (["method=engine/mlx", "method.bits_by_layer.key=[2,4]"], "stores all layers alike"),
         (["method=quanto", "bits=4", *layers("[0]", "[0]")], "stores all layers alike"),
+        (["recipe=modelopt", "method=engine/vllm_fp8"], "method=engine/vllm_fp8 is none of them"),
+        (["recipe=modelopt", "method=engine/tensorrt_fp8", *layers("[-1]", "[]")], "names count layers from 0"),
     ],
 )
 def test_what_they_cannot(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,6 +53,19 @@ def test_what_they_cannot(words: list[str], said: str, capsys: pytest.CaptureFix
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_recipe_of_modelopt(capsys: pytest.CaptureFixture[str]) -> None:
+    """The format's unit after all quantizers are off, then layers in full precision, keys and values apart."""
+    assert main(["recipe=modelopt", "method=engine/tensorrt_fp8", *layers("[3,0]", "[0]")]) == 0
+    text = capsys.readouterr().out
+    recipe = yaml.safe_load(text)
+    assert text.startswith("# modelopt-schema: modelopt.recipe.config.ModelOptPTQRecipe\n")
+    assert list(recipe["imports"].values()) == ["configs/ptq/units/base_disable_all", "configs/ptq/units/kv_fp8"]
+    first, second, *rest = recipe["quantize"]["quant_cfg"]
+    assert (first, second) == ({"$import": "base_disable_all"}, {"$import": "kv_fp8"})
+    wanted = ["*layers.0.*k_bmm_quantizer", "*layers.3.*k_bmm_quantizer", "*layers.0.*v_bmm_quantizer"]
+    assert rest == [{"quantizer_name": name, "enable": False} for name in wanted]
 
 
 def test_bad_words(capsys: pytest.CaptureFixture[str]) -> None:

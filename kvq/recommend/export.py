@@ -1,7 +1,8 @@
 """`kvq export method=engine/vllm_fp8 method.full_precision_layers.key=[0,1] ...`: a format as an engine reads it.
 
-The words are those of a run. What comes out is a command, or transformers' arguments; where an engine cannot do what is
-asked, such as bits of its own for a layer, it says so.
+The words are those of a run. What comes out is a command, transformers' arguments, or a recipe of ModelOpt, which
+writes the checkpoints of TensorRT-LLM; where an engine cannot do what is asked, such as bits of its own for a layer, it
+says so.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ if __name__ == "__main__":
 import json
 from collections.abc import Sequence
 
+import yaml
+
 from kvq.config import Config, compose, resolve
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
@@ -25,10 +28,19 @@ _USAGE = """A cache format as an engine reads it: the words of a run, without mo
   kvq export method=engine/llamacpp_q8_0_q4_0
   kvq export method=engine/vllm_fp8 method.full_precision_layers.key=[0,1] method.full_precision_layers.value=[0,1]
   kvq export method=quanto bits=4 residual.size=64
+  kvq export recipe=modelopt method=engine/tensorrt_fp8 method.full_precision_layers.key=[0]
   kvq export --config-dir mine method=own
 """
 _SKIPS = "--kv-cache-dtype-skip-layers"
 """vLLM's flag for layers that stay as the model computes them, keys and values together."""
+_RECIPE = "recipe=modelopt"
+_UNITS = {
+    "engine/tensorrt_fp8": "kv_fp8",
+    "engine/tensorrt_nvfp4": "kv_nvfp4",
+    "engine/vllm_fp8/calibrated": "kv_fp8",
+    "engine/vllm_nvfp4": "kv_nvfp4",
+}
+"""ModelOpt's units of cache formats (its modelopt_recipes/configs/ptq/units) that calibrate a number for each layer."""
 
 
 def exported(config: Config) -> str:
@@ -61,6 +73,35 @@ def exported(config: Config) -> str:
     return f"{method.serve} {_SKIPS} {' '.join(map(str, layers['key']))}"
 
 
+def modelopt(config: Config) -> str:
+    """A recipe of ModelOpt for its `hf_ptq.py --recipe FILE`: the cache in the method's format, weights as they are.
+
+    Layers in full precision are entries that disable the quantizer of their keys or values.
+
+    Raises:
+        Unsupported: ModelOpt writes no such format, or not with these layers or settings.
+    """
+    method = config.method
+    unit = _UNITS.get(method.name)
+    if unit is None:
+        raise Unsupported(f"{_RECIPE}: ModelOpt calibrates {', '.join(_UNITS)}; method={method.name} is none of them")
+    _check_preset(config)
+    off = []
+    for side, letter in (("key", "k"), ("value", "v")):
+        layers = sorted(set(method.full_precision_layers.get(side, ())))
+        if layers and layers[0] < 0:
+            raise Unsupported(f"{_RECIPE}: method.full_precision_layers.{side}: names count layers from 0")
+        off += [{"quantizer_name": f"*layers.{layer}.*{letter}_bmm_quantizer", "enable": False} for layer in layers]
+    names = ("base_disable_all", unit)
+    recipe = {
+        "imports": {name: f"configs/ptq/units/{name}" for name in names},
+        "metadata": {"recipe_type": "ptq", "description": f"{method.label or method.name}, written by kvq export"},
+        "quantize": {"algorithm": "max", "quant_cfg": [*({"$import": name} for name in names), *off]},
+    }
+    schema = "# modelopt-schema: modelopt.recipe.config.ModelOptPTQRecipe\n"
+    return schema + yaml.safe_dump(recipe, sort_keys=False, width=120).rstrip()
+
+
 def _check_preset(config: Config) -> None:
     """Refuse settings of the parts that are not the preset's: an engine has no such flags."""
     plain = resolve(compose([f"method={config.method.name}", f"bits={config.bits_label or 3}"])).method
@@ -89,7 +130,8 @@ def _answer(words: list[str]) -> int:
     folder = None
     if words[0] == "--config-dir":
         folder, words = (words[1] if len(words) > 1 else None), words[2:]
-    print(exported(composed(words, folder)))
+    write = modelopt if _RECIPE in words else exported
+    print(write(composed([word for word in words if word != _RECIPE], folder)))
     return 0
 
 
