@@ -1,4 +1,4 @@
-"""Settings of the tasks that let the model write: one prompt, and trajectories compared with full precision's."""
+"""Settings of the tasks that let the model go on: from one prompt, from passages, and from stored prefixes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvq.config.task import Prefill, TaskConfig
-from kvq.errors import ConfigError, at_least, not_empty
+from kvq.errors import ConfigError, at_least, not_empty, within
 
 
 @dataclass
@@ -71,4 +71,43 @@ class TrajectoryConfig(TaskConfig):
         at_least("task.new_tokens", self.new_tokens, 1)
 
 
-GENERATION: dict[str, type[TaskConfig]] = {"generate": GenerateConfig, "trajectory": TrajectoryConfig}
+@dataclass
+class ReuseConfig(TaskConfig):
+    """Prefixes that are stored in a file, compressed, read again and gone on from.
+
+    Attributes:
+        windows: of the text, disjoint.
+        prefix: tokens of each that are stored.
+        scored: tokens after them, whose loss is taken.
+        level: of zstd, 1 to 22.
+        prefill: how a prefix is read.
+        bos: whether a window begins with the begin-of-text token; None: if the model was trained with it.
+    """
+
+    name: str = "reuse"
+    version: ClassVar[int] = 1
+    windows: int = 8
+    prefix: int = 768
+    scored: int = 256
+    level: int = 3
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("task.windows", self.windows, 1)
+        at_least("task.prefix", self.prefix, 2)
+        at_least("task.scored", self.scored, 1)
+        within("task.level", self.level, 1, 22)
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window."""
+        return self.prefix + self.scored
+
+
+GENERATION: dict[str, type[TaskConfig]] = {
+    "generate": GenerateConfig,
+    "reuse": ReuseConfig,
+    "trajectory": TrajectoryConfig,
+}

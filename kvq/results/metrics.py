@@ -126,6 +126,22 @@ METRICS = {
         _count("total_bytes", "bytes/sequence", "Stored (bytes/sequence)"),
         _count("state_bytes", "bytes/sequence", "States of fixed size (bytes/sequence)"),
         Metric("state_bits", "bits", "States of fixed size (bits/element of keys and values)", "States"),
+        _count("sent_bytes", "bytes/sequence", "Sent as stored (bytes/sequence)"),
+        _count("zstd_bytes", "bytes/sequence", "Sent through zstd (bytes/sequence)"),
+        _count("order0_bytes", "bytes/sequence", "Sent by an ideal order-0 coder (bytes/sequence)"),
+        Metric("sent_bits", "bits", "Sent as stored (bits/element)", "Sent", better="lower"),
+        Metric("zstd_bits", "bits", "Sent through zstd (bits/element)", "zstd", better="lower"),
+        Metric("order0_bits", "bits", "Sent by an ideal order-0 coder (bits/element)", "Order 0", better="lower"),
+        Metric("reload_difference", "nats", "Largest change of a log-probability by the file", "Reload", 6),
+        *(
+            Metric(f"{name}_rate", "MB/s", f"{words} (MB of the cache in 16 bits a second)", short, 1, better="higher")
+            for name, words, short in (
+                ("save", "Saved", "Save"),
+                ("load", "Loaded", "Load"),
+                ("compress", "Compressed", "Pack"),
+                ("decompress", "Decompressed", "Unpack"),
+            )
+        ),
         _count("cached_tokens", "tokens", "Cached tokens"),
         _count("recompressed_tokens", "tokens/sequence", "Tokens encoded again (of a head, per sequence)"),
         Metric("recompression_error", "1", "Relative error of encoding again", "Again", 4, better="lower"),

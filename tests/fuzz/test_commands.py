@@ -50,6 +50,7 @@ TASKS = [
     "modality",
     "generate",
     "trajectory",
+    "reuse",
     "sensitivity",
 ]
 # What would write elsewhere, or ask the hub for a name that was made up.

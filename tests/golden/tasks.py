@@ -40,6 +40,7 @@ CASES: dict[str, list[str]] = {
     "multimodal": ["task=multimodal", "task.max_new_tokens=4", *_ITEMS],
     "generate": ["task=generate", "task.max_new_tokens=8", "task.prompt=a square is the number that is the square of"],
     "trajectory": ["task=trajectory", "task.prompts=2", "task.context=96", "task.new_tokens=6"],
+    "reuse": ["task=reuse", "task.windows=2", "task.prefix=64", "task.scored=32"],
     "sensitivity": ["task=sensitivity", *_CAPTURED, "task.maps=3"],
     "tni": ["task=tni", *_CAPTURED],
     "modality": ["task=modality", "task.limit=2", "method=fp16"],
@@ -60,7 +61,7 @@ def golden_of(name: str, folder: Path) -> Golden:
     given = ["method=rtn", "bits=2", "residual.size=16", f"results_dir={folder / 'results'}", "device=cpu", "threads=1"]
     record = run(resolve(compose([*_ordered(CASES[name]), *_later(given, CASES[name]), *place(folder)])))
     assert record.status == "done", record.reason
-    seconds = {metric for metric, unit in record.units.items() if unit in ("s", "tokens/s")}
+    seconds = {metric for metric, unit in record.units.items() if unit in ("s", "tokens/s", "MB/s")}
     scores = {metric: [value] for metric, value in record.metrics.items() if metric not in seconds}
     return Golden(versions=record.versions, numbers=scores)
 
