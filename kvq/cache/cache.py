@@ -291,7 +291,6 @@ class KVCache(PaddableCache, WatchfulCache):
         self._layer(index).observe(attended)
 
     def reset(self) -> None:
-        """Forget everything."""
         super().reset()
         self._record(False)
         for table in self._tables:

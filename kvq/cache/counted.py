@@ -29,7 +29,6 @@ class CountedCache(StatefulCache, abc.ABC):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed prefixes."""
         return sum(side.packed_bytes for side in self._sides())
 
     @property

@@ -76,7 +76,6 @@ class PackedSide(CacheSide):
         super().__init__(None if codec is None else fused(codec), residual, label)
 
     def fork(self) -> PackedSide:
-        """A copy that shares everything held so far and grows independently."""
         other = super().fork()
         assert isinstance(other, PackedSide)
         return other

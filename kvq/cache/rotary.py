@@ -70,7 +70,6 @@ class RopeTable:
 
     @property
     def tokens(self) -> int:
-        """Tokens covered."""
         return 0 if self._parts is None else self._parts[0].rows
 
     @property

@@ -55,7 +55,6 @@ class CacheSide:
     """Tokens that no query reads any more can be forgotten."""
 
     def reset(self) -> None:
-        """Forget everything."""
         self._store: BlockStore | None = None
         self.dropped = 0  # first tokens, forgotten behind a window
         self._full: Growable | None = None
@@ -299,7 +298,6 @@ class CacheSide:
         return (TokenStore if one_by_one else BlockStore)(codec, self.keep_decoded)
 
     def write(self, out: Writer) -> None:
-        """Write all that it holds."""
         out.tree["shape"] = None if self._shape is None else list(self._shape)
         out.fields(self, self.saved)
         if self._store is not None:
@@ -359,7 +357,6 @@ class CacheSide:
         return other
 
     def select(self, index: Tensor) -> None:
-        """Keep (and repeat) batch entries by index."""
         if self._shape is None:
             return
         self._shape = (int(index.numel()), *self._shape[1:])

@@ -291,7 +291,6 @@ class MethodConfig:
 
     @property
     def is_full_precision(self) -> bool:
-        """Neither keys nor values are quantized, and none are evicted."""
         return self.key is None and self.value is None and self.backend is None and self.eviction is None
 
 

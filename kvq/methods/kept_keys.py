@@ -58,7 +58,6 @@ class KeptRows(CacheSide):
     @property
     @override
     def packed_bytes(self) -> int:
-        """Bytes of codes and side information, and of the kept rows and their positions."""
         if self._rows is None or self._at is None:
             return super().packed_bytes
         rows = self._rows.view

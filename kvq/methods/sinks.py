@@ -40,7 +40,6 @@ class SinkSide(CacheSide):
 
     @property
     def sink_tokens(self) -> int:
-        """Number of sinks held."""
         return 0 if self._first is None else self._first.rows
 
     @property
