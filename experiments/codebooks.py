@@ -23,7 +23,7 @@ from safetensors.torch import save
 from sklearn.cluster import KMeans
 from torch import Tensor
 
-from kvq.codecs import codebooks
+from kvq.codecs import vector
 from kvq.codecs.vector import DIM, FILE, SIZE, Codebook, PlainCodebook, SignedCodebook
 
 TOKEN = 128  # channels over which the cosine is taken
@@ -204,7 +204,7 @@ def main() -> None:
     digest = hashlib.sha256(data).hexdigest()
     print(f"wrote {args.out}: {len(data)} bytes, SHA-256 {digest}")
     if args.out.resolve() == FILE.resolve():
-        module = Path(codebooks.__file__)
+        module = Path(vector.__file__)
         named = re.sub(r'^FILE_SHA256 = ".*"$', f'FILE_SHA256 = "{digest}"', module.read_text("utf-8"), flags=re.M)
         module.write_text(named, "utf-8")
 

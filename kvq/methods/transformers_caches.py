@@ -23,8 +23,8 @@ from kvq.cache.chunk_masks import SourceColumns, Transitions
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Writer
-from kvq.config.backend import BITS, BackendConfig
 from kvq.config.bits import Bits
+from kvq.config.method import BITS, BackendConfig
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.errors import ConfigError, DataError, Unsupported
 
