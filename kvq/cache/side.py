@@ -15,6 +15,7 @@ from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Field, Reader, Writer
 from kvq.cache.store import BlockStore, Recompression, TokenStore
 from kvq.codecs import Codec, Growable, Packed
+from kvq.codecs.packed import grown
 from kvq.codecs.rope import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
@@ -245,10 +246,7 @@ class CacheSide:
         return None if not self.uses_rope or self.rope is None else self.rope.behind(self.dropped)
 
     def _hold(self, states: Tensor) -> None:
-        if self._full is None:
-            self._full = Growable(states)
-        else:
-            self._full.append(states)
+        self._full = grown(self._full, states)
 
     def _visible(self) -> Tensor:
         full = None if self._full is None else self._full.view

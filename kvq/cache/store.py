@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvq.cache.serialize import Reader, Writer
 from kvq.codecs import Codec, Growable, Packed, PackedStore
-from kvq.codecs.packed import PLANES, UNIT, BlockRun, by_token, together
+from kvq.codecs.packed import PLANES, UNIT, BlockRun, by_token, grown, together
 from kvq.codecs.rope import Rope
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
@@ -77,10 +77,7 @@ class BlockStore:
             self._store.append(packed)
         out = codec.decode(packed, rope) if decoded or self.keep_decoded else None
         if out is not None and self.keep_decoded:
-            if self._decoded is None:
-                self._decoded = Growable(out)
-            else:
-                self._decoded.append(out)
+            self._decoded = grown(self._decoded, out)
         return out
 
     def past(self, rope: Rope | None) -> States:

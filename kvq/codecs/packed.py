@@ -161,6 +161,14 @@ class Growable:
         return Growable(self.view.index_select(0, index.to(self.view.device)))
 
 
+def grown(held: Growable | None, more: Tensor) -> Growable:
+    """Rows after those held, of which there may be none."""
+    if held is None:
+        return Growable(more)
+    held.append(more)
+    return held
+
+
 class PackedStore:
     """The growing, append-only packed prefix of one layer's keys or values."""
 

@@ -37,6 +37,12 @@ class Split(Quantizer):
             check_nested(codec, "split")
         self.codecs = dict(codecs)
 
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: a codec that cannot work on the head dim."""
+        for codec in self.codecs.values():
+            codec.check(head_dim)
+
     def _groups(self, sizes: Sequence[int]) -> Iterator[tuple[str, Codec, int, int]]:
         """Name, codec, first index and size of each group, the groups one after the other."""
         for number, (name, codec) in enumerate(self.codecs.items()):
@@ -133,12 +139,6 @@ class TokenSplit(TwoWaySplit):
         self.mask: Bool[Tensor, "*lead masks tokens"] | None = None
         """The salient tokens of the blocks that are being encoded, from a policy; None: there is none."""
 
-    @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: one of the codecs cannot work on the head dim."""
-        self.high.check(head_dim)
-        self.low.check(head_dim)
-
     def count(self, tokens: int) -> int:
         """Salient tokens of a block."""
         return round(self.share * tokens)
@@ -192,12 +192,6 @@ class TokenTiers(Split):
             if codec.token_group != 1:
                 raise Unsupported(f"tiers.{number}: its tokens share statistics, but move to other tiers one by one")
         super().__init__({f"tier{number}": codec for number, codec in enumerate(tiers)})
-
-    @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a codec that cannot work on the head dim."""
-        for codec in self.codecs.values():
-            codec.check(head_dim)
 
     def _evenly(self, x: Tensor, tokens: int) -> tuple[Tensor, list[int]]:
         """Tiers of a block without a policy `[1, tokens, 1]`, and how many tokens each has."""

@@ -25,7 +25,6 @@ class BackendConfig:
     """A backend by name, its bits per code, and how many elements share a scale and a zero point."""
 
     version: ClassVar[int] = 1
-
     name: str
     bits: int
     group_size: int = 64
@@ -81,7 +80,6 @@ class CalibrationConfig:
     """
 
     version: ClassVar[int] = 1
-
     dataset: str | None = None
     path: PathName | None = None
     split: str | None = None

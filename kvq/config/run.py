@@ -62,7 +62,6 @@ class OutliersConfig:
     """
 
     version: ClassVar[int] = 1
-
     key_scale: float = 8.0
     value_scale: float = 4.0
     key_pairs: Natural = 0

@@ -118,7 +118,6 @@ class StreamingLLM(Eviction):
     """
 
     version: ClassVar[int] = 1
-
     observes = False
 
     def __init__(
