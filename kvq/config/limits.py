@@ -69,7 +69,7 @@ Counts = Annotated[list[int], each(1)]
 Names = Annotated[list[str], each_once]
 
 
-def check_limits(prefix: str, settings: object) -> None:
+def check_limits(prefix: str, settings: Any) -> None:
     """Check all settings of a dataclass whose annotations declare a range; `prefix` names it in errors.
 
     Raises:
