@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from kvq.codecs.levels import looked_up
 from kvq.codecs.quantizers import Gain, Parts, Quantizer, choice
-from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean
+from kvq.errors import DataError, Unsupported, check_choice
 
 DIM = 8
 SIZE = 256
@@ -272,9 +272,7 @@ class VectorQuantizer(Quantizer):
     token_group = 1
 
     def __init__(self, bits: int, codebook: str = "finetuned", gain: Gain | str = Gain.parallel) -> None:
-        if codebook not in CODEBOOKS:
-            hint = did_you_mean(codebook, CODEBOOKS)
-            raise ConfigError(f"codebook={codebook}: one of {', '.join(CODEBOOKS)}.{hint}")
+        check_choice("codebook", codebook, CODEBOOKS)
         if bits not in CODEBOOKS[codebook]:
             allowed = " or ".join(map(str, CODEBOOKS[codebook]))
             raise Unsupported(f"bits={bits}: codebook {codebook} has {allowed} bits")

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from kvq.errors import MAX_RESAMPLES, ConfigError, at_least, check_path, check_seed, not_empty, within
+from kvq.errors import MAX_RESAMPLES, ConfigError, at_least, check_choice, check_path, check_seed, not_empty, within
 
 Check = Callable[[str, Any], None]
 """Raises `ConfigError` for a value, naming its setting; None is no value."""
@@ -20,6 +20,11 @@ def least(lowest: int) -> Check:
 def between(lowest: int, highest: int) -> Check:
     """Numbers from `lowest` to `highest`."""
     return functools.partial(within, lowest=lowest, highest=highest)
+
+
+def among(options: Sequence[str]) -> Check:
+    """One of these."""
+    return functools.partial(check_choice, options=options)
 
 
 def each(lowest: int) -> Check:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from kvq.config.bits import BitsByLayerConfig
 from kvq.config.limits import Count, Natural, PathName, Seed, Several, Text, check_limits
 from kvq.config.residual import ResidualConfig
-from kvq.errors import ConfigError, at_least, check_codec, did_you_mean
+from kvq.errors import ConfigError, at_least, check_choice, check_codec, did_you_mean
 
 BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
 """Widths that each backend packs."""
@@ -30,10 +30,7 @@ class BackendConfig:
     group_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.name not in BITS:
-            raise ConfigError(
-                f"method.backend.name={self.name}: one of {', '.join(BITS)}.{did_you_mean(self.name, BITS)}"
-            )
+        check_choice("method.backend.name", self.name, BITS)
         at_least("method.backend.group_size", self.group_size, 2)
 
 

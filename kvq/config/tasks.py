@@ -24,6 +24,7 @@ from kvq.config.limits import (
     Several,
     Share,
     Text,
+    among,
     between,
     check_limits,
     each,
@@ -31,7 +32,7 @@ from kvq.config.limits import (
 )
 from kvq.config.speed import SCHEMAS as SPEED
 from kvq.config.task import Prefill, TaskConfig
-from kvq.errors import MAX_DIGITS, ConfigError, at_least, check_path, did_you_mean
+from kvq.errors import MAX_DIGITS, ConfigError, at_least, check_path
 
 BENCHMARKS = ("ocrbench", "mmau_pro")
 
@@ -302,17 +303,11 @@ class MultimodalConfig(ItemsConfig):
     """Questions about images: at most `limit` items of `benchmark`, one at a time, answers of `max_new_tokens`."""
 
     name: str = "multimodal"
-    benchmark: str = "ocrbench"
+    benchmark: Annotated[str, among(BENCHMARKS)] = "ocrbench"
     limit: Count | None = None
     max_new_tokens: Count = 100
     batch_size: Count | None = 1
     noise_floor: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.benchmark not in BENCHMARKS:
-            hint = did_you_mean(self.benchmark, BENCHMARKS)
-            raise ConfigError(f"task.benchmark={self.benchmark}: one of {', '.join(BENCHMARKS)}.{hint}")
 
 
 @dataclass
