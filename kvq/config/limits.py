@@ -74,13 +74,14 @@ Counts = Annotated[list[int], each(1)]
 Names = Annotated[list[str], each_once]
 
 
-def check_limits(prefix: str, settings: Any) -> None:
+def check_limits(prefix: str, settings: object) -> None:
     """Check all settings of a dataclass whose annotations declare a range; `prefix` names it in errors.
 
     Raises:
         ConfigError: the first value that is out of its range.
     """
-    for name, check in _checks(type(settings)):
+    kind: Any = type(settings)
+    for name, check in _checks(kind):
         check(f"{prefix}.{name}", getattr(settings, name))
 
 
