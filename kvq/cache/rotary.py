@@ -103,8 +103,8 @@ class RopeTable:
                     "position_ids: a method that undoes rotary embeddings needs the same for every sequence"
                 )
             rope = self.style.rope(cos[:1], sin[:1])
-        held = self._parts or (None, None)
-        self._parts = grown(held[0], rope.cos), grown(held[1], rope.sin)
+        before = self._parts or (None, None)
+        self._parts = grown(before[0], rope.cos), grown(before[1], rope.sin)
 
     def keep(self, tokens: int) -> None:
         """Forget the tokens from `tokens` on."""
