@@ -8,7 +8,7 @@ within the tuning: first in its forward pass, then by single steps of single ent
     python experiments/codebooks.py [--steps 1500] [--out kvq/codecs/gaussian8.safetensors]
 
 About 10 minutes on one CPU core. Other versions of torch give other last digits, so a rebuilt file has another SHA-256;
-where the shipped file is replaced, so is the hash that `kvq.codecs.codebooks` names.
+where the shipped file is replaced, so is the hash that `kvq.codecs.vector` names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from safetensors.torch import save
 from sklearn.cluster import KMeans
 from torch import Tensor
 
-from kvq.codecs import codebooks
-from kvq.codecs.codebooks import DIM, FILE, SIZE, Codebook, PlainCodebook, SignedCodebook
+from kvq.codecs import vector
+from kvq.codecs.vector import DIM, FILE, SIZE, Codebook, PlainCodebook, SignedCodebook
 
 TOKEN = 128  # channels over which the cosine is taken
 BATCH = 4096  # tokens per step
@@ -194,7 +194,7 @@ def build(steps: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Build, write, and name the file's hash in `kvq.codecs.codebooks`."""
+    """Build, write, and name the file's hash in `kvq.codecs.vector`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500, help="Adam steps of each tuning (default 1500)")
     parser.add_argument("--out", type=Path, default=FILE, help="where the codebooks go")
@@ -204,7 +204,7 @@ def main() -> None:
     digest = hashlib.sha256(data).hexdigest()
     print(f"wrote {args.out}: {len(data)} bytes, SHA-256 {digest}")
     if args.out.resolve() == FILE.resolve():
-        module = Path(codebooks.__file__)
+        module = Path(vector.__file__)
         named = re.sub(r'^FILE_SHA256 = ".*"$', f'FILE_SHA256 = "{digest}"', module.read_text("utf-8"), flags=re.M)
         module.write_text(named, "utf-8")
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 class GroupedSweeper(Sweeper):
     """The product of the values on the command line; runs that share a model and a text follow one another.
 
-    Jobs are composed by `kvq.config.sweep_loader`, in a fraction of Hydra's time.
+    Jobs are composed by `kvq.config.composing`, in a fraction of Hydra's time.
     """
 
     def __init__(self, max_batch_size=None, params=None):
@@ -26,7 +26,7 @@ class GroupedSweeper(Sweeper):
 
     def setup(self, *, hydra_context, task_function, config):
         """Called by Hydra before `sweep`."""
-        from kvq.config.sweep_loader import SweepLoader
+        from kvq.config.composing import SweepLoader
 
         self.config, self.loader = config, SweepLoader(hydra_context.config_loader)
         quick = HydraContext(self.loader, hydra_context.callbacks)

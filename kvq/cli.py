@@ -25,8 +25,7 @@ from tqdm import tqdm
 from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, resolve
 from kvq.config.bits import check_range
-from kvq.config.explain import COMPOSE_ERRORS, explain, value_for_choice
-from kvq.config.listing import help_text
+from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, value_for_choice
 from kvq.entry import SCRATCH
 from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable
 from kvq.papers.sweep import EXPERIMENT_SWEEPER, product, sweep_of

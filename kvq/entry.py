@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 COMMANDS = {
-    "ls": "kvq.config.listing",
+    "ls": "kvq.config.explain",
     "report": "kvq.report.__main__",
     "papers": "kvq.papers.__main__",
     "figures": "kvq.papers.figures",

@@ -55,6 +55,13 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def check_choice(setting: str, value: str, options: Iterable[str]) -> None:
+    """Raise `ConfigError` naming `setting` when `value` is none of `options`."""
+    known = list(options)
+    if value not in known:
+        raise ConfigError(f"{setting}={value}: one of {', '.join(known)}.{did_you_mean(value, known)}")
+
+
 def at_least(setting: str, value: int | float | None, lowest: int | float) -> None:
     """Raise `ConfigError` naming `setting` when `value` lies below `lowest`; None is no value."""
     if value is not None and value < lowest:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvq import cli
-from kvq.config import listing
+from kvq.config import explain
 from kvq.config.explain import choices
 from kvq.errors import DataError
 
@@ -165,7 +165,7 @@ def test_methods_of_ones_own(runner, tmp_path, capsys):
     assert ("add", "my_kivi", 3, MEASURED) in runner.calls
     assert cli.main(["--config-dir=mine", "method=my_kiwi"]) == 2
     assert "Did you mean 'my_kivi'" in capsys.readouterr().err
-    assert listing.main(["--config-dir=mine", "methods"]) == 0
+    assert explain.main(["--config-dir=mine", "methods"]) == 0
     assert "My own idea." in capsys.readouterr().out
 
 
@@ -181,18 +181,18 @@ def test_help_fits_a_screen_and_names_every_group(capsys):
 @pytest.mark.parametrize("group", list(choices()))
 def test_ls_lists_every_choice_with_its_description(group, capsys):
     for name in (group, f"{group}s"):
-        assert listing.main([name]) == 0
+        assert explain.main([name]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.partition(" ")[0] for line in lines] == list(choices()[group])
         assert all(said in line for line, said in zip(lines, choices()[group].values(), strict=True))
 
 
 def test_ls_with_a_word_and_with_none_that_fits(capsys):
-    assert listing.main(["methods", "KVTuner"]) == 0
+    assert explain.main(["methods", "KVTuner"]) == 0
     assert capsys.readouterr().out.split()[0] == "kivi/kvtuner"
-    assert listing.main([]) == 0
+    assert explain.main([]) == 0
     assert "method=  (" in capsys.readouterr().out
-    assert listing.main(["metods"]) == listing.main(["methods", "no such"]) == 1
+    assert explain.main(["metods"]) == explain.main(["methods", "no such"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("error: ls metods: unknown group; one of ")
     assert said[0].endswith("Did you mean 'method'?")

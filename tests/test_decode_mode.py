@@ -9,8 +9,8 @@ import pytest
 
 from kvq.cli import main
 from kvq.config import compose, resolve
-from kvq.config.backend import BITS
 from kvq.config.identity import canonical
+from kvq.config.method import BITS
 from kvq.methods.transformers_caches import installed
 from kvq.report.tables.build import build_tables
 from kvq.results import Store

@@ -21,8 +21,8 @@ from tests.results import made
 ROOT = Path(__file__).resolve().parents[1]
 STARTS = [["run.py"], *(["-m", module.removesuffix(".__main__")] for module in COMMANDS.values())]
 STARTS += [["-m", "kvq"], ["-m", "kvq.tasks.lm_eval"]]
-"""Every way to start a command of kvq; `kvq.config.listing` is one only by its name."""
-STARTS.remove(["-m", "kvq.config.listing"])
+"""Every way to start a command of kvq; `kvq.config.explain` is one only by its name."""
+STARTS.remove(["-m", "kvq.config.explain"])
 MOST_SECONDS = 60.0
 
 
@@ -150,4 +150,4 @@ def test_a_command_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         main()
         assert "ls" not in sys.argv
         assert "figures" not in sys.argv
-    assert entered == ["kvq.config.listing", "kvq.cli", "kvq.cli", "kvq.cli", "kvq.papers.figures"]
+    assert entered == ["kvq.config.explain", "kvq.cli", "kvq.cli", "kvq.cli", "kvq.papers.figures"]

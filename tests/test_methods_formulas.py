@@ -8,7 +8,7 @@ import torch
 
 from kvq.cache import KVCache
 from kvq.codecs import rope_table
-from kvq.config.backend import BITS
+from kvq.config.method import BITS
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import TransformersLayer, installed
 from tests.calibrated import build, random_states

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from kvq.config.backend import BITS
+from kvq.config.method import BITS
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed
 from tests.methods_page import METHODS, PAGE, PRESETS, ROWS, config

@@ -15,15 +15,16 @@ from typing_extensions import override
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
 from kvq.cache.hooks import (
+    Expansion,
     WatchfulCache,
     check_distances,
     check_window,
+    expansions,
     layer_number,
     says_candidates,
     unmasked,
     watch,
 )
-from kvq.cache.latent import Expansion, expansions
 from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
@@ -291,7 +292,6 @@ class KVCache(PaddableCache, WatchfulCache):
         self._layer(index).observe(attended)
 
     def reset(self) -> None:
-        """Forget everything."""
         super().reset()
         self._record(False)
         for table in self._tables:

@@ -116,11 +116,9 @@ class Layer(CacheLayerMixin):
 
     @override
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Batch entries in a new order (beam search)."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch entry `repeats` times."""
         if self.get_seq_length():
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
@@ -311,7 +309,6 @@ class KVCacheLayer(Layer):
             self.lazy_initialization(like, like)
 
     def reset(self) -> None:
-        """Forget everything."""
         self.key.reset()
         self.value.reset()
         self.is_initialized = False

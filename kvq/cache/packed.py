@@ -75,12 +75,6 @@ class PackedSide(CacheSide):
     def __init__(self, codec: Codec | None, residual: ResidualSide, label: str) -> None:
         super().__init__(None if codec is None else fused(codec), residual, label)
 
-    def fork(self) -> PackedSide:
-        """A copy that shares everything held so far and grows independently."""
-        other = super().fork()
-        assert isinstance(other, PackedSide)
-        return other
-
     def append_packed(self, states: Float[Tensor, "batch heads 1 head_dim"]) -> PackedStates:
         """Add one token; return what attention reads now, in stored form, then encode what leaves the residual.
 

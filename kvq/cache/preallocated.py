@@ -19,8 +19,6 @@ from kvq.cache.packed import Held, check_replaceable, first_seen, use_packed_att
 from kvq.errors import Unsupported
 from kvq.models.layers import head_dims_of, state_layers_of
 
-ATTENTION = "scaled_dot_product_attention, queries of a head as rows"
-
 
 @dataclass(frozen=True)
 class DenseStates(Held):

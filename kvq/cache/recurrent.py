@@ -42,7 +42,6 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states held."""
         return sum(state.numel() * state.element_size() for _, _, state in self._held())
 
     def reset(self) -> None:
@@ -50,15 +49,12 @@ class StateLayer(LinearAttentionLayer):
         vars(self).update(vars(StateLayer(self.number_of_states)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Batch entries in a new order (beam search)."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep (and repeat) batch entries by index."""
         self._each(lambda state: state.index_select(0, indices.to(state.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch entry `repeats` times."""
         self._each(lambda state: state.repeat_interleave(repeats, 0))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -67,7 +63,6 @@ class StateLayer(LinearAttentionLayer):
             setattr(self, name, {key: None if state is None else change(state) for key, state in states.items()})
 
     def write(self, out: Writer) -> None:
-        """Write all that it holds."""
         for name, number, state in self._held():
             out.tensor(f"{name}.{number}", state)
 
@@ -129,21 +124,17 @@ class StatefulCache(Cache):
             )
 
     def reset(self) -> None:
-        """Forget everything."""
         for layer in self._all:
             layer.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Batch entries in a new order (beam search)."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch entry `repeats` times."""
         for layer in self._all:
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep (and repeat) batch entries by index."""
         for layer in self._all:
             layer.batch_select_indices(indices)
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 from kvq.cache.hooks import attentions, layer_number, named_arguments
 from kvq.cache.serialize import Field, Reader, Writer
 from kvq.codecs import Growable
+from kvq.codecs.packed import grown
 from kvq.codecs.rope import Rope
 from kvq.errors import DataError, Unsupported
 from kvq.models.placing import base_of, device_of
@@ -70,7 +71,6 @@ class RopeTable:
 
     @property
     def tokens(self) -> int:
-        """Tokens covered."""
         return 0 if self._parts is None else self._parts[0].rows
 
     @property
@@ -103,11 +103,8 @@ class RopeTable:
                     "position_ids: a method that undoes rotary embeddings needs the same for every sequence"
                 )
             rope = self.style.rope(cos[:1], sin[:1])
-        if self._parts is None:
-            self._parts = Growable(rope.cos), Growable(rope.sin)
-        else:
-            self._parts[0].append(rope.cos)
-            self._parts[1].append(rope.sin)
+        before = self._parts or (None, None)
+        self._parts = grown(before[0], rope.cos), grown(before[1], rope.sin)
 
     def keep(self, tokens: int) -> None:
         """Forget the tokens from `tokens` on."""

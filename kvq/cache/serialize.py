@@ -55,7 +55,6 @@ class Writer:
         self._prefix = prefix
 
     def part(self, name: str) -> Writer:
-        """A writer for a part of this one."""
         inner = Writer(self.tensors, f"{self._prefix}{name}.")
         self.tree[name] = inner.tree
         return inner
@@ -70,7 +69,6 @@ class Writer:
                 self.tensor(name, value.view if isinstance(value, Growable) else value)
 
     def tensor(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor."""
         self.tensors[f"{self._prefix}{name}"] = tensor
 
     def packed(self, name: str, packed: Packed) -> None:
@@ -230,7 +228,6 @@ class Reader:
             raise self.error(f"{_short(next(iter(self.tree)))} means nothing here")
 
     def error(self, said: str) -> DataError:
-        """An error of this part."""
         return DataError(": ".join(filter(None, (self.where, self._prefix.rstrip("."), said))))
 
 

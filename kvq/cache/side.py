@@ -15,6 +15,7 @@ from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Field, Reader, Writer
 from kvq.cache.store import BlockStore, Recompression, TokenStore
 from kvq.codecs import Codec, Growable, Packed
+from kvq.codecs.packed import grown
 from kvq.codecs.rope import Rope
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
 from kvq.errors import DataError, Unsupported
@@ -55,7 +56,6 @@ class CacheSide:
     """Tokens that no query reads any more can be forgotten."""
 
     def reset(self) -> None:
-        """Forget everything."""
         self._store: BlockStore | None = None
         self.dropped = 0  # first tokens, forgotten behind a window
         self._full: Growable | None = None
@@ -246,10 +246,7 @@ class CacheSide:
         return None if not self.uses_rope or self.rope is None else self.rope.behind(self.dropped)
 
     def _hold(self, states: Tensor) -> None:
-        if self._full is None:
-            self._full = Growable(states)
-        else:
-            self._full.append(states)
+        self._full = grown(self._full, states)
 
     def _visible(self) -> Tensor:
         full = None if self._full is None else self._full.view
@@ -299,7 +296,6 @@ class CacheSide:
         return (TokenStore if one_by_one else BlockStore)(codec, self.keep_decoded)
 
     def write(self, out: Writer) -> None:
-        """Write all that it holds."""
         out.tree["shape"] = None if self._shape is None else list(self._shape)
         out.fields(self, self.saved)
         if self._store is not None:
@@ -359,7 +355,6 @@ class CacheSide:
         return other
 
     def select(self, index: Tensor) -> None:
-        """Keep (and repeat) batch entries by index."""
         if self._shape is None:
             return
         self._shape = (int(index.numel()), *self._shape[1:])

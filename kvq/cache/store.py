@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kvq.cache.serialize import Reader, Writer
 from kvq.codecs import Codec, Growable, Packed, PackedStore
-from kvq.codecs.by_token import PLANES, UNIT, by_token, together, widths_in
-from kvq.codecs.packed import BlockRun
+from kvq.codecs.packed import PLANES, UNIT, BlockRun, by_token, grown, together
 from kvq.codecs.rope import Rope
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
@@ -47,12 +46,10 @@ class BlockStore:
 
     @property
     def tokens(self) -> int:
-        """Tokens held."""
         return 0 if self._store is None else self._store.packed.tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and side information."""
         return 0 if self._store is None else self._store.packed.nbytes
 
     @property
@@ -80,10 +77,7 @@ class BlockStore:
             self._store.append(packed)
         out = codec.decode(packed, rope) if decoded or self.keep_decoded else None
         if out is not None and self.keep_decoded:
-            if self._decoded is None:
-                self._decoded = Growable(out)
-            else:
-                self._decoded.append(out)
+            self._decoded = grown(self._decoded, out)
         return out
 
     def past(self, rope: Rope | None) -> States:
@@ -108,7 +102,6 @@ class BlockStore:
             self._decoded = Growable(self._decoded.view[:, :, tokens:].clone()) if left.tokens else None
 
     def write(self, out: Writer) -> None:
-        """Write the stored parts."""
         if self._store is not None:
             out.packed("sealed", self._store.packed)
 
@@ -125,14 +118,12 @@ class BlockStore:
             self._decoded = Growable(decoded) if self.keep_decoded else None
 
     def fork(self) -> BlockStore:
-        """A copy that shares everything held so far and grows independently."""
         other = copy.copy(self)
         other._store = None if self._store is None else self._store.fork()
         other._decoded = None if self._decoded is None else self._decoded.fork()
         return other
 
     def select(self, index: Tensor) -> None:
-        """Keep (and repeat) batch entries by index."""
         self._store = None if self._store is None else self._store.select(index)
         if self._decoded is not None:
             self._decoded = Growable(_rows_of_batch(self._decoded.view, index))
@@ -153,17 +144,14 @@ class TokenStore(BlockStore):
 
     @property
     def tokens(self) -> int:
-        """Tokens held."""
         return super().tokens + (0 if self._tail is None else self._tail.tokens)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and side information."""
         return super().nbytes + (0 if self._tail is None else self._tail.nbytes)
 
     @property
     def packed(self) -> list[Packed]:
-        """The stored parts, oldest tokens first."""
         return super().packed + ([] if self._tail is None else [self._tail])
 
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
@@ -173,7 +161,7 @@ class TokenStore(BlockStore):
             return self._add_one(states, rope, decoded)
         # In a whole unit, the number of rows of a part gives the bits that a token takes in it, hence the padding.
         packed, turned = self._encoded(states, narrowed(rope, self.tokens, count))
-        self._widths = widths = widths_in(packed)
+        self._widths = widths = packed.token_widths
         joined = by_token(packed.parts, widths, count)
         if self._tail is not None:
             before = by_token(self._tail.parts, widths, self._tail.tokens)
@@ -200,7 +188,7 @@ class TokenStore(BlockStore):
         place, sealed, turned = self._tail.tokens, super().tokens, narrowed(rope, self.tokens, 1)
         if self.codec.stages or self._widths is None:  # a matrix product of one row may be rounded otherwise
             packed, turned = self._encoded(states, turned)
-            self._widths = widths_in(packed)
+            self._widths = packed.token_widths
         else:
             packed = self.codec.encode(states, 1)
         parts = {
@@ -215,14 +203,12 @@ class TokenStore(BlockStore):
         return self.codec.decode(packed, turned)[:, :, :1] if decoded else None
 
     def past(self, rope: Rope | None) -> States:
-        """All tokens held, decoded; `rope` covers them, from the first on."""
         if self._tail is None:
             return super().past(rope)
         tail = self.codec.decode(self._tail, narrowed(rope, super().tokens, self._tail.tokens))
         return torch.cat([super().past(rope), tail], 2) if super().tokens else tail
 
     def write(self, out: Writer) -> None:
-        """Write the stored parts."""
         super().write(out)
         if self._tail is not None:
             out.packed("tail", self._tail)
@@ -239,7 +225,6 @@ class TokenStore(BlockStore):
             given.decoded(self._tail, self.codec, narrowed(rope, super().tokens, self._tail.tokens))
 
     def select(self, index: Tensor) -> None:
-        """Keep (and repeat) batch entries by index."""
         super().select(index)
         if self._tail is not None:
             parts = {name: _rows_of_batch(part, index) for name, part in self._tail.parts.items()}

@@ -20,7 +20,7 @@ from kvq.cache.hooks import attentions, layer_number, named_arguments
 from kvq.cache.observe import hook_interface
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
-from kvq.config.calibration import CalibrationConfig
+from kvq.config.method import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.models import LoadedModel
 from kvq.models.layers import places_of

@@ -21,7 +21,7 @@ from kvq.calibration.joint import moments_of
 from kvq.calibration.learn import learn, learned_rotation
 from kvq.calibration.text import text_of
 from kvq.codecs import Codec, calibrated_parts, fit_codec
-from kvq.config.calibration import CalibrationConfig
+from kvq.config.method import CalibrationConfig
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method

@@ -13,7 +13,7 @@ from kvq.cache.rotary import styles_of
 from kvq.calibration.budget import Place
 from kvq.calibration.collect import Kept, drawn_positions, loss, made_once, ropes_of, text_name
 from kvq.codecs import JointMoments, Rope
-from kvq.config.calibration import CalibrationConfig
+from kvq.config.method import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.models import LoadedModel
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvq.calibration.overlap import WORDS, shared_ngrams
 from kvq.config import DatasetConfig, Loader, compose, resolve
-from kvq.config.calibration import TEST_TEXT, CalibrationConfig
 from kvq.config.explain import COMPOSE_ERRORS, explain
+from kvq.config.method import TEST_TEXT, CalibrationConfig
 from kvq.data.text import load_tokens
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method

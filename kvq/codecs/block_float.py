@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.block_formats import in_groups
-from kvq.codecs.grids import Halves
 from kvq.codecs.levels import looked_up
 from kvq.codecs.packing import pack_parts, unpack_parts
-from kvq.codecs.quantizers import Parts, Quantizer, choice
-from kvq.errors import ConfigError
+from kvq.codecs.quantizers import CodeQuantizer, Parts, choice
+from kvq.codecs.uniform import Halves
+from kvq.errors import ConfigError, at_least
 
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -32,7 +32,7 @@ class BlockScale(enum.Enum):
     e8m0 = "e8m0"
 
 
-class BlockFloatQuantizer(Quantizer):
+class BlockFloatQuantizer(CodeQuantizer):
     """e2m1 numbers (0, .5, 1, 1.5, 2, 3, 4, 6 and a sign), with one byte of scale per group of a token's channels.
 
     e4m3: S = e4m3(max|x| (1/6)), code = e2m1(x (1 / S)), all 0 where S is 0. e4m3_up: S is the least e4m3 number not
@@ -53,7 +53,6 @@ class BlockFloatQuantizer(Quantizer):
     """
 
     version: ClassVar[int] = 2
-
     token_group = 1
     bits = 4
 
@@ -64,19 +63,13 @@ class BlockFloatQuantizer(Quantizer):
         halves: Halves | str = Halves.even,
         four_over_six: bool = False,
     ) -> None:
-        if group_size < 1:
-            raise ConfigError(f"group_size={group_size}: at least 1")
+        at_least("group_size", group_size, 1)
         self.group_size, self.four_over_six = group_size, four_over_six
         self.scale, self.halves = choice(BlockScale, scale, "scale"), choice(Halves, halves, "halves")
         if self.halves not in (Halves.even, Halves.up):
             raise ConfigError(f"halves={self.halves.name}: even or up")
         if four_over_six and self.scale is not BlockScale.e4m3:
             raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale.name}")
-
-    @property
-    @override
-    def indices(self) -> dict[str, int]:
-        return {"codes": self.bits}
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:

@@ -12,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.grids import Halves, SideDtype
 from kvq.codecs.levels import looked_up, nearest_level
 from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import Axis, Parts, Quantizer, UniformQuantizer, choice, to_stored
-from kvq.errors import ConfigError, Unsupported
+from kvq.codecs.quantizers import Axis, CodeQuantizer, Parts, Quantizer, choice, to_stored
+from kvq.codecs.uniform import Halves, SideDtype, UniformQuantizer
+from kvq.errors import ConfigError, Unsupported, at_least
 
 
 def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, "*lead groups size"]:
@@ -30,7 +30,7 @@ def _reciprocal(scale: Tensor) -> Tensor:
     return scale.reciprocal().masked_fill_(scale == 0, 0)
 
 
-class SignedMaxQuantizer(Quantizer):
+class SignedMaxQuantizer(CodeQuantizer):
     """Round to nearest with a signed scale that gives a group's largest value by magnitude the lowest code.
 
     Per token and group of `group_size` channels, with m the group's value of largest magnitude (the first of them):
@@ -50,7 +50,6 @@ class SignedMaxQuantizer(Quantizer):
     """
 
     version: ClassVar[int] = 2
-
     token_group = 1
 
     def __init__(self, bits: int, group_size: int | None = None) -> None:
@@ -60,11 +59,6 @@ class SignedMaxQuantizer(Quantizer):
             raise ConfigError(f"group_size={group_size}: at least 1, or null for the whole head_dim")
         self.bits, self.group_size = bits, group_size
         self._middle = 2 ** (bits - 1)
-
-    @property
-    @override
-    def indices(self) -> dict[str, int]:
-        return {"codes": self.bits}
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
@@ -155,7 +149,6 @@ class Float8(enum.Enum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The dtype of torch."""
         return torch.float8_e4m3fn if self is Float8.e4m3 else torch.float8_e5m2
 
 
@@ -209,8 +202,7 @@ class Float8Quantizer(Quantizer):
         self.side_dtype, self.group_size = choice(SideDtype, side_dtype, "side_dtype"), group_size
         if group_size is not None and (group_size < 1 or self.scale is not FloatScale.token):
             raise ConfigError(f"group_size={group_size}: at least 1, with scale=token")
-        if least_scale < 0:
-            raise ConfigError(f"least_scale={least_scale}: at least 0")
+        at_least("least_scale", least_scale, 0)
         self.least_scale, self.saturate, self.reciprocal = least_scale, saturate, reciprocal
 
     @property
@@ -245,7 +237,7 @@ class Float8Quantizer(Quantizer):
         return groups.flatten(-2)[..., : shape[-1]]
 
 
-class LevelsQuantizer(Quantizer):
+class LevelsQuantizer(CodeQuantizer):
     """The nearest of fixed levels, with a signed scale that maps a group's largest value by magnitude to the first one.
 
     Per token and group, with m the value of largest magnitude (the first of them) and v the levels: d = m / v_0, code =
@@ -265,7 +257,6 @@ class LevelsQuantizer(Quantizer):
     """
 
     version: ClassVar[int] = 2
-
     token_group = 1
 
     def __init__(
@@ -279,14 +270,8 @@ class LevelsQuantizer(Quantizer):
         self.levels, self.group_size, self.refit, self.least = tuple(map(float, levels)), group_size, refit, least
         self.bits = (len(levels) - 1).bit_length()
 
-    @property
-    @override
-    def indices(self) -> dict[str, int]:
-        return {"codes": self.bits}
-
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Codes (`codes.<plane>`) and `scale` `[..., heads, tokens, groups]`, signed, in fp16."""
         groups = in_groups(x, self.group_size)
         levels = groups.new_tensor(self.levels)
         largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))

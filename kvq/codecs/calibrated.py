@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from kvq.codecs.codec import Codec
 from kvq.codecs.quantizers import Quantizer
 from kvq.codecs.rope import Rope
-from kvq.codecs.stages import Stage
+from kvq.codecs.stages import Side, Stage
 from kvq.errors import ConfigError, Unsupported
 
 Tables = dict[str, Tensor]
@@ -81,7 +82,7 @@ class Calibrated:
             self._cast[key] = self._tables[name].to(like.device, like.dtype)
         return self._cast[key]
 
-    def check_shape(self, head_dim: int) -> None:
+    def check(self, head_dim: int) -> None:
         """Raise `Unsupported` for channels per head other than those of the calibration."""
         if self._shape is not None and self._shape[1] != head_dim:
             raise Unsupported(f"head_dim={head_dim}: the calibration is of a model with head_dim={self._shape[1]}")
@@ -153,3 +154,41 @@ def fit_codec(
             gradients = None if gradients is None else part.forward(gradients, **turned)[0]
             before.append(part)
     return tables
+
+
+class LayerScale(Calibrated, Stage):
+    """Divide by (largest magnitude on the calibration text) / `divisor`, as checkpoints with static scales do.
+
+    Args:
+        divisor: 127 (int8), 448 (e4m3), 6 · 448 = 2688 (NVFP4), or 100 and 200 (the run-time estimates of older vLLM).
+        per_head: a number for each KV head instead of one for the layer.
+
+    Table: `scale` `[1 or heads, 1, 1]` in fp32; 1 where all states are 0. Its bytes belong to the model, not to tokens.
+
+    Raises:
+        ConfigError: a divisor that is not positive.
+
+    Source: ModelOpt's `nvfp4_tensor`, vLLM's `quantized_kvcache.md`, TensorRT-LLM's reference on precision.
+    """
+
+    version: ClassVar[int] = 1
+    token_group = 1
+
+    def __init__(self, divisor: float, per_head: bool = False) -> None:
+        if not divisor > 0:
+            raise ConfigError(f"divisor={divisor}: above 0")
+        self.divisor, self.per_head = divisor, per_head
+
+    @override
+    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
+        """`scale` of the states' largest magnitude."""
+        largest = x.abs().amax((1, 2) if self.per_head else (0, 1, 2)).float().view(-1, 1, 1)
+        return {"scale": (largest / self.divisor).masked_fill(largest == 0, 1)}
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        return x / self.table("scale", x), {}
+
+    @override
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        return y * self.table("scale", y)

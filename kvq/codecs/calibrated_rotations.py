@@ -1,4 +1,4 @@
-"""SpinQuant's learned rotation, RotateKV's rotation over several heads, and RotateKV's order of channels."""
+"""Rotations and orders of channels from a calibration (SpinQuant, RotateKV, OSCAR), and OSCAR's clip by rank."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs import hadamard
-from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.quantizers import choice
-from kvq.codecs.stages import RandomizedHadamard, Side, Stage, per_block
-from kvq.errors import ConfigError, Unsupported
+from kvq.codecs.rotations import RandomizedHadamard, hadamard_matrix, has_hadamard, per_block
+from kvq.codecs.stages import Side, Stage
+from kvq.errors import ConfigError, Unsupported, at_least
 
 
 class Start(enum.Enum):
@@ -25,7 +25,34 @@ class Start(enum.Enum):
     hadamard = "hadamard"
 
 
-class LearnedRotation(Calibrated, Stage):
+class _TableRotation(Calibrated, Stage):
+    """Rotates by the table `rotation`: one matrix for all heads `[dim, dim]` or `[1, dim, dim]`, or one for each."""
+
+    orthogonal = True
+    token_group = 1
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: a head dim without a Hadamard matrix, or not that of the calibration."""
+        if not has_hadamard(head_dim):
+            raise Unsupported(f"head_dim={head_dim}: no Hadamard matrix of this order to begin with")
+        super().check(head_dim)
+
+    def _turned(self, x: Float[Tensor, "*lead heads tokens dim"], rotation: Tensor) -> Tensor:
+        if rotation.ndim == 2 or len(rotation) == 1:
+            return per_block(x, rotation.view(rotation.shape[-2:]))
+        return torch.stack([per_block(x[..., head, :, :], one) for head, one in enumerate(rotation)], -3)
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        return self._turned(x, self.table("rotation", x)), {}
+
+    @override
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        return self._turned(y, self.table("rotation", y).mT)
+
+
+class LearnedRotation(_TableRotation):
     """An orthogonal matrix per layer, learned against the loss from a Hadamard matrix by Cayley SGD.
 
     Args:
@@ -44,45 +71,26 @@ class LearnedRotation(Calibrated, Stage):
     """
 
     version: ClassVar[int] = 1
-
-    orthogonal = True
-    token_group = 1
     learned = True
 
     def __init__(
         self, steps: int = 100, rate: float = 1.5, start: Start | str = Start.random_hadamard, seed: int = 0
     ) -> None:
-        if steps < 1:
-            raise ConfigError(f"steps={steps}: at least 1")
+        at_least("steps", steps, 1)
         if not rate > 0:
             raise ConfigError(f"rate={rate}: above 0")
         self.steps, self.rate, self.seed = steps, rate, seed
         self.start = choice(Start, start, "start")
 
-    @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: no Hadamard matrix to begin with, or not the head dim of the calibration."""
-        if not hadamard.has_order(head_dim):
-            raise Unsupported(f"head_dim={head_dim}: no Hadamard matrix of this order to begin learning with")
-        self.check_shape(head_dim)
-
     def begin(self, head_dim: int) -> Float[Tensor, "dim dim"]:
         """Where learning begins, in fp64."""
         if self.start is Start.random_hadamard:
             return RandomizedHadamard(self.seed).matrix(head_dim, torch.empty(0, dtype=torch.float64))
-        return hadamard.matrix(head_dim).double() / head_dim**0.5
+        return hadamard_matrix(head_dim).double() / head_dim**0.5
 
     def rate_at(self, step: int) -> float:
         """The rate of a step, counted from 0."""
         return self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
-
-    @override
-    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        return per_block(x, self.table("rotation", x)), {}
-
-    @override
-    def inverse(self, y: Tensor, side: Side) -> Tensor:
-        return per_block(y, self.table("rotation", y).mT)
 
 
 def cayley_step(
@@ -114,13 +122,11 @@ class GroupedHadamard(Stage):
     """
 
     version: ClassVar[int] = 1
-
     token_group = 1
     rotates_tokens = True
 
     def __init__(self, heads: int = 4) -> None:
-        if heads < 1:
-            raise ConfigError(f"heads={heads}: at least 1")
+        at_least("heads", heads, 1)
         self.heads = heads
 
     def _joined(self, heads: int) -> int:
@@ -128,11 +134,11 @@ class GroupedHadamard(Stage):
 
     def _matrix(self, x: Tensor) -> Tensor:
         order = self._joined(x.shape[-3]) * x.shape[-1]
-        if not hadamard.has_order(order):
+        if not has_hadamard(order):
             raise Unsupported(
                 f"head_dim={x.shape[-1]}: no Hadamard matrix of order {order} ({order // x.shape[-1]} heads)"
             )
-        return (hadamard.matrix(order) / order**0.5).to(x.device, x.dtype)
+        return (hadamard_matrix(order) / order**0.5).to(x.device, x.dtype)
 
     def _apply(self, x: Tensor, matrix: Tensor) -> Tensor:
         count = len(matrix) // x.shape[-1]
@@ -157,19 +163,11 @@ class ChannelOrder(Calibrated, Stage):
     """
 
     version: ClassVar[int] = 1
-
     token_group = 1
     rotates_tokens = True
 
     @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: another head dim than that of the calibration."""
-        self.check_shape(head_dim)
-
-    @override
-    def fit(
-        self, x: Float[Tensor, "heads tokens dim"], gradients: Float[Tensor, "heads tokens dim"] | None, seed: int
-    ) -> Tables:
+    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """`order`: indices of the channels, that with the smallest sum first."""
         return {"order": x.double().sum(-2).flatten().argsort(stable=True).int()}
 
@@ -188,3 +186,87 @@ class ChannelOrder(Calibrated, Stage):
     @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return self._moved(y, self._order(y).argsort())
+
+
+def bit_reversal(order: int) -> Int[Tensor, " order"]:
+    """The rank of each index from 0 to `order` - 1 by its bits in reverse; of a power of two, those bits themselves."""
+    index, out = torch.arange(order), torch.zeros(order, dtype=torch.long)
+    for _ in range((order - 1).bit_length()):
+        out, index = 2 * out + index % 2, index // 2
+    return out.argsort().argsort()
+
+
+def covariance_rotation(moments: Moments) -> Moments:
+    """R = U (H / √D) P for each second moment, in fp64; rows of states times R are quantized.
+
+    The columns of U are the eigenvectors in ascending order of eigenvalues, each with its entry of largest magnitude
+    positive, because a sign is free and changes R. P moves column D - 1 - j to the bit-reversed position of j.
+
+    Args:
+        moments: symmetric, `[heads, dim, dim]`, of a dim that has a Hadamard matrix.
+    """
+    dim = moments.shape[-1]
+    vectors = torch.linalg.eigh((moments.double() + moments.double().mT) / 2).eigenvectors
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    turned = vectors * torch.sign(largest) @ (hadamard_matrix(dim).to(vectors.device) / dim**0.5)
+    order = torch.empty(dim, dtype=torch.long)
+    order[bit_reversal(dim)] = torch.arange(dim - 1, -1, -1)
+    return turned.index_select(-1, order.to(turned.device))
+
+
+class CovarianceRotation(_TableRotation):
+    """A rotation per layer and KV head, or one per layer, from second moments of the calibration states.
+
+    Keys: the moment of the queries that read them. Values: that of the values, each token weighted by its key's
+    quadratic form in the moment of the queries (`kvq.calibration.collect`).
+
+    Args:
+        shared: one rotation for all KV heads of a layer, from the mean of their moments.
+
+    Table: `rotation` `[heads, head_dim, head_dim]` (`shared`: `[1, head_dim, head_dim]`) in fp32.
+
+    Source: OSCAR (arXiv 2605.17757) and its released `compute_kv_rotation.py` (composition r_h_pbr).
+    """
+
+    version: ClassVar[int] = 1
+    wants_moments = True
+
+    def __init__(self, shared: bool = False) -> None:
+        self.shared = shared
+
+    @override
+    def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
+        assert moments is not None
+        return {"rotation": covariance_rotation(moments.mean(0, keepdim=True) if self.shared else moments).float()}
+
+
+class RankClip(Stage):
+    """Clips each token and head at ± an order statistic of its magnitudes; nothing is stored, nothing is undone.
+
+    Args:
+        share: the limit is the magnitude with index `int(share * head_dim)`, counted from 0 in ascending order; 1: the
+            largest, so nothing is clipped.
+
+    Raises:
+        ConfigError: a share outside 0 to 1.
+
+    Source: OSCAR (arXiv 2605.17757), as served: 0.96 for keys and 0.92 for values.
+    """
+
+    version: ClassVar[int] = 1
+    token_group = 1
+
+    def __init__(self, share: float | int) -> None:
+        if not 0 < share <= 1:
+            raise ConfigError(f"share={share}: above 0, at most 1")
+        self.share = share
+
+    @override
+    def forward(self, x: Float[Tensor, "*lead tokens dim"]) -> tuple[Tensor, Side]:
+        dim = x.shape[-1]
+        limit = x.abs().kthvalue(min(int(self.share * dim), dim - 1) + 1, -1, keepdim=True).values
+        return torch.minimum(torch.maximum(x, -limit), limit), {}
+
+    @override
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        return y

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
@@ -10,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs.packed import BlockRun, Packed
-from kvq.codecs.quantizers import Gain, Parts, Quantizer, to_stored
+from kvq.codecs.packed import UNIT, BlockRun, Packed
+from kvq.codecs.quantizers import Gain, Parts, Quantizer, shared_group, to_stored
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage
 from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean
@@ -30,7 +29,6 @@ class Codec:
     """
 
     version: ClassVar[int] = 1
-
     fits_first_tokens = False
     """Tables are fitted to the first tokens of a sequence, and stored with them; later tokens are encoded by these."""
 
@@ -72,9 +70,7 @@ class Codec:
     @property
     def token_group(self) -> int | None:
         """Tokens that share statistics or side information; 1: each token on its own, None: the whole block."""
-        groups = [stage.token_group for _, stage in self.stages] + [self.quantizer.token_group]
-        known = [group for group in groups if group is not None]
-        return math.lcm(*known) if len(known) == len(groups) else None
+        return shared_group([*(stage.token_group for _, stage in self.stages), self.quantizer.token_group])
 
     def behind(self, held: Packed | None) -> Codec:
         """The codec of the tokens that follow those held, of which there may be none; see `fits_first_tokens`."""
@@ -121,6 +117,11 @@ class Codec:
                 pieces.append({name: part.flatten(2, 3) for name, part in parts.items()})
         parts = pieces[0] if len(pieces) == 1 else {name: torch.cat([p[name] for p in pieces], 2) for name in pieces[0]}
         return Packed(parts, tuple(runs), batch, heads, head_dim, x.dtype)
+
+    def token_widths(self, heads: int, head_dim: int, like: Tensor) -> dict[str, int]:
+        """`Packed.token_widths` of what it stores of `[heads, tokens, head_dim]`."""
+        unit = torch.zeros(1, heads, UNIT, head_dim, dtype=like.dtype, device=like.device)
+        return self.encode(unit, UNIT).token_widths
 
     def _check_rope(self, rope: Rope | None, tokens: int) -> None:
         for name, stage in self.stages:

@@ -21,14 +21,13 @@ from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs import trellis
-from kvq.codecs.bit_strings import Layout, levels_of, read, write
 from kvq.codecs.calibrated import Calibrated, Tables
 from kvq.codecs.levels import nearest_level
 from kvq.codecs.lloyd_max import cells, optimal_levels
 from kvq.codecs.quantizers import Parts, Quantizer, choice
+from kvq.codecs.trellis import WIDEST, Layout, levels_of, read, write
 from kvq.errors import ConfigError, Unsupported, within
 
-WIDEST = 8
 _FARTHEST = 64.0  # deviations, beyond which components are cut: far behind the last level
 
 
@@ -100,19 +99,9 @@ class ComponentQuantizer(Calibrated, Quantizer):
         return self.widths is not Widths.equal
 
     @property
-    def wants_spectrum(self) -> bool:
-        """`fit` takes the spectrum of the transform before it."""
-        return self.is_calibrated
-
-    @property
     @abc.abstractmethod
     def errors(self) -> tuple[float, ...]:
         """Mean squared error on N(0, 1) at 0, 1, ... bits."""
-
-    @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: another head dim than that of the calibration."""
-        self.check_shape(head_dim)
 
     def shared_out(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
         """The tables, once the bits are shared out."""
@@ -154,7 +143,6 @@ class ComponentQuantizer(Calibrated, Quantizer):
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """The levels."""
         strings = parts["string"]
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=strings.device)
         layout = self._layout(like)

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Size, Tensor
 from typing_extensions import override
 
-from kvq.codecs.by_token import together, token_widths
 from kvq.codecs.codec import Codec, check_nested
+from kvq.codecs.packed import together
 from kvq.codecs.packing import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.errors import ConfigError, Unsupported, at_least
@@ -83,7 +83,6 @@ class DeltaQuantizer(Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Anchors, and the codes of the differences from decoded tokens, one token after the other."""
         anchors, steps, far = [], [], []
         decoded = x[..., :1, :]
         for token, regular in zip(x.split(1, -2), self._anchors(x.shape[-2]), strict=True):
@@ -110,7 +109,7 @@ class DeltaQuantizer(Quantizer):
         """The parts of single tokens as those of one block; a block of anchors has the same parts without rows."""
         if steps:
             joined = {name: torch.cat([step[name] for step in steps], -2) for name in steps[0]}
-            parts = together(joined, token_widths(self.codec, x.shape[-3], x.shape[-1], x))
+            parts = together(joined, self.codec.token_widths(x.shape[-3], x.shape[-1], x))
         else:
             one = self.codec.encode_block(torch.zeros_like(x[..., :1, :]))
             parts = {name: part[..., :0, :] for name, part in one.items()}
@@ -118,7 +117,6 @@ class DeltaQuantizer(Quantizer):
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """Running sums of the decoded differences, from each anchor on."""
         regular = self._anchors(shape[-2])
         rest = Size((*shape[:-2], regular.count(False), shape[-1]))
         own = {name.removeprefix("delta."): part for name, part in parts.items() if name.startswith("delta.")}

@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Tables
 from kvq.codecs.quantizers import choice, to_stored
-from kvq.codecs.stages import Side, Stage, per_block
+from kvq.codecs.rotations import per_block
+from kvq.codecs.stages import Side, Stage
 from kvq.errors import ConfigError, Unsupported, at_least
 
 _LEAST = 1e-12  # of the largest eigenvalue: components below it have no variance
@@ -68,7 +69,6 @@ class FisherTransform(Calibrated, Stage):
     """
 
     version: ClassVar[int] = 1
-
     token_group = 1
     wants_joint = True
 
@@ -93,11 +93,6 @@ class FisherTransform(Calibrated, Stage):
             raise ConfigError(f"tables={tables}: float32 or float16")
         self.heads_together, self.ridge, self.mixing, self.left_out = heads_together, ridge, mixing, left_out
         self.dtype = getattr(torch, tables)
-
-    @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: another head dim than that of the calibration."""
-        self.check_shape(head_dim)
 
     def fit_joint(self, moments: JointMoments) -> Tables:
         """The tables with all components, and `spectrum` `[1, n]`: λ.

@@ -60,7 +60,6 @@ class HuffmanCodec(Codec):
     """
 
     version: ClassVar[int] = 1
-
     stores_lists = True
 
     def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
@@ -83,7 +82,6 @@ class HuffmanCodec(Codec):
     def encode(
         self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
     ) -> Packed:
-        """As `Codec.encode`, with code words in place of planes."""
         packed = super().encode(x, block, rope)
         parts = {name: part for name, part in packed.parts.items() if not self._is_plane(name)}
         runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n in parts}) for run in packed.runs]
@@ -97,7 +95,6 @@ class HuffmanCodec(Codec):
 
     @override
     def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
-        """As `Codec.decode`."""
         return super().decode(self.planes(packed), rope)
 
     def planes(self, packed: Packed) -> Packed:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.codec import Codec
 from kvq.codecs.kmeans import levels_1d
 from kvq.codecs.levels import looked_up, nearest_level
@@ -63,7 +63,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
     """
 
     version: ClassVar[int] = 1
-
     wants_gradients = True
 
     def __init__(
@@ -96,11 +95,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
     def indices(self) -> dict[str, int]:
         return {} if self.ragged else {"codes": self.bits}
 
-    @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: another head dim than that of the calibration."""
-        self.check_shape(head_dim)
-
     def kept(self, width: int) -> int:
         """Outliers on each side of a token of `width` channels over all heads, under `count`.
 
@@ -114,9 +108,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         return max(1, round(self.outliers / 2 * width))
 
     @override
-    def fit(
-        self, x: Float[Tensor, "heads tokens dim"], gradients: Float[Tensor, "heads tokens dim"] | None, seed: int
-    ) -> Tables:
+    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """`levels` and `decoded` `[2^bits]`; per channel also `center` and `reach` `[heads, 1, dim]`."""
         x = x.float()
         tables: Tables = {}
@@ -161,7 +153,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Codes from unrounded ranges, and the outliers: entries outside of the range, or farthest from its center."""
         parts: Parts = {}
         levels, mask = self.table("levels", x), None
         if self.axis is Axis.per_channel:
@@ -223,14 +214,12 @@ class SparseCodec(Codec):
     """
 
     version: ClassVar[int] = 1
-
     stores_lists = True
 
     @override
     def encode(
         self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
     ) -> Packed:
-        """As `Codec.encode`, with outliers as lists."""
         tokens = x.shape[2]
         self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
         whole = tokens - tokens % block if block is not None and block < tokens else tokens
@@ -263,7 +252,6 @@ class SparseCodec(Codec):
 
     @override
     def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
-        """As `Codec.decode`."""
         if "outlier.count" not in packed.parts:
             return super().decode(packed, rope)
         parts = dict(packed.parts)

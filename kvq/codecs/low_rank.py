@@ -1,4 +1,4 @@
-"""Low-rank approximation of a block's quantization error, one for each head."""
+"""Low-rank approximation of a block's quantization error: of any codec, and beside exact extremes (GEAR)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.codec import Codec, check_nested
-from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
-from kvq.errors import Unsupported, at_least, check_seed
+from kvq.codecs.quantizers import Axis, Parts, Quantizer, choice, to_stored
+from kvq.codecs.uniform import UniformQuantizer
+from kvq.errors import ConfigError, Unsupported, at_least, check_seed
 
 Blocks = Float[Tensor, "blocks tokens dim"]
 Factors = tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]
@@ -90,12 +91,10 @@ class LowRankCorrection(Calibrated, Quantizer):
 
     @override
     def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
-        """The codec's tables."""
         return fit_codec(self.base, x, gradients, None, seed, moments)
 
     @override
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        """A copy around the codec with its tables."""
         other = super().bound(tables, heads, head_dim)
         assert isinstance(other, LowRankCorrection)
         other.base = bind_codec(self.base, tables, heads, head_dim)
@@ -109,7 +108,6 @@ class LowRankCorrection(Calibrated, Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """The codec's parts, `left` and `right`."""
         found = self.base.encode_block(x, dtype=dtype)
         rest = x - self.base.decode_block(found, x.shape, x.dtype)
         parts = {f"{_PREFIX}{name}": part for name, part in found.items()}
@@ -117,7 +115,6 @@ class LowRankCorrection(Calibrated, Quantizer):
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """The codec's reconstruction plus the product of the factors."""
         own = {name.removeprefix(_PREFIX): part for name, part in parts.items() if name.startswith(_PREFIX)}
         return self.base.decode_block(own, shape, dtype) + product(parts, shape, dtype)
 
@@ -175,3 +172,119 @@ def power_iteration(x: Blocks, rank: int, iterations: int, seed: int) -> Factors
 def _start(dim: int, rank: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim rank"]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(dim, rank, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+_HALF = 2**15  # indices are stored in 16 bits, from -_HALF on
+
+
+class SparseLowRank(Quantizer):
+    """Backbone, extremes and low-rank error of a block: x ≈ quantized(x without extremes) + L, extremes exact.
+
+    Extremes are taken per channel over the block's tokens (keys) or per token over all heads and channels (values), by
+    the backbone's axis: half of them the largest, half the smallest. They do not enter the quantization ranges.
+
+    Args:
+        backbone: quantizes the block without its extremes.
+        sparsity: share of extremes, rounded to whole entries at either end, at least one (none of fewer than 2).
+        rank: rank per head of the error's approximation, in blocks of more than `buffer` tokens (a prefill).
+        buffer_rank: the same in shorter blocks (decoding).
+        buffer: number of tokens.
+        iterations: steps of the power iteration that finds the low-rank factors.
+        seed: seed of its start, independent of data seeds.
+
+    Stores the backbone's parts; `extremes` (fp16) and `extremes_at` (16-bit indices); `left` and `right` (fp16), the
+    factors of L: `[..., heads, tokens * rank, 1]` and `[..., heads, rank, head_dim]`.
+
+    Raises:
+        ConfigError: a sparsity outside [0, 1), a negative rank or buffer, no iteration.
+
+    Source: GEAR (arXiv 2403.05527), section 3.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        backbone: UniformQuantizer,
+        sparsity: float | int = 0.02,
+        rank: int = 4,
+        buffer_rank: int = 2,
+        buffer: int = 64,
+        iterations: int = 3,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= sparsity < 1:
+            raise ConfigError(f"sparsity={sparsity}: a share, from 0 to below 1")
+        for setting, given, least in (
+            ("rank", rank, 0),
+            ("buffer_rank", buffer_rank, 0),
+            ("buffer", buffer, 0),
+            ("iterations", iterations, 1),
+        ):
+            at_least(setting, given, least)
+        self.backbone, self.sparsity, self.iterations, self.seed = backbone, sparsity, iterations, seed
+        self.rank, self.buffer_rank, self.buffer = rank, buffer_rank, buffer
+        self.bits = backbone.bits
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return self.backbone.indices
+
+    @override
+    def check(self, head_dim: int) -> None:
+        self.backbone.check(head_dim)
+
+    @property
+    def _per_channel(self) -> bool:
+        return self.backbone.axis is Axis.per_channel
+
+    def _rank(self, tokens: int, dim: int) -> int:
+        return min(self.rank if tokens > self.buffer else self.buffer_rank, tokens, dim)
+
+    def _vectors(self, x: Tensor) -> Tensor:
+        """The vectors whose extremes are kept, along dim -2 (keys) or -1 (values, heads joined)."""
+        return x if self._per_channel else x.transpose(-3, -2).flatten(-2).unsqueeze(-3)
+
+    def _back(self, vectors: Tensor, shape: Size) -> Tensor:
+        if self._per_channel:
+            return vectors
+        return vectors.squeeze(-3).unflatten(-1, (shape[-3], shape[-1])).transpose(-3, -2)
+
+    def _extremes(self, vectors: Tensor) -> Tensor:
+        """Indices of the largest and of the smallest values."""
+        dim = -2 if self._per_channel else -1
+        length = vectors.shape[dim]
+        if length > 2 * _HALF:
+            raise Unsupported(f"gear: extremes of {length} values, whose indices have 16 bits (at most {2 * _HALF})")
+        count = min(max(round(self.sparsity / 2 * length), 1 if self.sparsity else 0), length // 2)
+        order = vectors.sort(dim=dim, stable=True).indices  # stable: distinct indices also in a constant vector
+        return torch.cat([order.narrow(dim, 0, count), order.narrow(dim, length - count, count)], dim)
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        dim = -2 if self._per_channel else -1
+        vectors = self._vectors(x)
+        at = self._extremes(vectors)
+        values = to_stored(vectors.gather(dim, at), torch.float16)
+        out = torch.zeros_like(vectors, dtype=torch.bool).scatter_(dim, at, True)
+        others = vectors.masked_fill(out, 0)
+        mean = others.sum(dim, keepdim=True) / max(vectors.shape[dim] - at.shape[dim], 1)
+        kept = self._back(torch.where(out, mean, vectors), x.shape).contiguous()
+        parts = self.backbone.encode(kept, dtype)
+        parts |= {"extremes": values, "extremes_at": (at - _HALF).to(torch.int16)}
+        rank = self._rank(x.shape[-2], x.shape[-1])
+        if not rank:
+            return parts
+        rest = (kept - self.backbone.decode(parts, x.shape, x.dtype)).masked_fill(self._back(out, x.shape), 0)
+        factors = power_iteration(rest.reshape(-1, *rest.shape[-2:]), rank, self.iterations, self.seed)
+        return parts | stored_factors(factors, x.shape)
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        out = self.backbone.decode(parts, shape, dtype)
+        if "left" in parts:
+            out = out + product(parts, shape, dtype)
+        at = parts["extremes_at"].long() + _HALF
+        vectors = self._vectors(out).scatter(-2 if self._per_channel else -1, at, parts["extremes"].to(dtype))
+        return self._back(vectors, shape)

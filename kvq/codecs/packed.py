@@ -15,6 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvq.codecs.packing import pack, unpack
+
+UNIT = 32
+"""Tokens of a unit; a multiple of 8, because 8 one-bit codes share a byte."""
+PLANES = (1, 2, 4)
+"""Widths of planes in which consecutive tokens share bytes."""
+
 
 @dataclass(frozen=True)
 class BlockRun:
@@ -48,7 +55,6 @@ class Packed:
 
     @property
     def tokens(self) -> int:
-        """Tokens held."""
         return sum(run.tokens * run.count for run in self.runs)
 
     def by_run(self) -> Iterator[tuple[BlockRun, dict[str, Tensor]]]:
@@ -81,6 +87,11 @@ class Packed:
                 runs.append(dataclasses.replace(run, count=run.count - count))
         parts = {name: part[:, :, start[name] :] for name, part in self.parts.items()}
         return dataclasses.replace(self, parts=parts, runs=tuple(runs))
+
+    @property
+    def token_widths(self) -> dict[str, int]:
+        """Bits of a token in every part of whole units; 8 where a token has a row of its own, of any dtype."""
+        return {name: 8 * rows // UNIT for name, rows in self.runs[0].rows.items()}
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +161,14 @@ class Growable:
         return Growable(self.view.index_select(0, index.to(self.view.device)))
 
 
+def grown(held: Growable | None, more: Tensor) -> Growable:
+    """Rows after those held, of which there may be none."""
+    if held is None:
+        return Growable(more)
+    held.append(more)
+    return held
+
+
 class PackedStore:
     """The growing, append-only packed prefix of one layer's keys or values."""
 
@@ -183,3 +202,18 @@ class PackedStore:
         packed = self.packed
         parts = {name: part.index_select(0, index.to(part.device)) for name, part in packed.parts.items()}
         return PackedStore(dataclasses.replace(packed, parts=parts, batch=int(index.numel())))
+
+
+def by_token(parts: Mapping[str, Tensor], widths: Mapping[str, int], tokens: int) -> dict[str, Tensor]:
+    """Every part with one row for each of `tokens` tokens: planes of 1, 2 or 4 bits are unpacked."""
+    return {
+        name: unpack([part], widths[name], tokens) if widths[name] in PLANES else part[..., :tokens, :]
+        for name, part in parts.items()
+    }
+
+
+def together(parts: Mapping[str, Tensor], widths: Mapping[str, int]) -> dict[str, Tensor]:
+    """Inverse of `by_token`: the codes of consecutive tokens share bytes again."""
+    return {
+        name: pack(part, widths[name])[0] if widths[name] in PLANES else part.clone() for name, part in parts.items()
+    }

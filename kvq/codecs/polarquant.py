@@ -74,7 +74,6 @@ class PolarQuantizer(Quantizer):
     """
 
     version: ClassVar[int] = 1
-
     token_group = 1
 
     def __init__(self, angle_bits: Sequence[int] = (4, 2, 2, 2)) -> None:
@@ -102,7 +101,6 @@ class PolarQuantizer(Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Angles level by level, and the radii left."""
         self.check(x.shape[-1])
         parts: Parts = {}
         radius = x
@@ -118,7 +116,6 @@ class PolarQuantizer(Quantizer):
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        """From the last level to the first, each radius times the cosine and the sine of its angle."""
         radius = parts["radius"].to(dtype)
         for level in range(len(self.angle_bits), 0, -1):
             bits = self.angle_bits[level - 1]

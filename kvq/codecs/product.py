@@ -1,4 +1,4 @@
-"""Product quantization: groups of channels share an index into codebooks fitted to the sequence's first tokens."""
+"""Groups of channels that share an index: coupled quantization (CQ), and product quantization fitted to a sequence."""
 
 from __future__ import annotations
 
@@ -8,18 +8,132 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Size, Tensor
 from typing_extensions import override
 
+from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.codec import Codec
-from kvq.codecs.cq import GroupedIndices
-from kvq.codecs.kmeans import codebooks
+from kvq.codecs.kmeans import codebooks, nearest
 from kvq.codecs.packed import Packed
+from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage
 from kvq.errors import ConfigError, Unsupported, at_least, check_seed
+
+
+class GroupedIndices:
+    """Mixin of quantizers whose `channels` contiguous channels share one `code_bits`-bit index into centroids."""
+
+    channels: int
+    code_bits: int
+
+    @staticmethod
+    def check_indices(channels: int, code_bits: int) -> None:
+        """Raises: ConfigError: a number below 1. Unsupported: an index of more than 16 bits."""
+        at_least("channels", channels, 1)
+        at_least("code_bits", code_bits, 1)
+        if code_bits > MAX_BITS:
+            raise Unsupported(f"code_bits={code_bits}: an index of coupled channels has 1 to {MAX_BITS} bits")
+
+    def check_groups(self, head_dim: int) -> None:
+        """Raises: Unsupported: a head dim that is no multiple of `channels`."""
+        if head_dim % self.channels:
+            raise Unsupported(f"head_dim={head_dim}: {self.channels} channels are coupled at a time")
+
+    def grouped(self, x: Tensor) -> Float[Tensor, "*lead heads groups tokens channels"]:
+        """The groups of channels of `[..., heads, tokens, dim]`."""
+        return x.unflatten(-1, (-1, self.channels)).transpose(-3, -2)
+
+    def indices_of(
+        self, x: Float[Tensor, "*lead heads tokens dim"], centroids: Float[Tensor, "heads groups count channels"]
+    ) -> Integer[Tensor, "*lead heads tokens groups"]:
+        """Index of the nearest centroid of every group of channels."""
+        points, sets = self.grouped(x), centroids.flatten(0, 1)
+        lead = points.shape[:-4]
+        blocks = points.reshape(-1, sets.shape[0], *points.shape[-2:])
+        # One search per block, so that its indices do not depend on how many blocks are encoded together.
+        codes = torch.stack([nearest(block, sets) for block in blocks])
+        return codes.view(*lead, *points.shape[-4:-1]).transpose(-2, -1).contiguous()
+
+    def centroids_of(
+        self, codes: Integer[Tensor, "*lead heads tokens groups"], centroids: Float[Tensor, "heads groups count c"]
+    ) -> Float[Tensor, "*lead heads tokens dim"]:
+        """The centroids of indices."""
+        heads, groups, count, _ = centroids.shape
+        sets = torch.arange(heads * groups, device=codes.device).view(heads, 1, -1)
+        found = centroids.flatten(0, 2).index_select(0, (codes.long() + sets * count).flatten())
+        return found.view(*codes.shape[:-1], -1)
+
+    def packed(self, codes: Integer[Tensor, "*lead heads tokens groups"]) -> Parts:
+        """Indices as stored."""
+        return pack_parts(codes, self.code_bits)
+
+    def unpacked(self, parts: Parts, tokens: int) -> Integer[Tensor, "*lead heads tokens groups"]:
+        """Inverse of `packed`."""
+        return unpack_parts(parts, self.code_bits, tokens)
+
+
+class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
+    """`channels` contiguous channels of a head share one `code_bits`-bit index: 4 and 9 give 2.25 bits, 8 and 10 1.25.
+
+    Args:
+        channels: channels that are coupled.
+        code_bits: bits of an index, 1-16.
+        iterations: Lloyd's iterations, at most.
+
+    Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`. The centroids, one set for each layer, head and
+    group of channels, are fp16 tables of the calibration.
+
+    Raises:
+        ConfigError: a number below 1.
+        Unsupported: an index of more than 16 bits.
+
+    Source: CQ (arXiv 2405.03917): k-means weighted by the sum of squared gradients of the coupled channels; the
+    nearest centroid by plain L2.
+    """
+
+    version: ClassVar[int] = 1
+    token_group = 1
+    wants_gradients = True
+
+    def __init__(self, channels: int, code_bits: int, iterations: int = 25) -> None:
+        self.check_indices(channels, code_bits)
+        at_least("iterations", iterations, 1)
+        self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: a head dim that is no multiple of `channels`, or not that of the calibration."""
+        self.check_groups(head_dim)
+        super().check(head_dim)
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        return {"codes": self.code_bits}
+
+    @override
+    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
+        """`centroids` `[heads, groups, 2^code_bits, channels]` in fp16."""
+        points = self.grouped(x.float()).flatten(0, 1).contiguous()
+        weights = torch.ones_like(points) if gradients is None else self.grouped(gradients.float()).flatten(0, 1)
+        mass = weights.square().sum(-1)
+        found = codebooks(points, mass, 2**self.code_bits, self.iterations, seed)
+        limit = torch.finfo(torch.float16).max
+        return {"centroids": found.clamp(-limit, limit).half().unflatten(0, (x.shape[0], -1))}
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        return self.packed(self.indices_of(x, self.table("centroids", x)))
+
+    @override
+    def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        codes = self.unpacked(parts, shape[-2])
+        like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
+        return self.centroids_of(codes, self.table("centroids", like))
+
 
 _BOOK = "codebook"
 
@@ -47,7 +161,6 @@ class ProductQuantizer(GroupedIndices, Quantizer):
     """
 
     version: ClassVar[int] = 1
-
     token_group = 1
 
     def __init__(
@@ -93,13 +206,11 @@ class ProductQuantizer(GroupedIndices, Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "batch blocks heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Indices of the nearest entries."""
         books = self._centroids(x.shape[-3], x.dtype)
         return self.packed(torch.stack([self.indices_of(own, book) for own, book in zip(x, books, strict=True)]))
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "batch blocks heads tokens dim"]:
-        """The entries."""
         codes, books = self.unpacked(parts, shape[-2]), self._centroids(shape[-3], dtype)
         return torch.stack([self.centroids_of(own, book) for own, book in zip(codes, books, strict=True)])
 
@@ -120,7 +231,6 @@ class PrefillCodec(Codec):
     """
 
     version: ClassVar[int] = 1
-
     stores_lists = True
     fits_first_tokens = True
 
@@ -147,14 +257,12 @@ class PrefillCodec(Codec):
 
     @override
     def behind(self, held: Packed | None) -> Codec:
-        """This codec for the first tokens, else one that has their codebooks."""
         return self if held is None else self._by(held.parts[_BOOK])
 
     @override
     def encode(
         self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
     ) -> Packed:
-        """As `Codec.encode`, by codebooks that are fitted to `x` and stored with it."""
         self._check_rope(rope, x.shape[2])
         book = self._product.fit(self.staged(x, rope))
         packed = self._by(book).encode(x, block, rope)
@@ -162,6 +270,5 @@ class PrefillCodec(Codec):
 
     @override
     def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
-        """As `Codec.decode`, by the codebooks stored."""
         parts = {name: part for name, part in packed.parts.items() if name != _BOOK}
         return self._by(packed.parts[_BOOK]).decode(replace(packed, parts=parts), rope)

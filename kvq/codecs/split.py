@@ -1,15 +1,22 @@
-"""Several codecs over the groups into which a block's channels or tokens are divided."""
+"""Several codecs over the groups into which a block's channels or tokens are divided; the groups of tokens."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Size, Tensor
+from typing_extensions import override
 
 from kvq.codecs.codec import Codec, check_nested
+from kvq.codecs.packing import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer
+from kvq.codecs.rope import Rope
+from kvq.codecs.stages import Side, Stage
+from kvq.errors import ConfigError, Unsupported
 
 
 class Split(Quantizer):
@@ -29,6 +36,12 @@ class Split(Quantizer):
         for codec in codecs.values():
             check_nested(codec, "split")
         self.codecs = dict(codecs)
+
+    @override
+    def check(self, head_dim: int) -> None:
+        """Raises: Unsupported: a codec that cannot work on the head dim."""
+        for codec in self.codecs.values():
+            codec.check(head_dim)
 
     def _groups(self, sizes: Sequence[int]) -> Iterator[tuple[str, Codec, int, int]]:
         """Name, codec, first index and size of each group, the groups one after the other."""
@@ -86,3 +99,165 @@ class TwoWaySplit(Split):
     ) -> Tensor:
         """Inverse of `_encode_mask`."""
         return self._decode_groups(parts, 1 - mask, (count, shape[self.axis] - count), shape, dtype)
+
+
+TIER_BITS = 2
+"""Stored bits of a token's tier."""
+
+
+class TokenSplit(TwoWaySplit):
+    """One codec for the salient tokens of a block, another for the others; the split is stored as one bit per token.
+
+    A policy chooses the salient tokens (`PlannedCodec.planned`). Where a codec is applied to a tensor alone there is no
+    policy, and they are spread evenly over the block.
+
+    Args:
+        share: fraction of a block's tokens that are salient, rounded to whole tokens.
+        high: codec of the salient tokens (more bits).
+        low: codec of the others.
+        per_head: every KV head has its own salient tokens and mask (ZipCache's released code); else all heads of a
+            layer share one.
+
+    Raises:
+        ConfigError: a share outside 0 to 1.
+        Unsupported: a codec that needs token positions.
+
+    Source: ZipCache (arXiv 2405.14256), section 4; kvquant-plus-plus, section 3.1 (half of the tokens at one bit more,
+    half at one bit less).
+    """
+
+    version: ClassVar[int] = 1
+    axis = -2
+
+    def __init__(self, share: float | int, high: Codec, low: Codec, per_head: bool = False) -> None:
+        if not 0 <= share <= 1:
+            raise ConfigError(f"share={share}: of the tokens, 0 to 1")
+        super().__init__(high, low)
+        self.share, self.per_head = share, per_head
+        more, fewer = (getattr(codec.quantizer, "bits", None) for codec in (high, low))
+        self.bits = None if more is None or fewer is None else share * more + (1 - share) * fewer
+        self.mask: Bool[Tensor, "*lead masks tokens"] | None = None
+        """The salient tokens of the blocks that are being encoded, from a policy; None: there is none."""
+
+    def count(self, tokens: int) -> int:
+        """Salient tokens of a block."""
+        return round(self.share * tokens)
+
+    def salient(self, scores: Float[Tensor, "*lead tokens"]) -> Bool[Tensor, "*lead tokens"]:
+        """The tokens of highest score, as many as are salient."""
+        chosen = scores.topk(self.count(scores.shape[-1]), -1).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        tokens, count = x.shape[-2], self.count(x.shape[-2])
+        mask = torch.zeros(tokens, dtype=torch.bool, device=x.device)
+        mask[torch.arange(count, device=x.device) * tokens // max(count, 1)] = True
+        return mask.expand(*x.shape[:-3], x.shape[-3] if self.per_head else 1, tokens)
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """`mask` `[..., heads or 1, ceil(tokens / 8), 1]` and the parts of both codecs."""
+        mask = (self._spread(x) if self.mask is None else self.mask).unsqueeze(-1)
+        return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_mask(x, mask, self.count(x.shape[-2]), dtype)
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        mask = unpack([parts["mask"]], 1, shape[-2])
+        return self._decode_mask(parts, mask, self.count(shape[-2]), shape, dtype)
+
+
+class TokenTiers(Split):
+    """A codec for each tier of tokens, the first tier's with the most bits; each token's tier takes 2 stored bits.
+
+    Tiers are a policy's choice (`kvq.methods.tiers.AdaptiveTiers`), which also moves tokens from one to another. Where
+    a codec is applied to a tensor alone there is no policy, and token t of a block has tier t modulo their number.
+
+    Args:
+        tiers: 2 to 4 codecs that encode each token on its own.
+
+    Raises:
+        ConfigError: another number of codecs.
+        Unsupported: a codec whose tokens share statistics, or that needs token positions.
+
+    Source: kvquant-plus-plus, section 3.3.
+    """
+
+    version: ClassVar[int] = 1
+    axis = -2
+
+    def __init__(self, tiers: Sequence[Codec]) -> None:
+        if not 2 <= len(tiers) <= 4:
+            raise ConfigError(f"tiers: {len(tiers)} codecs; 2 to 4")
+        for number, codec in enumerate(tiers):
+            if codec.token_group != 1:
+                raise Unsupported(f"tiers.{number}: its tokens share statistics, but move to other tiers one by one")
+        super().__init__({f"tier{number}": codec for number, codec in enumerate(tiers)})
+
+    def _evenly(self, x: Tensor, tokens: int) -> tuple[Tensor, list[int]]:
+        """Tiers of a block without a policy `[1, tokens, 1]`, and how many tokens each has."""
+        tiers = torch.arange(tokens, device=x.device) % len(self.codecs)
+        return tiers[None, :, None].to(torch.uint8), tiers.bincount(minlength=len(self.codecs)).tolist()
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """`tier` `[..., 1, ceil(tokens / 4), 1]` and the parts of all codecs."""
+        tiers, sizes = self._evenly(x, x.shape[-2])
+        stored = pack(tiers.expand(*x.shape[:-3], 1, -1, 1), TIER_BITS)[0]
+        return {"tier": stored} | self._encode_groups(x, tiers, sizes, dtype)
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        tiers = unpack([parts["tier"]], TIER_BITS, shape[-2])
+        _, sizes = self._evenly(tiers, shape[-2])
+        return self._decode_groups(parts, tiers, sizes, shape, dtype)
+
+
+class PlannedCodec(Codec):
+    """A codec over a `TokenSplit` whose salient tokens a policy can choose."""
+
+    version: ClassVar[int] = 1
+
+    _mask: Tensor | None = None
+    _at = 0
+
+    @contextlib.contextmanager
+    def planned(self, mask: Bool[Tensor, "batch masks tokens"]) -> Iterator[None]:
+        """Within the context, blocks are encoded with the salient tokens of `mask`, in order."""
+        self._mask, self._at = mask, 0
+        try:
+            yield
+        finally:
+            self._mask = None
+
+    @override
+    def encode_block(
+        self,
+        blocks: Float[Tensor, "*lead heads tokens head_dim"],
+        rope: Rope | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Parts:
+        if self._mask is None or not isinstance(self.quantizer, TokenSplit):
+            return super().encode_block(blocks, rope, dtype)
+        number, length = blocks.shape[1], blocks.shape[-2]
+        piece = self._mask.narrow(2, self._at, number * length)
+        self._at += number * length
+        self.quantizer.mask = piece.unflatten(2, (number, length)).transpose(1, 2)
+        try:
+            return super().encode_block(blocks, rope, dtype)
+        finally:
+            self.quantizer.mask = None
+
+
+class ChannelRoot(Stage):
+    """Divide each channel of a block by the square root of its largest magnitude (ZipCache, section 4.2)."""
+
+    version: ClassVar[int] = 1
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        scale = x.abs().amax(-2, keepdim=True).sqrt()
+        return x / scale.masked_fill(scale == 0, 1), {"scale": scale}
+
+    @override
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        return y * side["scale"]

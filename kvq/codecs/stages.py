@@ -1,35 +1,26 @@
-"""Invertible stages of a codec: rotations over channels and token norms.
+"""Invertible stages of a codec: norms of tokens, shifts and scales of a block's channels, and what they keep.
 
 A stage maps `[..., heads, tokens, head_dim]` to the same shape and may keep side information, one tensor
-`[..., heads or 1, rows, columns]` per name, which the codec stores and counts.
+`[..., heads or 1, rows, columns]` per name, which the codec stores and counts. `DoubleQuant` stores it in few bits.
 """
 
 from __future__ import annotations
 
 import abc
 import enum
-from functools import lru_cache
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs import hadamard
-from kvq.codecs.double_quant import DoubleQuant
-from kvq.codecs.quantizers import choice
-from kvq.errors import ConfigError, Unsupported
+from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
+from kvq.codecs.quantizers import Axis, Parts, choice, to_stored
+from kvq.errors import ConfigError, Unsupported, at_least
 
 Side = dict[str, Tensor]
-_FEWEST_ROWS = 8  # of a matrix product; MKL has other code for 1 to 3
-
-
-class Scope(enum.Enum):
-    """The channels that a token's norm covers: those of each head, or those of all heads together."""
-
-    head = "head"
-    token = "token"
 
 
 class Stage(abc.ABC):
@@ -66,183 +57,72 @@ class Stage(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no gain")
 
 
-class _Rotation(Stage):
-    """An orthogonal matrix applied to the channels of every token."""
-
-    orthogonal = True
-    token_group = 1
-
-    def matrix(self, head_dim: int, like: Tensor) -> Tensor:
-        """The matrix for `head_dim` channels, on the device and in the dtype of `like`."""
-        raise NotImplementedError
-
-    @override
-    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        return per_block(x, self.matrix(x.shape[-1], x)), {}
-
-    @override
-    def inverse(self, y: Tensor, side: Side) -> Tensor:
-        return per_block(y, self.matrix(y.shape[-1], y).mT)
-
-
-def per_block(
-    x: Float[Tensor, "*lead tokens dim"], matrix: Float[Tensor, "dim columns"]
-) -> Float[Tensor, "*lead tokens columns"]:
-    """`x @ matrix`, one product per block, so that a block's bits do not depend on how many blocks are decoded.
-
-    Nor do a token's bits depend on how many tokens the block has: products of few rows, whose sums BLAS adds up in
-    another order, are filled up with zeros.
-    """
-    flat, tokens = x.reshape(-1, *x.shape[-2:]), x.shape[-2]
-    if tokens < _FEWEST_ROWS:
-        flat = torch.nn.functional.pad(flat, (0, 0, 0, _FEWEST_ROWS - tokens))
-    found = torch.bmm(flat, matrix.expand(flat.shape[0], -1, -1))[:, :tokens]
-    return found.reshape(*x.shape[:-1], matrix.shape[1])
-
-
-class Hadamard(_Rotation):
-    """`x H_n / sqrt(n)` (QuaRot, arXiv 2404.00456), in Sylvester's order where n is a power of two; orthonormal.
+class DoubleQuant:
+    """Round to nearest of side information `[..., rows, columns]`, one fp16 step per group.
 
     Args:
-        block: channels n that are rotated together, consecutive ones; None = the head dim; `power_of_two` = the largest
-            power of two that divides it.
-        interleaved: the even and the odd ones of 2n consecutive channels are rotated apart (ExLlamaV2).
-        normalized: divide by sqrt(n); else `x H_n`, undone by `y H_nᵀ / n`; stored scales are then larger by sqrt(n).
+        bits: bits per code, 2-16.
+        axis: `per_channel`: a group is `group_size` rows of one column (scales of tokens); `per_token`: that many
+            columns of a row (means of channels). Codes pack along the same axis.
+        group_size: None = all of it. A short last group has its own step.
+        signed: step max|x| / (2^(b-1) - 1), codes ±(2^(b-1) - 1); else x >= 0, step max / (2^b - 1) and codes from 1
+            up: code 0 is a true zero, so a value far below its group's maximum never becomes one.
 
     Raises:
-        ConfigError: a block below 1, `interleaved` without a block.
+        ConfigError: unknown axis or a group size below 1.
+        Unsupported: bits that a code cannot have.
+
+    Source: NSNQuant (arXiv 2505.18231), section 3.5; QLoRA (arXiv 2305.14314), section 3.
     """
 
     version: ClassVar[int] = 1
 
-    def __init__(
-        self,
-        block: int | Literal["power_of_two"] | None = None,
-        interleaved: bool = False,
-        normalized: bool = True,
-    ) -> None:
-        if isinstance(block, int) and block < 1:
-            raise ConfigError(f"block={block}: at least 1, power_of_two, or null for the head dim")
-        if interleaved and not isinstance(block, int):
-            raise ConfigError("interleaved=true: with block=<a number>")
-        self.block, self.interleaved, self.normalized = block, interleaved, normalized
-        self.orthogonal = normalized
+    def __init__(self, bits: int, axis: Axis | str, group_size: int | None = None, signed: bool = False) -> None:
+        if not 2 <= bits <= MAX_BITS:
+            raise Unsupported(f"double_quant.bits={bits}: 2 to {MAX_BITS}")
+        if group_size is not None and group_size < 1:
+            raise ConfigError(f"double_quant.group_size={group_size}: at least 1, or null for one group")
+        self.bits, self.group_size, self.signed = bits, group_size, signed
+        self.axis = choice(Axis, axis, "double_quant.axis")
+        self._top = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
 
-    def block_size(self, head_dim: int) -> int:
-        """Channels that are rotated together."""
-        if isinstance(self.block, str):
-            return head_dim & -head_dim
-        return head_dim if self.block is None else self.block
+    def _turned(self, x: Tensor) -> Tensor:
+        """The grouped axis as rows; its own inverse."""
+        return x if self.axis is Axis.per_channel else x.mT
 
-    @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: orders that are no power of two, nor one times 12, 20 or 28; blocks that do not fit."""
-        size = self.block_size(head_dim)
-        span = size * (1 + self.interleaved)
-        if head_dim % span:
-            raise Unsupported(f"head_dim={head_dim}: no multiple of {span}, the channels of a Hadamard block")
-        if not hadamard.has_order(size):
-            raise Unsupported(
-                f"head_dim={head_dim}: no Hadamard matrix of {'this order' if size == head_dim else f'order {size}'} "
-                "here; powers of two, and 12, 20 and 28 times one, have one"
-            )
+    def encode(self, x: Float[Tensor, "*lead rows columns"]) -> Parts:
+        """`codes.<plane>` (uint8) and `step` (fp16)."""
+        x = self._turned(x)
+        length = x.shape[-2]
+        size = min(self.group_size or length, length)
+        groups = torch.nn.functional.pad(x, (0, 0, 0, -length % size)).unflatten(-2, (-1, size))
+        step = groups.abs().amax(-2, keepdim=True) / self._top
+        codes = groups.div(step.masked_fill(step == 0, 1)).round_()
+        if self.signed:
+            codes = codes.clamp_(-self._top, self._top).add_(self._top)
+        else:
+            codes = codes.clamp_(1, self._top).masked_fill_(groups == 0, 0)
+        parts = pack_parts(codes.flatten(-3, -2)[..., :length, :], self.bits)
+        parts["step"] = to_stored(step.squeeze(-2), torch.float16)
+        return {name: self._turned(part) for name, part in parts.items()}
 
-    @override
-    def matrix(self, head_dim: int, like: Tensor) -> Tensor:
-        self.check(head_dim)
-        return _hadamard(
-            head_dim, self.block_size(head_dim), self.interleaved, self.normalized, like.dtype, like.device
-        )
-
-    @override
-    def inverse(self, y: Tensor, side: Side) -> Tensor:
-        x = super().inverse(y, side)
-        return x if self.normalized else x / self.block_size(y.shape[-1])
+    def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """`step * code` as `[..., rows, columns]`, from the stored step."""
+        length = rows if self.axis is Axis.per_channel else columns
+        parts = {name: self._turned(part) for name, part in parts.items()}
+        codes = unpack_parts(parts, self.bits, length).to(dtype)
+        if self.signed:
+            codes = codes.sub_(self._top)
+        size = min(self.group_size or length, length)
+        step = parts["step"].to(dtype).repeat_interleave(size, -2)[..., :length, :]
+        return self._turned(codes * step)
 
 
-class Draw(enum.Enum):
-    """How a random sign is drawn from torch's generator: an integer below 2, or a Bernoulli variable (vLLM).
+class Scope(enum.Enum):
+    """The channels that a token's norm covers: those of each head, or those of all heads together."""
 
-    1 is a plus; of `flips` (vLLM's Octave), an integer too, it is a minus.
-    """
-
-    integer = "integer"
-    bernoulli = "bernoulli"
-    flips = "flips"
-
-
-class RandomizedHadamard(Hadamard):
-    """A fixed random sign per channel, then `Hadamard` (RHT). `seed` is independent of data seeds.
-
-    Args:
-        seed: of the signs.
-        draw: see `Draw`.
-        block, interleaved, normalized: as `Hadamard`.
-    """
-
-    version: ClassVar[int] = 1
-
-    def __init__(
-        self,
-        seed: int = 0,
-        block: int | Literal["power_of_two"] | None = None,
-        interleaved: bool = False,
-        normalized: bool = True,
-        draw: Draw | str = Draw.integer,
-    ) -> None:
-        super().__init__(block, interleaved, normalized)
-        self.seed, self.draw = seed, choice(Draw, draw, "draw")
-
-    @override
-    def matrix(self, head_dim: int, like: Tensor) -> Tensor:
-        return _signs(head_dim, self.seed, self.draw, like.dtype, like.device) * super().matrix(head_dim, like)
-
-
-class RandomRotation(_Rotation):
-    """A Haar-distributed rotation (determinant +1) drawn from `seed`: QR of a Gaussian matrix with the sign fix."""
-
-    version: ClassVar[int] = 1
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-
-    @override
-    def matrix(self, head_dim: int, like: Tensor) -> Tensor:
-        return rotation(head_dim, self.seed, like.dtype, like.device)
-
-
-@lru_cache(maxsize=64)
-def _hadamard(
-    dim: int, block: int, interleaved: bool, normalized: bool, dtype: torch.dtype, device: torch.device
-) -> Float[Tensor, "dim dim"]:
-    matrix = hadamard.matrix(block) / (block**0.5 if normalized else 1)
-    if interleaved:
-        matrix = torch.kron(matrix, torch.eye(2, dtype=matrix.dtype))
-    matrix = torch.block_diag(*[matrix] * (dim // len(matrix)))
-    return matrix.to(device=device, dtype=dtype)
-
-
-@lru_cache(maxsize=64)
-def _signs(dim: int, seed: int, draw: Draw, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim 1"]:
-    generator = torch.Generator().manual_seed(seed)
-    if draw is Draw.bernoulli:
-        ones = torch.bernoulli(torch.full((dim, 1), 0.5), generator=generator)
-    else:
-        ones = torch.randint(0, 2, (dim, 1), generator=generator)
-        ones = 1 - ones if draw is Draw.flips else ones
-    return (ones * 2 - 1).to(device=device, dtype=dtype)
-
-
-@lru_cache(maxsize=64)
-def rotation(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "dim dim"]:
-    """A Haar-distributed rotation with determinant +1."""
-    generator = torch.Generator().manual_seed(seed)
-    # `torch.nn.init.orthogonal_` gives the same matrix in row-major order, which moves the last bit of products.
-    q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
-    q = q * torch.sign(torch.diagonal(r))
-    if torch.linalg.det(q) < 0:
-        q[:, 0] = -q[:, 0]
-    return q.to(device=device, dtype=dtype)
+    head = "head"
+    token = "token"
 
 
 class TokenNorm(Stage):
@@ -315,3 +195,167 @@ def restored(
         return side[name]
     parts = {key.removeprefix(f"{name}."): part for key, part in side.items()}
     return double_quant.decode(parts, rows, columns, dtype)
+
+
+WEISZFELD_STEPS = 32
+"""On blocks of 64 normalized tokens the 32nd step moves the centre by less than fp16 resolves."""
+
+
+class Center(enum.Enum):
+    """The vector that is subtracted: the mean of the tokens, or their geometric median."""
+
+    mean = "mean"
+    median = "median"
+
+
+class ChannelShift(Stage):
+    """Subtract one vector per head and block, so that the channels are centered.
+
+    Args:
+        center: `mean` (NSNQuant, section 3.2), or `median`: the geometric median (appendix D.1).
+        double_quant: store the vector in a few bits; the decoded vector is subtracted. None = fp16.
+
+    Raises:
+        ConfigError: unknown center.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, center: Center | str = Center.mean, double_quant: DoubleQuant | None = None) -> None:
+        self.center = choice(Center, center, "center")
+        self.double_quant = double_quant
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        offset = x.mean(-2, keepdim=True)
+        if self.center is Center.median:
+            offset = geometric_median(x, offset)
+        side = stored_side("offset", offset, self.double_quant)
+        if self.double_quant is not None:
+            offset = restored("offset", side, self.double_quant, 1, x.shape[-1], x.dtype)
+        return x - offset, side
+
+    @override
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        return y + restored("offset", side, self.double_quant, 1, y.shape[-1], y.dtype)
+
+
+def geometric_median(
+    x: Float[Tensor, "*lead tokens dim"], start: Float[Tensor, "*lead 1 dim"]
+) -> Float[Tensor, "*lead 1 dim"]:
+    """The point with the least sum of distances to the tokens, by Weiszfeld's iteration from `start`."""
+    point = start
+    for _ in range(WEISZFELD_STEPS):
+        distance = torch.linalg.vector_norm(x - point, dim=-1, keepdim=True)
+        # A token on the point would have infinite weight; a tiny distance lets it dominate without a division by zero.
+        weight = 1 / distance.clamp_min(torch.finfo(x.dtype).eps)
+        point = (x * weight).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True)
+    return point
+
+
+class ChannelScale(Stage):
+    """Divide each channel by its sample standard deviation over the tokens of the block (NSNQuant, appendix D.2).
+
+    Stored in fp16, one number per head, channel and block. A constant channel stores 0 and decodes to 0, so this stage
+    is for use after a `ChannelShift`, which makes such a channel 0.
+    """
+
+    version: ClassVar[int] = 1
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        free = max(x.shape[-2] - 1, 1)
+        deviation = ((x - x.mean(-2, keepdim=True)).square().sum(-2, keepdim=True) / free).sqrt()
+        return x / deviation.masked_fill(deviation == 0, 1), {"scale": deviation}
+
+    @override
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        return y * side["scale"]
+
+
+_DEVIATIONS = (1e-3, 1e3)
+"""Bounds of the deviations that enter a scale."""
+_LOGS = (-0.3, 10.0)
+"""Bounds of the logarithm of a scale: none is below 0.74, so what lies far below unit variance is hardly lifted."""
+_LEAST = 1e-8
+"""Deviations that divide are at least this."""
+
+
+class Imbalance(enum.Enum):
+    """What the largest and the smallest are compared of: standard deviations (KVarN's code), variances (its paper)."""
+
+    deviation = "deviation"
+    variance = "variance"
+
+
+class VarianceBalance(Stage):
+    """Divide by the scales of one axis of a block, found by evening out the deviations of both axes in turn.
+
+    Each iteration multiplies the kept scales, then those of the other axis, by the standard deviations (unbiased) of
+    what is divided by all scales so far. Of the start and the iterations, the one of least imbalance is taken, the
+    later one on a tie; the imbalance is largest over smallest deviation, summed over both axes.
+
+    The scales of the other axis only steer the iteration. They belong to a quantizer that follows with groups along
+    this axis: a uniform grid with its own scale and offset for each line has the same codes whatever the line is
+    multiplied by, and stores scale and offset of the line as it is, which are KVarN's with its scales folded in.
+
+    Args:
+        kept: whose scales divide and are stored: `per_token` (before a quantizer per channel), or `per_channel`
+            (before one per token).
+        iterations: 0: no scales.
+        imbalance: see `Imbalance`.
+
+    Stores `scale`, one fp16 number per head and token of a block, or per head and channel.
+
+    Raises:
+        ConfigError: negative iterations, an unknown name.
+
+    Source: KVarN (arXiv 2606.03458); bounds and order are those of its code (vLLM pull request 46812).
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, kept: Axis | str, iterations: int = 8, imbalance: Imbalance | str = Imbalance.deviation) -> None:
+        at_least("iterations", iterations, 0)
+        self.kept = choice(Axis, kept, "kept")
+        self.iterations = iterations
+        self.imbalance = choice(Imbalance, imbalance, "imbalance")
+
+    def scales(self, x: Float[Tensor, "*lead tokens dim"]) -> Tensor:
+        """The kept scales `[..., tokens, 1]` or `[..., 1, dim]`, unrounded."""
+        along, across = (-1, -2) if self.kept is Axis.per_token else (-2, -1)
+        own, other = (torch.zeros_like(_deviation(x, dim)) for dim in (along, across))
+        best, least = own.exp(), self._imbalance(x)
+        balanced = x
+        for _ in range(self.iterations):
+            own = own.add(_deviation(balanced, along).clamp(*_DEVIATIONS).log()).clamp(*_LOGS)
+            balanced = x / own.exp() / other.exp()
+            other = other.add(_deviation(balanced, across).clamp(*_DEVIATIONS).log()).clamp(*_LOGS)
+            balanced = x / own.exp() / other.exp()
+            found = self._imbalance(balanced)
+            best = torch.where(found <= least, own.exp(), best)
+            least = torch.minimum(found, least)
+        return best
+
+    def _imbalance(self, x: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor, "*lead 1 1"]:
+        ratios = []
+        for dim in (-1, -2):
+            deviation = _deviation(x, dim)
+            ratios.append(deviation.amax((-1, -2), True) / deviation.amin((-1, -2), True).clamp_min(_LEAST))
+        if self.imbalance is Imbalance.variance:
+            ratios = [ratio.square() for ratio in ratios]
+        return ratios[0] + ratios[1]
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        scale = self.scales(x)
+        return x / scale, {"scale": scale}
+
+    @override
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        return y * side["scale"]
+
+
+def _deviation(x: Tensor, dim: int) -> Tensor:
+    """Unbiased standard deviation along an axis; 0 of a single element."""
+    return x.std(dim, correction=min(1, x.shape[dim] - 1), keepdim=True)

@@ -2,17 +2,8 @@
 
 from kvq.config.composing import compose, compose_part, conf_dir, full_precision, resolve, resolve_part
 from kvq.config.merging import CONFIG_NAME, VERSION_BASE
-from kvq.config.run import (
-    DEVICE_MAPS,
-    Attention,
-    Config,
-    DatasetConfig,
-    Dtype,
-    Loader,
-    MethodConfig,
-    ModelConfig,
-    OutliersConfig,
-)
+from kvq.config.method import MethodConfig
+from kvq.config.run import DEVICE_MAPS, Attention, Config, DatasetConfig, Dtype, Loader, ModelConfig, OutliersConfig
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import BootstrapConfig, PplConfig, Scoring, Windows
 

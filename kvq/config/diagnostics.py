@@ -1,4 +1,4 @@
-"""The settings of the diagnostic tasks; `kvq.config.tasks` hands them on.
+"""The settings of the diagnostic tasks and of stored caches; `kvq.config.tasks` hands them on.
 
 `version` of a task is raised when its numbers would change: records of the one before are stale.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from kvq.config.task import TaskConfig
-from kvq.errors import ConfigError, at_least, check_seed, within
+from kvq.config.limits import Count, Counts, Natural, Positive, Seed, Several, Share, between, each, least
+from kvq.config.task import Prefill, TaskConfig
+from kvq.errors import ConfigError, within
 
 
 class Drawn(enum.StrEnum):
@@ -43,14 +44,9 @@ class DiagnosticConfig(TaskConfig):
 class CaptureConfig(DiagnosticConfig):
     """Diagnostics of a forward: `windows` disjoint windows of `context` tokens; `bos`: as `task=ppl` has it."""
 
-    context: int = 2048
-    windows: int = 4
+    context: Several = 2048
+    windows: Count = 4
     bos: bool | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("task.context", self.context, 2)
-        at_least("task.windows", self.windows, 1)
 
 
 @dataclass
@@ -63,14 +59,8 @@ class TniConfig(CaptureConfig):
     """
 
     name: str = "tni"
-    sink_below: float = 0.5
-    positions: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("task.positions", self.positions, 16)
-        if not 0 < self.sink_below < 1:
-            raise ConfigError(f"task.sink_below={self.sink_below}: above 0 and below 1")
+    sink_below: Share = 0.5
+    positions: Annotated[int, least(16)] = 64
 
 
 class LimitHeads(enum.StrEnum):
@@ -92,17 +82,15 @@ class LimitConfig(CaptureConfig):
     """
 
     name: str = "limit"
-    windows: int = 8
+    windows: Count = 8
     heads: LimitHeads = LimitHeads.joint
-    ridge: float = 0.01
+    ridge: Positive = 0.01
     left_out: int = 1
     rates: list[float] = field(default_factory=lambda: [0.75, 1.25, 2.25, 3.0])
 
     def __post_init__(self) -> None:
         super().__post_init__()
         within("task.left_out", self.left_out, 0, self.context - 1)
-        if not self.ridge > 0:
-            raise ConfigError(f"task.ridge={self.ridge}: above 0")
         if any(not 0 < rate <= 16 for rate in self.rates):
             raise ConfigError(f"task.rates={self.rates}: bits, above 0 and up to 16")
 
@@ -120,13 +108,8 @@ class ModalityConfig(DiagnosticConfig):
     """Whose items are read."""
 
     name: str = "modality"
-    limit: int | None = 4
-    layers: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("task.limit", self.limit, 1)
-        at_least("task.layers", self.layers, 1)
+    limit: Count | None = 4
+    layers: Count = 4
 
 
 @dataclass
@@ -145,28 +128,20 @@ class DistributionConfig(CaptureConfig):
 
     later: ClassVar[tuple[str, ...]] = ("vector_windows", "channel_ranges")
     name: str = "distribution"
-    windows: int = 2
-    chunk: int | None = 64
-    alpha: float = 0.05
-    hanson_wright: float = 0.125
-    signs: int = 8
+    windows: Count = 2
+    chunk: Several | None = 64
+    alpha: Share = 0.05
+    hanson_wright: Positive = 0.125
+    signs: Count = 8
     codebooks: list[str] = field(default_factory=lambda: ["finetuned", "kmeans"])
-    vectors: int = 200
-    vector_layer: int = 0
+    vectors: Natural = 200
+    vector_layer: Natural = 0
     vector_windows: int = 1
     channel_ranges: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("task.chunk", self.chunk, 2)
-        at_least("task.signs", self.signs, 1)
-        at_least("task.vectors", self.vectors, 0)
-        at_least("task.vector_layer", self.vector_layer, 0)
         within("task.vector_windows", self.vector_windows, 1, self.windows)
-        if not 0 < self.alpha < 1:
-            raise ConfigError(f"task.alpha={self.alpha}: above 0 and below 1")
-        if not self.hanson_wright > 0:
-            raise ConfigError(f"task.hanson_wright={self.hanson_wright}: above 0")
 
 
 @dataclass
@@ -174,14 +149,10 @@ class ErrorConfig(CaptureConfig):
     """Errors of keys, values and attention, for a method's stages in part and whole, by `bins` of positions."""
 
     name: str = "error"
-    context: int = 1024
-    windows: int = 2
+    context: Several = 1024
+    windows: Count = 2
     arms: Arms = Arms.prefixes
-    bins: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("task.bins", self.bins, 1)
+    bins: Count = 8
 
 
 @dataclass
@@ -191,15 +162,8 @@ class MemoryConfig(DiagnosticConfig):
     reads_weights: ClassVar[bool] = False
     reads_cache: ClassVar[bool] = True
     name: str = "memory"
-    lengths: list[int] = field(default_factory=lambda: [1024, 4096, 32768, 131072])
-    measured: int = 32768
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.lengths or len(set(self.lengths)) < len(self.lengths):
-            raise ConfigError(f"task.lengths={self.lengths}: a list of one or more, each once")
-        at_least("task.lengths", min(self.lengths), 1)
-        at_least("task.measured", self.measured, 0)
+    lengths: Counts = field(default_factory=lambda: [1024, 4096, 32768, 131072])
+    measured: Natural = 32768
 
 
 @dataclass
@@ -212,36 +176,24 @@ class SyntheticConfig(DiagnosticConfig):
 
     reads_weights: ClassVar[bool] = False
     name: str = "synthetic"
-    tokens: int = 128
-    head_dim: int = 128
-    sinks: int = 1
-    lowness: list[float] = field(default_factory=lambda: [1.0, 2.0, 5.0, 10.0, 20.0, 50.0])
-    outlier_channels: int = 4
-    outliers: list[float] = field(default_factory=lambda: [0.0, 2.0, 5.0, 10.0, 20.0])
-    outlier_spread: float = 0.0
+    tokens: Several = 128
+    head_dim: Count = 128
+    sinks: Natural = 1
+    lowness: Annotated[list[float], each(1)] = field(default_factory=lambda: [1.0, 2.0, 5.0, 10.0, 20.0, 50.0])
+    outlier_channels: Natural = 4
+    outliers: Annotated[list[float], each(0)] = field(default_factory=lambda: [0.0, 2.0, 5.0, 10.0, 20.0])
+    outlier_spread: Annotated[float, least(0)] = 0.0
     sink_outliers: bool = False
-    repeats: int = 8
-    seed: int = 0
+    repeats: Count = 8
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("task.tokens", self.tokens, 2)
-        at_least("task.head_dim", self.head_dim, 1)
-        at_least("task.sinks", self.sinks, 0)
-        at_least("task.outlier_channels", self.outlier_channels, 0)
-        at_least("task.outlier_spread", self.outlier_spread, 0)
-        at_least("task.repeats", self.repeats, 1)
-        check_seed("task.seed", self.seed)
         if self.sinks >= self.tokens or self.outlier_channels > self.head_dim:
             raise ConfigError(
                 f"task.sinks={self.sinks}, task.outlier_channels={self.outlier_channels}: fewer than "
                 f"task.tokens={self.tokens}, and at most task.head_dim={self.head_dim}"
             )
-        for setting, least in (("lowness", 1), ("outliers", 0)):
-            given = getattr(self, setting)
-            if not given or len(set(given)) < len(given):
-                raise ConfigError(f"task.{setting}={given}: a list of one or more, each once")
-            at_least(f"task.{setting}", min(given), least)
 
 
 @dataclass
@@ -254,11 +206,10 @@ class KnownStatesConfig(DiagnosticConfig):
     """
 
     against: str | None = None
-    against_bits: int | None = None
+    against_bits: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("task.against_bits", self.against_bits, 1)
         if self.against_bits is not None and self.against is None:
             raise ConfigError(f"task.against_bits={self.against_bits}: bits of task.against, which is null")
 
@@ -282,27 +233,19 @@ class RandomStatesConfig(KnownStatesConfig):
     calibrates_itself: ClassVar[bool] = True
     name: str = "random_states"
     states: Drawn = Drawn.gaussian
-    tokens: int = 360
-    heads: int = 2
-    head_dim: int = 64
-    draws: int = 8
-    seed: int = 0
-    drift: float = 0.15
+    tokens: Several = 360
+    heads: Count = 2
+    head_dim: Annotated[int, least(3)] = 64
+    draws: Annotated[int, between(1, 1000)] = 8
+    seed: Seed = 0
+    drift: Annotated[float, least(0)] = 0.15
     jumps: list[int] = field(default_factory=list)
-    fit_tokens: int = 2048
-    queries: int = 64
-    sharpness: float = 2.0
+    fit_tokens: Several = 2048
+    queries: Count = 64
+    sharpness: Annotated[float, least(0)] = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for setting, least in (
-            *(("tokens", 2), ("heads", 1), ("head_dim", 3), ("draws", 1), ("drift", 0), ("fit_tokens", 2)),
-            *(("queries", 1), ("sharpness", 0)),
-        ):
-            at_least(f"task.{setting}", getattr(self, setting), least)
-        check_seed("task.seed", self.seed)
-        if self.draws > 1000:
-            raise ConfigError(f"task.draws={self.draws}: at most 1000")
         outside = [token for token in self.jumps if not 0 < token < self.tokens]
         if outside or (self.jumps and self.states is not Drawn.drifting):
             raise ConfigError(f"task.jumps={self.jumps}: tokens of drifting states, 1 to {self.tokens - 1}")
@@ -316,23 +259,48 @@ class ModelStatesConfig(KnownStatesConfig, CaptureConfig):
     """
 
     name: str = "model_states"
-    context: int = 160
-    held_out: int = 32
+    context: Several = 160
+    held_out: Count = 32
     layers: list[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("task.held_out", self.held_out, 1)
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise ConfigError(f"task.layers={self.layers}: a list of layers from 0 on, or null for all")
         if self.held_out > self.context - 2:
             raise ConfigError(f"task.held_out={self.held_out}: at most task.context={self.context} less 2")
 
 
+@dataclass
+class ReuseConfig(TaskConfig):
+    """Prefixes that are stored in a file, compressed, read again and gone on from.
+
+    Attributes:
+        windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.
+        level: of zstd, 1 to 22.
+        prefill: how a prefix is read.
+        bos: whether a window begins with the begin-of-text token; None: if the model was trained with it.
+    """
+
+    name: str = "reuse"
+    version: ClassVar[int] = 1
+    windows: Count = 8
+    prefix: Several = 768
+    scored: Count = 256
+    level: Annotated[int, between(1, 22)] = 3
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window."""
+        return self.prefix + self.scored
+
+
 SCHEMAS = {
     kind.name: kind
     for kind in (
         *(TniConfig, ModalityConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig),
-        *(RandomStatesConfig, ModelStatesConfig, LimitConfig),
+        *(RandomStatesConfig, ModelStatesConfig, LimitConfig, ReuseConfig),
     )
 }

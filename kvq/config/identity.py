@@ -7,24 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from kvq.config.backend import MODE
 from kvq.config.composing import full_precision
+from kvq.config.method import MODE, MethodConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import (
-    Attention,
-    Config,
-    Latent,
-    MethodConfig,
-    ModelConfig,
-    OutliersConfig,
-    WindowLayers,
-    trained_with_bos,
-)
+from kvq.config.run import Attention, Config, Latent, OutliersConfig, WindowLayers, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
 _NOT_NAMED = ("batch_size", "include_path", "prompt_file", "save_logits")
 """Settings of tasks that decide no number: the text of a prompt is in the fingerprint."""
+_SIDES = ("key", "value")
 
 
 def canonical(
@@ -47,36 +39,35 @@ def canonical(
     Raises:
         ConfigError: a codec without stages or order.
     """
-    residual = config.effective_residual
-    codecs = {side: getattr(config.method, side) for side in ("key", "value")}
-    backend = config.method.backend
+    residual, method, cache = config.effective_residual, config.method, config.cache
+    quantized, timed = not method.is_full_precision, is_timed(config.task)
+    calibrated = quantized and calibration_fingerprint is not None
+    found: dict[str, Any] = {
+        "model": _model(config, model_fingerprint),
+        "dataset": {
+            "loader": config.dataset.loader,
+            "documents": config.dataset.documents,
+            "max_tokens": config.dataset.max_tokens,
+            "fingerprint": dataset_fingerprint,
+        },
+        "method": canonical_method(method)
+        | _said(calibration=_calibration(method, calibration_fingerprint) if calibrated else None),
+        "residual": {
+            side: _bare_side(getattr(residual, side)) if getattr(method, side) or method.backend else None
+            for side in _SIDES
+        },
+        "task": _task(config, trained_with),
+        "seed": config.seed,
+    }
+    packed, kept = cache.attention is Attention.packed, cache.window_layers is WindowLayers.keep
     return _plain(
-        {
-            "model": {
-                "dtype": config.model.dtype,
-                "outliers": _outliers(config.model.outliers),
-                "fingerprint": model_fingerprint,
-                **({"trust_remote_code": True} if config.model.trust_remote_code else {}),
-                **_loading(config.model),
-                **({} if config.cache_dtype is None else {"cache_dtype": config.cache_dtype}),
-            },
-            "dataset": {
-                "loader": config.dataset.loader,
-                "documents": config.dataset.documents,
-                "max_tokens": config.dataset.max_tokens,
-                "fingerprint": dataset_fingerprint,
-            },
-            "method": canonical_method(config.method) | _calibration(config, calibration_fingerprint),
-            "residual": {
-                side: _bare_side(getattr(residual, side)) if codecs[side] or backend else None for side in codecs
-            },
-            "task": _task(config, trained_with),
-            "seed": config.seed,
-            **_attention(config),
-            **_window_layers(config),
-            **_latent(config),
-            **({"machine": dataset_fingerprint} if is_timed(config.task) else {}),
-        }
+        found
+        | _said(
+            attention=cache.attention if packed and quantized and timed else None,  # scores do not depend on it
+            window_layers=cache.window_layers if kept and quantized else None,
+            latent=cache.latent if cache.latent is Latent.expanded else None,  # also in full precision
+            machine=dataset_fingerprint if timed else None,
+        )
     )
 
 
@@ -86,20 +77,35 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
     Raises:
         ConfigError: as `canonical`.
     """
-    codecs = {side: _bare_codec(getattr(method, side)) for side in ("key", "value")}
+    codecs = {side: _bare_codec(getattr(method, side)) for side in _SIDES}
+    layers, first, kept = method.full_precision_layers, method.first_layers, method.kept_keys
+    own = {side: _bare_codec(getattr(first, side)) for side in _SIDES}
+    bits = {side: getattr(method.bits_by_layer, side) for side in _SIDES}
+    quantized = not method.is_full_precision
+    texts = kept.texts if method.key is not None else []
     found: dict[str, Any] = _plain(
         codecs
-        | _kept_layers(method, codecs)
-        | _bits_by_layer(method)
-        | _backend(method)
-        | _first_layers(method)
-        | _sinks(method)
-        | _kept_keys(method)
-        | ({"gqa_compensation": True} if method.gqa_compensation else {})
-        | {name: True for name in ("merge_rotation", "merge_key_rotation") if getattr(method, name)}
-        | _more(method)
+        | _said(
+            full_precision_layers={side: sorted(set(layers[side])) for side in layers if layers[side] and codecs[side]},
+            bits_by_layer={side: given for side, given in bits.items() if len(set(given)) > 1},
+            backend=None if method.backend is None else {**vars(method.backend), "mode": MODE},
+            first_layers={"count": first.count, **own} if first.count and any(own.values()) else None,
+            sink_tokens=method.sink_tokens if quantized else 0,
+            kept_keys={"texts": sorted(set(texts)), "layers": sorted(set(kept.layers))} if texts else None,
+            gqa_compensation=method.gqa_compensation,
+            merge_rotation=method.merge_rotation,
+            merge_key_rotation=method.merge_key_rotation,
+            eviction=method.eviction,
+            plan=method.plan,
+            sink_detection=method.sink_detection if quantized else None,
+        )
     )
     return found
+
+
+def _said(**settings: Any) -> dict[str, Any]:
+    """The settings that say something. What came after the first records is no entry by default: older keys stay."""
+    return {name: value for name, value in settings.items() if value not in (None, False, 0, {})}
 
 
 def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
@@ -141,13 +147,20 @@ def names(config: Config) -> dict[str, Any]:
     }
 
 
-def _loading(model: ModelConfig) -> dict[str, Any]:
-    """How weights are quantized on loading or in a GGUF file, and the attention asked for; no entry by default, so that
-    older keys stay valid. Weights that a checkpoint has in quantized form are in its fingerprint.
+def _model(config: Config, fingerprint: str) -> dict[str, Any]:
+    """What decides the weights, with their rounding on loading, and how they attend.
+
+    Weights that a checkpoint has in quantized form are in its fingerprint.
     """
-    found = {"load_in": model.load_in if model.load_in in ("4bit", "8bit") else None}
-    found |= {name: getattr(model, name) for name in ("attn_implementation", "round_weights", "weights")}
-    return {name: value for name, value in found.items() if value is not None}
+    model = config.model
+    return {"dtype": model.dtype, "outliers": _outliers(model.outliers), "fingerprint": fingerprint} | _said(
+        trust_remote_code=model.trust_remote_code,
+        load_in=model.load_in if model.load_in in ("4bit", "8bit") else None,
+        attn_implementation=model.attn_implementation,
+        round_weights=model.round_weights,
+        weights=model.weights,
+        cache_dtype=config.cache_dtype,
+    )
 
 
 def _outliers(outliers: OutliersConfig) -> dict[str, Any] | None:
@@ -158,80 +171,10 @@ def _outliers(outliers: OutliersConfig) -> dict[str, Any] | None:
     return {name: value for name, value in _plain(outliers).items() if name != left_out}
 
 
-def _kept_layers(method: MethodConfig, codecs: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers that a quantized side keeps in full precision; no entry without any, so that older keys stay valid."""
-    asked = method.full_precision_layers.items()
-    kept = {side: sorted(set(layers)) for side, layers in asked if layers and codecs[side]}
-    return {"full_precision_layers": kept} if kept else {}
-
-
-def _bits_by_layer(method: MethodConfig) -> dict[str, Any]:
-    """Bits of each layer, by side; no entry for a side whose layers have the same, which its codec says."""
-    sides = {side: getattr(method.bits_by_layer, side) for side in ("key", "value")}
-    own = {side: bits for side, bits in sides.items() if len(set(bits)) > 1}
-    return {"bits_by_layer": own} if own else {}
-
-
-def _backend(method: MethodConfig) -> dict[str, Any]:
-    """The backend (transformers' cache) and its mode; no entry without one."""
-    backend = method.backend
-    return {} if backend is None else {"backend": {**vars(backend), "mode": MODE}}
-
-
-def _more(method: MethodConfig) -> dict[str, Any]:
-    """Eviction, plan and detection of sinks; no entry without them, nor for a detection in full precision."""
-    detection = None if method.is_full_precision else method.sink_detection
-    parts = {"eviction": method.eviction, "plan": method.plan, "sink_detection": detection}
-    return {name: part for name, part in parts.items() if part is not None}
-
-
-def _first_layers(method: MethodConfig) -> dict[str, Any]:
-    """Codecs of the first layers; no entry where they equal those of the others."""
-    first = method.first_layers
-    own = {side: _bare_codec(getattr(first, side)) for side in ("key", "value")}
-    return {"first_layers": {"count": first.count, **own}} if first.count and any(own.values()) else {}
-
-
-def _sinks(method: MethodConfig) -> dict[str, Any]:
-    """First tokens in full precision; no entry without any, so that older keys stay valid."""
-    kept = 0 if method.is_full_precision else method.sink_tokens
-    return {"sink_tokens": kept} if kept else {}
-
-
-def _kept_keys(method: MethodConfig) -> dict[str, Any]:
-    """Tokens whose keys stay in full precision; no entry without any, so that older keys stay valid."""
-    kept = method.kept_keys
-    if not kept.texts or method.key is None:
-        return {}
-    return {"kept_keys": {"texts": sorted(set(kept.texts)), "layers": sorted(set(kept.layers))}}
-
-
-def _calibration(config: Config, fingerprint: str | None) -> dict[str, Any]:
-    """The calibration text; no entry for a method without tables. It includes the data set's name, for figures."""
-    settings = config.method.calibration
-    if fingerprint is None or config.method.is_full_precision:
-        return {}
+def _calibration(method: MethodConfig, fingerprint: str | None) -> dict[str, Any]:
+    """The calibration text, with the data set's name, for figures."""
     wanted = ("dataset", "samples", "length", "tokens", "seed")
-    return {"calibration": {name: getattr(settings, name) for name in wanted} | {"fingerprint": fingerprint}}
-
-
-def _attention(config: Config) -> dict[str, Any]:
-    """The attention implementation of a task that measures time; scores do not depend on it."""
-    packed = (
-        is_timed(config.task) and config.cache.attention is Attention.packed and not config.method.is_full_precision
-    )
-    return {"attention": config.cache.attention} if packed else {}
-
-
-def _window_layers(config: Config) -> dict[str, Any]:
-    """Window layers that stay in full precision; no entry by default, so that older keys stay valid."""
-    kept = config.cache.window_layers is WindowLayers.keep and not config.method.is_full_precision
-    return {"window_layers": config.cache.window_layers} if kept else {}
-
-
-def _latent(config: Config) -> dict[str, Any]:
-    """Expanded keys and values in the place of the latent, also in full precision; no entry by default."""
-    return {"latent": config.cache.latent} if config.cache.latent is Latent.expanded else {}
+    return {name: getattr(method.calibration, name) for name in wanted} | {"fingerprint": fingerprint}
 
 
 def _bare_side(side: ResidualSide) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import enum
 import os
 from dataclasses import dataclass
 
-from kvq.errors import ConfigError, at_least
+from kvq.config.limits import Count, Natural, check_limits
+from kvq.errors import ConfigError
 
 _MAX_NAME = 128
 
@@ -45,11 +46,12 @@ class WandbLogger:
     entity: str | None = None
     group: str | None = None
     mode: WandbMode | None = None
-    samples: int = 1000
-    timeout: int = 30
+    samples: Natural = 1000
+    timeout: Count = 30
 
     def __post_init__(self) -> None:
         _check_name(self.name, "wandb")
+        check_limits("logger", self)
         for setting in ("project", "entity", "group"):
             given = getattr(self, setting)
             if given is not None and not (0 < len(given) <= _MAX_NAME and not set(given) & set("/\\#?%:\n")):
@@ -58,8 +60,6 @@ class WandbLogger:
                 )
         if self.mode is None:
             self.mode = _mode_of_environment()
-        at_least("logger.samples", self.samples, 0)
-        at_least("logger.timeout", self.timeout, 1)
 
 
 Logger = NoLogger | WandbLogger

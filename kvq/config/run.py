@@ -9,30 +9,19 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from omegaconf import MISSING
 
-from kvq.config.backend import backend_of
-from kvq.config.bits import Bits, BitsByLayerConfig, mean_label, parse_bits
-from kvq.config.calibration import CalibrationConfig
+from kvq.config.bits import Bits, mean_label, parse_bits
 from kvq.config.diagnostics import DiagnosticConfig
 from kvq.config.files import DISTRIBUTION, EMBEDDED
 from kvq.config.layout import LayoutConfig
+from kvq.config.limits import Count, Natural, PathName, Seed, Several, Text, between, check_limits
+from kvq.config.method import MethodConfig
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.config.tasks import TIMED, Scoring, is_timed
-from kvq.errors import (
-    MAX_THREADS,
-    ConfigError,
-    at_least,
-    check_codec,
-    check_folder,
-    check_path,
-    check_seed,
-    did_you_mean,
-    not_empty,
-    within,
-)
+from kvq.errors import MAX_THREADS, ConfigError, check_folder, check_path, check_seed, did_you_mean, within
 
 
 class Device(enum.StrEnum):
@@ -73,12 +62,11 @@ class OutliersConfig:
     """
 
     version: ClassVar[int] = 1
-
     key_scale: float = 8.0
     value_scale: float = 4.0
-    key_pairs: int = 0
-    value_channels: int = 0
-    seed: int = 0
+    key_pairs: Natural = 0
+    value_channels: Natural = 0
+    seed: Seed = 0
     sink: bool = True
 
     def __bool__(self) -> bool:
@@ -89,9 +77,7 @@ class OutliersConfig:
             scale = getattr(self, setting)
             if scale <= 0 or not (scale.hex().startswith("0x1.0000000000000p")):
                 raise ConfigError(f"model.outliers.{setting}={scale}: a power of two, so that logits stay the same")
-        at_least("model.outliers.key_pairs", self.key_pairs, 0)
-        at_least("model.outliers.value_channels", self.value_channels, 0)
-        check_seed("model.outliers.seed", self.seed)
+        check_limits("model.outliers", self)
 
 
 def _check_stored(setting: str, dtype: Dtype | None) -> None:
@@ -124,19 +110,19 @@ class ModelConfig:
     tokenizer writes it. `cache_dtype`: what `cache.dtype=null` stands for; None: `dtype`.
     """
 
-    name: str = MISSING
+    name: Text = MISSING
     path: str = MISSING
-    gguf: str | None = None
+    gguf: Text | None = None
     weights: str | None = None
     sha256: str | None = None
-    revision: str | None = None
+    revision: Text | None = None
     dtype: Dtype = Dtype.float32
-    context: int | None = None
+    context: Several | None = None
     device_map: str | None = None
     max_memory: Any = None
     load_in: str | None = None
-    round_weights: int | None = None
-    attn_implementation: str | None = None
+    round_weights: Annotated[int, between(2, 8)] | None = None
+    attn_implementation: Text | None = None
     trust_remote_code: bool = False
     bos: bool | None = None
     cache_dtype: Dtype | None = None
@@ -144,13 +130,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_path("model.path", self.path)  # first: a name may be taken from it
-        for setting in ("name", "gguf", "revision", "attn_implementation"):
-            not_empty(f"model.{setting}", getattr(self, setting))
+        check_limits("model", self)
         if self.path.endswith(".gguf") and self.gguf is None:
             folder, _, self.gguf = self.path.rpartition("/")
             self.path = folder if folder.startswith(("/", ".", "~", DISTRIBUTION)) else f"./{folder}"
-        at_least("model.context", self.context, 2)
-        within("model.round_weights", self.round_weights, 2, 8)
         _check_stored("model.cache_dtype", self.cache_dtype)
         if self.device_map is not None and self.device_map not in DEVICE_MAPS:
             hint = did_you_mean(self.device_map, DEVICE_MAPS)
@@ -184,115 +167,26 @@ def trained_with_bos(model: ModelConfig, tokenizer_writes: bool | None = None) -
 class DatasetConfig:
     """Text to score: on the hub (`hub_id`), or local (`path`: jsonl, parquet, text or a saved dataset)."""
 
-    name: str = MISSING
+    name: Text = MISSING
     loader: Loader = Loader.text
-    path: str | None = None
-    hub_id: str | None = None
+    path: PathName | None = None
+    hub_id: Text | None = None
     hub_config: str | None = None
     data_files: Any = None
     split: str | None = None
     text_field: str = "text"
     separator: str = "\n\n"
-    documents: int | None = None
-    seed: int = 0
-    max_tokens: int | None = None
+    documents: Count | None = None
+    seed: Seed = 0
+    max_tokens: Several | None = None
 
     def __post_init__(self) -> None:
-        not_empty("dataset.name", self.name)
-        check_path("dataset.path", self.path)
-        not_empty("dataset.hub_id", self.hub_id)
-        at_least("dataset.documents", self.documents, 1)
-        at_least("dataset.max_tokens", self.max_tokens, 2)
-        check_seed("dataset.seed", self.seed)
+        check_limits("dataset", self)
         if self.loader is Loader.embedded and (self.path or self.hub_id):
             raise ConfigError(
                 f"dataset.path={self.path or self.hub_id}: dataset={self.name} is embedded and reads no other text; "
                 "use dataset=wikitext2 (joined rows) or c4 (documents)"
             )
-
-
-@dataclass
-class FirstLayersConfig:
-    """Codecs of the first `count` layers, where they are not those of the others (None: as the others)."""
-
-    count: int = 0
-    key: Any = None
-    value: Any = None
-
-    def __post_init__(self) -> None:
-        at_least("method.first_layers.count", self.count, 0)
-        check_codec("method.first_layers.key", self.key)
-        check_codec("method.first_layers.value", self.value)
-
-
-@dataclass
-class KeptKeysConfig:
-    """Tokens by their texts, whose keys `layers` keep in full precision (none: no tokens)."""
-
-    texts: list[str] = field(default_factory=list)
-    layers: list[int] = field(default_factory=lambda: [0])
-
-
-@dataclass
-class MethodConfig:
-    """A method: one codec each for keys and values (None = full precision), and its default residual.
-
-    `serve`: of an engine's format, the command that serves model M with it. `bits_range` is the lowest and highest
-    `bits` it can do; None = a fixed rate, whatever `bits` says. `real_bits`: fractions too, down to 0.5.
-    `bits_by_layer`: bits of each layer, in the place of `bits`. `eviction`: which tokens a layer keeps (None = all).
-    `plan`: which ones it treats apart. `full_precision_layers`: layers whose keys or values are not quantized, by side;
-    negative ones count from the end. `backend`: another library's cache in the place of codecs, which are then null (a
-    `BackendConfig` once checked). `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8.
-    `merge_rotation`: the model's weights rotate values, in the place of the first stage of their codec;
-    `merge_key_rotation`: keys and queries too, without rotary embeddings. `sink_tokens`: first tokens that stay in full
-    precision; `kept_keys`: and keys of these, in some layers; `sink_detection`: or those that this finds anywhere.
-    `latent_only`: a format of the latent of multi-head latent attention, refused where another thing is cached.
-    """
-
-    name: str = MISSING
-    label: str | None = None
-    arxiv: str | None = None
-    note: str | None = None
-    serve: str | None = None
-    bits_range: list[int] | None = None
-    real_bits: bool = False
-    latent_only: bool = False
-    bits_by_layer: BitsByLayerConfig = field(default_factory=BitsByLayerConfig)
-    key: Any = None
-    value: Any = None
-    residual: ResidualConfig = field(default_factory=ResidualConfig)
-    full_precision_layers: dict[str, list[int]] = field(default_factory=lambda: {"key": [], "value": []})
-    backend: Any = None
-    first_layers: FirstLayersConfig = field(default_factory=FirstLayersConfig)
-    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    sink_tokens: int = 0
-    gqa_compensation: bool = False
-    merge_rotation: bool = False
-    merge_key_rotation: bool = False
-    kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
-    sink_detection: Any = None
-    eviction: Any = None
-    plan: Any = None
-
-    def __post_init__(self) -> None:
-        not_empty("method.name", self.name)
-        check_codec("method.key", self.key)
-        check_codec("method.value", self.value)
-        at_least("method.sink_tokens", self.sink_tokens, 0)
-        for side in self.full_precision_layers:
-            if side not in ("key", "value"):
-                raise ConfigError(f"method.full_precision_layers.{side}: key or value")
-        limits = self.bits_range
-        if limits is not None and not (len(limits) == 2 and 1 <= limits[0] <= limits[1]):
-            raise ConfigError(f"method.bits_range={limits}: [lowest, highest], or null for a fixed rate")
-        self.backend = backend_of(self.backend)
-        if self.backend is not None and (self.key is not None or self.value is not None or limits is None):
-            raise ConfigError("method.backend: stands in the place of key and value, and needs bits_range")
-
-    @property
-    def is_full_precision(self) -> bool:
-        """Neither keys nor values are quantized, and none are evicted."""
-        return self.key is None and self.value is None and self.backend is None and self.eviction is None
 
 
 class Attention(enum.StrEnum):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from kvq.config.limits import Count, Counts, Natural, no_twice
 from kvq.config.task import TaskConfig
-from kvq.errors import ConfigError, at_least
 
 
 class References(enum.StrEnum):
@@ -39,12 +39,6 @@ class Regime(enum.StrEnum):
     packed = "packed"
 
 
-def _each_once(setting: str, given: list[int]) -> None:
-    if not given or len(set(given)) < len(given):
-        raise ConfigError(f"task.{setting}={given}: a list of one or more, each once")
-    at_least(f"task.{setting}", min(given), 1)
-
-
 @dataclass
 class SpeedConfig(TaskConfig):
     """What tasks of time have.
@@ -60,18 +54,12 @@ class SpeedConfig(TaskConfig):
 
     name: str = "speed"
     version: ClassVar[int] = 1
-    repeats: int = 5
-    warmup: int = 1
-    references: list[References] = field(default_factory=lambda: [References.preallocated, References.dynamic])
-    new_tokens: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("task.repeats", self.repeats, 1)
-        at_least("task.warmup", self.warmup, 0)
-        at_least("task.new_tokens", self.new_tokens, 1)
-        if len(set(self.references)) < len(self.references):
-            raise ConfigError(f"task.references={[str(name) for name in self.references]}: each once")
+    repeats: Count = 5
+    warmup: Natural = 1
+    references: Annotated[list[References], no_twice] = field(
+        default_factory=lambda: [References.preallocated, References.dynamic]
+    )
+    new_tokens: Count = 32
 
 
 @dataclass
@@ -86,18 +74,11 @@ class LatencyConfig(SpeedConfig):
     """
 
     name: str = "latency"
-    batches: list[int] = field(default_factory=lambda: [1])
-    contexts: list[int] = field(default_factory=lambda: [512, 1024])
-    regimes: list[Regime] = field(default_factory=list)
+    batches: Counts = field(default_factory=lambda: [1])
+    contexts: Counts = field(default_factory=lambda: [512, 1024])
+    regimes: Annotated[list[Regime], no_twice] = field(default_factory=list)
     prefill_steps: bool = False
     decode_steps: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _each_once("batches", self.batches)
-        _each_once("contexts", self.contexts)
-        if len(set(self.regimes)) < len(self.regimes):
-            raise ConfigError(f"task.regimes={[str(name) for name in self.regimes]}: each once")
 
 
 @dataclass
@@ -108,14 +89,9 @@ class ThroughputConfig(SpeedConfig):
     """
 
     name: str = "throughput"
-    batches: list[int] = field(default_factory=lambda: [1, 4])
-    prompt: int = 161
-    new_tokens: int = 338
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _each_once("batches", self.batches)
-        at_least("task.prompt", self.prompt, 1)
+    batches: Counts = field(default_factory=lambda: [1, 4])
+    prompt: Count = 161
+    new_tokens: Count = 338
 
 
 SCHEMAS = {kind.name: kind for kind in (LatencyConfig, ThroughputConfig)}

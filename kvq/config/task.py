@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
+from kvq.config.limits import check_limits
 from kvq.errors import ConfigError
 
 
@@ -28,8 +29,10 @@ class TaskConfig:
 
     `version` is raised when the task's scores would change: records of the one before are stale.
 
+    Ranges that its annotations declare (`kvq.config.limits`) are checked.
+
     Raises:
-        ConfigError: `name` is not the subclass's own.
+        ConfigError: `name` is not the subclass's own, or a setting is out of its range.
     """
 
     version: ClassVar[int]
@@ -51,3 +54,4 @@ class TaskConfig:
     def __post_init__(self) -> None:
         if self.name != type(self).name:
             raise ConfigError(f"task.name={self.name}: choose another task by task=..., not by its name")
+        check_limits("task", self)

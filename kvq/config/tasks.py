@@ -8,26 +8,31 @@ from __future__ import annotations
 import enum
 import string
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from omegaconf import MISSING
 
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.engine import EngineConfig
-from kvq.config.generation import GENERATION
+from kvq.config.limits import (
+    Count,
+    Names,
+    Natural,
+    PathName,
+    Resamples,
+    Seed,
+    Several,
+    Share,
+    Text,
+    among,
+    between,
+    check_limits,
+    each,
+    each_once,
+)
 from kvq.config.speed import SCHEMAS as SPEED
 from kvq.config.task import Prefill, TaskConfig
-from kvq.errors import (
-    MAX_DIGITS,
-    MAX_RESAMPLES,
-    ConfigError,
-    at_least,
-    check_path,
-    check_seed,
-    did_you_mean,
-    not_empty,
-    within,
-)
+from kvq.errors import MAX_DIGITS, ConfigError, at_least, check_path
 
 BENCHMARKS = ("ocrbench", "mmau_pro")
 
@@ -62,14 +67,12 @@ class NiahMode(enum.StrEnum):
 class BootstrapConfig:
     """Block bootstrap over windows: `block` consecutive windows are drawn together."""
 
-    resamples: int = 2000
-    block: int = 2
-    seed: int = 0
+    resamples: Resamples = 2000
+    block: Count = 2
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        within("task.bootstrap.resamples", self.resamples, 2, MAX_RESAMPLES)
-        at_least("task.bootstrap.block", self.block, 1)
-        check_seed("task.bootstrap.seed", self.seed)
+        check_limits("task.bootstrap", self)
 
 
 @dataclass
@@ -86,27 +89,22 @@ class PplConfig(TaskConfig):
     version: ClassVar[int] = 1
     later: ClassVar[tuple[str, ...]] = ("prompt", "stretch")  # a prompt belongs to one scoring
     windows: Windows = Windows.sliding
-    context: int = 2048
+    context: Several = 2048
     stride: int = 512
     scoring: Scoring = Scoring.generation
     prompt: int | None = None
     bos: bool | None = None
-    max_windows: int | None = None
-    batch_size: int = 4
+    max_windows: Count | None = None
+    batch_size: Count = 4
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    save_logits: str | None = None
-    stretch: int | None = None
+    save_logits: Text | None = None
+    stretch: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("task.context", self.context, 2)
-        at_least("task.stretch", self.stretch, 1)
-        at_least("task.max_windows", self.max_windows, 1)
-        not_empty("task.save_logits", self.save_logits)
         if self.engine and self.scoring is not Scoring.generation:
             raise ConfigError(f"task.scoring={self.scoring}: an engine quantizes as it generates; use generation")
-        at_least("task.batch_size", self.batch_size, 1)
         if self.scoring is not Scoring.continuation:
             if self.prompt is not None:
                 raise ConfigError(f"task.prompt={self.prompt}: belongs to task.scoring=continuation")
@@ -134,21 +132,16 @@ class SensitivityConfig(TaskConfig):
 
     name: str = "sensitivity"
     version: ClassVar[int] = 1
-    context: int = 512
-    windows: int = 8
+    context: Several = 512
+    windows: Count = 8
     bos: bool | None = None
     scoring: Scoring = Scoring.parallel
-    batch_size: int = 4
-    maps: int = 20
-    seed: int = 0
+    batch_size: Count = 4
+    maps: Natural = 20
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("task.context", self.context, 2)
-        at_least("task.windows", self.windows, 1)
-        at_least("task.batch_size", self.batch_size, 1)
-        at_least("task.maps", self.maps, 0)
-        check_seed("task.seed", self.seed)
         if self.scoring is Scoring.continuation:
             raise ConfigError("task.scoring=continuation: task=sensitivity does generation or parallel")
 
@@ -170,17 +163,10 @@ class ItemsConfig(TaskConfig):
     version: ClassVar[int] = 1
     prefill: Prefill = Prefill.whole
     bos: bool | None = None
-    batch_size: int | None = None
+    batch_size: Count | None = None
     noise_floor: bool = True
-    margin: float = 0.05
-    resamples: int = 2000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("task.batch_size", self.batch_size, 1)
-        within("task.resamples", self.resamples, 2, MAX_RESAMPLES)
-        if not 0 < self.margin < 1:
-            raise ConfigError(f"task.margin={self.margin}: above 0 and below 1")
+    margin: Share = 0.05
+    resamples: Resamples = 2000
 
 
 @dataclass
@@ -196,33 +182,25 @@ class NiahConfig(ItemsConfig):
     name: str = "niah"
     later: ClassVar[tuple[str, ...]] = ("chat_template",)
     mode: NiahMode = NiahMode.single
-    lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048])
-    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    repeats: int = 10
+    lengths: Annotated[list[int], each(2)] = field(default_factory=lambda: [256, 512, 1024, 2048])
+    depths: Annotated[list[float], each_once] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    repeats: Count = 10
     needles: int | None = None
-    digits: int = 6
+    digits: Annotated[int, between(1, MAX_DIGITS)] = 6
     needle: str | None = None
     question: str | None = None
     answer: str | None = None
     chat_template: bool = False
-    max_new_tokens: int | None = None
-    seed: int = 0
+    max_new_tokens: Count | None = None
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for setting in ("lengths", "depths"):
-            if not getattr(self, setting) or len(set(getattr(self, setting))) < len(getattr(self, setting)):
-                raise ConfigError(f"task.{setting}={getattr(self, setting)}: a list of one or more, each once")
-        at_least("task.lengths", min(self.lengths), 2)
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ConfigError(f"task.depths={self.depths}: each 0 (start of the haystack) to 1 (its end)")
-        at_least("task.repeats", self.repeats, 1)
-        within("task.digits", self.digits, 1, MAX_DIGITS)
-        at_least("task.max_new_tokens", self.max_new_tokens, 1)
         at_least("task.needles", self.needles, 1 if self.mode is NiahMode.single else 2)
         if self.mode is NiahMode.single and self.needles not in (None, 1):
             raise ConfigError(f"task.needles={self.needles}: task.mode=single plants one; task.mode=distractors more")
-        check_seed("task.seed", self.seed)
         self._check_templates()
 
     def _check_templates(self) -> None:
@@ -270,18 +248,11 @@ class LongbenchConfig(ItemsConfig):
 
     version: ClassVar[int] = 2
     name: str = "longbench"
-    subsets: list[str] = field(default_factory=list)
+    subsets: Names = field(default_factory=list)
     buckets: bool = False
-    limit: int | None = None
-    max_length: int | None = None
+    limit: Count | None = None
+    max_length: Several | None = None
     chat_template: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.subsets or len(set(self.subsets)) < len(self.subsets):
-            raise ConfigError(f"task.subsets={self.subsets}: a list of one or more, each once")
-        at_least("task.limit", self.limit, 1)
-        at_least("task.max_length", self.max_length, 2)
 
 
 @dataclass
@@ -304,26 +275,22 @@ class LmEvalConfig(ItemsConfig):
     name: str = "lm_eval"
     prefill: Prefill = Prefill.chunked
     tasks: list[str] = MISSING
-    include_path: str | None = None
+    include_path: PathName | None = None
     metric: str | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
+    num_fewshot: Natural | None = None
+    limit: Count | None = None
     chat_template: bool = False
     generation: Any = None
-    repeats: int = 1
+    repeats: Count = 1
     metadata: Any = None
     allow_code: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_path("task.include_path", self.include_path)
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"task.tasks={self.tasks}: a list of one or more, each once, such as task.tasks=[gsm8k]")
         for name in self.tasks:
             check_path("task.tasks", name)
-        at_least("task.num_fewshot", self.num_fewshot, 0)
-        at_least("task.limit", self.limit, 1)
-        at_least("task.repeats", self.repeats, 1)
         for setting in ("generation", "metadata"):
             if not isinstance(getattr(self, setting), dict | None):
                 raise ConfigError(f"task.{setting}={getattr(self, setting)}: a mapping, or null")
@@ -336,19 +303,63 @@ class MultimodalConfig(ItemsConfig):
     """Questions about images: at most `limit` items of `benchmark`, one at a time, answers of `max_new_tokens`."""
 
     name: str = "multimodal"
-    benchmark: str = "ocrbench"
-    limit: int | None = None
-    max_new_tokens: int = 100
-    batch_size: int | None = 1
+    benchmark: Annotated[str, among(BENCHMARKS)] = "ocrbench"
+    limit: Count | None = None
+    max_new_tokens: Count = 100
+    batch_size: Count | None = 1
     noise_floor: bool = False
+
+
+@dataclass
+class GenerateConfig(TaskConfig):
+    """A prompt that full precision and each method continue greedily.
+
+    Attributes:
+        prompt: the text; None: that of `prompt_file`, or the one that suits the embedded models.
+        prompt_file: a file with the text, in UTF-8.
+        max_new_tokens: longest continuation; it ends earlier at the model's end of text.
+        prefill: how the prompt is read.
+        bos: whether the prompt begins with the begin-of-text token; None: if the model was trained with it.
+        ngram: tokens of the n-grams whose repetitions are counted.
+        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
+    """
+
+    name: str = "generate"
+    version: ClassVar[int] = 1
+    later: ClassVar[tuple[str, ...]] = ("prompt", "chat_template")
+    prompt: Text | None = None
+    prompt_file: Text | None = None
+    max_new_tokens: Count = 128
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+    ngram: Count = 4
+    chat_template: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.benchmark not in BENCHMARKS:
-            hint = did_you_mean(self.benchmark, BENCHMARKS)
-            raise ConfigError(f"task.benchmark={self.benchmark}: one of {', '.join(BENCHMARKS)}.{hint}")
-        at_least("task.limit", self.limit, 1)
-        at_least("task.max_new_tokens", self.max_new_tokens, 1)
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ConfigError(f"task.prompt_file={self.prompt_file}: or task.prompt, not both")
+
+
+@dataclass
+class TrajectoryConfig(TaskConfig):
+    """Greedy continuations of passages of a text, compared with those of full precision.
+
+    Attributes:
+        prompts: passages, spread evenly over the text.
+        context: tokens of each.
+        new_tokens: longest continuation; it ends earlier at the model's end of text.
+        prefill: how a passage is read.
+        bos: whether a passage begins with the begin-of-text token; None: if the model was trained with it.
+    """
+
+    name: str = "trajectory"
+    version: ClassVar[int] = 1
+    prompts: Several = 16
+    context: Several = 512
+    new_tokens: Count = 64
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
 
 
 SCHEMAS: dict[str, type[TaskConfig]] = {
@@ -358,7 +369,8 @@ SCHEMAS: dict[str, type[TaskConfig]] = {
     "longbench": LongbenchConfig,
     "lm_eval": LmEvalConfig,
     "multimodal": MultimodalConfig,
-    **GENERATION,
+    "generate": GenerateConfig,
+    "trajectory": TrajectoryConfig,
     **DIAGNOSTICS,
     **SPEED,
 }

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Hadamard, TokenNorm, VectorQuantizer
-from kvq.codecs.codebooks import DIM as VECTOR
+from kvq.codecs.vector import DIM as VECTOR
 
 States = Float[Tensor, "batch heads tokens dim"]
 BINS, LOW, HIGH = 100, -5.0, 5.0

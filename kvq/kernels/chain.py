@@ -10,9 +10,9 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from kvq.codecs import Codec, Gain, Hadamard, Scope, TokenNorm, UniformQuantizer, VectorQuantizer, plane_widths
-from kvq.codecs.grids import scale_for_integer_zero
-from kvq.codecs.quantizers import Axis, Parts, ZeroPoint, to_stored
+from kvq.codecs.quantizers import Axis, Parts, to_stored
 from kvq.codecs.stages import Stage
+from kvq.codecs.uniform import ZeroPoint, scale_for_integer_zero
 from kvq.kernels.form import is_rotation
 
 

@@ -26,7 +26,8 @@ from kvq.codecs import (
     plane_widths,
 )
 from kvq.codecs.packed import BlockRun, Packed
-from kvq.codecs.quantizers import Axis, Quantizer, ZeroPoint
+from kvq.codecs.quantizers import Axis, Quantizer
+from kvq.codecs.uniform import ZeroPoint
 from kvq.errors import Unsupported
 from kvq.kernels import cpu_integers
 from kvq.kernels.cpu_loops import Grid, loops_for

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvq.codecs import UniformQuantizer
 from kvq.codecs.packing import unpack_parts
-from kvq.codecs.quantizers import Axis, ZeroPoint
+from kvq.codecs.quantizers import Axis
+from kvq.codecs.uniform import ZeroPoint
 from kvq.kernels.form import Form, PackedStates, Shift, folds, form_of, turned_scores
 from kvq.kernels.pieces import TILE, Piece, pieces
 from kvq.kernels.shifts import shift_of

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.codecs import Gain, VectorQuantizer
-from kvq.codecs.quantizers import Parts, ZeroPoint
+from kvq.codecs.quantizers import Parts
+from kvq.codecs.uniform import ZeroPoint
 from kvq.kernels import triton_encode, triton_loops
 from kvq.kernels.chain import Chain, book_columns, searched
 

@@ -35,12 +35,11 @@ from kvq.codecs import (
     UniformQuantizer,
     VectorQuantizer,
 )
-from kvq.codecs.codebook_starts import StartingCodebook
-from kvq.codecs.nsnquant import ChannelShift
+from kvq.codecs.lloyd_max import StartingCodebook
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.quantizers import Axis, Quantizer
 from kvq.codecs.rope import ApplyRope, UndoRope
-from kvq.codecs.stages import Stage, restored
+from kvq.codecs.stages import ChannelShift, Stage, restored
 from kvq.errors import Unsupported
 
 QUANTIZERS = (

@@ -118,7 +118,6 @@ class StreamingLLM(Eviction):
     """
 
     version: ClassVar[int] = 1
-
     observes = False
 
     def __init__(
@@ -228,7 +227,6 @@ class EvictingLayer(AttendedLayer):
     @property
     @override
     def observes(self) -> bool:
-        """Whether `observe` is to be called for the next attention."""
         return self.eviction.observes and (self.eviction.when is When.always or not self.get_seq_length())
 
     @override
@@ -257,7 +255,6 @@ class EvictingLayer(AttendedLayer):
 
     @override
     def observe(self, attended: Attended) -> None:
-        """Add the weights of these queries to the scores, then evict the tokens beyond the budget."""
         rows = self.eviction.recent_rows(attended.query.shape[2])
         if rows is None:
             new = sum(weights.sum(-2).mean(2) for weights in attended.chunks())

@@ -14,6 +14,7 @@ from typing_extensions import override
 from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
+from kvq.codecs.packed import grown
 from kvq.config.residual import ResidualSide
 from kvq.errors import ConfigError, Unsupported
 
@@ -58,7 +59,6 @@ class KeptRows(CacheSide):
     @property
     @override
     def packed_bytes(self) -> int:
-        """Bytes of codes and side information, and of the kept rows and their positions."""
         if self._rows is None or self._at is None:
             return super().packed_bytes
         rows = self._rows.view
@@ -107,10 +107,7 @@ class KeptRows(CacheSide):
         if at.shape[1]:
             moved = at + torch.tensor([[0], [start]], device=at.device)
             self._at = moved if self._at is None else torch.cat([self._at, moved], 1)
-            if self._rows is None:
-                self._rows = Growable(rows)
-            else:
-                self._rows.append(rows)
+            self._rows = grown(self._rows, rows)
         return None if out is None else _placed(out, at, rows)
 
     @override

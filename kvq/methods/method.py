@@ -13,8 +13,8 @@ from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.packed import packed_layer
 from kvq.cache.side import CacheSide
 from kvq.codecs import Codec, Order, PairOrder, calibrated_parts
-from kvq.config.backend import BackendConfig
 from kvq.config.bits import Bits, mean_label
+from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Latent, WindowLayers
 from kvq.errors import ConfigError, Unsupported

@@ -23,7 +23,7 @@ from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
-from kvq.codecs.token_groups import PlannedCodec, TokenSplit
+from kvq.codecs.split import PlannedCodec, TokenSplit
 from kvq.config.residual import Policy, PrefillBlock, Residual
 from kvq.errors import ConfigError, Unsupported, at_least
 from kvq.methods.attended import AttendedLayer
@@ -242,7 +242,6 @@ class PoolLayer(KVCacheLayer):
     @property
     @override
     def shuffled(self) -> bool:
-        """Whether tokens may have moved between pool and blocks."""
         return bool(self.key.packed_tokens)
 
     def __init__(self, like: KVCacheLayer, plan: OutlierTokens, keep_decoded: bool) -> None:
@@ -341,7 +340,6 @@ class SaliencyLayer(PlannedLayer):
 
     @override
     def observe(self, attended: Attended) -> None:
-        """Add the weights that tokens receive from the probes of their own block, then encode full blocks."""
         side, queries = self.key, attended.query.shape[2]
         held, packed = side.residual_tokens, side.packed_tokens
         received = attended.key.new_zeros(*attended.key.shape[:2], held)

@@ -13,6 +13,7 @@ from kvq.cache.chunk_masks import Transitions
 from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
+from kvq.codecs.packed import grown
 from kvq.codecs.rope import Rope
 from kvq.config.residual import ResidualSide
 
@@ -40,7 +41,6 @@ class SinkSide(CacheSide):
 
     @property
     def sink_tokens(self) -> int:
-        """Number of sinks held."""
         return 0 if self._first is None else self._first.rows
 
     @property
@@ -109,10 +109,8 @@ class SinkSide(CacheSide):
         if not count:
             return states
         super()._receive(states)
-        if self._first is None:
-            self._first = Growable(states[:, :, :count].clone())
-        else:
-            self._first.append(states[:, :, :count])
+        first = states[:, :, :count]
+        self._first = grown(self._first, first.clone() if self._first is None else first)
         return states[:, :, count:] if states.shape[2] > count else None
 
     @override

@@ -17,9 +17,9 @@ from kvq.cache.observe import Attended
 from kvq.cache.serialize import Field, Reader, Writer
 from kvq.cache.store import BlockStore, Recompression
 from kvq.codecs import BlockRun, Codec, Growable, Packed, TokenTiers, pack, unpack
-from kvq.codecs.by_token import by_token, together, token_widths
+from kvq.codecs.packed import by_token, together
 from kvq.codecs.rope import Rope
-from kvq.codecs.token_groups import TIER_BITS
+from kvq.codecs.split import TIER_BITS
 from kvq.errors import ConfigError
 from kvq.methods.plan import DeferredSide, MixedPrecision, PlannedLayer
 
@@ -109,13 +109,11 @@ class TierStore(BlockStore):
     @property
     @override
     def tokens(self) -> int:
-        """Tokens held."""
         return self._tokens
 
     @property
     @override
     def nbytes(self) -> int:
-        """Bytes of codes, side information and tiers."""
         return sum(held.nbytes for held in self.packed) + (0 if self._index is None else self._index.numel())
 
     @property
@@ -159,7 +157,7 @@ class TierStore(BlockStore):
         coming, staying = ((new == number) & same for same in (old != number, old == number))
         if not bool((new == number).any()):
             return None
-        widths = token_widths(codec, 1, given.shape[-1], given)
+        widths = codec.token_widths(1, given.shape[-1], given)
         pieces = []
         if bool(coming.any()):
             fresh = codec.encode(given[coming][None, None])
@@ -175,7 +173,6 @@ class TierStore(BlockStore):
 
     @override
     def past(self, rope: Rope | None) -> States:
-        """All tokens held, decoded."""
         if self._decoded is not None:
             return self._decoded.view
         assert self._like is not None
@@ -226,7 +223,6 @@ class TierStore(BlockStore):
 
     @override
     def select(self, index: Tensor) -> None:
-        """Keep (and repeat) batch entries by index."""
         assert self._like is not None
         before = self.tiers
         lists: list[Packed | None] = []
@@ -240,7 +236,7 @@ class TierStore(BlockStore):
             if held is None or not len(picked):
                 lists.append(None)
                 continue
-            widths = token_widths(codec, 1, self._like.shape[-1], self._like)
+            widths = codec.token_widths(1, self._like.shape[-1], self._like)
             rows = by_token(held.parts, widths, held.tokens)
             chosen = {name: part.index_select(2, picked) for name, part in rows.items()}
             lists.append(_listed(chosen, widths, len(picked), self._like))
@@ -330,7 +326,6 @@ class TierLayer(PlannedLayer):
 
     @override
     def observe(self, attended: Attended) -> None:
-        """Take the weights of these queries into the means; then encode full blocks, and move tokens."""
         decay = self.plan.decay
         for weights in attended.chunks():
             rows = weights.shape[-2]

@@ -23,8 +23,8 @@ from kvq.cache.chunk_masks import SourceColumns, Transitions
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Writer
-from kvq.config.backend import BITS, BackendConfig
 from kvq.config.bits import Bits
+from kvq.config.method import BITS, BackendConfig
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.errors import ConfigError, DataError, Unsupported
 
@@ -102,12 +102,10 @@ class TransformersSide:
 
     @property
     def batch_size(self) -> int:
-        """Sequences held, -1 before the first tokens."""
         return len(self._layer.held) or -1
 
     @property
     def tokens(self) -> int:
-        """Tokens held in all."""
         return int(self._layer.held[0].cumulative_length) if self._layer.held else 0
 
     @property
@@ -133,7 +131,6 @@ class TransformersSide:
 
     @property
     def elements_per_token(self) -> int:
-        """Elements of one token over the whole batch: batch x heads x head_dim."""
         return self._layer.elements_per_token
 
     @property
@@ -176,7 +173,6 @@ class TransformersLayer(Layer):
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make a layer of transformers' for each sequence."""
         self.dtype, self.device = key_states.dtype, key_states.device
         heads, dim, group = key_states.shape[1], key_states.shape[3], self.backend.group_size
         if heads * dim % group:
@@ -225,7 +221,6 @@ class TransformersLayer(Layer):
         return None
 
     def reset(self) -> None:
-        """Forget everything."""
         self.held = []
         self.elements_per_token = 0
         self.is_initialized = False

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvq.config.bits import Bits
-from kvq.config.calibration import TEST_TEXT
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
+from kvq.config.method import TEST_TEXT
 from kvq.report.comparisons import parse_label
 from kvq.report.departures import SIDES, departures, flatten, joined, said
 from kvq.report.isolated import line

@@ -16,7 +16,7 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override
 
 from kvq.config.explain import composed
-from kvq.errors import ConfigError, KvqError, at_least, did_you_mean, within
+from kvq.errors import ConfigError, KvqError, at_least, check_choice, within
 from kvq.results.atomic import write_file
 from kvq.results.frontier import dominated, hypervolume
 from kvq.results.metrics import is_lower_better
@@ -56,9 +56,7 @@ class Settings:
         for name in ("trials", "together", "winners"):
             at_least(f"hydra.sweeper.{name}", getattr(self, name), 1)
         within("hydra.sweeper.seed", self.seed, 0, 2**32 - 1)
-        if self.sampler not in SAMPLERS:
-            hint = did_you_mean(self.sampler, SAMPLERS)
-            raise ConfigError(f"hydra.sweeper.sampler={self.sampler}: one of {', '.join(SAMPLERS)}.{hint}")
+        check_choice("hydra.sweeper.sampler", self.sampler, SAMPLERS)
         if not self.objectives or len(set(self.objectives)) < len(self.objectives):
             raise ConfigError(f"hydra.sweeper.objectives={self.objectives}: one metric or more, each once")
         for name in self.objectives:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvq.codecs import Hadamard, RandomizedHadamard, VectorQuantizer
-from kvq.codecs.codebooks import CODEBOOKS
+from kvq.codecs.vector import CODEBOOKS
 from kvq.config.diagnostics import DistributionConfig
 from kvq.diagnostics.normality import (
     STEPS,

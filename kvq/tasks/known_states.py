@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Codec, HuffmanCodec, LowRankCorrection, Packed
-from kvq.codecs.token_groups import PlannedCodec, TokenSplit
+from kvq.codecs.split import PlannedCodec, TokenSplit
 from kvq.config.diagnostics import KnownStatesConfig
 from kvq.diagnostics.drawn import Known
 from kvq.diagnostics.fidelity import relative_mse, weighted_mse

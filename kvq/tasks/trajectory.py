@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.config.generation import TrajectoryConfig
+from kvq.config.tasks import TrajectoryConfig
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel

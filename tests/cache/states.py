@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvq.codecs import Codec
 from kvq.config import compose, resolve
-from kvq.config.backend import BITS
+from kvq.config.method import BITS
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 import kvq
 from kvq.cache import KVCache
 from kvq.config import conf_dir
-from kvq.config.backend import BITS
+from kvq.config.method import BITS
 from kvq.errors import Unsupported
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method

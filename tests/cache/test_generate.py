@@ -6,7 +6,7 @@ import torch
 import kvq
 from kvq.cache import KVCache
 from kvq.config import conf_dir
-from kvq.config.backend import BITS
+from kvq.config.method import BITS
 from kvq.methods.transformers_caches import installed
 from tests.cache.states import nearest_bits, quantizes
 from tests.calibrated import bound, random_states

@@ -9,7 +9,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 import kvq
 from kvq.cache import KVCache
 from kvq.config import ModelConfig, conf_dir
-from kvq.config.backend import BITS
+from kvq.config.method import BITS
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel, load_model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvq import KVCache, build_method
-from kvq.config.backend import BITS
+from kvq.config.method import BITS
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from tests.cache.states import nearest_bits

@@ -16,7 +16,7 @@ from kvq.calibration.files import file_of
 from kvq.calibration.text import calibration_text, dataset_of, text_of
 from kvq.cli import main
 from kvq.config import compose, resolve
-from kvq.config.calibration import CalibrationConfig
+from kvq.config.method import CalibrationConfig
 from kvq.data.embedded import is_held_out, load_corpus, module_paths
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import load_model

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvq.calibration.overlap import WORDS, shared_ngrams
 from kvq.cli import main
-from kvq.config.calibration import TEST_TEXT
+from kvq.config.method import TEST_TEXT
 from kvq.report.labels import ON_TEST_TEXT, is_variant, label
 from tests.properties import examples
 from tests.sweeps import inputs_of, records, small_run

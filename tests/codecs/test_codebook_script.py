@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments import codebooks as script
-from kvq.codecs import codebooks
+from kvq.codecs import vector
 
 
 def generator(seed=0):
@@ -52,7 +52,7 @@ def test_single_steps_raise_the_cosine_of_rounded_entries(start):
 def test_a_replaced_file_is_named_in_the_code(tmp_path, monkeypatch):
     module, file = tmp_path / "codebooks.py", tmp_path / "gaussian8.safetensors"
     module.write_text('A = 1\nFILE_SHA256 = "old"\nB = 2\n')
-    monkeypatch.setattr(codebooks, "__file__", str(module))
+    monkeypatch.setattr(vector, "__file__", str(module))
     monkeypatch.setattr(script, "FILE", file)
     monkeypatch.setattr(script, "build", lambda steps: {"x": torch.zeros(steps)})
     monkeypatch.setattr("sys.argv", ["codebooks.py", "--steps", "2", "--out", str(file)])

@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 import kvq
 from kvq.codecs import CalibratedChannelSplit, Codec, LloydMaxQuantizer, RandomizedHadamard, RandomRotation, TokenNorm
 from kvq.codecs.calibrated import bind_codec, fit_codec
-from kvq.codecs.codebook_starts import Start, StartingCodebook, levels_from
-from kvq.codecs.lloyd_max import Marginal, codebook, density, optimal_levels, relative_mse, tail
+from kvq.codecs.lloyd_max import (
+    Marginal,
+    Start,
+    StartingCodebook,
+    codebook,
+    density,
+    levels_from,
+    optimal_levels,
+    relative_mse,
+    tail,
+)
 from kvq.errors import ConfigError, Unsupported
 from tests.calibrated import build, fitted
 from tests.properties import examples

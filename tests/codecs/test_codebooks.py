@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvq.codecs import VectorQuantizer, codebook_for
-from kvq.codecs.codebooks import (
+from kvq.codecs.vector import (
     CODEBOOKS,
     FILE,
     FILE_SHA256,
@@ -140,7 +140,7 @@ def test_tuned_entries_take_four_bits(bits):
 def test_a_damaged_file_is_named(tmp_path, monkeypatch):
     (tmp_path / "gaussian8.safetensors").write_bytes(FILE.read_bytes()[:-1])
     shipped.cache_clear()
-    monkeypatch.setattr("kvq.codecs.codebooks.FILE", tmp_path / "gaussian8.safetensors")
+    monkeypatch.setattr("kvq.codecs.vector.FILE", tmp_path / "gaussian8.safetensors")
     with pytest.raises(DataError, match=r"gaussian8.safetensors is missing or damaged.*make codebooks"):
         shipped()
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.codecs import Codec, RandomRotation, ScalarQuantizer, TokenNorm, TrellisQuantizer, trellis
-from kvq.codecs.bit_strings import Layout, read, write
+from kvq.codecs.trellis import Layout, read, write
 from kvq.errors import ConfigError, Unsupported
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from kvq.calibration.bind import bind
 from kvq.calibration.collect import LayerStates, collect
 from kvq.calibration.fit import calibrate, weights_name
 from kvq.codecs import Codec, CovarianceRotation, Hadamard, RankClip, UniformQuantizer, fit_codec
-from kvq.codecs.covariance import bit_reversal, covariance_rotation
-from kvq.config.calibration import CalibrationConfig
+from kvq.codecs.calibrated_rotations import bit_reversal, covariance_rotation
+from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.models import LoadedModel

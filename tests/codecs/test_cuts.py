@@ -5,7 +5,7 @@ import torch
 
 from kvq.codecs import LloydMaxQuantizer
 from kvq.codecs.packing import unpack_parts
-from kvq.codecs.stages import per_block
+from kvq.codecs.rotations import per_block
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
 

@@ -5,7 +5,8 @@ import torch
 
 import kvq
 from kvq.codecs import Hadamard, RandomizedHadamard
-from kvq.codecs.hadamard import has_order, matrix
+from kvq.codecs.rotations import hadamard_matrix as matrix
+from kvq.codecs.rotations import has_hadamard as has_order
 from kvq.errors import Unsupported
 from tests.cache.states import states
 

@@ -22,7 +22,7 @@ from kvq.codecs import (
     codebook_for,
     rope_table,
 )
-from kvq.codecs.nsnquant import geometric_median
+from kvq.codecs.stages import geometric_median
 from kvq.config import compose, resolve
 from kvq.errors import Unsupported
 from tests.codecs.oracles import FP16, block, hadamard, stored

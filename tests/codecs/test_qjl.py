@@ -7,8 +7,7 @@ import torch
 
 import kvq
 from kvq.codecs import Sketch, SketchQuantizer
-from kvq.codecs.qjl import tall_sketch
-from kvq.codecs.turboquant import sketch_constant
+from kvq.codecs.sketches import sketch_constant, tall_sketch
 from kvq.errors import ConfigError, Unsupported
 
 DIM = 64

@@ -18,7 +18,7 @@ from kvq.codecs import (
     TokenNorm,
     UndoRope,
 )
-from kvq.codecs.turboquant import sketch_constant, sketch_matrix
+from kvq.codecs.sketches import sketch_constant, sketch_matrix
 from kvq.errors import ConfigError, Unsupported
 from tests.codecs.oracles import block
 

@@ -12,9 +12,9 @@ from omegaconf.base import Node
 
 from kvq.cli import main
 from kvq.config import compose, conf_dir, merging, resolve_part
+from kvq.config.composing import SweepLoader
 from kvq.config.explain import choices
 from kvq.config.merging import Composed, Files, by_hydra, merged, merged_part
-from kvq.config.sweep_loader import SweepLoader
 
 GROUPS = choices()
 MORE = ["bits=k3v2", "seed=7", "residual.size=64", "dataset.data_files=[a.txt,b.txt]"]

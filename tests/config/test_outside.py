@@ -10,8 +10,9 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from kvq import cli
-from kvq.config import TaskConfig, compose, listing, outside, resolve
-from kvq.config.explain import COMPOSE_ERRORS, choices, explain
+from kvq.config import TaskConfig, compose, outside, resolve
+from kvq.config.explain import COMPOSE_ERRORS, choices, main
+from kvq.config.explain import explain as reworded
 from kvq.errors import ConfigError
 from kvq.methods.build import build_method
 from kvq.report.tables.build import build_tables
@@ -72,7 +73,7 @@ def folder(path: Path, module: str | None = TASK, yaml: str = YAML) -> Path:
 def said(overrides: list[str], own: Path) -> str:
     with pytest.raises(COMPOSE_ERRORS) as error:
         resolve(compose(overrides, own))
-    return explain(error.value, overrides, own)
+    return reworded(error.value, overrides, own)
 
 
 def test_settings_are_checked_as_those_of_kvqs_own_tasks(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_an_installed_package_brings_a_task(tmp_path: Path, capsys: pytest.Captu
     sys.path.append(str(site))
     outside.installed.cache_clear()
     assert choices()["task"]["counting"] == "Task of counts 1.2."
-    assert listing.main(["tasks", "count"]) == 0
+    assert main(["tasks", "count"]) == 0
     assert "Task of counts 1.2." in capsys.readouterr().out
     task = resolve(compose(["task=counting", "task.upto=2"])).task
     assert isinstance(task, TaskConfig)

@@ -12,9 +12,8 @@ from kvq.cache import KVCache
 from kvq.calibration.bind import bind
 from kvq.calibration.fit import calibrate
 from kvq.config import compose, conf_dir, resolve
-from kvq.config.backend import BITS
-from kvq.config.calibration import CalibrationConfig
 from kvq.config.identity import canonical
+from kvq.config.method import BITS, CalibrationConfig
 from kvq.methods.build import method_of
 from kvq.methods.method import Method
 from kvq.methods.transformers_caches import installed

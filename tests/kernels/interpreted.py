@@ -7,7 +7,7 @@ import torch
 
 import kvq
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
-from kvq.codecs.nsnquant import ChannelShift
+from kvq.codecs.stages import ChannelShift
 from kvq.kernels import gpu
 from tests.kernels import oracle
 

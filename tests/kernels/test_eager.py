@@ -12,7 +12,7 @@ import kvq
 import kvq.kernels
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
 from kvq.config import conf_dir
-from kvq.config.backend import BITS
+from kvq.config.method import BITS
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, form_of, watched
 from kvq.kernels.eager import STEPS, attend

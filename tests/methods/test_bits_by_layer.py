@@ -11,8 +11,8 @@ from kvq.calibration.bind import bind
 from kvq.calibration.fit import calibrate, weights_name
 from kvq.cli import main
 from kvq.config import compose, resolve
-from kvq.config.calibration import CalibrationConfig
 from kvq.config.identity import canonical, names
+from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, KvqError
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed

@@ -21,7 +21,7 @@ from kvq.cache import KVCache
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
 from kvq.codecs import Codec, RandomizedHadamard, RandomRotation, Rope, Sketch, cayley_step, rope_table
-from kvq.codecs.qjl import tall_sketch
+from kvq.codecs.sketches import tall_sketch
 from kvq.methods.method import Method
 from tests.calibrated import build
 from tests.codecs import oracles

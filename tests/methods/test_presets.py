@@ -8,9 +8,9 @@ import yaml
 
 from kvq.codecs import Passthrough, rope_table
 from kvq.config import compose, conf_dir, resolve
-from kvq.config.backend import BITS
 from kvq.config.bits import Bits
 from kvq.config.identity import canonical
+from kvq.config.method import BITS
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed
 from tests.cache.states import nearest_bits

@@ -6,7 +6,7 @@ from transformers import QuantizedCache
 
 import kvq
 from kvq.cache import KVCache
-from kvq.config.backend import BITS
+from kvq.config.method import BITS
 from kvq.config.tasks import Prefill
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.transformers_caches import _LAYERS, check_works, installed

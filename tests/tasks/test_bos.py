@@ -12,8 +12,8 @@ from lm_eval.api.instance import Instance
 from kvq import runner
 from kvq.calibration.text import calibration_text
 from kvq.config import DatasetConfig, Loader, ModelConfig, PplConfig, Scoring, Windows, compose, resolve
-from kvq.config.calibration import CalibrationConfig
 from kvq.config.identity import canonical
+from kvq.config.method import CalibrationConfig
 from kvq.config.tasks import Prefill
 from kvq.data.text import begun, encode, load_tokens, writes_bos
 from kvq.errors import ConfigError, Unsupported

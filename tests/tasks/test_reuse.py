@@ -12,7 +12,7 @@ import torch
 from scipy.stats import entropy
 
 from kvq.config import compose, resolve
-from kvq.config.backend import BackendConfig
+from kvq.config.method import BackendConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.models.inputs import Inputs

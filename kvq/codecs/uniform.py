@@ -1,0 +1,395 @@
+"""Uniform grids: rounding to nearest, and the scales and roundings in which methods and engines differ."""
+
+from __future__ import annotations
+
+import enum
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
+from kvq.codecs.quantizers import Axis, CodeQuantizer, Gain, Parts, Quantizer, choice, more_bits, to_stored
+from kvq.errors import ConfigError, Unsupported, at_least
+
+_INT16_MAX = 32767
+_FP16_TINY = 2.0**-24  # the smallest positive number
+
+
+class Halves(enum.Enum):
+    """The whole number that a value becomes.
+
+    `even`, `up` and `away` are the nearest one, and differ where a value is halfway between two: IEEE's default,
+    floor(x + 1/2), and C's `roundf`. `truncate` drops the fraction, as a cast to an integer does.
+    """
+
+    even = "even"
+    up = "up"
+    away = "away"
+    truncate = "truncate"
+
+
+class Levels(enum.Enum):
+    """Levels of a symmetric grid, with m = 2^(b-1).
+
+    `odd`: scale max|x| / (m - 1), codes ±(m - 1). `full`: scale max|x| / m, codes -m to m - 1, so that a largest value
+    that is positive is clipped. `midpoint`: scale max|x| and levels (code + 1/2) / m, of which none is 0.
+    """
+
+    odd = "odd"
+    full = "full"
+    midpoint = "midpoint"
+
+
+class SideDtype(enum.Enum):
+    """Dtype in which scales and offsets are stored."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return _DTYPES[self]
+
+
+_DTYPES = {
+    SideDtype.float16: torch.float16,
+    SideDtype.bfloat16: torch.bfloat16,
+    SideDtype.float32: torch.float32,
+}
+
+
+def whole(steps: Tensor, halves: Halves) -> Tensor:
+    """`steps` as whole numbers; may overwrite its argument."""
+    if halves is Halves.even:
+        return steps.round_()
+    if halves is Halves.up:
+        return steps.add_(0.5).floor_()
+    cut = steps.trunc()
+    if halves is Halves.truncate:
+        return cut
+    # Not trunc(x + 1/2): the largest number below 1/2 would go up.
+    return cut + (steps - cut).abs().ge(0.5) * steps.sign()
+
+
+def scale_for_integer_zero(scale: Tensor, low: Tensor) -> Tensor:
+    """Enlarge the scale of groups so narrow (or constant) that `low / scale` does not fit 16 bits.
+
+    Their scale becomes a power of two, which fp16 stores exactly; a large zero point would multiply a rounding error.
+    """
+    least = low.abs() / _INT16_MAX
+    return torch.where(scale < least, torch.exp2(torch.log2(least).ceil()), scale).clamp_min(_FP16_TINY)
+
+
+def scale_from_edge(scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """MLX's grid: a scale with a sign, and the end of larger magnitude as offset, so that 0 is a level.
+
+    With `edge` that end, the scale becomes edge / round(edge / scale); where that quotient is 0, the offset is 0.
+    """
+    scale = scale.clamp_min(1e-7)
+    from_low = low.abs() > high.abs()
+    scale, edge = torch.where(from_low, scale, -scale), torch.where(from_low, low, high)
+    steps = edge.div(scale).round_()
+    exact = steps != 0
+    return torch.where(exact, edge / steps.masked_fill(~exact, 1), scale), edge.masked_fill(~exact, 0)
+
+
+def with_code(scale: Tensor, code: Tensor, bits: int) -> Tensor:
+    """Scales in fp32 whose last `bits` mantissa bits hold a code."""
+    stored = torch.empty_like(scale, dtype=torch.float32).copy_(scale).view(torch.int32)
+    return (stored & -(1 << bits) | code.to(torch.int32)).view(torch.float32)
+
+
+def without_code(scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The scales, with zeros in place of the codes, and the codes."""
+    stored = scale.view(torch.int32)
+    return (stored & -(1 << bits)).view(torch.float32), stored & ((1 << bits) - 1)
+
+
+class ZeroPoint(enum.Enum):
+    """What is kept besides the scale of an asymmetric grid.
+
+    `float`: the group's minimum lo (KIVI, nsn). `integer`: round(-lo / scale) in 16 bits (QuaRot, OScaR). `ratio`:
+    -lo / scale, not rounded (LMDeploy). `code`: -lo / scale rounded and clamped to a code, in place of the last bits of
+    the fp32 scale (vLLM). `edge`: the end of larger magnitude; the scale has a sign and 0 is on the grid (MLX).
+    """
+
+    float = "float"
+    integer = "integer"
+    ratio = "ratio"
+    code = "code"
+    edge = "edge"
+
+
+class UniformQuantizer(CodeQuantizer):
+    """Round to nearest on a uniform grid, with statistics per group.
+
+    Args:
+        bits: bits per code, 1-16 (symmetric: 2-16).
+        axis: `per_channel`: a group is `group_size` tokens of one channel; `per_token`: that many channels of a token.
+        group_size: None = the whole block (per channel) or the whole head_dim (per token). A short last group has its
+            own statistics.
+        symmetric: a grid around 0, see `Levels`; else lo = min, scale (max - min) / (2^b - 1).
+        zero_point: see `ZeroPoint`; of an asymmetric grid.
+        clip: ratio applied to both ends of the range (QuaRot: 0.95).
+        gain: see `Gain`.
+        levels: see `Levels`; of a symmetric grid.
+        fixed_scale: a scale for all groups of a symmetric grid, which is not stored (None: each group has its own).
+        least_scale: scales below it become it.
+        halves: see `Halves`.
+        reciprocal: multiply by the reciprocal of the scale instead of dividing by the scale; of all grids but
+            `integer` and `edge`.
+        side_dtype: dtype of stored scales and offsets, see `SideDtype`.
+
+    Codes are chosen in fp32 (fp64 for fp64 input) with unrounded statistics; decoding uses the stored values. A
+    constant group of a `ratio` grid, where engines divide by zero, keeps its value.
+
+    Raises:
+        ConfigError: an unknown name, group size or clip out of range, settings that do not belong together.
+        Unsupported: bits the grid cannot have.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        bits: int,
+        axis: Axis | str,
+        group_size: int | None = None,
+        symmetric: bool = False,
+        zero_point: ZeroPoint | str = ZeroPoint.float,
+        clip: float = 1.0,
+        gain: Gain | str = Gain.none,
+        levels: Levels | str = Levels.odd,
+        fixed_scale: float | None = None,
+        least_scale: float = 0.0,
+        halves: Halves | str = Halves.even,
+        reciprocal: bool = False,
+        side_dtype: SideDtype | str = SideDtype.float16,
+    ) -> None:
+        lowest = 2 if symmetric else 1
+        if not lowest <= bits <= MAX_BITS:
+            kind = "a symmetric" if symmetric else "an asymmetric"
+            raise Unsupported(f"bits={bits}: {kind} uniform quantizer has {lowest} to {MAX_BITS} bits")
+        if group_size is not None and group_size < 1:
+            raise ConfigError(f"group_size={group_size}: at least 1, or null for the whole block")
+        if not 0 < clip <= 1:
+            raise ConfigError(f"clip={clip}: above 0, at most 1")
+        self.bits, self.group_size, self.symmetric, self.clip = bits, group_size, symmetric, clip
+        self.axis = choice(Axis, axis, "axis")
+        self.zero_point = choice(ZeroPoint, zero_point, "zero_point")
+        self.gain = choice(Gain, gain, "gain")
+        self.levels = choice(Levels, levels, "levels")
+        self.halves = choice(Halves, halves, "halves")
+        self.side_dtype = choice(SideDtype, side_dtype, "side_dtype")
+        self.fixed_scale, self.least_scale = fixed_scale, least_scale
+        self.reciprocal = reciprocal
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if not self.symmetric and (self.levels is not Levels.odd or self.fixed_scale is not None):
+            given = "fixed_scale" if self.fixed_scale is not None else f"levels={self.levels.name}"
+            raise ConfigError(f"{given}: of a symmetric grid; symmetric=true")
+        if self.fixed_scale is not None and not self.fixed_scale > 0:
+            raise ConfigError(f"fixed_scale={self.fixed_scale}: above 0, or null for a scale of each group")
+        at_least("least_scale", self.least_scale, 0)
+        if self.zero_point is ZeroPoint.code and (self.side_dtype is not SideDtype.float32 or self.bits > 8):
+            raise ConfigError(
+                "zero_point=code: with side_dtype=float32 and at most 8 bits, which the scale has room for"
+            )
+
+    @property
+    def is_affine(self) -> bool:
+        """Codes decode to `lo + scale * code` with an fp16 scale for each group, which kernels fold into products."""
+        if self.side_dtype is not SideDtype.float16:
+            return False
+        if self.symmetric:
+            return self.levels is Levels.odd and self.fixed_scale is None
+        return self.zero_point in (ZeroPoint.float, ZeroPoint.integer)
+
+    @property
+    def is_plain(self) -> bool:
+        """Affine, with codes chosen as papers do: the nearest even one, by division by the unrounded scale."""
+        exact = not (self.reciprocal or self.least_scale)
+        return self.is_affine and exact and self.halves is Halves.even
+
+    @property
+    def token_group(self) -> int | None:  # type: ignore[override]
+        """Per channel, the tokens of a group; per token, 1."""
+        return self.group_size if self.axis is Axis.per_channel else 1
+
+    @override
+    def with_more_bits(self, extra: int, most: int) -> Quantizer:
+        """Raises: Unsupported: a subclass, whose grid follows from its bits."""
+        if type(self) is not UniformQuantizer:
+            return super().with_more_bits(extra, most)
+        return more_bits(self, extra, most)
+
+    @property
+    def _dim(self) -> int:
+        return -2 if self.axis is Axis.per_channel else -1
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """View with an axis of groups before the grouped one; a short last group repeats its last value."""
+        dim, length = self._dim, x.shape[self._dim]
+        size = min(self.group_size or length, length)
+        short = -length % size
+        if short:
+            x = torch.cat([x, x.narrow(dim, length - 1, 1).repeat_interleave(short, dim)], dim)
+        return x.unflatten(dim, (-1, size))
+
+    def _per_element(self, stat: Tensor) -> Tensor:
+        """Statistics with an axis that broadcasts over the elements of a group."""
+        return stat.unsqueeze(self._dim)
+
+    def _ungroup(self, grouped: Tensor, length: int) -> Tensor:
+        return grouped.flatten(self._dim - 1, self._dim).narrow(self._dim, 0, length)
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Codes (`codes.<plane>`), `scale` and, when asymmetric, `zero_point` (integer zero points: int16)."""
+        groups = self._grouped(x)
+        stats, codes = self._symmetric(groups) if self.symmetric else self._asymmetric(groups)
+        return pack_parts(self._ungroup(codes, x.shape[self._dim]), self.bits) | stats
+
+    @property
+    def _divisor(self) -> int:
+        """The scale of an asymmetric group is its range over this number of steps."""
+        return 2**self.bits - 1
+
+    def _side(self, stat: Tensor) -> Tensor:
+        """Statistics of groups as they are stored."""
+        return to_stored(stat.squeeze(self._dim), self.side_dtype.torch)
+
+    def _steps(self, x: Tensor, scale: Tensor) -> Tensor:
+        """How many times `scale` is in `x`, in a new tensor. A scale of 0 counts as 1."""
+        if not self.reciprocal:
+            return x.div(scale.masked_fill(scale == 0, 1))
+        return x * scale.reciprocal().masked_fill(scale == 0, 0)
+
+    def _rounded(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Whole steps of `scale` in `x`, in a new tensor."""
+        return whole(self._steps(x, scale), self.halves)
+
+    @property
+    def _middle(self) -> int:
+        """The code of the level 0 of a symmetric grid; of `midpoint`, that of the level above 0."""
+        return 2 ** (self.bits - 1) - (self.levels is Levels.odd)
+
+    def _symmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
+        middle, top = self._middle, self._middle - (self.levels is not Levels.odd)
+        if self.fixed_scale is not None:
+            return {}, self._rounded(groups, groups.new_tensor(self.fixed_scale)).clamp_(-middle, top).add_(middle)
+        scale = torch.linalg.vector_norm(groups, float("inf"), dim=self._dim, keepdim=True) * self.clip
+        if self.levels is Levels.midpoint:
+            scale = scale.clamp_min(self.least_scale)
+            codes = self._steps(groups.mul(middle), scale).add_(middle).floor_().clamp_(0, middle + top)
+            return {"scale": self._side(scale)}, codes
+        scale = self._at_least(scale / middle)
+        return {"scale": self._side(scale)}, self._rounded(groups, scale).clamp_(-middle, top).add_(middle)
+
+    def _at_least(self, scale: Tensor) -> Tensor:
+        return scale.clamp_min(self.least_scale) if self.least_scale else scale
+
+    def _asymmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
+        top = 2**self.bits - 1
+        low, high = torch.aminmax(groups, dim=self._dim, keepdim=True)
+        if self.clip != 1:
+            low, high = low * self.clip, high * self.clip
+        scale = self._at_least((high - low) / self._divisor)
+        if self.zero_point is ZeroPoint.float:
+            codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
+            offset = self._side(low)
+        elif self.zero_point is ZeroPoint.edge:
+            scale, low = scale_from_edge(scale, low, high)
+            codes = self._rounded(groups.sub(low), scale).clamp_(0, top)
+            offset = self._side(low)
+        elif self.zero_point is ZeroPoint.ratio:
+            scale = torch.where(scale == 0, low.abs(), scale)
+            zero = low.neg().div_(scale.masked_fill(scale == 0, 1))
+            codes = whole(self._steps(groups, scale).add_(zero), self.halves).clamp_(0, top)
+            offset = self._side(zero)
+        elif self.zero_point is ZeroPoint.code:
+            used = scale.masked_fill(scale == 0, 1)
+            zero = whole(low.neg().div_(used), self.halves).clamp_(0, top)
+            codes = whole(self._steps(groups, used).add_(zero), self.halves).clamp_(0, top)
+            return {"scale": with_code(used.squeeze(self._dim), zero.squeeze(self._dim), self.bits)}, codes
+        else:
+            scale = scale_for_integer_zero(scale, low)
+            zero = low.neg().div_(scale).round_()
+            codes = self._rounded(groups, scale).add_(zero).clamp_(0, top)
+            offset = zero.squeeze(self._dim).to(torch.int16)
+        return {"scale": self._side(scale), "zero_point": offset}, codes
+
+    @override
+    def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        """`scale * code + lo`, or `scale * (code - zero)`, from the stored statistics."""
+        groups = self._grouped(unpack_parts(parts, self.bits, shape[-2]).to(dtype))
+        if self.fixed_scale is not None:
+            return self._ungroup(groups.sub(self._middle).mul_(self.fixed_scale), shape[self._dim])
+        if self.zero_point is ZeroPoint.code and not self.symmetric:
+            scale, zero = without_code(parts["scale"], self.bits)
+            out = groups.sub(self._per_element(zero.to(dtype))).mul_(self._per_element(scale.to(dtype)))
+            return self._ungroup(out, shape[self._dim])
+        scale = self._per_element(parts["scale"].to(dtype))
+        if self.symmetric and self.levels is Levels.midpoint:
+            out = groups.sub(self._middle - 0.5).div_(self._middle).mul_(scale)
+        elif self.symmetric:
+            out = groups.sub(self._middle).mul_(scale)
+        elif self.zero_point in (ZeroPoint.float, ZeroPoint.edge):
+            out = torch.addcmul(self._per_element(parts["zero_point"].to(dtype)), groups, scale)
+        else:
+            out = groups.sub(self._per_element(parts["zero_point"].to(dtype))).mul_(scale)
+        return self._ungroup(out, shape[self._dim])
+
+
+class Step(enum.Enum):
+    """The divisor of the range: the number of steps between codes, 2^b - 1, or RotateKV's b² - 1 (released code)."""
+
+    levels = "levels"
+    squared_bits = "squared_bits"
+
+
+class ClippedQuantizer(UniformQuantizer):
+    """Asymmetric per token in groups of channels, with `clip_at_2` of the range at 2 bits, else all of it.
+
+    Args:
+        bits: bits per code.
+        group_size: channels that share statistics; None = the whole head_dim.
+        clip_at_2: ratio applied to both ends of the range at 2 bits.
+        zero_point: as `UniformQuantizer`.
+        step: `squared_bits` has the codes of `levels` at 2 and 4 bits; at 3 bits its 8 codes span 7/8 of the range.
+
+    Raises:
+        ConfigError, Unsupported: as `UniformQuantizer`; `squared_bits` at other bits than 2, 3 and 4, or with a zero
+            point that is not rounded.
+
+    Source: RotateKV (arXiv 2501.16383); `squared_bits` follows its released code.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        bits: int,
+        group_size: int | None = 128,
+        clip_at_2: float = 0.8,
+        zero_point: ZeroPoint | str = ZeroPoint.float,
+        step: Step | str = Step.levels,
+    ) -> None:
+        clip = clip_at_2 if bits == 2 else 1.0
+        super().__init__(bits, Axis.per_token, group_size, zero_point=zero_point, clip=clip)
+        self.step = choice(Step, step, "step")
+        if self.step is Step.squared_bits and (bits not in (2, 3, 4) or self.zero_point is not ZeroPoint.integer):
+            raise ConfigError(
+                f"step=squared_bits: with 2, 3 or 4 bits and zero_point=integer, as released; given bits={bits}, "
+                f"zero_point={self.zero_point.name}"
+            )
+
+    @property
+    @override
+    def _divisor(self) -> int:
+        return self.bits**2 - 1 if self.step is Step.squared_bits else super()._divisor

@@ -1,0 +1,97 @@
+"""Ranges of settings, declared where a setting is (`windows: Count = 8`) and checked as it is resolved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from kvq.errors import MAX_RESAMPLES, ConfigError, at_least, check_choice, check_path, check_seed, not_empty, within
+
+Check = Callable[[str, Any], None]
+"""Raises `ConfigError` for a value, naming its setting; None is no value."""
+
+
+def least(lowest: int) -> Check:
+    """Numbers from `lowest` on."""
+    return functools.partial(at_least, lowest=lowest)
+
+
+def between(lowest: int, highest: int) -> Check:
+    """Numbers from `lowest` to `highest`."""
+    return functools.partial(within, lowest=lowest, highest=highest)
+
+
+def among(options: Sequence[str]) -> Check:
+    """One of these."""
+    return functools.partial(check_choice, options=options)
+
+
+def each(lowest: int) -> Check:
+    """Lists of numbers from `lowest` on, one or more, each once."""
+
+    def check(setting: str, given: Sequence[float]) -> None:
+        each_once(setting, given)
+        at_least(setting, min(given), lowest)
+
+    return check
+
+
+def each_once(setting: str, given: Sequence[Any]) -> None:
+    """Raise `ConfigError` for an empty list, or one with equal entries."""
+    if not given or len(set(given)) < len(given):
+        raise ConfigError(f"{setting}={given}: a list of one or more, each once")
+
+
+def no_twice(setting: str, given: Sequence[Any]) -> None:
+    """Raise `ConfigError` for a list of names with equal entries; it may be empty."""
+    if len(set(given)) < len(given):
+        raise ConfigError(f"{setting}={[str(name) for name in given]}: each once")
+
+
+def above_0(setting: str, given: float) -> None:
+    """Raise `ConfigError` for what is not positive."""
+    if not given > 0:
+        raise ConfigError(f"{setting}={given}: above 0")
+
+
+def inside_0_to_1(setting: str, given: float) -> None:
+    """Raise `ConfigError` for what is not between 0 and 1."""
+    if not 0 < given < 1:
+        raise ConfigError(f"{setting}={given}: above 0 and below 1")
+
+
+Natural = Annotated[int, least(0)]
+Count = Annotated[int, least(1)]
+Several = Annotated[int, least(2)]
+Resamples = Annotated[int, between(2, MAX_RESAMPLES)]
+Seed = Annotated[int, check_seed]
+Text = Annotated[str, not_empty]
+PathName = Annotated[str, check_path]
+Positive = Annotated[float, above_0]
+Share = Annotated[float, inside_0_to_1]
+Counts = Annotated[list[int], each(1)]
+Names = Annotated[list[str], each_once]
+
+
+def check_limits(prefix: str, settings: object) -> None:
+    """Check all settings of a dataclass whose annotations declare a range; `prefix` names it in errors.
+
+    Raises:
+        ConfigError: the first value that is out of its range.
+    """
+    kind: Any = type(settings)
+    for name, check in _checks(kind):
+        check(f"{prefix}.{name}", getattr(settings, name))
+
+
+@functools.cache
+def _checks(kind: type) -> tuple[tuple[str, Check], ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((name, check) for name, hint in hints.items() for check in _declared(hint))
+
+
+def _declared(hint: Any) -> list[Check]:
+    """The checks of `Annotated[...]`, also where it is one of several types (`Count | None`)."""
+    own = list(hint.__metadata__) if get_origin(hint) is Annotated else []
+    return own or [check for inner in get_args(hint) for check in _declared(inner)]

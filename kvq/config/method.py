@@ -1,0 +1,177 @@
+"""The schema of a method: codecs or another library's cache, calibration, and what differs by layer and token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar
+
+from omegaconf import MISSING
+from pydantic import TypeAdapter, ValidationError
+
+from kvq.config.bits import BitsByLayerConfig
+from kvq.config.limits import Count, Natural, PathName, Seed, Several, Text, check_limits
+from kvq.config.residual import ResidualConfig
+from kvq.errors import ConfigError, at_least, check_choice, check_codec, did_you_mean
+
+BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
+"""Widths that each backend packs."""
+MODE = "decode"
+"""A flush quantizes the decoded past again, so codes depend on the number of flushes."""
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """A backend by name, its bits per code, and how many elements share a scale and a zero point."""
+
+    version: ClassVar[int] = 1
+    name: str
+    bits: int
+    group_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_choice("method.backend.name", self.name, BITS)
+        at_least("method.backend.group_size", self.group_size, 2)
+
+
+def backend_of(given: Any) -> BackendConfig | None:
+    """`method.backend` as a mapping, checked; None: the method has codecs.
+
+    Raises:
+        ConfigError: another backend than there are, or a setting that is unknown, missing or out of range.
+    """
+    if given is None or isinstance(given, BackendConfig):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"method.backend={given}: null, or a mapping of name, bits and group_size")
+    known = [entry.name for entry in fields(BackendConfig)]
+    for setting in given:
+        if setting not in known:
+            hint = did_you_mean(str(setting), known)
+            raise ConfigError(f"method.backend.{setting}: unknown setting; there are {', '.join(known)}.{hint}")
+    try:
+        return TypeAdapter(BackendConfig).validate_python(dict(given))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"method.backend.{first['loc'][0]}={first['input']}: {first['msg']}") from error
+
+
+TEST_TEXT = 0.05
+"""Largest share of n-grams in common with the scored text; texts that are apart share up to 0.01 (docs/methods.md)."""
+
+
+@dataclass
+class CalibrationConfig:
+    """The data that a calibrated method is fitted to; `dataset` null: the method is not calibrated.
+
+    Attributes:
+        dataset: a configuration of `conf/dataset`. Its calibration text is not the text under test: the calibration
+            split of an embedded corpus, else the split named by `split`.
+        path: a local copy of that text (a file or a folder), as `dataset.path`.
+        split: null: `calibration` of an embedded corpus, `train` of a data set on the hub; a local text has none.
+        samples, length: number of sequences and their length in tokens; drawn by `seed`.
+        tokens: number of tokens of all samples that are fitted to, drawn by `seed`; null: all.
+        seed: of the draws of samples and tokens, and of the starting points of fits.
+        allow_test_text: calibrate all the same on a text that shares more than `TEST_TEXT` of its n-grams with what is
+            scored, for a bound on what a calibration can reach. Records have the share, tables mark it.
+    """
+
+    version: ClassVar[int] = 1
+    dataset: str | None = None
+    path: PathName | None = None
+    split: str | None = None
+    samples: Count = 16
+    length: Several = 2048
+    tokens: int | None = None
+    seed: Seed = 0
+    allow_test_text: bool = False
+
+    def __post_init__(self) -> None:
+        check_limits("method.calibration", self)
+        if self.tokens is not None and self.tokens < self.samples:
+            raise ConfigError(
+                f"method.calibration.tokens={self.tokens}: at least one of each of {self.samples} samples"
+            )
+        if self.split == "test" and not self.allow_test_text:
+            raise ConfigError("method.calibration.split=test: never the text under test; train, or null")
+
+
+CodecSettings = Annotated[Any, check_codec]
+
+
+@dataclass
+class FirstLayersConfig:
+    """Codecs of the first `count` layers, where they are not those of the others (None: as the others)."""
+
+    count: Natural = 0
+    key: CodecSettings = None
+    value: CodecSettings = None
+
+    def __post_init__(self) -> None:
+        check_limits("method.first_layers", self)
+
+
+@dataclass
+class KeptKeysConfig:
+    """Tokens by their texts, whose keys `layers` keep in full precision (none: no tokens)."""
+
+    texts: list[str] = field(default_factory=list)
+    layers: list[int] = field(default_factory=lambda: [0])
+
+
+@dataclass
+class MethodConfig:
+    """A method: one codec each for keys and values (None = full precision), and its default residual.
+
+    `serve`: of an engine's format, the command that serves model M with it. `bits_range` is the lowest and highest
+    `bits` it can do; None = a fixed rate, whatever `bits` says. `real_bits`: fractions too, down to 0.5.
+    `bits_by_layer`: bits of each layer, in the place of `bits`. `eviction`: which tokens a layer keeps (None = all).
+    `plan`: which ones it treats apart. `full_precision_layers`: layers whose keys or values are not quantized, by side;
+    negative ones count from the end. `backend`: another library's cache in the place of codecs, which are then null (a
+    `BackendConfig` once checked). `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8.
+    `merge_rotation`: the model's weights rotate values, in the place of the first stage of their codec;
+    `merge_key_rotation`: keys and queries too, without rotary embeddings. `sink_tokens`: first tokens that stay in full
+    precision; `kept_keys`: and keys of these, in some layers; `sink_detection`: or those that this finds anywhere.
+    `latent_only`: a format of the latent of multi-head latent attention, refused where another thing is cached.
+    """
+
+    name: Text = MISSING
+    label: str | None = None
+    arxiv: str | None = None
+    note: str | None = None
+    serve: str | None = None
+    bits_range: list[int] | None = None
+    real_bits: bool = False
+    latent_only: bool = False
+    bits_by_layer: BitsByLayerConfig = field(default_factory=BitsByLayerConfig)
+    key: CodecSettings = None
+    value: CodecSettings = None
+    residual: ResidualConfig = field(default_factory=ResidualConfig)
+    full_precision_layers: dict[str, list[int]] = field(default_factory=lambda: {"key": [], "value": []})
+    backend: Any = None
+    first_layers: FirstLayersConfig = field(default_factory=FirstLayersConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    sink_tokens: Natural = 0
+    gqa_compensation: bool = False
+    merge_rotation: bool = False
+    merge_key_rotation: bool = False
+    kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
+    sink_detection: Any = None
+    eviction: Any = None
+    plan: Any = None
+
+    def __post_init__(self) -> None:
+        check_limits("method", self)
+        for side in self.full_precision_layers:
+            if side not in ("key", "value"):
+                raise ConfigError(f"method.full_precision_layers.{side}: key or value")
+        limits = self.bits_range
+        if limits is not None and not (len(limits) == 2 and 1 <= limits[0] <= limits[1]):
+            raise ConfigError(f"method.bits_range={limits}: [lowest, highest], or null for a fixed rate")
+        self.backend = backend_of(self.backend)
+        if self.backend is not None and (self.key is not None or self.value is not None or limits is None):
+            raise ConfigError("method.backend: stands in the place of key and value, and needs bits_range")
+
+    @property
+    def is_full_precision(self) -> bool:
+        return self.key is None and self.value is None and self.backend is None and self.eviction is None
