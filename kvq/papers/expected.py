@@ -14,8 +14,20 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
 from kvq.errors import KvqError
-from kvq.papers.cells import Cell, Overrides, cells_of, command, jobs_of, missing_choices, placed
-from kvq.papers.sweep import is_embedded, layout_of, runs_anywhere, stand_in_of, written
+from kvq.papers.sweep import (
+    Cell,
+    Overrides,
+    cells_of,
+    command,
+    is_embedded,
+    jobs_of,
+    layout_of,
+    missing_choices,
+    placed,
+    runs_anywhere,
+    stand_in_of,
+    written,
+)
 from kvq.report.tables.experiments import Asked, CellRun, Experiment, signature
 
 

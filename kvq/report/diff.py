@@ -24,11 +24,11 @@ import numpy as np
 from rich.console import Console
 
 from kvq.errors import KvqError, RecordError, printable
-from kvq.report.departures import flatten
 from kvq.report.escapes import csv_of
 from kvq.report.labels import label, labelled, model_name, named, protocol_departures
-from kvq.report.tables.cells import DASH, fixed
+from kvq.report.presets import flatten
 from kvq.report.tables.experiment_files import Grid
+from kvq.report.tables.layout import DASH, fixed
 from kvq.report.tables.terminal import print_grid
 from kvq.results import Record, Store
 from kvq.results.item_tests import differ_p

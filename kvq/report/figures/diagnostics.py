@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvq.errors import RecordError
-from kvq.report.departures import PROTOCOL
-from kvq.report.figures import cost, distribution, norms, over_models, perplexity, sensitivity, trajectories
+from kvq.report.command import made_of, noted
+from kvq.report.figures import cost, distribution, norms, over_models, perplexity, texts
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing, drawn
-from kvq.report.figures.needles import heat_map, needle_grid
-from kvq.report.isolated import made_of, noted
+from kvq.report.figures.texts import heat_map, needle_grid
 from kvq.report.labels import label, model_name, named, protocol_departures
+from kvq.report.presets import PROTOCOL
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store, run_key
 
@@ -227,19 +227,17 @@ def _model_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
 
 def _trajectories(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     title = f"Greedy texts beside full precision's: {_where(group)}"
-    return drawn(
-        "trajectory", trajectories.survival_table(_quantized(group), store), trajectories.survival_figure, title
-    )
+    return drawn("trajectory", texts.survival_table(_quantized(group), store), texts.survival_figure, title)
 
 
 def _sensitivities(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     measured = _quantized(group)
     where = _where(group)
     yield from drawn(
-        "sensitivity", sensitivity.costs_table(measured, store), sensitivity.costs_figure, f"Quantized alone: {where}"
+        "sensitivity", errors.costs_table(measured, store), errors.costs_figure, f"Quantized alone: {where}"
     )
     title = f"Do costs of layers add up? {where}"
-    yield from drawn("sums", sensitivity.sums_table(measured, store), sensitivity.sums_figure, title)
+    yield from drawn("sums", errors.sums_table(measured, store), errors.sums_figure, title)
 
 
 MAKERS: dict[str, Maker] = {

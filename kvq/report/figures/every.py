@@ -17,17 +17,16 @@ import pandas as pd
 
 from kvq.errors import printable
 from kvq.report import command
+from kvq.report.command import made_of, noted
+from kvq.report.comparisons import read_records
 from kvq.report.figures import loss as losses
 from kvq.report.figures import perplexity
+from kvq.report.figures.cost import search_figure, search_table, searches
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name, run_of
 from kvq.report.figures.drawing import Drawing, Noted, drawn, write_drawings
-from kvq.report.figures.needles import heat_map, needle_grid
-from kvq.report.figures.search import search_figure, search_table, searches
-from kvq.report.isolated import made_of, noted
-from kvq.report.judged import read_records
+from kvq.report.figures.texts import heat_map, needle_grid
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.cells import is_of_texts
-from kvq.report.tables.layout import Row, Table, Tables
+from kvq.report.tables.layout import Row, Table, Tables, is_of_texts
 from kvq.results import Broken, Record, Store
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from rich.text import Text as RichText
 
 from kvq.errors import printable
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.cells import Cell, Column, columns_of, is_of_diagnostics, measured
 from kvq.report.tables.experiment_files import Grid
-from kvq.report.tables.layout import Row, Table, Texts
+from kvq.report.tables.layout import Cell, Column, Row, Table, Texts, columns_of, is_of_diagnostics, measured
 from kvq.results import Record, Store
 
 # Characters a line in a file or pipe, where rich would take 80.
