@@ -39,26 +39,30 @@ class Sheet:
     """A table as text that is not escaped.
 
     Attributes:
-        caption: what it shows.
-        label: for `\\ref`; empty: none.
+        title: what it shows.
         header: titles of columns.
         rows: cells.
         labels: how many columns at the left name the row; they stand in every part of a table that is too wide.
-        left: columns aligned left; the others are numbers.
+        left: columns aligned left (None: those that name the row); the others are numbers.
+        label: for `\\ref`; empty: none.
         bold: (row, column) of cells set in bold.
         notes: lines below the table.
         comments: lines that stand in the file alone, such as commands.
     """
 
-    caption: str
-    label: str
+    title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     labels: int
-    left: frozenset[int]
+    left: frozenset[int] | None = None
+    label: str = ""
     bold: frozenset[tuple[int, int]] = frozenset()
     notes: Sequence[str] = ()
     comments: Sequence[str] = ()
+
+    def is_left(self, column: int) -> bool:
+        """Whether a column is aligned left."""
+        return column < self.labels if self.left is None else column in self.left
 
 
 def floats(sheet: Sheet) -> str:
@@ -83,15 +87,15 @@ def _noted(sheet: Sheet) -> int:
 
 
 def _float(sheet: Sheet, columns: Sequence[int], rows: range, part: str, first: bool) -> Iterator[str]:
-    form = "".join("l" if column in sheet.left else "r" for column in columns)
+    form = "".join("l" if sheet.is_left(column) else "r" for column in columns)
     yield from ("\\begin{table}", "\\centering", "\\small", "\\setlength{\\tabcolsep}{4pt}")
-    yield f"\\caption{{{escape_latex(sheet.caption)}{part}}}"
+    yield f"\\caption{{{escape_latex(sheet.title)}{part}}}"
     if first and sheet.label:
         yield f"\\label{{{sheet.label}}}"
     # Shrunk to the width of the line where it is wider.
     yield "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%"
     yield from (f"\\begin{{tabular}}{{@{{}}{form}@{{}}}}", "\\toprule")
-    yield " & ".join(_stacked(sheet.header[column], column in sheet.left) for column in columns) + " \\\\"
+    yield " & ".join(_stacked(sheet.header[column], sheet.is_left(column)) for column in columns) + " \\\\"
     yield "\\midrule"
     before: Sequence[str] | None = None
     for row in rows:
@@ -110,7 +114,7 @@ def _float(sheet: Sheet, columns: Sequence[int], rows: range, part: str, first: 
 
 def _cell(sheet: Sheet, row: int, column: int) -> str:
     text = escape_latex(sheet.rows[row][column])
-    if column not in sheet.left:
+    if not sheet.is_left(column):
         text = _MINUS.sub("$-$", text)
     return rf"\textbf{{{text}}}" if (row, column) in sheet.bold else text
 
@@ -180,23 +184,9 @@ def _down(sheet: Sheet) -> list[range]:
 
 
 CSV_METRICS = (
-    "bits_per_element",
-    "key_bits",
-    "value_bits",
-    "effective_bits",
-    "perplexity",
-    "nll",
-    "delta_perplexity",
-    "delta_nll",
-    "delta_nll_se",
-    "kl_mean",
-    "kl_median",
-    "kl_p99",
-    "kl_p999",
-    "kl_max",
-    "top1_agreement",
-    "scored_tokens",
-    "windows",
+    *("bits_per_element", "key_bits", "value_bits", "effective_bits"),
+    *("perplexity", "nll", "delta_perplexity", "delta_nll", "delta_nll_se"),
+    *("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max", "top1_agreement", "scored_tokens", "windows"),
 )
 
 
@@ -248,7 +238,7 @@ def latex(table: Table) -> str:
     columns = columns_of(table)
     cells = [[column.cell(row) for column in columns] for row in table.lines]
     sheet = Sheet(
-        caption=table.title,
+        title=table.title,
         label=f"tab:{table.slug}",
         header=[column.title for column in columns],
         rows=[[cell.text for cell in row] for row in cells],
