@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,12 +202,6 @@ def sweep_of(config: DictConfig, overrides: Sequence[Override]) -> ExperimentSwe
     for given in map(tuple, product(overrides)):
         model = next((word.partition("=")[2] for word in given if word.startswith("model=")), "")
         jobs += jobs_of(cells, given, (stand_in_of(layout, model) if model else None) or {})
-    ready: list[Overrides] = []
-    waiting: dict[str, int] = {}
-    for job in grouped(dict.fromkeys(jobs)):
-        missing = list(missing_choices(job, known))
-        for name in missing:
-            waiting[name] = waiting.get(name, 0) + 1
-        if not missing:
-            ready.append(job)
-    return ExperimentSweep(ready, waiting)
+    missing = {job: list(missing_choices(job, known)) for job in grouped(dict.fromkeys(jobs))}
+    waiting = Counter(name for names in missing.values() for name in names)
+    return ExperimentSweep([job for job, names in missing.items() if not names], dict(waiting))

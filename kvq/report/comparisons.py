@@ -223,32 +223,23 @@ def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[lis
 def judge_losses(records: Sequence[Record], store: Store, keys: Collection[str] | None = None) -> list[Record]:
     """Records with the flag `within_noise` of their losses, where it can be told; arguments as in `read_records`."""
     known = {record.key: record for record in records}
-    noisy: dict[str, bool | None] = {}
-    for full, group in _by_baseline(records).items():
-        if full in known and (keys is None or any(record.key in keys for record in group)):
-            noisy |= _within_noise(group, known[full], store)
-    return [_marked(record, noisy[record.key]) if record.key in noisy else record for record in records]
-
-
-def _by_baseline(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Runs that measured a loss, by the full precision that they are paired with."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        if record.baseline_key is not None and record.status == "done" and "delta_nll" in record.metrics:
-            groups[record.baseline_key].append(record)
-    return groups
+        if record.baseline_key in known and record.status == "done" and "delta_nll" in record.metrics:
+            groups[str(record.baseline_key)].append(record)
+    p_values: dict[str, float | None] = {}
+    for full, group in groups.items():
+        if keys is None or any(record.key in keys for record in group):
+            found = Comparisons(store.samples_of).family((record, known[full]) for record in group)
+            p_values |= {record.key: found.p.get((record.key, full)) for record in group}
+    return [_marked(record, p_values[record.key]) if record.key in p_values else record for record in records]
 
 
-def _within_noise(group: Sequence[Record], full: Record, store: Store) -> dict[str, bool | None]:
-    """Whether runs of a protocol are within noise of full precision, by key; None: that cannot be told."""
-    found = Comparisons(store.samples_of).family((record, full) for record in group)
-    p_values = {record.key: found.p.get((record.key, full.key)) for record in group}
-    return {key: None if p is None else p > ALPHA for key, p in p_values.items()}
-
-
-def _marked(record: Record, noisy: bool | None) -> Record:
+def _marked(record: Record, p_value: float | None) -> Record:
+    """The record with the flag `within_noise`; without it where there is no p-value."""
     metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
-    return record.model_copy(update={"metrics": metrics if noisy is None else metrics | {"within_noise": float(noisy)}})
+    flag = {} if p_value is None else {"within_noise": float(p_value > ALPHA)}
+    return record.model_copy(update={"metrics": metrics | flag})
 
 
 def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[str, Any]]:
