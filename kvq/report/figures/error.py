@@ -131,11 +131,6 @@ def places_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def plane_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """The cells of every run of `task=synthetic`."""
-    return labelled_rows(records, store, "plane")
-
-
 @titled
 def plane_figure(table: pd.DataFrame, quantity: str) -> Figure:
     """One panel per method: error over sink lowness (right: lower) and the size of outlier channels (up: larger)."""

@@ -12,8 +12,7 @@ import pandas as pd
 from kvq.report.figures.plots import GREY, bare, below, dress, heat, panels, titled
 from kvq.report.figures.style import COLUMN, colour, style
 from kvq.report.labels import by_bits, named
-from kvq.report.tables.layout import DASH
-from kvq.report.tables.layout import Row
+from kvq.report.tables.layout import DASH, Row
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
@@ -107,10 +106,11 @@ def survival_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     censored there), `low` and `high` its 95% interval (log-log), `kl` the mean distance of the step after so many
     tokens, in nats.
     """
-    return pd.DataFrame([line for record in records for line in _lines(record, store.samples_of(record))])
+    found = [_survival(record, store.samples_of(record)) for record in records]
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 
-def _lines(record: Record, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _survival(record: Record, rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     from scipy.stats import CensoredData, ecdf
 
     left = [row["first"] + 1 for row in rows if row["first"] is not None]
@@ -124,17 +124,8 @@ def _lines(record: Record, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any
             interval = survival.confidence_interval(_LEVEL, method="log-log")
         low, high = (np.nan_to_num(side.evaluate(places), nan=1.0) for side in (interval.low, interval.high))
     distances = [[row["kl"][place] for row in rows if place < len(row["kl"])] for place in places]
-    return [
-        {
-            "method": named(record),
-            "tokens": int(place),
-            "share": float(share[place]),
-            "low": float(low[place]),
-            "high": float(high[place]),
-            "kl": float(np.mean(distances[place])) if distances[place] else float("nan"),
-        }
-        for place in places
-    ]
+    kl = [float(np.mean(here)) if here else float("nan") for here in distances]
+    return pd.DataFrame({"method": named(record), "tokens": places, "share": share, "low": low, "high": high, "kl": kl})
 
 
 @titled
