@@ -28,8 +28,8 @@ from typing import Any
 
 import pandas as pd
 
+from kvq.report.comparisons import judge_losses
 from kvq.report.figures.over_models import stand_in_table, text_order_table
-from kvq.report.judged import judge_losses
 from kvq.report.labels import method_departures
 from kvq.results import Record, Store, is_stale
 from kvq.results.noise import family

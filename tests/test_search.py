@@ -18,7 +18,7 @@ pytest.importorskip("optuna")
 
 from kvq.cli import main
 from kvq.errors import ConfigError
-from kvq.report.figures.search import search_figure, search_table, searches
+from kvq.report.figures.cost import search_figure, search_table, searches
 from kvq.results import Store
 from kvq.results.frontier import dominated, hypervolume
 from kvq.sweep.search import Search, Settings, Space, Trial

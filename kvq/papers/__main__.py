@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from kvq.papers.expected import experiment_of, names
 from kvq.report import command
-from kvq.report.judged import read_records
+from kvq.report.comparisons import read_records
 from kvq.report.tables.experiment_files import write_experiments
 from kvq.report.tables.experiments import by_signature
-from kvq.report.tables.reference import read_reference
+from kvq.report.tables.readings import read_reference
 from kvq.results import Store
 
 

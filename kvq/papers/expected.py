@@ -14,8 +14,20 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
 from kvq.errors import KvqError
-from kvq.papers.cells import Cell, Overrides, cells_of, command, jobs_of, missing_choices, placed
-from kvq.papers.sweep import is_embedded, layout_of, runs_anywhere, stand_in_of, written
+from kvq.papers.sweep import (
+    Cell,
+    Overrides,
+    cells_of,
+    command,
+    is_embedded,
+    jobs_of,
+    layout_of,
+    missing_choices,
+    placed,
+    runs_anywhere,
+    stand_in_of,
+    written,
+)
 from kvq.report.tables.experiments import Asked, CellRun, Experiment, signature
 
 
@@ -67,7 +79,7 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment | Non
         pool=layout.pool,
         rows=tuple(layout.rows),
         sections=tuple(layout.sections),
-        cells=tuple(_asked(cell, present) for cell in cells),
+        cells=tuple(Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason) for cell in cells),
         runs=len(jobs),
         baselines=_baselines(jobs),
         stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(layout, jobs, present)},
@@ -119,30 +131,21 @@ def _baselines(jobs: Iterable[Overrides]) -> int:
     return len(plain[False] - plain[True])
 
 
-def _asked(cell: Cell, present: Present) -> Asked:
-    return Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason)
-
-
 def _stand_ins(layout: LayoutConfig, cells: Iterable[Cell], model: str, present: Present) -> tuple[Asked, ...]:
     """The cells of a stand-in, whose model runs anywhere; where that runs another task, its main metric is read."""
-    asked: dict[tuple[Overrides, ...], Asked] = {}
-    instead, found = _stands_in(layout, model) or {}, []
+    asked: set[tuple[Overrides, ...]] = set()
+    found: dict[tuple[tuple[str, str], ...], Asked] = {}
+    instead = _stands_in(layout, model) or {}
     for cell in cells:
         runs = tuple(dict.fromkeys(placed(run, [f"model={model}"], instead) for run in cell.runs))
         other = {_task(run) for run in cell.runs} != {_task(run) for run in runs}
         dropped = {"model", *(layout.metrics if other else ())}
         labels = {axis: label for axis, label in cell.labels.items() if axis not in dropped}
-        made = Asked(
-            labels,
-            "" if other else cell.metric,
-            _runs(runs, present),
-            cell.reason,
-        )
+        made = Asked(labels, "" if other else cell.metric, _runs(runs, present), cell.reason)
         if runs and not (other and runs in asked):
-            asked[runs] = made
-            found.append(made)
-    unique = {tuple(made.labels.items()): made for made in found}
-    return tuple(unique.values())
+            asked.add(runs)
+            found[tuple(labels.items())] = made
+    return tuple(found.values())
 
 
 def _task(run: Sequence[str]) -> str:

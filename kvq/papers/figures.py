@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvq.papers.expected import experiment_of
 from kvq.report.figures import every
 from kvq.report.figures.drawing import Drawing
-from kvq.report.figures.published import published_figure, published_table
+from kvq.report.figures.perplexity import published_figure, published_table
 from kvq.report.tables.experiment_files import fill
 from kvq.report.tables.experiments import by_signature
-from kvq.report.tables.reference import read_reference
+from kvq.report.tables.readings import read_reference
 from kvq.results import Record
 
 DRAWN: Mapping[str, tuple[str, str]] = {"nsnquant/table2": ("LLaMA3.1-8B", "NSNQuant, Table 2")}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 
 from kvq.papers.expected import Present, experiment_of
-from kvq.report.judged import read_records
+from kvq.report.comparisons import read_records
 from kvq.report.tables.experiment_files import fill, grids_of
 from kvq.report.tables.experiments import Experiment, by_signature
-from kvq.report.tables.reference import read_reference
+from kvq.report.tables.readings import read_reference
 from kvq.report.tables.terminal import print_grid
 from kvq.results import Store
 

@@ -25,7 +25,7 @@ from kvq.models.shapes import CacheShape, cache_shape
 from kvq.recommend.advisor import bytes_of, is_of_decoding
 from kvq.recommend.command import answered, given_words
 from kvq.recommend.submit import About, folder_of, submissions
-from kvq.report.judged import read_records
+from kvq.report.comparisons import read_records
 from kvq.report.labels import model_name
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table

@@ -1,17 +1,21 @@
-"""Which rows of a table differ by more than noise, judged on the windows they share (`kvq.results.noise`)."""
+"""The records of a store judged: which runs differ by more than noise, on the windows and items they share."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvq.errors import RecordError
-from kvq.results import Record, Store
+from kvq.report.labels import by_bits, labelled, parse_label
+from kvq.results import Broken, Record, Store
+from kvq.results.item_tests import judge_items
+from kvq.results.metrics import is_lower_better
 from kvq.results.noise import Family, family
 from kvq.results.statistics import (
     ALPHA,
@@ -148,21 +152,6 @@ def _bootstrap_settings(config: Mapping[str, Any]) -> dict[str, int]:
     return settings
 
 
-def parse_label(bits: str) -> tuple[float, float] | None:
-    """Bits of keys and values of a label such as '3' or 'k3v2'; None for another label, such as a fixed rate's."""
-    if match := re.fullmatch(r"k(\d+(?:\.\d+)?)v(\d+(?:\.\d+)?)", bits):
-        return float(match[1]), float(match[2])
-    if re.fullmatch(r"\d+(?:\.\d+)?", bits):
-        return float(bits), float(bits)
-    return None
-
-
-def by_bits(bits: str) -> tuple[float, str]:
-    """Sort key of a bit label: the mean of keys and values, labels without a number last."""
-    parsed = parse_label(bits)
-    return (float("inf") if parsed is None else sum(parsed) / 2, bits)
-
-
 def widths(records: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
     """Neighbouring bit widths of one method, (fewer bits, more bits): neither keys nor values may have fewer."""
     ordered = sorted((record for record in records if parse_label(record.bits)), key=lambda r: by_bits(r.bits))
@@ -208,3 +197,93 @@ def unbeaten(records: Sequence[Record], verdicts: Verdicts, size_of: Callable[[R
         if not (best and not verdicts.beats(record, best[-1])) and not any(verdicts.beats(o, record) for o in cheaper):
             best.append(record)
     return best
+
+
+_TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
+
+
+def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
+    """`labelled(store)`, with p-values and verdicts computed anew, so that one test judges all records.
+
+    Verdicts on items follow from the samples of a run and of its full precision, and from the margin in its settings.
+    Losses of windows are within noise of full precision or not as `kvq.results.noise` judges all runs of a protocol at
+    once, whichever of them a table shows. Where samples cannot be paired there is no verdict. With `keys`, the verdicts
+    of other protocols' records stay as measured.
+
+    Raises:
+        RecordError: the folder cannot be listed.
+    """
+    records, broken = labelled(store)
+    known = {record.key: record for record in records}
+    odd: dict[Path, str] = {}
+    out = [_judged(one, known, store, odd) if keys is None or one.key in keys else one for one in records]
+    return judge_losses(out, store, keys), [*broken, *(Broken(path, reason) for path, reason in odd.items())]
+
+
+def judge_losses(records: Sequence[Record], store: Store, keys: Collection[str] | None = None) -> list[Record]:
+    """Records with the flag `within_noise` of their losses, where it can be told; arguments as in `read_records`."""
+    known = {record.key: record for record in records}
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.baseline_key in known and record.status == "done" and "delta_nll" in record.metrics:
+            groups[str(record.baseline_key)].append(record)
+    p_values: dict[str, float | None] = {}
+    for full, group in groups.items():
+        if keys is None or any(record.key in keys for record in group):
+            found = Comparisons(store.samples_of).family((record, known[full]) for record in group)
+            p_values |= {record.key: found.p.get((record.key, full)) for record in group}
+    return [_marked(record, p_values[record.key]) if record.key in p_values else record for record in records]
+
+
+def _marked(record: Record, p_value: float | None) -> Record:
+    """The record with the flag `within_noise`; without it where there is no p-value."""
+    metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
+    flag = {} if p_value is None else {"within_noise": float(p_value > ALPHA)}
+    return record.model_copy(update={"metrics": metrics | flag})
+
+
+def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[str, Any]]:
+    """`Store.samples_of`; samples that cannot be used are put into `odd`, with the reason.
+
+    Raises:
+        RecordError: as `Store.samples_of`.
+    """
+    try:
+        return store.samples_of(record)
+    except RecordError as error:
+        path = store.samples_path(record.key)
+        if path.is_file():  # a record without its samples is a choice, such as of a small archive
+            odd[path] = str(error).rpartition(f"{path}: ")[2]
+        raise
+
+
+def _judged(record: Record, known: Mapping[str, Record], store: Store, odd: dict[Path, str]) -> Record:
+    task = record.config.get("task")
+    margin = task.get("margin") if isinstance(task, Mapping) else None
+    if "items" not in record.metrics or record.baseline_key is None or not isinstance(margin, int | float):
+        return record
+    metrics = {name: value for name, value in record.metrics.items() if name not in _TESTS}
+    full = known.get(record.baseline_key)
+    try:
+        if full is None:
+            raise RecordError("no record of full precision")
+        ours, theirs = (_scores(samples_of(run, store, odd)) for run in (record, full))
+        if ours.keys() != theirs.keys():
+            raise RecordError("other items were scored")
+        pairs = np.array([(ours[item], theirs[item]) for item in ours], dtype=np.float64).reshape(-1, 2)
+        floor = full.metrics.get("noise_flips", 0.0)
+        if any(map(is_lower_better, _counted(record, store))):
+            pairs = -pairs
+        metrics |= judge_items(pairs[:, 0], pairs[:, 1], margin=margin, noise_flips=floor)
+    except (RecordError, KeyError, TypeError, ValueError):
+        pass
+    return record.model_copy(update={"metrics": metrics})
+
+
+def _counted(record: Record, store: Store) -> set[str]:
+    """Names of the metrics that a run's scores are, where its samples have them."""
+    return {str(row["metric"]) for row in store.samples_of(record) if "metric" in row}
+
+
+def _scores(samples: list[dict[str, Any]]) -> dict[Any, float]:
+    return {row["item"]: float(row["score"]) for row in samples if "skipped" not in row}

@@ -24,11 +24,11 @@ import numpy as np
 from rich.console import Console
 
 from kvq.errors import KvqError, RecordError, printable
-from kvq.report.departures import flatten
 from kvq.report.escapes import csv_of
 from kvq.report.labels import label, labelled, model_name, named, protocol_departures
-from kvq.report.tables.cells import DASH, fixed
-from kvq.report.tables.experiment_files import Grid
+from kvq.report.presets import flatten
+from kvq.report.tables.formats import Sheet
+from kvq.report.tables.layout import DASH, fixed
 from kvq.report.tables.terminal import print_grid
 from kvq.results import Record, Store
 from kvq.results.item_tests import differ_p
@@ -158,14 +158,12 @@ def _judged(change: Change, before: Samples, after: Samples) -> Change:
 
 def _corrected(changes: Sequence[Change]) -> list[Change]:
     """Verdicts of items, by p-values corrected for being read together."""
-    tested = {index: change.p_value for index, change in enumerate(changes) if change.p_value is not None}
-    p_values = holm(tested)
-    return [
-        change._replace(p_value=p_values[index], verdict="within noise" if p_values[index] > ALPHA else "changed")
-        if index in p_values
-        else change
-        for index, change in enumerate(changes)
-    ]
+    out = list(changes)
+    tested = {place: change.p_value for place, change in enumerate(changes) if change.p_value is not None}
+    for place, p_value in holm(tested).items():
+        verdict = "within noise" if p_value > ALPHA else "changed"
+        out[place] = out[place]._replace(p_value=p_value, verdict=verdict)
+    return out
 
 
 def _raised(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> str:
@@ -184,7 +182,7 @@ def _moved(before: Record, after: Record) -> str:
     return "; ".join(shown) + more
 
 
-def grid_of(changes: Sequence[Change], everything: bool = False) -> Grid:
+def grid_of(changes: Sequence[Change], everything: bool = False) -> Sheet:
     """The changes as a table; runs that are the same, within noise or in one folder alone are shown only on demand.
 
     Otherwise they are counted, those of one folder by task and model.
@@ -208,7 +206,7 @@ def grid_of(changes: Sequence[Change], everything: bool = False) -> Grid:
             where = ", ".join(f"{place} ({count})" for place, count in sorted(alone.items()))
             notes.append(f"{verdict[0].upper()}{verdict[1:]}: {where}; --all names each.")
     notes.append("Differences are B minus A on the same windows or items; p-values of items are corrected (Holm).")
-    return Grid("A to B", ["run", "metric", "A", "B", "B - A", "bits", "verdict", "why"], rows, 1, notes)
+    return Sheet("A to B", ["run", "metric", "A", "B", "B - A", "bits", "verdict", "why"], rows, 1, notes=notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

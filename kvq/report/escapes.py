@@ -9,43 +9,39 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from kvq.errors import printable
 
-_LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "{": r"\{",
-        "}": r"\}",
-        "$": r"\$",
-        "&": r"\&",
-        "%": r"\%",
-        "#": r"\#",
-        "_": r"\_",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-        "`": r"\textasciigrave{}",
-        "[": "{[}",  # bare, a row that starts with [ is read as the optional argument of the \\ before it
-        "]": "{]}",
-        "Δ": r"$\Delta$",
-        "±": r"$\pm$",
-        "≈": r"$\approx$",
-        "×": r"$\times$",
-        "≤": r"$\leq$",
-        "≥": r"$\geq$",
-        "→": r"$\rightarrow$",
-        "←": r"$\leftarrow$",
-        "−": r"\textminus{}",
-        "µ": r"\textmu{}",
-        "μ": r"\textmu{}",
-        "·": r"\textperiodcentered{}",
-        "°": r"\textdegree{}",
-        "…": r"\textellipsis{}",
-        "†": r"\textdagger{}",
-        "–": r"\textendash{}",
-        "—": r"\textemdash{}",
-    }
-)
+_SIGNS = {
+    **{sign: rf"\{sign}" for sign in "{}$&%#_"},
+    "Δ": r"$\Delta$",
+    "±": r"$\pm$",
+    "≈": r"$\approx$",
+    "×": r"$\times$",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "→": r"$\rightarrow$",
+    "←": r"$\leftarrow$",
+    # Bare, a row that starts with [ is read as the optional argument of the \\ before it.
+    "[": "{[}",
+    "]": "{]}",
+}
+_WORDS = {
+    "\\": "backslash",
+    "~": "asciitilde",
+    "^": "asciicircum",
+    "`": "asciigrave",
+    "<": "less",
+    ">": "greater",
+    "|": "bar",
+    "−": "minus",
+    "·": "periodcentered",
+    "°": "degree",
+    "µ": "mu",
+    "μ": "mu",
+    "…": "ellipsis",
+    "†": "dagger",
+    "–": "endash",
+    "—": "emdash",
+}
+_LATEX = str.maketrans(_SIGNS | {sign: rf"\text{word}{{}}" for sign, word in _WORDS.items()})
 # Letters that pdflatex knows in any encoding of fonts. What is neither here nor above is named by its number, so that
 # a name in another script compiles.
 _UNKNOWN = re.compile(r"[^\x00-\x7fÀ-ÏÑ-ÖØ-Ýß-ïñ-öø-ýÿ]")
@@ -100,7 +96,6 @@ def escape_markdown(text: str) -> str:
 
 def escape_latex(text: str) -> str:
     """Text that LaTeX shows as it is; signs used by the tables become their commands."""
-    escaped = (
-        one_line(text).translate(_LATEX).replace("--", "-{}-").replace("--", "-{}-")
-    )  # two make a dash of another length
+    # Two hyphens make a dash of another length.
+    escaped = one_line(text).translate(_LATEX).replace("--", "-{}-").replace("--", "-{}-")
     return _UNKNOWN.sub(lambda found: rf"\texttt{{U+{ord(found[0]):04X}}}", escaped)

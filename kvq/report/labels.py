@@ -15,11 +15,9 @@ from typing import Any
 from kvq.config.bits import Bits
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.method import TEST_TEXT
-from kvq.report.comparisons import parse_label
-from kvq.report.departures import SIDES, departures, flatten, joined, said
-from kvq.report.isolated import line
+from kvq.report.command import line
 from kvq.report.palette import ENGINES
-from kvq.report.presets import presets
+from kvq.report.presets import SIDES, departures, flatten, joined, presets, said
 from kvq.results import Broken, Record, Store
 
 _OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
@@ -124,6 +122,21 @@ def _overridden(record: Record) -> list[str]:
         if chosen is not None:
             out.append(said(name, chosen))
     return out
+
+
+def parse_label(bits: str) -> tuple[float, float] | None:
+    """Bits of keys and values of a label such as '3' or 'k3v2'; None for another label, such as a fixed rate's."""
+    if match := re.fullmatch(r"k(\d+(?:\.\d+)?)v(\d+(?:\.\d+)?)", bits):
+        return float(match[1]), float(match[2])
+    if re.fullmatch(r"\d+(?:\.\d+)?", bits):
+        return float(bits), float(bits)
+    return None
+
+
+def by_bits(bits: str) -> tuple[float, str]:
+    """Sort key of a bit label: the mean of keys and values, labels without a number last."""
+    parsed = parse_label(bits)
+    return (float("inf") if parsed is None else sum(parsed) / 2, bits)
 
 
 def model_name(name: str) -> str:

@@ -14,7 +14,7 @@ from kvq.config import Config, full_precision
 from kvq.config.identity import by_names
 from kvq.errors import DataError, Unsupported, printable
 from kvq.report.tables.terminal import print_tables
-from kvq.report.wandb.live import track
+from kvq.report.wandb import track
 from kvq.results import Record, Store
 
 

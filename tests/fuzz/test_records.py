@@ -13,12 +13,12 @@ import pytest
 from kvq.papers import __main__ as papers
 from kvq.papers.expected import experiment_of
 from kvq.report.__main__ import main as tables
+from kvq.report.comparisons import read_records
 from kvq.report.diff import main as diff
 from kvq.report.figures import every as figures
 from kvq.report.figures import style
 from kvq.report.html.__main__ import main as page
-from kvq.report.judged import read_records
-from kvq.report.wandb.entry import entry_of, sample_table
+from kvq.report.wandb.run import entry_of, sample_table
 from kvq.results import Store
 from tests.fuzz.amounts import pieces
 from tests.fuzz.odd_records import examples, mutated, put

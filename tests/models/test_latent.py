@@ -21,7 +21,7 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.layers import kv_layers_of
 from kvq.models.shapes import cache_shape
-from kvq.report.departures import departures
+from kvq.report.presets import departures
 from kvq.runner import Prepared
 from kvq.tasks.memory import rows_of
 from kvq.tasks.reader import Reader
@@ -157,5 +157,6 @@ def test_formats_of_a_latent_are_refused_where_none_is_cached(tmp_path: Path) ->
     check("latent")
     check("plain", "task=memory")
     for folder, *overrides in (["plain"], ["latent", EXPANDED]):
-        with pytest.raises(Unsupported, match=rf"^method=engine/vllm_fp8_ds_mla: a format of the latent .* model=.*{folder} "):
+        told = rf"^method=engine/vllm_fp8_ds_mla: a format of the latent .* model=.*{folder} "
+        with pytest.raises(Unsupported, match=told):
             check(folder, *overrides)

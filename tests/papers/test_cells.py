@@ -6,7 +6,7 @@ import pytest
 
 from kvq.config.layout import LayoutConfig
 from kvq.errors import ConfigError
-from kvq.papers.cells import cells_of, command, jobs_of, missing_choices, placed
+from kvq.papers.sweep import cells_of, command, jobs_of, missing_choices, placed
 
 
 def layout(**changes: object) -> LayoutConfig:

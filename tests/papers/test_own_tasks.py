@@ -22,10 +22,9 @@ import tests.golden.tasks as golden
 from kvq.config import compose, resolve
 from kvq.config.explain import choices
 from kvq.errors import KvqError
-from kvq.papers.cells import Cell, cells_of, missing_choices
 from kvq.papers.expected import layout_named, names
-from kvq.report.tables.readings import read_metric
-from kvq.report.tables.reference import read_reference
+from kvq.papers.sweep import Cell, cells_of, missing_choices
+from kvq.report.tables.readings import read_metric, read_reference
 from kvq.results import Record
 from kvq.runner import run
 from kvq.tasks import speed

@@ -13,13 +13,12 @@ from kvq.config import compose, resolve
 from kvq.config.explain import choices
 from kvq.config.identity import by_names, canonical
 from kvq.papers import expected
-from kvq.papers.cells import cells_of, jobs_of, missing_choices
 from kvq.papers.expected import experiment_of, layout_named, names
 from kvq.papers.show import print_cost
-from kvq.papers.sweep import grouped, stand_in_of, sweep_of
+from kvq.papers.sweep import cells_of, grouped, jobs_of, missing_choices, stand_in_of, sweep_of
 from kvq.report.tables.experiment_files import write_experiments
 from kvq.report.tables.experiments import Experiment, by_signature, shown_cells, signature
-from kvq.report.tables.reference import Published, read_reference
+from kvq.report.tables.readings import Published, read_reference
 from kvq.results import Store
 from tests.results import made
 

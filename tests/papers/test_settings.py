@@ -12,8 +12,8 @@ import yaml
 from kvq.config import Config, Loader, compose, conf_dir, resolve
 from kvq.config.explain import choices
 from kvq.config.files import DISTRIBUTION, EMBEDDED
-from kvq.papers.cells import Cell, cells_of, missing_choices
 from kvq.papers.expected import layout_named, names, resolved
+from kvq.papers.sweep import Cell, cells_of, missing_choices
 from tests.papers.read_settings import READ
 
 

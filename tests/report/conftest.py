@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.report.judged import read_records
+from kvq.report.comparisons import read_records
 from kvq.results import Broken, Record, Store
 
 RESULTS = Path(__file__).parents[2] / "results"

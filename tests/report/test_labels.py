@@ -14,7 +14,7 @@ from kvq.report.html.payload import payload
 from kvq.report.labels import is_variant, label, model_name, named, protocol, protocol_departures
 from kvq.report.palette import colour_of
 from kvq.report.tables.build import build_tables
-from kvq.report.wandb.entry import entry_of
+from kvq.report.wandb.run import entry_of
 from kvq.results import Record, Store
 from kvq.results.record import canonical
 from tests.report import sweeps

@@ -11,7 +11,7 @@ import pytest
 
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
-from kvq.report.departures import flatten
+from kvq.report.presets import flatten
 from kvq.results import Record, Store, run_key
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -10,7 +10,7 @@ from kvq.config import compose, resolve
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import method_of
 from kvq.models.inputs import Inputs
-from kvq.report.figures.sensitivity import costs_figure, costs_table, sums_figure, sums_table
+from kvq.report.figures.error import costs_figure, costs_table, sums_figure, sums_table
 from kvq.results import Record, Store
 from kvq.results.journal import Journal
 from kvq.runner import Prepared, run

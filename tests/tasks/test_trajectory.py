@@ -13,7 +13,7 @@ from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError
 from kvq.models.inputs import Inputs
 from kvq.report.figures.over_models import text_order_table
-from kvq.report.figures.trajectories import survival_figure, survival_table
+from kvq.report.figures.texts import survival_figure, survival_table
 from kvq.results import Record, Store
 from kvq.results.journal import Journal
 from kvq.runner import Prepared, run

@@ -7,16 +7,18 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from kvq.errors import RecordError
-from kvq.report.departures import PROTOCOL
-from kvq.report.figures import cost, distribution, norms, over_models, perplexity, sensitivity, trajectories
+from kvq.report.command import made_of, noted
+from kvq.report.figures import cost, distribution, norms, over_models, perplexity, texts
 from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing, drawn
-from kvq.report.figures.needles import heat_map, needle_grid
-from kvq.report.isolated import made_of, noted
+from kvq.report.figures.texts import heat_map, needle_grid
 from kvq.report.labels import label, model_name, named, protocol_departures
+from kvq.report.presets import PROTOCOL
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store, run_key
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 _FEWEST_WIDTHS = 3
 _KNOWN_STATES = ("random_states", "model_states")
-Made = TypeVar("Made")
+
 Maker = Callable[[Sequence[Record], Store], Iterable[Drawing]]
 
 
@@ -41,24 +43,19 @@ def diagnostic_drawings(records: Iterable[Record], store: Store, skipped: list[s
     for task, make in MAKERS.items():
         own = sorted((r for r in done if r.task == task), key=lambda r: (r.model, r.dataset, label(r), r.bits, r.key))
         for group in _grouped(own, _protocol).values():
-            for made in _sound(group, _listed(make, store), f"figures of task={task}", skipped) or ():
+            for made in _sound(group, make, store, f"figures of task={task}", skipped):
                 first = group[0]
                 stem = f"{made.stem}-{first.model}-{first.dataset}-{_protocol(first)[:6]}"
                 yield replace(made, stem=file_name(stem))
     for make, what in ((_shifts, "shifts"), (_stand_ins, "stand-ins"), (_dispersions, "dispersion")):
         parts = _grouped(done, _shift_group).values() if make is _shifts else [done]
         for group in parts:
-            yield from _sound(group, _listed(make, store), what, skipped) or ()
+            yield from _sound(group, make, store, what, skipped)
 
 
-def _listed(make: Maker, store: Store) -> Callable[[list[Record]], list[Drawing]]:
-    return lambda group: list(make(group, store))
-
-
-def _sound(
-    group: Sequence[Record], make: Callable[[list[Record]], Made], what: str, skipped: list[str] | None
-) -> Made | None:
-    return made_of(group, make, run_of, what, noted(skipped))
+def _sound(group: Sequence[Record], make: Maker, store: Store, what: str, skipped: list[str] | None) -> list[Drawing]:
+    """Drawings of the records that allow them."""
+    return made_of(group, lambda sound: list(make(sound, store)), run_of, what, noted(skipped)) or []
 
 
 def run_of(record: Record) -> str:
@@ -145,9 +142,12 @@ def _errors(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
 
 def _norms(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     table, where = norms.norms_table(group[0], store), _where(group)
-    yield Drawing("tni-boxes", table, norms.boxes_figure, (f"Token norms over layers and heads: {where}",))
-    yield Drawing("tni-layers", table, norms.layers_figure, (f"Token norms by layer, a box over heads: {where}",))
-    yield Drawing("tni-heat", table, norms.heat_figure, (f"Where tokens are low in norm: {where}",))
+    for stem, draw, words in (
+        ("tni-boxes", norms.boxes_figure, "Token norms over layers and heads"),
+        ("tni-layers", norms.layers_figure, "Token norms by layer, a box over heads"),
+        ("tni-heat", norms.heat_figure, "Where tokens are low in norm"),
+    ):
+        yield Drawing(stem, table, draw, (f"{words}: {where}",))
     for record in _quantized(group):
         title = f"{_bits_on(record)}: ranges, bounds and errors"
         yield Drawing(f"tni-groups-{named(record)}", norms.groups_table(record, store), norms.groups_figure, (title,))
@@ -163,30 +163,27 @@ def _modalities(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
 
 def _distributions(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     record, where, of = group[0], _where(group), distribution
-    title = f"Closeness to N(0, 1): {where}"
-    yield from drawn("distribution-kl", of.closeness_table(record), of.closeness_figure, title)
-    synthetic = errors.rows_of(record, store, "synthetic")
-    title = f"NSN by layer: {where} (solid: keys, dotted: values, dashed: synthetic)"
-    yield from drawn("distribution-layers", of.layers_table(record, store), of.layers_figure, synthetic, title)
-    title = f"Covariances of channels behind NSN: {where}"
-    yield from drawn("distribution-covariances", of.covariances_table(record, store), of.covariances_figure, title)
     ranges, moments = of.ranges_table(record, store), of.moments_table(record, store)
-    magnitudes = of.magnitudes_table(record, store)
-    if not ranges.empty:
-        title = f"Covariances by channel behind NSN, layer {ranges['layer'].min()}: {where}"
-        yield from drawn("distribution-ranges", ranges, of.ranges_figure, title)
-    title = f"Channels behind NSN and Hadamard: {where}"
-    yield from drawn("distribution-channels", of.scattered(moments), of.scatter_figure, title)
-    title = f"Channels by steps of NSN, layer {moments['layer'].min()}, head 0: {where}"
-    yield from drawn("distribution-steps", of.one_head(moments), of.steps_figure, title)
-    if not magnitudes.empty:
-        title = f"Magnitudes, layer {magnitudes['layer'].min()}, head 0: {where}"
-        yield from drawn("distribution-magnitudes", magnitudes, of.magnitudes_figure, title)
+    magnitudes, synthetic = of.magnitudes_table(record, store), errors.rows_of(record, store, "synthetic")
+    closeness, covariances = of.closeness_table(record), of.covariances_table(record, store)
+    title = f"NSN by layer: {where} (solid: keys, dotted: values, dashed: synthetic)"
+    kinds: tuple[tuple[str, pd.DataFrame, Callable[..., Figure], str], ...] = (
+        ("covariances", covariances, of.covariances_figure, "Covariances of channels behind NSN"),
+        ("ranges", ranges, of.ranges_figure, "Covariances by channel behind NSN, layer {layer}"),
+        ("channels", of.scattered(moments), of.scatter_figure, "Channels behind NSN and Hadamard"),
+        ("steps", of.one_head(moments), of.steps_figure, "Channels by steps of NSN, layer {layer}, head 0"),
+        ("magnitudes", magnitudes, of.magnitudes_figure, "Magnitudes, layer {layer}, head 0"),
+    )
+    yield from drawn("distribution-kl", closeness, of.closeness_figure, f"Closeness to N(0, 1): {where}")
+    yield from drawn("distribution-layers", of.layers_table(record, store), of.layers_figure, synthetic, title)
+    for stem, table, draw, words in kinds:
+        layer = table["layer"].min() if "layer" in table else None
+        yield from drawn(f"distribution-{stem}", table, draw, f"{words.format(layer=layer)}: {where}")
 
 
 def _memory(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
     title = f"Bytes of the cache: {model_name(group[0].model)}"
-    return drawn("memory", cost.memory_table(group, store), cost.memory_figure, title)
+    return drawn("memory", errors.labelled_rows(group, store, "bytes"), cost.memory_figure, title)
 
 
 def _throughputs(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
@@ -195,9 +192,7 @@ def _throughputs(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
 
 
 def _planes(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    table = errors.plane_table(_quantized(group), store)
-    if table.empty:
-        return
+    table = errors.labelled_rows(_quantized(group), store, "plane")
     sinks = f"sinks {'with' if group[0].config['task'].get('sink_outliers') else 'without'} outlier channels"
     for quantity, words in (
         ("neighbour_apart_error", "Error of a sink's neighbours, relative to what sets keys apart"),
@@ -226,20 +221,14 @@ def _model_states(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
 
 
 def _trajectories(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    title = f"Greedy texts beside full precision's: {_where(group)}"
-    return drawn(
-        "trajectory", trajectories.survival_table(_quantized(group), store), trajectories.survival_figure, title
-    )
+    table, title = texts.survival_table(_quantized(group), store), "Greedy texts beside full precision's"
+    return drawn("trajectory", table, texts.survival_figure, f"{title}: {_where(group)}")
 
 
 def _sensitivities(group: Sequence[Record], store: Store) -> Iterable[Drawing]:
-    measured = _quantized(group)
-    where = _where(group)
-    yield from drawn(
-        "sensitivity", sensitivity.costs_table(measured, store), sensitivity.costs_figure, f"Quantized alone: {where}"
-    )
-    title = f"Do costs of layers add up? {where}"
-    yield from drawn("sums", sensitivity.sums_table(measured, store), sensitivity.sums_figure, title)
+    costs, sums = (make(_quantized(group), store) for make in (errors.costs_table, errors.sums_table))
+    yield from drawn("sensitivity", costs, errors.costs_figure, f"Quantized alone: {_where(group)}")
+    yield from drawn("sums", sums, errors.sums_figure, f"Do costs of layers add up? {_where(group)}")
 
 
 MAKERS: dict[str, Maker] = {
@@ -271,7 +260,8 @@ def embedding_drawings(records: Iterable[Record], store: Store, skipped: list[st
     for name, group in groups.items():
         if len({r.dataset for r in group}) < 2:
             continue
-        kept = _sound(group, functools.partial(distribution.kept_vectors, store=store), "embedding", skipped)
+        vectors = functools.partial(distribution.kept_vectors, store=store)
+        kept = made_of(group, vectors, run_of, "embedding", noted(skipped))
         if kept is not None and not kept.empty:
             title = f"Tokens of {model_name(group[0].model)}, layer {kept['layer'].iloc[0]}, one head"
             stem = file_name(f"distribution-tsne-{group[0].model}-{name[:6]}")

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.plots import GREY, below, crossed, dress, heat, level, marked, panels, points, ranges, titled
+from kvq.report.figures.plots import GREY, below, dress, heat, level, marked, multiples, panels, points, ranges, titled
 from kvq.report.figures.style import colour, evenly_spread, marker, style
 from kvq.results import Record, Store
 
@@ -62,25 +62,23 @@ def closeness_figure(table: pd.DataFrame, title: str) -> Figure:
 
 def layers_table(record: Record, store: Store) -> pd.DataFrame:
     """Per side and layer: deviations of channels, Lemma 1's range and the measured one, correlation, cosines."""
-    lemma, correlation = rows_of(record, store, "lemma"), rows_of(record, store, "correlation")
-    moments, cosines = rows_of(record, store, "moments"), rows_of(record, store, "vq")
+    kinds = {kind: rows_of(record, store, kind) for kind in ("lemma", "correlation", "moments", "vq")}
+    places = {kind: dict(list(rows.groupby(["side", "layer"]))) for kind, rows in kinds.items()}
     lines = []
-    for (side, layer), part in lemma.groupby(["side", "layer"], sort=True):
-        line = {"side": side, "layer": layer}
-        line |= {name: part[name].min() for name in ("low", "variance_min", "covariance_min")}
-        line |= {name: part[name].max() for name in ("high", "variance_max", "covariance_max")}
-        line |= {name: part[name].mean() for name in ("epsilon", "gamma", "inside")}
-        here = correlation[(correlation["side"] == side) & (correlation["layer"] == layer)]
-        line["correlation"] = here["correlation"].mean()
+    for (side, layer), part in kinds["lemma"].groupby(["side", "layer"], sort=True):
+        here = {kind: places[kind].get((side, layer), rows.iloc[:0]) for kind, rows in kinds.items()}
+        line: dict[Any, Any] = {"side": side, "layer": layer}
+        line |= part[["low", "variance_min", "covariance_min"]].min().to_dict()
+        line |= part[["high", "variance_max", "covariance_max"]].max().to_dict()
+        line |= part[["epsilon", "gamma", "inside"]].mean().to_dict()
+        line["correlation"] = here["correlation"]["correlation"].mean()
         for stage in STAGES:
-            at = moments[(moments["side"] == side) & (moments["layer"] == layer) & (moments["stage"] == stage)]
-            values = np.concatenate([np.asarray(row) for row in at["deviation"]])
-            for name, q in (("5%", 0.05), ("95%", 0.95)):
-                line[f"deviation {stage} {name}"] = float(np.quantile(values, q))
+            at = here["moments"][here["moments"]["stage"] == stage]
+            low, high = np.quantile(np.concatenate([np.asarray(row) for row in at["deviation"]]), (0.05, 0.95))
+            line |= {f"deviation {stage} 5%": float(low), f"deviation {stage} 95%": float(high)}
             line[f"|mean| {stage}"] = float(np.mean([np.abs(row).mean() for row in at["mean"]]))
-        for _, row in cosines[(cosines["side"] == side) & (cosines["layer"] == layer)].iterrows():
-            line[f"cosine {row['codebook']} {row['bits']} bit"] = row["cosine"]
-        lines.append(line)
+        cosines = here["vq"].to_dict("records")
+        lines.append(line | {f"cosine {row['codebook']} {row['bits']} bit": row["cosine"] for row in cosines})
     return pd.DataFrame(lines)
 
 
@@ -241,19 +239,16 @@ def scattered(table: pd.DataFrame) -> pd.DataFrame:
 @titled
 def scatter_figure(table: pd.DataFrame) -> Figure:
     """A point for each channel, deviation over mean (NSNQuant, Figures 12 and 13); lines cross at those of N(0, 1)."""
-    layers = sorted(table["layer"].unique())
-    made, axes = panels(2, 3.4, 2, len(layers), sharex=True, sharey=True, squeeze=False)
-    for axis, _, _, here in crossed(axes, table, ("side", SIDES), ("layer", layers)):
+    sides = {side: f"{side}s: deviation" for side in SIDES}
+    layers = {layer: f"layer {layer}" for layer in sorted(table["layer"].unique())}
+    pairs = (("side", sides), ("layer", layers))
+    made, axes, parts = multiples(3.4, table, *pairs, "mean of a channel", sharex=True, sharey=True)
+    for axis, _, _, here in parts:
         level(axis, 1)
         axis.axvline(0, color=GREY, linewidth=0.6)
         for head, part in here.groupby("head"):
             points(axis, part["mean"], part["deviation"], head, f"head {head}", s=5, rasterized=True)
         dress(axis, grid="both")
-    for row, side in zip(axes, SIDES, strict=True):
-        row[0].set_ylabel(f"{side}s: deviation")
-    for top, bottom, layer in zip(axes[0], axes[-1], layers, strict=True):
-        top.set_title(f"layer {layer}")
-        bottom.set_xlabel("mean of a channel")
     if table["head"].nunique() <= 8:
         below(made, axes[0, 0], 8, markerscale=2)
     return made
@@ -267,20 +262,16 @@ def one_head(table: pd.DataFrame) -> pd.DataFrame:
 @titled
 def steps_figure(table: pd.DataFrame) -> Figure:
     """Mean ± deviation of each channel as it comes, after NSN, and rotated (what NSNQuant's Figure 3 illustrates)."""
-    made, axes = panels(2, 3.4, 2, len(STAGES), sharex=True, squeeze=False)
-    for axis, side, stage, here in crossed(axes, table, ("side", SIDES), ("stage", STAGES)):
+    sides = {side: f"{side}s:\nmean ± deviation" for side in SIDES}
+    stages = dict(zip(STAGES, ("as they come", "behind NSN", "behind NSN and Hadamard"), strict=True))
+    made, _, parts = multiples(3.4, table, ("side", sides), ("stage", stages), "channel", sharex=True)
+    for axis, side, stage, here in parts:
         part, hue = here.sort_values("channel"), colour(SIDES.index(side))
         low, high = part["mean"] - part["deviation"], part["mean"] + part["deviation"]
         axis.fill_between(part["channel"], low, high, step="mid", color=hue, alpha=0.5, linewidth=0)
         axis.step(part["channel"], part["mean"], where="mid", color=hue, linewidth=0.8)
         for edge in (-1, 1) if stage != STAGES[0] else ():
             axis.axhline(edge, color="black", linestyle="--", linewidth=0.6)
-    for row, side in zip(axes, SIDES, strict=True):
-        row[0].set_ylabel(f"{side}s:\nmean ± deviation")
-    words = ("as they come", "behind NSN", "behind NSN and Hadamard")
-    for top, bottom, text in zip(axes[0], axes[-1], words, strict=True):
-        top.set_title(text)
-        bottom.set_xlabel("channel")
     return made
 
 

@@ -17,10 +17,9 @@ import pandas as pd
 from tqdm import tqdm
 
 from kvq.errors import KvqError
-from kvq.report.command import write_files
+from kvq.report.command import made_of, noted, why, write_files
 from kvq.report.escapes import escape_markdown
 from kvq.report.figures.style import png_of, save
-from kvq.report.isolated import made_of, noted, why
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 
 if TYPE_CHECKING:

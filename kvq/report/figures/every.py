@@ -17,17 +17,16 @@ import pandas as pd
 
 from kvq.errors import printable
 from kvq.report import command
+from kvq.report.command import made_of, noted
+from kvq.report.comparisons import read_records
 from kvq.report.figures import loss as losses
 from kvq.report.figures import perplexity
+from kvq.report.figures.cost import search_figure, search_table, searches
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings, file_name, run_of
 from kvq.report.figures.drawing import Drawing, Noted, drawn, write_drawings
-from kvq.report.figures.needles import heat_map, needle_grid
-from kvq.report.figures.search import search_figure, search_table, searches
-from kvq.report.isolated import made_of, noted
-from kvq.report.judged import read_records
+from kvq.report.figures.texts import heat_map, needle_grid
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.cells import is_of_texts
-from kvq.report.tables.layout import Row, Table, Tables
+from kvq.report.tables.layout import Row, Table, Tables, is_of_texts
 from kvq.results import Broken, Record, Store
 
 if TYPE_CHECKING:
@@ -64,32 +63,30 @@ def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = Non
             grid = made_of(table.rows, make, _name, "heat map of needles", noted(skipped))
             if grid is not None:
                 yield from drawn(table.slug, grid, heat_map, f"Needles found: {titled(table)}")
-        losses_of = functools.partial(_sound_losses, table)
-        yield from made_of(table.rows, losses_of, _name, "loss figures", noted(skipped)) or ()
+        if not is_of_texts(table):  # no loss over a text's own tokens
+            losses_of = functools.partial(_losses, table)
+            yield from made_of(table.rows, losses_of, _name, "loss figures", noted(skipped)) or ()
 
 
 def _name(row: Row) -> str:
     return run_of(row.record)
 
 
-def _sound_losses(table: Table, rows: list[Row]) -> list[Drawing]:
-    return list(_losses(replace(table, rows=tuple(rows))))
-
-
-def _losses(table: Table) -> Iterator[Drawing]:
-    if is_of_texts(table):
-        return  # no loss over a text's own tokens
-    where = titled(table)
+def _losses(whole: Table, rows: list[Row]) -> list[Drawing]:
+    table, where = replace(whole, rows=tuple(rows)), titled(whole)
+    found = []
     for stem, words, make, draw, fewest in _OF_A_TABLE:
         numbers = make(table)
         if numbers is not None and len(numbers) >= fewest:
-            yield Drawing(file_name(f"{stem}-{table.slug}"), numbers, draw, (f"{words}: {where}",))
-    for name, numbers in losses.families(table):
-        title = f"Variants of {name} over measured bits: {where}"
-        yield Drawing(file_name(f"measured-{name}-{table.slug}"), numbers, losses.family_figure, (title,))
-    for name, numbers in losses.variants(table):
-        title = f"Variants of {name}: {where}"
-        yield Drawing(file_name(f"variants-{name}-{table.slug}"), numbers, losses.variants_figure, (title,))
+            found.append(Drawing(file_name(f"{stem}-{table.slug}"), numbers, draw, (f"{words}: {where}",)))
+    for stem, groups, draw, words in (
+        ("measured", losses.families(table), losses.family_figure, " over measured bits"),
+        ("variants", losses.variants(table), losses.variants_figure, ""),
+    ):
+        for name, numbers in groups:
+            title = f"Variants of {name}{words}: {where}"
+            found.append(Drawing(file_name(f"{stem}-{name}-{table.slug}"), numbers, draw, (title,)))
+    return found
 
 
 def search_drawings(store: Store) -> Iterator[Drawing]:

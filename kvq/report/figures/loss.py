@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from kvq.report.comparisons import by_bits, effective_bits, measured_bits
+from kvq.report.comparisons import effective_bits, measured_bits
 from kvq.report.figures.perplexity import run_name
 from kvq.report.figures.plots import GREY, dress, handle, panels, powers_of_two, rows_named, titled
 from kvq.report.figures.style import colour, figure, legend_columns, lines_of, marker, symlog
+from kvq.report.labels import by_bits
 from kvq.report.palette import ENGINES, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record

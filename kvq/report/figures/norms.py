@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.plots import GREY, crossed, dress, handle, heat, level, panels, titled
+from kvq.report.figures.plots import GREY, dress, handle, heat, level, multiples, panels, titled
 from kvq.report.figures.style import colour, evenly_spread, marker, powers_of_ten
 from kvq.results import Record, Store
 
@@ -56,24 +57,20 @@ def boxes_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def _by_side_and_layer(table: pd.DataFrame, layers: list[int]) -> tuple[Figure, Any]:
-    """Norms as they are: panels of sides by layers, with their names."""
-    made, axes = panels(2, 4.4, 3, len(layers), sharex=True, sharey="row", squeeze=False)
-    for row, side in zip(axes, SIDES, strict=True):
-        row[0].set_ylabel(f"{side} norm")
-    for axis, layer in zip(axes[0], layers, strict=True):
-        axis.set_title(f"layer {layer}")
-    made.supxlabel("position (token)", fontsize=8)
-    return made, axes
+def _by_side_and_layer(table: pd.DataFrame, layers: Sequence[int]) -> tuple[Figure, Any, list[tuple[Any, ...]]]:
+    """Norms as they are: panels of sides by layers, from 0."""
+    sides, names = {side: f"{side} norm" for side in SIDES}, {layer: f"layer {layer}" for layer in layers}
+    found = multiples(4.4, table, ("side", sides), ("layer", names), sharex=True, sharey="row")
+    found[0].supxlabel("position (token)", fontsize=8)
+    return found
 
 
 @titled
 def layers_figure(table: pd.DataFrame) -> Figure:
     """Norms as they are, a column per layer: each token a box over its heads, as OScaR's figure 3 draws them."""
     chosen = _positions(table, 8, 4)
-    layers = evenly_spread(sorted(table["layer"].unique()), _LAYERS)
-    made, axes = _by_side_and_layer(table, layers)
-    for axis, _, _, part in crossed(axes, table, ("side", SIDES), ("layer", layers)):
+    made, axes, parts = _by_side_and_layer(table, evenly_spread(sorted(table["layer"].unique()), _LAYERS))
+    for axis, _, _, part in parts:
         _boxes(axis, part, "norm", chosen)
     for row in axes:
         row[0].set_ylim(bottom=0)
@@ -197,12 +194,9 @@ def modality_tokens_table(record: Record, store: Store) -> pd.DataFrame:
     """One line per side, layer and position of the first prompt: its modality, the norms' quartiles over heads."""
     parts = []
     for _, row in rows_of(record, store, "tokens").iterrows():
-        part = pd.DataFrame(dict(zip(_BOX, row["norms"], strict=True)))
-        part.insert(0, "modality", [name for name, count in row["spans"] for _ in range(int(count))])
-        part.insert(0, "position", range(len(part)))
-        part.insert(0, "layer", int(row["layer"]))
-        part.insert(0, "side", row["side"])
-        parts.append(part)
+        about = {"side": row["side"], "layer": int(row["layer"]), "position": range(len(row["norms"][0]))}
+        about["modality"] = [name for name, count in row["spans"] for _ in range(int(count))]
+        parts.append(pd.DataFrame(about | dict(zip(_BOX, row["norms"], strict=True))))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
@@ -212,9 +206,8 @@ def modality_tokens_figure(table: pd.DataFrame) -> Figure:
 
     A thin line goes from the least to the largest head, a thick one between the quartiles; a point is the median.
     """
-    layers = sorted(table["layer"].unique())
-    made, axes = _by_side_and_layer(table, layers)
-    for axis, _, _, here in crossed(axes, table, ("side", SIDES), ("layer", layers)):
+    made, axes, parts = _by_side_and_layer(table, sorted(table["layer"].unique()))
+    for axis, _, _, here in parts:
         for name in here["modality"].unique():
             part, hue = here[here["modality"] == name], _COLOURS[name]
             axis.vlines(part["position"], part["least"], part["largest"], color=hue, linewidth=0.5, alpha=0.35)

@@ -10,9 +10,9 @@ import pandas as pd
 import scipy.stats
 
 from kvq.config.files import DISTRIBUTION, EMBEDDED
-from kvq.report.figures.plots import crossed, dress, handle, panels, titled
+from kvq.report.figures.plots import dress, handle, multiples, panels, titled
 from kvq.report.figures.style import Line, lines_of, marker, symlog
-from kvq.report.labels import begins_otherwise, label
+from kvq.report.labels import begins_otherwise, label, named
 from kvq.report.palette import FIRST
 from kvq.report.presets import presets
 from kvq.results import Record, run_key
@@ -43,25 +43,23 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
     A pair has the same weights, implants and text. Several runs of `task=tni` on them count once, the last by key.
     """
     spread = {_states(record): record for record in records if record.task == "tni" and _SPREADS[0] in record.metrics}
-    lines = []
-    for record in records:
-        found = spread.get(_states(record))
-        if record.task == "ppl" and found is not None and "delta_nll" in record.metrics:
-            lines.append(
-                {
-                    "model": record.model,
-                    "weights": run_key(_model(record))[:8],
-                    "dataset": record.dataset,
-                    "method": label(record),
-                    "bits": record.bits,
-                    "protocol": _protocol(record),
-                    "stand_in": presets().model_path(record.model).startswith(EMBEDDED),
-                    "measured": _measured(record),
-                    **{name: found.metrics[name] for name in _SPREADS},
-                    "delta_nll": record.metrics["delta_nll"],
-                    "delta_perplexity": record.metrics["delta_perplexity"],
-                }
-            )
+    pairs = [(record, spread.get(_states(record))) for record in records]
+    lines = [
+        {
+            "model": record.model,
+            "weights": run_key(_model(record))[:8],
+            "dataset": record.dataset,
+            "method": label(record),
+            "bits": record.bits,
+            "protocol": _protocol(record),
+            "stand_in": presets().model_path(record.model).startswith(EMBEDDED),
+            "measured": _measured(record),
+            **{name: found.metrics[name] for name in _SPREADS},
+            **{name: record.metrics[name] for name in ("delta_nll", "delta_perplexity")},
+        }
+        for record, found in pairs
+        if record.task == "ppl" and found is not None and "delta_nll" in record.metrics
+    ]
     return pd.DataFrame(lines)
 
 
@@ -117,10 +115,9 @@ def scatters(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
         found = [part for part in parts if len(part) >= _FEWEST]
         if found:
             key, _, words = str(measured).partition(": ")
-            where = "embedded" if small else "models"
             over = "embedded models" if small else "models"
             title = f"Spread of token norms in layer 0 and loss at {bits} bits, over {over}: {words}".rstrip(": ")
-            yield f"dispersion-scatter-{where}-{bits}-{key}", title, pd.concat(found, ignore_index=True)
+            yield f"dispersion-scatter-{over.split()[0]}-{bits}-{key}", title, pd.concat(found, ignore_index=True)
 
 
 def _points(runs: pd.DataFrame, method: str) -> pd.DataFrame:
@@ -187,7 +184,7 @@ def text_order_table(records: Sequence[Record]) -> pd.DataFrame:
     """
     losses = _losses(records)
     texts = [
-        {"model": r.model, "method": f"{label(r)} {r.bits}".strip(), "loss_stand_in": -r.metrics["kept_tokens"]}
+        {"model": r.model, "method": named(r), "loss_stand_in": -r.metrics["kept_tokens"]}
         for r in records
         if r.task == "trajectory" and r.status == "done" and "kept_tokens" in r.metrics
     ]
@@ -200,7 +197,7 @@ def text_order_table(records: Sequence[Record]) -> pd.DataFrame:
 
 def _losses(records: Sequence[Record]) -> pd.DataFrame:
     """One line per model, scoring and method, of the protocol with most runs."""
-    losses = pd.DataFrame([_line(record) for record in records if _counts(record)])
+    losses = pd.DataFrame(filter(None, map(_line, records)))
     if losses.empty:
         return losses
     size = losses.groupby(["model", "scoring", "protocol"])["method"].transform("size")
@@ -218,25 +215,20 @@ def _correlations(joined: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else joined.iloc[:0]
 
 
-def _counts(record: Record) -> bool:
-    task = record.config.get("task")
-    scoring = task.get("scoring") if isinstance(task, dict) else None
-    ours = record.task == "ppl" and record.status == "done" and scoring in _SCORINGS
-    return (
-        ours
-        and "delta_nll" in record.metrics
-        and presets().model_path(record.model).startswith((EMBEDDED, DISTRIBUTION))
-    )
-
-
-def _line(record: Record) -> dict[str, Any]:
-    task: dict[str, Any] = record.config["task"]
+def _line(record: Record) -> dict[str, Any] | None:
+    """A run as a line of losses; None where it is no run of perplexity on a model that runs anywhere."""
+    task, path = record.config.get("task"), presets().model_path(record.model)
+    ours = record.task == "ppl" and record.status == "done" and "delta_nll" in record.metrics
+    if not ours or not isinstance(task, dict) or task.get("scoring") not in _SCORINGS:
+        return None
+    if not path.startswith((EMBEDDED, DISTRIBUTION)):
+        return None
     return {
         "model": record.model,
-        "real": presets().model_path(record.model).startswith(DISTRIBUTION),
+        "real": path.startswith(DISTRIBUTION),
         "scoring": task["scoring"],
         "protocol": f"{record.dataset} {[task.get(name) for name in ('windows', 'context', 'stride', 'max_windows')]}",
-        "method": f"{label(record)} {record.bits}".strip(),
+        "method": named(record),
         "loss": record.metrics["delta_nll"],
     }
 
@@ -263,14 +255,15 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
     """Loss on the real model over loss on each embedded one, a row of panels per scoring; the farthest are named."""
     from matplotlib.ticker import LogLocator
 
-    models = list(dict.fromkeys(table["model_stand_in"]))
-    scorings = [scoring for scoring in _SCORINGS if scoring in set(table["scoring"])]
+    scorings = set(table["scoring"])
     looks = lines_of(table["method"])
     # Losses below this are noise, and a logarithm has no place for gains.
     drawn = table.assign(**table[["loss_stand_in", "loss"]].clip(lower=1e-3))
-    size = (len(scorings), len(models))
-    made, axes = panels(2, 0.6 + 1.9 * len(scorings), *size, squeeze=False, sharex=True, sharey=True)
-    for axis, scoring, _, part in crossed(axes, drawn, ("scoring", scorings), ("model_stand_in", models)):
+    rows = {name: f"{table['model'].iloc[0]}, {words}" for name, words in _SCORINGS.items() if name in scorings}
+    columns = ("model_stand_in", dict.fromkeys(table["model_stand_in"], ""))
+    height = 0.6 + 1.9 * len(rows)
+    made, _, parts = multiples(height, drawn, ("scoring", rows), columns, sharex=True, sharey=True)
+    for axis, scoring, _, part in parts:
         _pairs(axis, part, looks)
         axis.set(xscale="log", yscale="log")
         axis.xaxis.set_major_locator(LogLocator(numticks=6))
@@ -278,10 +271,8 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
         if len(part):
             first = part.iloc[0]
             said = f"ρ {first['rho']:.2f} [{first['low']:.2f}, {first['high']:.2f}], {first['methods']} methods"
-            above = f"{first['model_stand_in']}\n" if scoring == scorings[0] else ""
+            above = f"{first['model_stand_in']}\n" if scoring == next(iter(rows)) else ""
             axis.set_title(above + said, fontsize=6)
-    for row, scoring in zip(axes, scorings, strict=True):
-        row[0].set_ylabel(f"{table['model'].iloc[0]}, {_SCORINGS[scoring]}")
     made.supxlabel("ΔNLL on the embedded model (nats/token)", fontsize=8)
     return made
 

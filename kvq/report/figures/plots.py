@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 GREY = "#999999"
 Draw = Callable[..., "Figure"]
+Names = Mapping[Any, str]
 
 
 def titled(draw: Draw) -> Draw:
@@ -47,20 +48,31 @@ def wrapped(made: Figure, count: int, across: int, **options: Any) -> list[Any]:
     return list(axes[:count])
 
 
-def crossed(
-    axes: Any, table: pd.DataFrame, rows: tuple[str, Iterable[Any]], columns: tuple[str, Iterable[Any]]
-) -> Iterator[tuple[Any, Any, Any, pd.DataFrame]]:
-    """Each panel of a grid with its two values and the lines of the table that hold both.
+def multiples(
+    height: float, table: pd.DataFrame, rows: tuple[str, Names], columns: tuple[str, Names], x: str = "", **options: Any
+) -> tuple[Figure, Any, list[tuple[Any, Any, Any, pd.DataFrame]]]:
+    """A figure two columns wide with a panel for each pair of two columns' values.
 
     Args:
-        axes: of the grid, (rows, columns).
+        height: of the figure, in inches.
         table: its lines.
-        rows: a column of the table, and the values that rows of panels stand for, from above.
+        rows: a column of the table, and what rows of panels are called by its values, from above.
         columns: the same for columns of panels, from the left.
+        x: what stands below each column of panels.
+        options: of `Figure.subplots`.
+
+    Returns:
+        The figure, its axes (rows, columns), and each panel with its two values and the lines that hold both.
     """
-    pairs = list(itertools.product(rows[1], columns[1]))
-    for axis, (row, column) in zip(axes.flat, pairs, strict=True):
-        yield axis, row, column, table[(table[rows[0]] == row) & (table[columns[0]] == column)]
+    made, axes = panels(2, height, len(rows[1]), len(columns[1]), squeeze=False, **options)
+    for line, name in zip(axes, rows[1].values(), strict=True):
+        line[0].set_ylabel(name)
+    for top, bottom, name in zip(axes[0], axes[-1], columns[1].values(), strict=True):
+        top.set_title(name)
+        bottom.set_xlabel(x)
+    pairs = zip(axes.flat, itertools.product(rows[1], columns[1]), strict=True)
+    parts = [(axis, *pair, table[(table[rows[0]] == pair[0]) & (table[columns[0]] == pair[1])]) for axis, pair in pairs]
+    return made, axes, parts
 
 
 def dress(axis: Any, x: str = "", y: str = "", grid: str = "", title: str = "", whole: bool = False) -> None:

@@ -14,23 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import RecordError, printable
+from kvq.report.command import made_of
 from kvq.report.comparisons import (
     Comparisons,
     Verdicts,
-    by_bits,
     effective_bits,
     frontier,
     is_noise,
     measured_bits,
+    read_records,
+    samples_of,
     widths,
 )
-from kvq.report.departures import PROTOCOL, flatten, joined, said, settings_of
-from kvq.report.isolated import made_of
-from kvq.report.judged import read_records, samples_of
-from kvq.report.labels import cache_dtype, is_variant, label, model_name, protocol_departures
+from kvq.report.labels import by_bits, cache_dtype, is_variant, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
-from kvq.report.tables.cells import columns_of
-from kvq.report.tables.layout import Continuation, Row, Table, Tables, Texts
+from kvq.report.presets import PROTOCOL, flatten, joined, said, settings_of
+from kvq.report.tables.layout import Continuation, Row, Table, Tables, Texts, columns_of
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, judge, run_key
 from kvq.results.statistics import holm

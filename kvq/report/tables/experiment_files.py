@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvq.report.command import write_files
 from kvq.report.escapes import csv_of, escape_markdown, markdown_table, one_line
 from kvq.report.labels import ON_TEST_TEXT
-from kvq.report.tables.cells import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, refused, shown_cells, stand_in_cells
-from kvq.report.tables.latex import PREAMBLE, Sheet, floats
+from kvq.report.tables.formats import PREAMBLE, Sheet, floats
+from kvq.report.tables.layout import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.notes import STALE
-from kvq.report.tables.reference import AXES, Published, Reference
+from kvq.report.tables.readings import AXES, Published, Reference
 from kvq.results import Record, judge
 
 INDEX = "index.md"
 _SHOWN_COMMANDS = 3
 _BITS = ("published bits", "measured bits", "effective bits")
 _OWN = ("Not measured: ", "Run: ", "The other ")
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table as text: `title`, what its cells hold, header, rows, and notes below it."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    labels: int
-    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ def fill(
     return Filled(experiment, cells, {model: here for model, here in small.items() if here})
 
 
-def grids_of(filled: Filled) -> list[Grid]:
+def grids_of(filled: Filled) -> list[Sheet]:
     """The experiment's tables, one for each section, then its stand-ins that were run."""
     experiment, grids = filled.experiment, []
     for machine, cells in _by_machine(filled.cells):
@@ -73,7 +62,7 @@ def _by_machine(cells: Sequence[Shown]) -> list[tuple[str, list[Shown]]]:
     return [(name and f"times on {name}", [cell for cell in cells if cell.machine == name]) for name in machines]
 
 
-def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Grid:
+def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Sheet:
     rows = [axis for axis in experiment.rows if any(cell.asked.labels.get(axis) for cell in cells)]
     others = [axis for axis in AXES if axis not in (*experiment.rows, *experiment.sections)]
     columns = [axis for axis in others if len(labels_of(cells, [axis])) > 1]
@@ -95,7 +84,7 @@ def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Grid:
     bits = [*_BITS[:1]] * printed + [*_BITS[1:]]
     title = ": ".join(filter(None, [experiment.title, "; ".join(filter(None, [section, *alone]))]))
     notes = [f"Cells: {what}."] if columns else []
-    return Grid(title, [*rows, *bits, *names], lines, len(rows), [*notes, *_notes(experiment, cells, numbers)])
+    return Sheet(title, [*rows, *bits, *names], lines, len(rows), notes=[*notes, *_notes(experiment, cells, numbers)])
 
 
 def _bits(cells: Sequence[Shown], printed: bool) -> list[str]:
@@ -165,7 +154,7 @@ def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str,
             yield f"The other {len(missing) - _SHOWN_COMMANDS} commands stand in the table's CSV file."
 
 
-def markdown(experiment: Experiment, grids: Sequence[Grid]) -> str:
+def markdown(experiment: Experiment, grids: Sequence[Sheet]) -> str:
     """All tables of an experiment on one page."""
     where = " ".join(filter(None, [experiment.paper, experiment.table]))
     lines = [f"# {escape_markdown(f'{where}: {experiment.title}')}", ""]
@@ -188,21 +177,15 @@ def _as_code(note: str) -> str:
     return f"{escape_markdown(said)}`{begin}{one_line(line).replace('`', '')}`" if ours else escape_markdown(note)
 
 
-def latex(experiment: Experiment, grids: Sequence[Grid]) -> str:
+def latex(experiment: Experiment, grids: Sequence[Sheet]) -> str:
     """The tables for a paper, with booktabs; commands of what is missing are comments."""
     lines = [PREAMBLE]
     for index, grid in enumerate(grids):
-        sheet = Sheet(
-            caption=grid.title,
-            label=f"tab:{slug(experiment)}" + (f"-{index + 1}" if len(grids) > 1 else ""),
-            header=grid.header,
-            rows=grid.rows,
-            labels=grid.labels + sum(title in _BITS for title in grid.header),
-            left=frozenset(range(grid.labels)),
-            notes=[note for note in grid.notes if not note.startswith(_OWN)],
-            comments=[note for note in grid.notes if note.startswith(_OWN)],
-        )
-        lines.append(floats(sheet))
+        own = [note for note in grid.notes if note.startswith(_OWN)]
+        label = f"tab:{slug(experiment)}" + (f"-{index + 1}" if len(grids) > 1 else "")
+        left, names = frozenset(range(grid.labels)), grid.labels + sum(title in _BITS for title in grid.header)
+        notes = [note for note in grid.notes if note not in own]
+        lines.append(floats(replace(grid, label=label, labels=names, left=left, notes=notes, comments=own)))
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -253,15 +236,8 @@ def write_experiments(
     stale = judge()
     lines = ["# Experiments", ""]
     lines += ["Published figures and ours beside them, by `make tables`; changes here are overwritten.", ""]
-    titles = [
-        "experiment",
-        "table",
-        "measured",
-        "stand-ins",
-        "runs in full",
-        "not in this version",
-        "cannot be measured",
-    ]
+    titles = ["experiment", "table", "measured", "stand-ins", "runs in full", "not in this version"]
+    titles.append("cannot be measured")
     rows = []
     for experiment in experiments:
         filled = fill(experiment, records, reference, stale)

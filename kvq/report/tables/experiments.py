@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from kvq.report.comparisons import is_noise
 from kvq.report.labels import is_on_test_text
 from kvq.report.tables.build import is_unquantized
-from kvq.report.tables.readings import read_metric, read_statistic
-from kvq.report.tables.reference import Published, Reference
+from kvq.report.tables.readings import Published, Reference, read_metric, read_statistic
 from kvq.results import Record, is_stale, run_key
 
 NO_METRIC = "the run has no metric"

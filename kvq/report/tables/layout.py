@@ -1,11 +1,14 @@
-"""Tables before they are written as Markdown, CSV, LaTeX or on a terminal."""
+"""Tables before they are written as Markdown, CSV, LaTeX or on a terminal: rows, columns, the text of cells."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvq.results import Broken, Record
-from kvq.results.metrics import length_of
+from kvq.results.metrics import AT_LENGTH, METRICS, Metric, length_of, metric_of
 
 
 @dataclass(frozen=True)
@@ -96,3 +99,216 @@ class Tables:
 
     tables: tuple[Table, ...]
     broken: tuple[Broken, ...] = ()
+
+
+DASH = "–"
+UNQUANTIZED = "nothing quantized"
+"""Shown in place of a difference from full precision where no token was quantized."""
+
+
+class Cell(NamedTuple):
+    """Text as it is, not escaped."""
+
+    text: str
+    bold: bool = False
+
+
+class Column(NamedTuple):
+    """A column: its title with the unit, a short one for a terminal, its cells."""
+
+    title: str
+    short: str
+    cell: Callable[[Row], Cell]
+    numeric: bool = True
+
+
+def fixed(value: float, digits: int, signed: bool = False) -> str:
+    """`value` with `digits` decimals; from 10,000 on in three significant digits."""
+    sign = "+" if signed else ""
+    if abs(value) >= 1e4:
+        return f"{value:{sign}.3g}"
+    return f"{round(value, digits) + 0.0:{sign}.{digits}f}"  # + 0.0 turns a rounded -0.0 into 0.0
+
+
+def _metric(metric: Metric) -> Callable[[Row], Cell]:
+    def cell(row: Row) -> Cell:
+        value = row.record.metrics.get(metric.name)
+        if value is None or row.record.units.get(metric.name, metric.unit) != metric.unit:
+            return Cell(DASH)
+        return Cell(fixed(value * metric.scale, metric.digits, metric.signed))
+
+    return cell
+
+
+def _column(name: str, cell: Callable[[Row], Cell] | None = None, unit: str | None = None) -> Column:
+    """A column of a metric; `cell` makes its text (None: the number alone)."""
+    metric = metric_of(name, unit)
+    return Column(metric.title, metric.short, cell or _metric(metric))
+
+
+def _spread(metric: Metric) -> Callable[[Row], Cell]:
+    """The cell of a number with its standard error, where a record has one."""
+
+    def cell(row: Row) -> Cell:
+        error = row.record.metrics.get(f"{metric.name}_se")
+        after = "" if error is None else f" ± {fixed(error * metric.scale, metric.digits)}"
+        return Cell(_metric(metric)(row).text + after)
+
+    return cell
+
+
+def _name(row: Row) -> Cell:
+    return Cell(f"{row.name} †" if row.stale else row.name)
+
+
+def _with_footnote(cell: Callable[[Row], Cell]) -> Callable[[Row], Cell]:
+    return lambda row: cell(row) if row.footnote is None else Cell(f"{DASH} [{row.footnote}]")
+
+
+def _perplexity(row: Row) -> Cell:
+    if row.footnote is not None:
+        return Cell(f"{DASH} [{row.footnote}]")
+    return Cell(_metric(METRICS["perplexity"])(row).text, bold=row.best)
+
+
+def _difference(metric: Metric) -> Callable[[Row], Cell]:
+    """The cell of a difference from full precision, with its standard error."""
+
+    def cell(row: Row) -> Cell:
+        delta, error = (row.record.metrics.get(f"{metric.name}{end}") for end in ("", "_se"))
+        if delta is None:
+            return Cell(DASH)
+        if row.unquantized:
+            return Cell(UNQUANTIZED)
+        spread = "" if error is None else f" ± {fixed(error * metric.scale, metric.digits)}"
+        shown = fixed(delta * metric.scale, metric.digits, metric.signed)
+        return Cell(f"{'≈ ' if row.within_noise else ''}{shown}{spread}")
+
+    return cell
+
+
+COLUMNS = (
+    Column("Method", "Method", _name, numeric=False),
+    Column("Bits", "Bits", lambda row: Cell(row.bits)),
+    _column("bits_per_element"),
+    _column("effective_bits"),
+    _column("perplexity", _perplexity),
+    _column("delta_perplexity"),
+    Column("ΔNLL ± SE (nats/token)", "ΔNLL ± SE", _difference(METRICS["delta_nll"])),
+    _column("kl_mean"),
+    _column("kl_p99"),
+    _column("top1_agreement"),
+)
+
+_TOKENS = Column("Tokens", "Tokens", lambda row: Cell(DASH if row.tokens is None else f"{row.tokens:,}"))
+
+
+def _at_length(metric: Metric) -> Column:
+    """The column of a metric that a record has for each length."""
+
+    def cell(row: Row) -> Cell:
+        return _metric(metric._replace(name=f"{metric.name}_{row.tokens}"))(row)
+
+    return Column(metric.title, metric.short, cell)
+
+
+# What every table begins with.
+_RUN = COLUMNS[:4]
+# Tasks whose columns are chosen here; a table of any other shows what its records hold.
+_CHOSEN = ("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "generate", "trajectory")
+# Behind these, where some run of a table has them: tails (of files of logits the median too), and what an engine and
+# its preset agree on.
+_TAILS = ("kl_p999", "kl_max")
+_AGREEMENT = (
+    *("agreement_kl", "agreement_correlation", "agreement_kl_q8", "agreement_correlation_q8"),
+    *("agreement_kl_stored", "preset_kl_self"),
+)
+# Of tasks that write texts, after what every table begins with.
+_WRITTEN = {
+    "generate": ("total_bytes", "new_tokens", "same_tokens", "repetition"),
+    "trajectory": ("kept_tokens", "left", "same_share", "kl_mean", "kl_p99"),
+}
+# Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
+_SHOWN_PARTS = 8
+_PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket)=(?P<value>.+)\]")
+_OUTCOMES = ("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_l")
+
+
+def measured(table: Table) -> list[Column]:
+    """A column for each metric that a table's records hold, and for each unit that they give it in."""
+    rows = [row for row in table.rows if not row.baseline] or table.rows
+    pairs = {(name, row.record.units.get(name)) for row in rows for name in row.record.metrics}
+    pairs -= {(name, None) for name, unit in pairs if unit is not None}
+    ordered = sorted(pairs, key=lambda pair: (_natural(pair[0]), pair[1] or ""))
+    return [_column(name, unit=unit) for name, unit in ordered]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key under which 512 comes before 1024."""
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", name)]
+
+
+def is_of_items(table: Table) -> bool:
+    """Whether the runs of a table scored items, not windows of a text."""
+    return any("items" in row.record.metrics for row in table.rows)
+
+
+def is_of_diagnostics(table: Table) -> bool:
+    """Whether the runs of a table are of a diagnostic task or one outside the package, with metrics of its own."""
+    return bool(table.rows) and table.rows[0].record.task not in _CHOSEN and not is_of_items(table)
+
+
+def is_of_texts(table: Table) -> bool:
+    """Whether the runs of a table wrote texts."""
+    return bool(table.rows) and table.rows[0].record.task in _WRITTEN
+
+
+def columns_of(table: Table) -> tuple[Column, ...]:
+    """The columns of a table: those of perplexity, or what its runs measured on items."""
+    if table.is_of_memory:
+        names = {name.rpartition("_")[0] for row in table.rows for name in row.record.metrics}
+        return (*COLUMNS[:2], _TOKENS, *(_at_length(metric) for name, metric in AT_LENGTH.items() if name in names))
+    if is_of_diagnostics(table):
+        return (*COLUMNS[:2], *measured(table)[:_SHOWN_PARTS])
+    if is_of_texts(table):
+        return (*_RUN, *(_column(name, _spread(METRICS[name])) for name in _WRITTEN[table.rows[0].record.task]))
+    names = {name for row in table.rows for name in row.record.metrics}
+    if not is_of_items(table):
+        off = [Column("Preset's NLL − engine's ± SE", "Off ± SE", _difference(METRICS["preset_off"]))]
+        compared = (
+            [*off, *map(_column, (name for name in _AGREEMENT if name in names))] if "preset_off" in names else []
+        )
+        tails = ("kl_median", *_TAILS) if table.rows and table.rows[0].record.task == "kld" else _TAILS
+        return (*COLUMNS, *map(_column, (name for name in tails if name in names)), *compared)
+    main = "accuracy" if "accuracy" in names else "score"
+    columns = [
+        *_RUN,
+        _column(main, _with_footnote(_metric(METRICS[main]))),
+        Column("Δ ± SE (points)", "Δ ± SE", _difference(METRICS[f"delta_{main}"])),
+        Column("Lost, gained (items)", "-/+", _lost_and_gained),
+        Column("p (Holm)", "p", _p_value),
+    ]
+    outcomes = [_column(name) for name in _OUTCOMES if name in names]
+    return (*columns, *outcomes, *_parts(names, main))
+
+
+def _parts(names: set[str], main: str) -> list[Column]:
+    found = [(match, name) for name in names if (match := _PART.fullmatch(name)) and match["name"] == main]
+    if not 1 < len(found) <= _SHOWN_PARTS:
+        return []
+    found.sort(key=lambda pair: (pair[0]["part"], pair[0]["value"].zfill(9)))
+    shown = METRICS[main]
+    return [
+        Column(f"{match['value']} (%)", match["value"], _metric(shown._replace(name=name))) for match, name in found
+    ]
+
+
+def _lost_and_gained(row: Row) -> Cell:
+    lost, gained = row.record.metrics.get("lost"), row.record.metrics.get("gained")
+    return Cell(DASH if lost is None or gained is None else f"{lost:.0f}, {gained:.0f}")
+
+
+def _p_value(row: Row) -> Cell:
+    if row.p_value is None:
+        return Cell(DASH)
+    return Cell("<0.0001" if row.p_value < 1e-4 else fixed(row.p_value, 4))

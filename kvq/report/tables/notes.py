@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from kvq.report.comparisons import Comparisons, Verdicts, widths
-from kvq.report.departures import settings_of
 from kvq.report.labels import cache_dtype
 from kvq.report.palette import engine_of
-from kvq.report.tables.cells import UNQUANTIZED
-from kvq.report.tables.layout import Row
+from kvq.report.presets import settings_of
+from kvq.report.tables.layout import UNQUANTIZED, Row
 from kvq.results import Record
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE, SHORT
 from kvq.results.statistics import ALPHA, fewest_to_differ

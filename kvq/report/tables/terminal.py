@@ -13,9 +13,8 @@ from rich.text import Text as RichText
 
 from kvq.errors import printable
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.cells import Cell, Column, columns_of, is_of_diagnostics, measured
-from kvq.report.tables.experiment_files import Grid
-from kvq.report.tables.layout import Row, Table, Texts
+from kvq.report.tables.formats import Sheet
+from kvq.report.tables.layout import Cell, Column, Table, Texts, columns_of, is_of_diagnostics, measured
 from kvq.results import Record, Store
 
 # Characters a line in a file or pipe, where rich would take 80.
@@ -52,8 +51,6 @@ def print_tables(
 
 def print_table(table: Table, console: Console) -> None:
     """Print one table with its notes; where there is no terminal, a note is one line."""
-    if not console.is_terminal:
-        console.width = max(console.width, PLAIN_WIDTH)
     drawn = _empty(console)
     left_out: list[str] = []
     if is_of_diagnostics(table) and not table.is_of_memory:
@@ -63,14 +60,18 @@ def print_table(table: Table, console: Console) -> None:
         shown = {column.title for column in columns}
         left_out = [column.title for column in columns_of(table) if column.title not in shown]
         _fill(drawn, table, columns)
-    console.print(_plain(table.title, style="italic"), soft_wrap=True)
+    _print(table.title, drawn, table.notes, console, left_out)
+    if table.texts is not None:
+        _print_texts(table.texts, console)
+
+
+def _print(title: str, drawn: RichTable, notes: Sequence[str], console: Console, left_out: Sequence[str] = ()) -> None:
+    console.print(_plain(title, style="italic"), soft_wrap=True)
     console.print(drawn)
     if left_out:
         console.print(_plain(f"Not shown at this width: {', '.join(left_out)}.", style="dim"))
-    for note in table.notes:
+    for note in notes:
         console.print(_plain(note, style="dim"), soft_wrap=not console.is_terminal)
-    if table.texts is not None:
-        _print_texts(table.texts, console)
 
 
 def _print_texts(texts: Texts, console: Console) -> None:
@@ -85,9 +86,11 @@ def _print_texts(texts: Texts, console: Console) -> None:
 
 
 def _empty(console: Console) -> RichTable:
-    return RichTable(
-        box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    """A table without columns, plain and as wide as a line of a file where there is no terminal."""
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    rules = box.SIMPLE_HEAD if console.is_terminal else None
+    return RichTable(box=rules, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _fill(drawn: RichTable, table: Table, columns: Sequence[Column]) -> None:
@@ -96,7 +99,7 @@ def _fill(drawn: RichTable, table: Table, columns: Sequence[Column]) -> None:
         justify: Literal["left", "right"] = "right" if numeric else "left"
         drawn.add_column(_plain(column.short), justify=justify, overflow="fold", no_wrap=numeric)
     for row in table.lines:
-        drawn.add_row(*_texts(row, columns))
+        drawn.add_row(*(_text(column.cell(row)) for column in columns))
 
 
 def fitting(table: Table, width: int) -> tuple[Column, ...]:
@@ -123,23 +126,14 @@ def _fill_sideways(drawn: RichTable, table: Table) -> None:
         drawn.add_row(_plain(column.title), *(_text(column.cell(row)) for row in table.rows))
 
 
-def print_grid(grid: Grid, console: Console) -> None:
+def print_grid(grid: Sheet, console: Console) -> None:
     """Print a table of an experiment with its notes."""
-    if not console.is_terminal:
-        console.width = max(console.width, PLAIN_WIDTH)
     drawn = _empty(console)
     for index, name in enumerate(grid.header):
-        drawn.add_column(_plain(name), justify="left" if index < grid.labels else "right", overflow="fold")
+        drawn.add_column(_plain(name), justify="left" if grid.is_left(index) else "right", overflow="fold")
     for row in grid.rows:
         drawn.add_row(*(_plain(cell) for cell in row))
-    console.print(_plain(grid.title, style="italic"), soft_wrap=True)
-    console.print(drawn)
-    for note in grid.notes:
-        console.print(_plain(note, style="dim"), soft_wrap=not console.is_terminal)
-
-
-def _texts(row: Row, columns: Sequence[Column]) -> list[RichText]:
-    return [_text(column.cell(row)) for column in columns]
+    _print(grid.title, drawn, grid.notes, console)
 
 
 def _text(cell: Cell) -> RichText:

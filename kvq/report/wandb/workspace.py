@@ -32,15 +32,8 @@ _MOST_PANELS = 24
 _FIGURES = ("windows", "needles", "error-steps", "tni-groups")
 _SIDE_BY_SIDE = ("method", "bits")
 _COLUMNS = (
-    "config:method",
-    "config:bits",
-    "config:model",
-    "config:dataset",
-    "config:task",
-    "summary:effective_bits",
-    "summary:perplexity",
-    "summary:delta_nll",
-    "summary:accuracy",
+    *(f"config:{name}" for name in ("method", "bits", "model", "dataset", "task")),
+    *(f"summary:{name}" for name in ("effective_bits", "perplexity", "delta_nll", "accuracy")),
 )
 
 

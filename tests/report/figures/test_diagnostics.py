@@ -15,7 +15,7 @@ from kvq.config.diagnostics import (
     SyntheticConfig,
     TniConfig,
 )
-from kvq.report.figures.cost import memory_table, throughput_table
+from kvq.report.figures.cost import throughput_table
 from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
 from kvq.report.figures.distribution import (
     closeness_table,
@@ -28,7 +28,15 @@ from kvq.report.figures.distribution import (
     scattered,
 )
 from kvq.report.figures.drawing import write_drawings
-from kvq.report.figures.error import bars_figure, bars_table, layers_figure, layers_table, states_of, steps_table
+from kvq.report.figures.error import (
+    bars_figure,
+    bars_table,
+    labelled_rows,
+    layers_figure,
+    layers_table,
+    states_of,
+    steps_table,
+)
 from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.over_models import dispersion_correlations, dispersion_table, scatter_figure, scatters
 from kvq.report.figures.perplexity import valley_table
@@ -124,7 +132,7 @@ def test_tables_are_means_of_samples(store: Store) -> None:
     assert set(here["stage"]) == {"NSN+Hadamard"}
     assert here["deviation"].to_numpy() == pytest.approx(1, abs=1)
     assert len(one_head(moments)) == 2 * 3 * moments["channel"].nunique()
-    table = memory_table([r for r in records if r.task == "memory"], store)
+    table = labelled_rows([r for r in records if r.task == "memory"], store, "bytes")
     assert set(table[table["tokens"] == 1024]["measured"]) == {False}
     parts = table[["codes", "scales", "norms", "shift", "other", "residual"]].sum(axis=1)
     assert parts.tolist() == table["total"].tolist()

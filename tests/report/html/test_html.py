@@ -16,8 +16,7 @@ import pytest
 
 from kvq.report.html.__main__ import main
 from kvq.report.html.page import embed, render, write_report
-from kvq.report.html.payload import LONGEST_PART, MOST_METRICS, papers, payload
-from kvq.report.html.safe import arxiv_link, script_json, shown
+from kvq.report.html.payload import LONGEST_PART, MOST_METRICS, arxiv_link, papers, payload, script_json, shown
 from kvq.report.tables.build import build_tables
 from kvq.results import Store
 from tests.report import hostile, sweeps

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from experiments import browser
+from kvq.report.comparisons import read_records
 from kvq.report.html.page import write_report
-from kvq.report.judged import read_records
 from kvq.report.labels import main_model
 from kvq.report.tables.build import build_tables
 from kvq.results import Record, Store

@@ -8,7 +8,7 @@ import pytest
 
 from kvq.report.html.payload import describe, shown_metrics
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.cells import measured
+from kvq.report.tables.layout import measured
 from kvq.results import Record, Store
 from kvq.results.metrics import METRICS, metric_of
 from tests.results import made

@@ -13,8 +13,7 @@ import pytest
 from kvq.errors import RecordError
 from kvq.report.tables.experiment_files import csv, fill, grids_of, latex, markdown, slug, write_experiments
 from kvq.report.tables.experiments import Asked, CellRun, Experiment, address, by_signature, shown_cells
-from kvq.report.tables.readings import read_metric
-from kvq.report.tables.reference import Published, Reference, read_reference
+from kvq.report.tables.readings import Published, Reference, read_metric, read_reference
 from kvq.results import Record
 from tests.results import made
 

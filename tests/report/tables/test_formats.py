@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from kvq.errors import RecordError
 from kvq.report.escapes import escape_latex, escape_markdown
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.cells import COLUMNS
 from kvq.report.tables.formats import CSV_METRICS, latex, markdown, write_tables
 from kvq.report.tables.formats import csv as as_csv
-from kvq.report.tables.layout import Table
+from kvq.report.tables.layout import COLUMNS, Table
 from kvq.results import Store
 from tests.report import sweeps
 from tests.results import made

@@ -9,11 +9,10 @@ import pytest
 
 from kvq.report.__main__ import main
 from kvq.report.figures.every import main as figures_main
-from kvq.report.figures.needles import heat_map, needle_grid
+from kvq.report.figures.texts import heat_map, needle_grid
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.cells import columns_of
 from kvq.report.tables.formats import csv, latex, markdown
-from kvq.report.tables.layout import Row, Table
+from kvq.report.tables.layout import Row, Table, columns_of
 from kvq.results import Record, Store
 from tests.results import made
 

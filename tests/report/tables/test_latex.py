@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvq.papers.__main__ import main as experiments_main
 from kvq.report.escapes import escape_latex
-from kvq.report.tables.formats import write_tables
-from kvq.report.tables.latex import PACKAGES, Sheet, floats
+from kvq.report.tables.formats import PACKAGES, Sheet, floats, write_tables
 from kvq.results import Store
 from tests.properties import examples
 from tests.report.hostile import ALL
@@ -28,7 +27,7 @@ needs_latex = pytest.mark.skipif(LATEX is None, reason="pdflatex is not installe
 
 
 def sheet(rows: list[list[str]], header: list[str], **settings: object) -> Sheet:
-    given: dict[str, object] = {"caption": "c", "label": "tab:x", "labels": 1, "left": frozenset({0})}
+    given: dict[str, object] = {"title": "c", "label": "tab:x", "labels": 1, "left": frozenset({0})}
     return Sheet(header=header, rows=rows, **(given | settings))  # type: ignore[arg-type]
 
 
@@ -103,7 +102,7 @@ def test_no_text_leaves_a_sign_that_latex_does_not_know(text: str) -> None:
 @needs_latex
 def test_every_sign_and_nasty_text_compile(tmp_path: Path) -> None:
     rows = [[f"a{sign}b", f"{sign}", NASTY] for sign in [*SIGNS, "Ж", "漢", "🙂", "ﬁ"]]
-    table = sheet(rows, ["method [x]", NASTY, "bits, %_&"], caption=NASTY, notes=[NASTY, "[1] x"], comments=[NASTY])
+    table = sheet(rows, ["method [x]", NASTY, "bits, %_&"], title=NASTY, notes=[NASTY, "[1] x"], comments=[NASTY])
     log = compiled(floats(table), tmp_path)
     assert "Missing character" not in log
     assert "Overfull" not in log.replace("Overfull \\vbox", "")

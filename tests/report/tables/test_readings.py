@@ -9,8 +9,7 @@ import pytest
 import scipy.stats
 
 from kvq.report.tables.experiments import Asked, CellRun, address, by_signature, shown_cells
-from kvq.report.tables.readings import read_statistic
-from kvq.report.tables.reference import read_reference
+from kvq.report.tables.readings import read_reference, read_statistic
 from kvq.results import Record
 from tests.report.tables.test_experiments import experiment
 from tests.results import made

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq.report.comparisons import by_bits, parse_label, widths
+from kvq.report.comparisons import widths
+from kvq.report.labels import by_bits, parse_label
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.cells import COLUMNS, fixed
-from kvq.report.tables.layout import Row, Table
+from kvq.report.tables.layout import COLUMNS, Row, Table, fixed
 from kvq.results import Record, Store
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 from tests.report import sweeps

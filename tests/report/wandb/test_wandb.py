@@ -14,7 +14,7 @@ import pytest
 
 from kvq.cli import main as run
 from kvq.config.logger import NoLogger, WandbLogger, WandbMode
-from kvq.report.wandb import live as tracking
+from kvq.report import wandb as tracking
 from kvq.report.wandb.__main__ import main as sync
 from kvq.report.wandb.run import CannotTrack, Tracker
 from kvq.report.wandb.workspace import PAPERS, TASKS, workspace_of
