@@ -74,6 +74,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "serve",
         "bits_range",
         "real_bits",
+        "latent_only",
         "bits_by_layer",
         "key",
         "value",
