@@ -67,13 +67,17 @@ def quoted(value: str) -> str:
     return f"'{value}'" if "{" in value else value
 
 
+APART = ("task.name", "task.engine.file")
+"""What no override of a task says: its name, and the hash of a file that an engine read."""
+
+
 def key_of(record: Record) -> str:
     """The key of a run with the record's names, task settings and fingerprints; residuals are the presets'."""
     given = [f"{group}={getattr(record, group)}" for group in ("model", "task", "dataset", "method")]
     by_layer = record.config["method"].get("bits_by_layer", {})
     given += [f"method.bits_by_layer.{side}={own}" for side, own in by_layer.items()]
     given += ["bits=2"] if by_layer else [f"bits={record.bits}"] if record.bits else []
-    task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] != "task.name" and leaf[1] != "null"]
+    task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] not in APART and leaf[1] != "null"]
     given += [f"{name}={quoted(value)}" for name, value in task] + own_settings(record)
     given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
     given += ["method.merge_rotation=true"] * bool(record.config["method"].get("merge_rotation"))
@@ -82,7 +86,11 @@ def key_of(record: Record) -> str:
     config = resolve(compose(given))
     calibration = record.config["method"].get("calibration") or {}
     fingerprints = [record.config[group]["fingerprint"] for group in ("model", "dataset")]
-    return run_key(canonical(config, *fingerprints, calibration.get("fingerprint")))
+    settings = canonical(config, *fingerprints, calibration.get("fingerprint"))
+    if file := record.config["task"].get("engine", {}).get("file"):
+        settings["task"]["engine"]["file"] = file  # whose weights are as they are
+        del settings["task"]["engine"]["weights"]
+    return run_key(settings)
 
 
 def check(some: list[Record]) -> None:
