@@ -246,10 +246,10 @@ def test_the_commands_for_an_8b_model_compose() -> None:
 def test_the_commands_for_texts_compose() -> None:
     text = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    python run\.py (.*)$", text, re.M)
-    trajectories = [command for command in commands if "trajectory" in command]
-    assert len(trajectories) == 2
-    assert resolve(compose(["task=trajectory", "method=kivi", "bits=2"])).task.name == "trajectory"
-    commands = [command for command in commands if command not in trajectories]
+    for task in ("trajectory", "reuse"):
+        assert len([command for command in commands if task in command]) == 2, task
+        assert resolve(compose([f"task={task}", "method=kivi", "bits=2"])).task.name == task
+        commands = [command for command in commands if task not in command]
     assert len(commands) == 3
     prompts = []
     for command in commands:
