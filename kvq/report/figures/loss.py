@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOSSES = tuple((name, METRICS[name].title) for name in ("delta_nll", "kl_mean"))
-_USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant", "turboquant")
+_USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant", "turboquant", "waterfill")
 _BESIDE = ("kivi", "oscar", "nsnquant", "turboquant")
 _LOSSES = ("delta_nll", "delta_nll_se", "kl_mean")
 _GREY, _FRONT = "#b4b8be", "#333333"
 _BITS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _RING: Any = {"markersize": 8, "markerfacecolor": "none", "markeredgewidth": 0.8}
+_LIMIT_LINE: Any = {"color": "#c0392b", "linewidth": 1.0, "linestyle": (0, (4, 2)), "zorder": 2}
 _FEWEST = 3
 _MOST_BARS = 12
 _MOST_PANELS = 4
@@ -44,13 +45,31 @@ class Size(NamedTuple):
     best: Callable[[Row], bool]
 
 
-EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, 5, lambda row: row.best)
+EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, 7, lambda row: row.best)
 _WORDS = "measured bits per element, without the residual"
-MEASURED = Size("bits_per_element", _WORDS, measured_bits, 6, lambda row: row.best_measured)
+MEASURED = Size("bits_per_element", _WORDS, measured_bits, 7, lambda row: row.best_measured)
 """With it, the axis of formats of engines, which have no residual, is that of the rates that papers name."""
 
 
+LIMIT = "limit of Gaussian coding"
+"""The method's name of the lines that are points of the limit's curve (`task=limit`)."""
+
+
 def pareto_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:
+    """As `runs_table`, and the points of the limit's curve within the runs' bits where the table has one."""
+    numbers = runs_table(table, size)
+    if numbers.empty or not table.limit:
+        return numbers
+    least, most = numbers[size.column].min() / 2, numbers[size.column].max()
+    points = [
+        {"method": LIMIT, "bits": "", size.column: bits, "delta_nll": loss, "frontier": False, "variant": False}
+        for bits, loss in table.limit
+        if least <= bits <= most
+    ]
+    return pd.concat([numbers, pd.DataFrame(points, columns=numbers.columns)], ignore_index=True)
+
+
+def runs_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:
     """One line per run of a perplexity protocol: bits, losses, whether it is on the frontier, or a variant."""
     lines: list[dict[str, Any]] = []
     for row in table.rows:
@@ -87,6 +106,7 @@ def engines_figure(numbers: pd.DataFrame) -> Figure:
 
 
 def _losses(numbers: pd.DataFrame, size: Size) -> Figure:
+    limit, numbers = numbers[numbers["method"] == LIMIT], numbers[numbers["method"] != LIMIT]
     names = shown_methods(numbers, size)
     engines = _engines(numbers)
     looks = engines | {name: {**look._asdict(), "capsize": 2} for name, look in lines_of(names).items()}
@@ -104,8 +124,9 @@ def _losses(numbers: pd.DataFrame, size: Size) -> Figure:
         _scales(axis, known, loss, size.column)
         if loss == "delta_nll":
             _frontier(axis, known, names, size.column)
+            axis.plot(limit[size.column], limit["delta_nll"], scalex=False, scaley=False, **_LIMIT_LINE)
         dress(axis, size.words, name, grid="both")
-    handles = _handles(numbers, names)
+    handles = _handles(numbers, names) + ([] if limit.empty else [handle(LIMIT, **_LIMIT_LINE)])
     columns = legend_columns([one.get_label() for one in handles], 2)
     made.legend(handles=handles, loc="outside lower center", ncols=columns)
     return made
@@ -251,7 +272,7 @@ def variants_figure(numbers: pd.DataFrame) -> Figure:
 
 def families(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
     """Methods whose variants differ in measured bits, (method, numbers), with the methods that are compared first."""
-    numbers = pareto_table(table, MEASURED)
+    numbers = runs_table(table, MEASURED)
     if numbers.empty:
         return
     own = numbers["method"].map(method_of)

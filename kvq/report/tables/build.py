@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import RecordError, printable
+from kvq.report.above_limit import NOTE, Limits, bits_above, limit_beside, limits_of
 from kvq.report.command import made_of
 from kvq.report.comparisons import (
     Comparisons,
@@ -68,6 +69,7 @@ def build_tables(
         groups[_protocol_key(record)].append(record)
     unused: dict[Path, str] = {}
     comparisons = Comparisons(lambda record: samples_of(record, store, unused))
+    limits = limits_of(records, comparisons.samples)
     stale = stale or judge()
     tables, odd = [], list(broken)
 
@@ -77,7 +79,7 @@ def build_tables(
     for protocol in sorted(groups):
 
         def make(group: list[Record], name: str = protocol) -> Table:
-            return _checked(_table(name, group, comparisons, stale))
+            return _checked(_against(_table(name, group, comparisons, stale), limits))
 
         of_records = made_of(groups[protocol], make, lambda record: record.key, "table", skip)
         if of_records is not None:
@@ -111,6 +113,15 @@ def told_apart(tables: Sequence[Table]) -> list[Table]:
 
 def _titled(name: str, words: str) -> str:
     return f"{name} ({words})" if words else name
+
+
+def _against(table: Table, limits: Limits) -> Table:
+    """The table with the limit of its model and text, and each row's bits above it."""
+    curve = next((curve for row in table.rows if (curve := limit_beside(row.record, limits))), ())
+    if not curve:
+        return table
+    rows = [row if row.baseline else replace(row, above_limit=bits_above(row.record, curve)) for row in table.rows]
+    return replace(table, rows=tuple(rows), limit=curve, notes=(*table.notes, NOTE))
 
 
 def _checked(table: Table) -> Table:

@@ -225,6 +225,7 @@ def csv(table: Table) -> str:
             "stale": row.stale,
             **({"p_holm": row.p_value} if is_of_items(table) else {}),
             **{name: row.record.metrics.get(name) for name in metrics if name != "within_noise"},
+            **({"bits_above_limit": row.above_limit} if table.limit else {}),
             "dtype": row.record.provenance.dtype,
             "key": row.record.key,
         }

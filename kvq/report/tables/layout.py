@@ -34,6 +34,7 @@ class Row:
     variant: bool = False
     unquantized: bool = False
     tokens: int | None = None
+    above_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Table:
 
     `words`: what departs from the presets of task, model and text, which the title has too; `about`: the protocol in a
     line, for a figure; `protocol` and `settings`: every setting, as lines and as (name, JSON text).
-    `texts`: what the runs wrote, where writing was their task.
+    `texts`: what the runs wrote, where writing was their task. `limit`: (bits, loss) of the limit.
     """
 
     slug: str
@@ -76,6 +77,7 @@ class Table:
     about: str = ""
     settings: tuple[tuple[str, str], ...] = ()
     texts: Texts | None = None
+    limit: tuple[tuple[float, float], ...] = ()
 
     @property
     def lines(self) -> tuple[Row, ...]:
@@ -200,7 +202,12 @@ COLUMNS = (
     _column("top1_agreement"),
 )
 
+_ABOVE = Column("Bits above the limit at equal loss", "Above", lambda row: Cell(_signed(row.above_limit)))
 _TOKENS = Column("Tokens", "Tokens", lambda row: Cell(DASH if row.tokens is None else f"{row.tokens:,}"))
+
+
+def _signed(value: float | None) -> str:
+    return DASH if value is None else fixed(value, 2, signed=True)
 
 
 def _at_length(metric: Metric) -> Column:
@@ -279,7 +286,8 @@ def columns_of(table: Table) -> tuple[Column, ...]:
             [*off, *map(_column, (name for name in _AGREEMENT if name in names))] if "preset_off" in names else []
         )
         tails = ("kl_median", *_TAILS) if table.rows and table.rows[0].record.task == "kld" else _TAILS
-        return (*COLUMNS, *map(_column, (name for name in tails if name in names)), *compared)
+        above = [_ABOVE] if table.limit else []
+        return (*COLUMNS, *map(_column, (name for name in tails if name in names)), *above, *compared)
     main = "accuracy" if "accuracy" in names else "score"
     columns = [
         *_RUN,
