@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from kvq.config.limits import Count, Counts, Natural, Positive, Seed, Several, Share, between, each, least
-from kvq.config.task import Prefill, TaskConfig
+from kvq.config.task import TaskConfig
 from kvq.errors import ConfigError, within
 
 
@@ -271,36 +271,10 @@ class ModelStatesConfig(KnownStatesConfig, CaptureConfig):
             raise ConfigError(f"task.held_out={self.held_out}: at most task.context={self.context} less 2")
 
 
-@dataclass
-class ReuseConfig(TaskConfig):
-    """Prefixes that are stored in a file, compressed, read again and gone on from.
-
-    Attributes:
-        windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.
-        level: of zstd, 1 to 22.
-        prefill: how a prefix is read.
-        bos: whether a window begins with the begin-of-text token; None: if the model was trained with it.
-    """
-
-    name: str = "reuse"
-    version: ClassVar[int] = 1
-    windows: Count = 8
-    prefix: Several = 768
-    scored: Count = 256
-    level: Annotated[int, between(1, 22)] = 3
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
-
-    @property
-    def context(self) -> int:
-        """Tokens of a window."""
-        return self.prefix + self.scored
-
-
 SCHEMAS = {
     kind.name: kind
     for kind in (
         *(TniConfig, ModalityConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig),
-        *(RandomStatesConfig, ModelStatesConfig, LimitConfig, ReuseConfig),
+        *(RandomStatesConfig, ModelStatesConfig, LimitConfig),
     )
 }

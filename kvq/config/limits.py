@@ -75,14 +75,17 @@ Names = Annotated[list[str], each_once]
 
 
 def check_limits(prefix: str, settings: object) -> None:
-    """Check all settings of a dataclass whose annotations declare a range; `prefix` names it in errors.
+    """Check all settings of a dataclass whose annotations declare a range, but those that are null.
+
+    `prefix` names it in errors.
 
     Raises:
         ConfigError: the first value that is out of its range.
     """
     kind: Any = type(settings)
     for name, check in _checks(kind):
-        check(f"{prefix}.{name}", getattr(settings, name))
+        if (given := getattr(settings, name)) is not None:
+            check(f"{prefix}.{name}", given)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from kvq.config.limits import (
 )
 from kvq.config.speed import SCHEMAS as SPEED
 from kvq.config.task import Prefill, TaskConfig
+from kvq.config.writing import SCHEMAS as WRITING
 from kvq.errors import MAX_DIGITS, ConfigError, at_least, check_path
 
 BENCHMARKS = ("ocrbench", "mmau_pro")
@@ -310,58 +311,6 @@ class MultimodalConfig(ItemsConfig):
     noise_floor: bool = False
 
 
-@dataclass
-class GenerateConfig(TaskConfig):
-    """A prompt that full precision and each method continue greedily.
-
-    Attributes:
-        prompt: the text; None: that of `prompt_file`, or the one that suits the embedded models.
-        prompt_file: a file with the text, in UTF-8.
-        max_new_tokens: longest continuation; it ends earlier at the model's end of text.
-        prefill: how the prompt is read.
-        bos: whether the prompt begins with the begin-of-text token; None: if the model was trained with it.
-        ngram: tokens of the n-grams whose repetitions are counted.
-        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
-    """
-
-    name: str = "generate"
-    version: ClassVar[int] = 1
-    later: ClassVar[tuple[str, ...]] = ("prompt", "chat_template")
-    prompt: Text | None = None
-    prompt_file: Text | None = None
-    max_new_tokens: Count = 128
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
-    ngram: Count = 4
-    chat_template: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prompt is not None and self.prompt_file is not None:
-            raise ConfigError(f"task.prompt_file={self.prompt_file}: or task.prompt, not both")
-
-
-@dataclass
-class TrajectoryConfig(TaskConfig):
-    """Greedy continuations of passages of a text, compared with those of full precision.
-
-    Attributes:
-        prompts: passages, spread evenly over the text.
-        context: tokens of each.
-        new_tokens: longest continuation; it ends earlier at the model's end of text.
-        prefill: how a passage is read.
-        bos: whether a passage begins with the begin-of-text token; None: if the model was trained with it.
-    """
-
-    name: str = "trajectory"
-    version: ClassVar[int] = 1
-    prompts: Several = 16
-    context: Several = 512
-    new_tokens: Count = 64
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
-
-
 SCHEMAS: dict[str, type[TaskConfig]] = {
     "ppl": PplConfig,
     "sensitivity": SensitivityConfig,
@@ -369,8 +318,7 @@ SCHEMAS: dict[str, type[TaskConfig]] = {
     "longbench": LongbenchConfig,
     "lm_eval": LmEvalConfig,
     "multimodal": MultimodalConfig,
-    "generate": GenerateConfig,
-    "trajectory": TrajectoryConfig,
+    **WRITING,
     **DIAGNOSTICS,
     **SPEED,
 }

@@ -13,6 +13,7 @@ FIRST = {
     "kivi": "#E69F00",
     "rtn": "#CC79A7",
     "turboquant": "#56B4E9",
+    "waterfill": "#8E44AD",
 }
 """Methods that most figures show; their lines are solid."""
 _OTHERS = {

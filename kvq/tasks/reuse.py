@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.config.diagnostics import ReuseConfig
+from kvq.config.writing import ReuseConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs

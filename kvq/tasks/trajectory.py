@@ -1,12 +1,16 @@
-"""`task=trajectory`: greedy continuations against full precision's, written freely and one step at a time.
+"""`task=trajectory`, `task=drift`: continuations against full precision's, written freely and one step at a time.
 
 Freely, a method's text leaves that of full precision at some token, and what follows cannot be compared. One step at a
 time (teacher forcing) the method reads full precision's text and says at each step which token it would write and how
-far its distribution is.
+far its distribution is. Texts are greedy, or sampled (`task.temperature`) by the Gumbel-max trick from uniform numbers
+that belong to passage, step and token, so that two distributions that are near choose the same token mostly.
+
+`task=drift` writes long texts and says how far the method is in each part of them: whether errors add up.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.config.tasks import TrajectoryConfig
+from kvq.config.writing import DriftConfig, TrajectoryConfig
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
@@ -26,7 +32,7 @@ from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.ppl import without_codecs
-from kvq.tasks.reader import Ends, Reader, check_prefill, end_tokens, shared, stop_at
+from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, end_tokens, shared, stop_at
 from kvq.tasks.result import divergence
 from kvq.tasks.scoring import log_probabilities
 from kvq.tasks.storage import storage_metrics
@@ -63,6 +69,33 @@ def check(inputs: Inputs, method: Method) -> None:
         )
 
 
+class Draws:
+    """Gumbel noise of a passage's steps, the same for every method; none where texts are greedy.
+
+    Args:
+        task: gives `temperature` and the seed `draw`.
+        passage: its place.
+    """
+
+    def __init__(self, task: TrajectoryConfig, passage: int) -> None:
+        self.temperature, self.seed = task.temperature, (task.draw, passage)
+
+    def chosen(self, logits: Float[Tensor, "steps vocab"], start: int) -> Int[Tensor, " steps"]:
+        """The token of each of the steps from `start` on."""
+        if self.temperature is None:
+            return logits.argmax(-1)
+        rows = [self._noise(start + step, logits.shape[-1]) for step in range(len(logits))]
+        return (logits.double().cpu() / self.temperature + torch.stack(rows)).argmax(-1).to(logits.device)
+
+    def pick(self) -> Pick:
+        """Chooses the tokens of one text, step after step."""
+        steps = itertools.count()
+        return lambda logits: self.chosen(logits, next(steps))
+
+    def _noise(self, step: int, size: int) -> Float[Tensor, " vocab"]:
+        return torch.from_numpy(np.random.default_rng((*self.seed, step)).gumbel(size=size))
+
+
 class Writer:
     """Continues passages with caches of one method, and judges its steps on full precision's text."""
 
@@ -75,26 +108,29 @@ class Writer:
     def _reader(self, loaded: LoadedModel, method: Method) -> Reader:
         return Reader(loaded, method, self.task.prefill, self.inputs.config.cache.keep_decoded)
 
-    def free(self, prompts: Sequence[Sequence[int]], reader: Reader | None = None) -> tuple[list[list[int]], KVCache]:
-        """The continuation of each passage of a batch, and the cache that holds them."""
+    def free(
+        self, prompts: Sequence[Sequence[int]], first: int, reader: Reader | None = None
+    ) -> tuple[list[list[int]], KVCache]:
+        """The continuation of each passage of a batch, and the cache that holds them; `first`: place of its first."""
         reader = reader or self.reader
         cache, logits = reader.begin_together(prompts)
-        return reader.write(cache, logits, self.task.new_tokens, self.ends), cache
+        picks = [Draws(self.task, first + row).pick() for row in range(len(prompts))]
+        return reader.write(cache, logits, self.task.new_tokens, self.ends, picks), cache
 
     def otherwise(self, prompts: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
         """Full precision's continuations in batches, and with the cache in another dtype: what rounding changes."""
-        batches = [prompts[start : start + _TOGETHER] for start in range(0, len(prompts), _TOGETHER)]
+        batches = [(start, prompts[start : start + _TOGETHER]) for start in range(0, len(prompts), _TOGETHER)]
         loaded = self.inputs.model
         wide = (loaded.cache_dtype or loaded.model.dtype) in (torch.float32, torch.float64)
         other = replace(loaded, cache_dtype=torch.float16 if wide else torch.float32)
         reader = self._reader(other, self.full.method)
         return {
-            "batch": [row for batch in batches for row in self.free(batch)[0]],
-            "dtype": [self.free([prompt], reader)[0][0] for prompt in prompts],
+            "batch": [row for start, batch in batches for row in self.free(batch, start)[0]],
+            "dtype": [self.free([prompt], place, reader)[0][0] for place, prompt in enumerate(prompts)],
         }
 
     @torch.no_grad()
-    def forced(self, prompt: Sequence[int], text: Sequence[int]) -> tuple[list[bool], list[float]]:
+    def forced(self, prompt: Sequence[int], text: Sequence[int], draws: Draws) -> tuple[list[bool], list[float]]:
         """For each step of a text: whether the method would write its token, and KL(full precision || method), nats."""
         given, tokens = self.full.tensor([prompt]), self.full.tensor([text])
         (cache, logits), (plain, expected) = self.reader.begin(given), self.full.begin(given)
@@ -106,7 +142,7 @@ class Writer:
                 for reader, held, first in ((self.reader, cache, logits), (self.full, plain, expected))
             )
             logits, expected = found[:, -1], right[:, -1]
-            same += (found[0, :-1].argmax(-1) == piece[0]).tolist()
+            same += (draws.chosen(found[0, :-1], start) == piece[0]).tolist()
             distances += divergence(log_probabilities(right[0, :-1]), log_probabilities(found[0, :-1])).tolist()
         cache.check_finite()
         return same, distances
@@ -125,10 +161,10 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         item = f"passage {index}"
         if item in journal.rows:
             continue
-        (tokens,), cache = writer.free([prompt])
+        (tokens,), cache = writer.free([prompt], index)
         row: Row = {"item": item, "tokens": tokens, "ended": writer.ends(tokens), "storage": storage_metrics(cache, 1)}
         if baseline is not None:
-            same, distances = writer.forced(prompt, known[item])
+            same, distances = writer.forced(prompt, known[item], Draws(inputs.config.task, index))
             row |= {"first": first_difference(tokens, known[item]), "same": same, "kl": distances}
         journal.add([row])
     rows = [journal.rows[f"passage {index}"] for index in range(len(prompts))]
@@ -136,6 +172,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     metrics |= {"passages": float(len(rows)), "ended": statistics.fmean(row["ended"] for row in rows)}
     if baseline is not None:
         metrics |= _compared(rows)
+        if isinstance(inputs.config.task, DriftConfig):
+            metrics |= drift(rows, inputs.config.task.parts)
     elif method.is_full_precision:
         for name, texts in writer.otherwise(prompts).items():
             found = [first_difference(text, row["tokens"]) for text, row in zip(texts, rows, strict=True)]
@@ -168,6 +206,31 @@ def _compared(rows: Sequence[Row]) -> dict[str, float]:
         "kl_p99": float(np.quantile(distances, 0.99)),
         "kl_max": float(distances.max()),
     }
+
+
+def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
+    """Mean distance in each part of the texts, and the slope of its logarithm over the logarithm of the tokens written.
+
+    A slope of 0 says that errors do not add up. Its standard error is over texts. A part is of equal length for all
+    texts; those that ended before it take no part in it.
+    """
+    longest = max(len(row["kl"]) for row in rows)
+    cuts = np.linspace(0, longest, parts + 1).round().astype(int)
+    metrics, slopes = {}, []
+    for start, end in itertools.pairwise(cuts):
+        found = np.concatenate([row["kl"][start:end] for row in rows])
+        metrics[f"kl_mean[part={end}]"] = float(found.mean())
+    for row in rows:
+        means = [np.mean(row["kl"][a:b]) for a, b in itertools.pairwise(cuts) if len(row["kl"]) >= b]
+        known = [(np.log(b), np.log(m)) for b, m in zip(cuts[1:], means, strict=False) if m > 0]
+        if len(known) > 1:
+            written, distances = np.array(known).T
+            slopes.append(float(np.polyfit(written, distances, 1)[0]))
+    if slopes:
+        metrics["drift"] = statistics.fmean(slopes)
+    if len(slopes) > 1:
+        metrics["drift_se"] = statistics.stdev(slopes) / len(slopes) ** 0.5
+    return metrics
 
 
 TASK = Task(check, measure, lambda inputs: inputs.tokens.fingerprint)

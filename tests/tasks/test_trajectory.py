@@ -10,6 +10,7 @@ import torch
 
 from kvq.cache import KVCache
 from kvq.config import compose, resolve
+from kvq.config.writing import TrajectoryConfig
 from kvq.errors import ConfigError, DataError
 from kvq.models.inputs import Inputs
 from kvq.report.figures.over_models import text_order_table
@@ -17,7 +18,7 @@ from kvq.report.figures.texts import survival_figure, survival_table
 from kvq.results import Record, Store
 from kvq.results.journal import Journal
 from kvq.runner import Prepared, run
-from kvq.tasks.trajectory import first_difference, measure, passages
+from kvq.tasks.trajectory import Draws, drift, first_difference, measure, passages
 from tests.results import made as made_by_hand
 
 GIVEN = (
@@ -144,3 +145,49 @@ def test_methods_in_the_order_of_their_loss_and_of_their_texts() -> None:
     assert (len(table), set(table["model"]), set(table["methods"])) == (9, {"tiny"}, {9})
     assert table["rho"].tolist() == [1.0] * 9
     assert text_order_table(records[::2]).empty
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, Record]]:
+    folder = tmp_path_factory.mktemp("drift")
+    given = "model=tiny task=drift task.prompts=3 task.context=96 task.new_tokens=16 task.parts=4 residual.size=16"
+    words = {
+        "full": ["method=fp16"],
+        "identity": ["method=identity"],
+        "rtn": ["method=rtn", "bits=2"],
+        "other": ["method=fp16", "task.draw=1"],
+    }
+    runs = {
+        name: run(resolve(compose([*given.split(), "threads=1", *more, f"results_dir={folder}"])))
+        for name, more in words.items()
+    }
+    return Store(folder), runs
+
+
+def test_sampled_texts_share_their_numbers(sampled: tuple[Store, dict[str, Record]]) -> None:
+    store, runs = sampled
+    texts = {name: [row["tokens"] for row in store.samples(record.key)] for name, record in runs.items()}
+    assert texts["identity"] == texts["full"]
+    assert texts["other"] != texts["full"]
+    assert runs["identity"].metrics["same_share"] == 1
+    assert "drift" not in runs["identity"].metrics  # no distance, no slope
+    assert runs["full"].metrics["noise_batch_left"] == 0
+
+
+def test_draws_have_the_models_distribution() -> None:
+    task = TrajectoryConfig(temperature=2.0, draw=3)
+    logits = torch.tensor([0.0, 1.0, 2.0]).expand(4000, 3)
+    found = torch.bincount(Draws(task, 0).chosen(logits, 0), minlength=3) / 4000
+    assert torch.allclose(found, torch.softmax(torch.tensor([0.0, 0.5, 1.0]), 0).to(found), atol=0.03)
+    pick = Draws(task, 0).pick()
+    assert [int(pick(logits[:1])) for _ in range(50)] == Draws(task, 0).chosen(logits[:50], 0).tolist()
+
+
+def test_drift_is_the_slope_of_logarithms(sampled: tuple[Store, dict[str, Record]]) -> None:
+    rows = [{"kl": [0.01 * (step + 1) ** 0.5 for step in range(64)]} for _ in range(2)]
+    found = drift(rows, 64)
+    assert found["drift"] == pytest.approx(0.5)
+    assert found["drift_se"] == pytest.approx(0, abs=1e-9)
+    assert found["kl_mean[part=64]"] == pytest.approx(0.08)
+    metrics = sampled[1]["rtn"].metrics
+    assert {"drift", "drift_se", *(f"kl_mean[part={end}]" for end in (4, 8, 12, 16))} <= metrics.keys()

@@ -222,7 +222,7 @@ def _at_length(metric: Metric) -> Column:
 # What every table begins with.
 _RUN = COLUMNS[:4]
 # Tasks whose columns are chosen here; a table of any other shows what its records hold.
-_CHOSEN = ("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "generate", "trajectory")
+_CHOSEN = ("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "generate", "trajectory", "drift", "speculate")
 # Behind these, where some run of a table has them: tails (of files of logits the median too), and what an engine and
 # its preset agree on.
 _TAILS = ("kl_p999", "kl_max")
@@ -234,6 +234,8 @@ _AGREEMENT = (
 _WRITTEN = {
     "generate": ("total_bytes", "new_tokens", "same_tokens", "repetition"),
     "trajectory": ("kept_tokens", "left", "same_share", "kl_mean", "kl_p99"),
+    "drift": ("kept_tokens", "same_share", "kl_mean", "kl_p99", "drift"),
+    "speculate": ("acceptance", "tokens_per_forward", "equal_texts"),
 }
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8

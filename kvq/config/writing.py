@@ -1,0 +1,148 @@
+"""The settings of tasks that write texts, or go on from stored ones."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from kvq.config.limits import Count, Positive, Seed, Several, Text, between
+from kvq.config.task import Prefill, TaskConfig
+from kvq.errors import ConfigError
+
+
+@dataclass
+class GenerateConfig(TaskConfig):
+    """A prompt that full precision and each method continue greedily.
+
+    Attributes:
+        prompt: the text; None: that of `prompt_file`, or the one that suits the embedded models.
+        prompt_file: a file with the text, in UTF-8.
+        max_new_tokens: longest continuation; it ends earlier at the model's end of text.
+        prefill: how the prompt is read.
+        bos: whether the prompt begins with the begin-of-text token; None: if the model was trained with it.
+        ngram: tokens of the n-grams whose repetitions are counted.
+        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
+    """
+
+    name: str = "generate"
+    version: ClassVar[int] = 1
+    later: ClassVar[tuple[str, ...]] = ("prompt", "chat_template")
+    prompt: Text | None = None
+    prompt_file: Text | None = None
+    max_new_tokens: Count = 128
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+    ngram: Count = 4
+    chat_template: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ConfigError(f"task.prompt_file={self.prompt_file}: or task.prompt, not both")
+
+
+@dataclass
+class TrajectoryConfig(TaskConfig):
+    """Greedy continuations of passages of a text, compared with those of full precision.
+
+    Attributes:
+        prompts: passages, spread evenly over the text.
+        context: tokens of each.
+        new_tokens: longest continuation; it ends earlier at the model's end of text.
+        prefill: how a passage is read.
+        bos: whether a passage begins with the begin-of-text token; None: if the model was trained with it.
+        temperature: of sampling, from uniform numbers that all methods share; None: greedy.
+        draw: seed of the uniform numbers.
+    """
+
+    name: str = "trajectory"
+    version: ClassVar[int] = 1
+    later: ClassVar[tuple[str, ...]] = ("temperature", "draw")
+    prompts: Several = 16
+    context: Several = 512
+    new_tokens: Count = 64
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+    temperature: Positive | None = None
+    draw: Seed = 0
+
+
+@dataclass
+class DriftConfig(TrajectoryConfig):
+    """Long sampled continuations of a few passages: whether the distance to full precision grows with what is written.
+
+    Attributes:
+        new_tokens: long enough to be cut into `parts`.
+        parts: of each text, in which distances are averaged.
+    """
+
+    name: str = "drift"
+    prompts: Several = 4
+    new_tokens: Several = 1024
+    temperature: Positive | None = 1.0
+    parts: Several = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.new_tokens < self.parts:
+            raise ConfigError(f"task.parts={self.parts}: of texts of task.new_tokens={self.new_tokens}")
+
+
+class Drafts(enum.StrEnum):
+    """Who drafts: the model with a method's cache for one in full precision, or the other way round."""
+
+    method = "method"
+    full = "full"
+
+
+@dataclass
+class SpeculateConfig(TaskConfig):
+    """Speculative decoding with one model as draft and target, one of which reads a quantized cache.
+
+    Attributes:
+        prompts, context, new_tokens, prefill, bos: as `TrajectoryConfig`.
+        length: tokens drafted before the target reads them.
+        drafts: who drafts.
+    """
+
+    name: str = "speculate"
+    version: ClassVar[int] = 1
+    prompts: Several = 8
+    context: Several = 512
+    new_tokens: Count = 64
+    length: Count = 4
+    drafts: Drafts = Drafts.method
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+
+
+@dataclass
+class ReuseConfig(TaskConfig):
+    """Prefixes that are stored in a file, compressed, read again and gone on from.
+
+    Attributes:
+        windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.
+        level: of zstd, 1 to 22.
+        prefill: how a prefix is read.
+        bos: whether a window begins with the begin-of-text token; None: if the model was trained with it.
+    """
+
+    name: str = "reuse"
+    version: ClassVar[int] = 1
+    windows: Count = 8
+    prefix: Several = 768
+    scored: Count = 256
+    level: Annotated[int, between(1, 22)] = 3
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window."""
+        return self.prefix + self.scored
+
+
+SCHEMAS: dict[str, type[TaskConfig]] = {
+    kind.name: kind for kind in (GenerateConfig, TrajectoryConfig, DriftConfig, SpeculateConfig, ReuseConfig)
+}
