@@ -312,6 +312,7 @@ ROWS = [
     Row("embedded/trajectory", "ours: 16 passages of 512 tokens", {"task": "trajectory"}),
     Row("embedded/round_weights", "ours", {"scoring": "generation", "windows": "sliding", "max_windows": 12}),
     Row("embedded/reuse real/reuse", "ours: KVTC and CacheGen have other coders", {"task": "reuse"}),
+    Row("embedded/conversation real/conversation", "ours: five turns", {"task": "conversation", "turns": 5}),
     Row("real/trajectory", "ours: 16 passages of 512 tokens", {"task": "trajectory", "dataset": "wikitext2"}),
     Row("real/ruler", "RULER: niah_multikey_3", {"task": "lm_eval", "chat_template": True}),
     Row("real/agreement real/agreement_mlx", "ours", {"task": "ppl", "dataset": "wikitext2"}),
