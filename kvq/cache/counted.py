@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -45,6 +45,30 @@ def _tensors(held: Any, seen: set[int]) -> Iterator[Tensor]:
         inner = list(getattr(held, "__dict__", {}).values())
     for part in inner:
         yield from _tensors(part, seen)
+
+
+def bytes_together(caches: Sequence[CountedCache]) -> int:
+    """Bytes of everything that the next tokens of several caches need, where rows that forks share count once.
+
+    Forks share a tensor until one of them grows past its end, or where another has written; then it is copied. Of a
+    tensor with rows of several forks, those of the longest count. What is not in rows (sinks, kept keys, states of
+    fixed size, transformers' own caches) counts for each cache.
+    """
+    own, shared = 0, dict[int, int]()
+    for cache in caches:
+        views = {view.data_ptr(): view.numel() * view.element_size() for view in _rows(cache)}
+        own += cache.nbytes - sum(views.values())
+        shared |= {place: max(size, shared.get(place, 0)) for place, size in views.items()}
+    return own + sum(shared.values())
+
+
+def _rows(cache: CountedCache) -> Iterator[Tensor]:
+    """The packed parts and the full-precision tokens of all sides, as views of the rows written."""
+    for side in cache._sides():
+        for packed in getattr(side, "packed", ()):
+            yield from packed.parts.values()
+        if (full := getattr(side, "_full", None)) is not None:
+            yield full.view
 
 
 class CountedCache(StatefulCache, abc.ABC):

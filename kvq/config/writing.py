@@ -1,4 +1,4 @@
-"""The settings of tasks that write texts, or go on from stored ones."""
+"""The settings of tasks that write texts, or go on from what a cache holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kvq.config.limits import Count, Positive, Seed, Several, Text, between
+from kvq.config.limits import Count, Natural, Positive, Seed, Several, Text, between
 from kvq.config.task import Prefill, TaskConfig
 from kvq.errors import ConfigError
 
@@ -143,6 +143,49 @@ class ReuseConfig(TaskConfig):
         return self.prefix + self.scored
 
 
+@dataclass
+class ConversationConfig(TaskConfig):
+    """Conversations of several turns on one cache, and continuations that share a first turn.
+
+    Attributes:
+        conversations: passages of the text, spread evenly over it.
+        turns: of each; a turn is `user` tokens that are read as a prompt, then `answer` tokens that are scored one by
+            one, as if the model wrote them.
+        branches: last turns of other conversations that continue each first turn, forked and read anew; 0: none.
+        prefill: how what the user says is read.
+        bos: whether a conversation begins with the begin-of-text token; None: if the model was trained with it.
+    """
+
+    name: str = "conversation"
+    version: ClassVar[int] = 1
+    conversations: Several = 8
+    turns: Count = 5
+    user: Several = 128
+    answer: Count = 64
+    branches: Natural = 4
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.branches >= self.conversations:
+            raise ConfigError(
+                f"task.branches={self.branches}: each is of another conversation, of which there are "
+                f"task.conversations={self.conversations}; give at most {self.conversations - 1}"
+            )
+
+    @property
+    def turn(self) -> int:
+        """Tokens of a turn."""
+        return self.user + self.answer
+
+    @property
+    def context(self) -> int:
+        """Tokens of a conversation."""
+        return self.turns * self.turn
+
+
 SCHEMAS: dict[str, type[TaskConfig]] = {
-    kind.name: kind for kind in (GenerateConfig, TrajectoryConfig, DriftConfig, SpeculateConfig, ReuseConfig)
+    kind.name: kind
+    for kind in (GenerateConfig, TrajectoryConfig, DriftConfig, SpeculateConfig, ReuseConfig, ConversationConfig)
 }

@@ -136,6 +136,19 @@ METRICS = {
         Metric("sent_bits", "bits", "Sent as stored (bits/element)", "Sent", better="lower"),
         Metric("zstd_bits", "bits", "Sent through zstd (bits/element)", "zstd", better="lower"),
         Metric("order0_bits", "bits", "Sent by an ideal order-0 coder (bits/element)", "Order 0", better="lower"),
+        _count("packed_tokens", "tokens", "Quantized tokens (mean over layers, keys and values)"),
+        _count("residual_tokens", "tokens", "Tokens in full precision (mean over layers, keys and values)"),
+        Metric("fork_difference", "nats", "Largest change of a log-probability by forking", "Fork", 6),
+        Metric("shared_bytes", "bytes", "Continuations from forks (bytes)", "Forked", 0, better="lower"),
+        Metric(
+            "once_bytes",
+            "bytes",
+            "Continuations, the first turn's unchanged part once (bytes)",
+            "Once",
+            0,
+            better="lower",
+        ),
+        Metric("separate_bytes", "bytes", "Continuations from caches of their own (bytes)", "Apart", 0, better="lower"),
         Metric("reload_difference", "nats", "Largest change of a log-probability by the file", "Reload", 6),
         *(
             Metric(f"{name}_rate", "MB/s", f"{words} (MB of the cache in 16 bits a second)", short, 1, better="higher")
@@ -153,6 +166,7 @@ METRICS = {
         _count("windows", "windows", "Windows"),
         _count("items", "items", "Items"),
         _count("passages", "passages", "Passages"),
+        _count("conversations", "conversations", "Conversations"),
         _count("skipped_items", "items", "Skipped items"),
         _count("cut_items", "items", "Items with a cut prompt"),
         _count("odd_items", "items", "Items scored otherwise than asked"),

@@ -112,11 +112,16 @@ class Reader:
         cache = self.new_cache()
         if padding is not None:
             cache.pad(padding)
+        return cache, self.prompt(cache, tokens)
+
+    @torch.no_grad()
+    def prompt(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Logits:
+        """Add prompts to a cache, behind what it holds, read as `prefill` says; returns the logits after each."""
         if self.prefill is Prefill.whole and tokens.shape[1] > 1:
             cache.one_by_one = False
             self._feed(cache, tokens[:, :-1])
             cache.one_by_one, tokens = True, tokens[:, -1:]
-        return cache, self._add(cache, tokens)
+        return self._add(cache, tokens)
 
     def _hidden(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Iterator[Tensor]:
         start = 0

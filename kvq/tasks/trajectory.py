@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from kvq.cache import KVCache
 from kvq.config.writing import DriftConfig, TrajectoryConfig
-from kvq.errors import ConfigError, DataError
+from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
@@ -36,7 +36,7 @@ from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, end_tokens, shar
 from kvq.tasks.result import divergence
 from kvq.tasks.scoring import log_probabilities
 from kvq.tasks.storage import storage_metrics
-from kvq.tasks.windows import cut_windows
+from kvq.tasks.windows import cut_windows, evenly
 
 _TOGETHER = 8  # passages that full precision continues in one batch, to see what another order of sums changes
 _STEPS = 32  # whose logits are held at once
@@ -51,10 +51,7 @@ def passages(inputs: Inputs) -> list[list[int]]:
     """
     task: TrajectoryConfig = inputs.config.task
     windows = cut_windows(inputs.tokens.streams, task.context, bos=inputs.bos)
-    if len(windows) < task.prompts:
-        raise DataError(f"task.prompts={task.prompts}: the text has {len(windows)} passages of {task.context} tokens")
-    places = np.linspace(0, len(windows) - 1, task.prompts).round().astype(int)
-    return [windows[place].tokens.tolist() for place in places]
+    return [window.tokens.tolist() for window in evenly(windows, task.prompts, "task.prompts")]
 
 
 def check(inputs: Inputs, method: Method) -> None:
@@ -218,8 +215,11 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
     cuts = np.linspace(0, longest, parts + 1).round().astype(int)
     metrics, slopes = {}, []
     for start, end in itertools.pairwise(cuts):
-        found = np.concatenate([row["kl"][start:end] for row in rows])
-        metrics[f"kl_mean[part={end}]"] = float(found.mean())
+        found = [row["kl"][start:end] for row in rows if len(row["kl"]) > start]
+        metrics[f"kl_mean[part={end}]"] = float(np.concatenate(found).mean())
+        if len(found) > 1:
+            over_texts = [float(np.mean(one)) for one in found]
+            metrics[f"kl_mean_se[part={end}]"] = statistics.stdev(over_texts) / len(over_texts) ** 0.5
     for row in rows:
         means = [np.mean(row["kl"][a:b]) for a, b in itertools.pairwise(cuts) if len(row["kl"]) >= b]
         known = [(np.log(b), np.log(m)) for b, m in zip(cuts[1:], means, strict=False) if m > 0]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -66,6 +67,18 @@ def cut_windows(
             f"dataset: the longest text has {longest} tokens, fewer than one window of task.context={context}"
         )
     return windows[:limit]
+
+
+def evenly(windows: Sequence[Window], count: int, setting: str) -> list[Window]:
+    """`count` of the windows, spread evenly over the text; `setting`: the one that gives the count.
+
+    Raises:
+        DataError: there are fewer.
+    """
+    if len(windows) < count:
+        tokens = int(windows[0].tokens.numel()) if windows else 0
+        raise DataError(f"{setting}={count}: the text has {len(windows)} passages of {tokens} tokens")
+    return [windows[place] for place in np.linspace(0, len(windows) - 1, count).round().astype(int)]
 
 
 def batches(windows: Sequence[Window], size: int) -> list[list[int]]:

@@ -51,6 +51,7 @@ TASKS = [
     "generate",
     "trajectory",
     "reuse",
+    "conversation",
     "sensitivity",
 ]
 # What would write elsewhere, or ask the hub for a name that was made up.

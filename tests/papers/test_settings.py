@@ -312,6 +312,7 @@ ROWS = [
     Row("embedded/trajectory", "ours: 16 passages of 512 tokens", {"task": "trajectory"}),
     Row("embedded/round_weights", "ours", {"scoring": "generation", "windows": "sliding", "max_windows": 12}),
     Row("embedded/reuse real/reuse", "ours: KVTC and CacheGen have other coders", {"task": "reuse"}),
+    Row("embedded/conversation real/conversation", "ours: five turns", {"task": "conversation", "turns": 5}),
     Row("real/trajectory", "ours: 16 passages of 512 tokens", {"task": "trajectory", "dataset": "wikitext2"}),
     Row("embedded/drift", "ours: 4 sampled texts of 1,024 tokens", {"task": "drift"}),
     Row("real/drift", "ours: 4 sampled texts of 1,024 tokens", {"task": "drift", "dataset": "wikitext2"}),

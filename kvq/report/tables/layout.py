@@ -189,6 +189,7 @@ def _difference(metric: Metric) -> Callable[[Row], Cell]:
     return cell
 
 
+_DELTA_NLL = Column("ΔNLL ± SE (nats/token)", "ΔNLL ± SE", _difference(METRICS["delta_nll"]))
 COLUMNS = (
     Column("Method", "Method", _name, numeric=False),
     Column("Bits", "Bits", lambda row: Cell(row.bits)),
@@ -196,7 +197,7 @@ COLUMNS = (
     _column("effective_bits"),
     _column("perplexity", _perplexity),
     _column("delta_perplexity"),
-    Column("ΔNLL ± SE (nats/token)", "ΔNLL ± SE", _difference(METRICS["delta_nll"])),
+    _DELTA_NLL,
     _column("kl_mean"),
     _column("kl_p99"),
     _column("top1_agreement"),
@@ -222,7 +223,10 @@ def _at_length(metric: Metric) -> Column:
 # What every table begins with.
 _RUN = COLUMNS[:4]
 # Tasks whose columns are chosen here; a table of any other shows what its records hold.
-_CHOSEN = ("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "generate", "trajectory", "drift", "speculate")
+_CHOSEN = (
+    *("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal"),
+    *("generate", "trajectory", "drift", "speculate", "conversation"),
+)
 # Behind these, where some run of a table has them: tails (of files of logits the median too), and what an engine and
 # its preset agree on.
 _TAILS = ("kl_p999", "kl_max")
@@ -237,9 +241,11 @@ _WRITTEN = {
     "drift": ("kept_tokens", "same_share", "kl_mean", "kl_p99", "drift"),
     "speculate": ("acceptance", "tokens_per_forward", "equal_texts"),
 }
+# Of conversations, after their loss.
+_CONTINUED = ("kl_mean", "total_bytes", "shared_bytes", "once_bytes", "separate_bytes", "fork_difference")
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
-_PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket)=(?P<value>.+)\]")
+_PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket|turn)=(?P<value>.+)\]")
 _OUTCOMES = ("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_l")
 
 
@@ -282,6 +288,9 @@ def columns_of(table: Table) -> tuple[Column, ...]:
     if is_of_texts(table):
         return (*_RUN, *(_column(name, _spread(METRICS[name])) for name in _WRITTEN[table.rows[0].record.task]))
     names = {name for row in table.rows for name in row.record.metrics}
+    if table.rows and table.rows[0].record.task == "conversation":
+        own = [_column("nll"), _DELTA_NLL, *map(_column, (name for name in _CONTINUED if name in names))]
+        return (*_RUN, *own, *_parts(names, "delta_nll"))
     if not is_of_items(table):
         off = [Column("Preset's NLL − engine's ± SE", "Off ± SE", _difference(METRICS["preset_off"]))]
         compared = (
@@ -308,9 +317,14 @@ def _parts(names: set[str], main: str) -> list[Column]:
         return []
     found.sort(key=lambda pair: (pair[0]["part"], pair[0]["value"].zfill(9)))
     shown = METRICS[main]
-    return [
-        Column(f"{match['value']} (%)", match["value"], _metric(shown._replace(name=name))) for match, name in found
-    ]
+    return [Column(*_titles_of_part(match, shown), _metric(shown._replace(name=name))) for match, name in found]
+
+
+def _titles_of_part(match: re.Match[str], whole: Metric) -> tuple[str, str]:
+    """Of a column, wide and narrow: what was asked is named by its value, a turn as one."""
+    if match["part"] == "turn":
+        return f"{whole.title}, turn {match['value']}", f"turn {match['value']}"
+    return f"{match['value']} (%)", match["value"]
 
 
 def _lost_and_gained(row: Row) -> Cell:

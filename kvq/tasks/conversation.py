@@ -1,0 +1,198 @@
+"""`task=conversation`: turns of a conversation on one cache, and continuations that share a first turn.
+
+A passage of the text is cut into turns. What the user says is read as a prompt on top of the turns before, which the
+residual policy has quantized as far as it does; the answer is scored token by token (teacher forcing), so that each
+token of it reads what a written one would. Losses, distances to full precision and bytes are given for each turn. Other
+passages continue the first turn: from forks of one cache, and each from a cache of its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from kvq.cache import KVCache
+from kvq.cache.counted import bytes_together
+from kvq.config.writing import ConversationConfig
+from kvq.errors import ConfigError
+from kvq.methods.method import Method
+from kvq.models.inputs import Inputs
+from kvq.results.journal import Journal
+from kvq.results.metrics import units_of
+from kvq.results.statistics import delta_nll_of_samples
+from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.ppl import without_codecs
+from kvq.tasks.reader import Reader, check_prefill
+from kvq.tasks.result import divergence
+from kvq.tasks.scoring import log_probabilities
+from kvq.tasks.storage import storage_metrics
+from kvq.tasks.windows import cut_windows, evenly
+
+Row = dict[str, Any]
+Tokens = Int[Tensor, "1 tokens"]
+
+_OF_A_TURN = ("effective_bits", "total_bytes", "packed_tokens", "residual_tokens")
+_OF_BRANCHES = ("fork_difference", "shared_bytes", "once_bytes", "separate_bytes")
+
+
+def check(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a residual without order, `ConfigError` for conversations longer than the model takes."""
+    task: ConversationConfig = inputs.config.task
+    check_prefill(method, task.prefill)
+    turns, longest = max(task.turns, 2 if task.branches else 1), inputs.longest_context
+    if longest is not None and turns * task.turn > longest:
+        raise ConfigError(
+            f"task.turns={task.turns}: {turns} turns of task.user={task.user} and task.answer={task.answer} tokens; "
+            f"model={inputs.config.model.name} takes at most {longest} together"
+        )
+
+
+class Speaker:
+    """A model that goes through turns with caches of one method."""
+
+    def __init__(self, inputs: Inputs, method: Method) -> None:
+        task: ConversationConfig = inputs.config.task
+        self.user = task.user
+        self.reader = Reader(inputs.model, method, task.prefill, inputs.config.cache.keep_decoded)
+
+    @torch.no_grad()
+    def turn(self, cache: KVCache, tokens: Tokens) -> Float[Tensor, "answer vocab"]:
+        """Add a turn to a cache; returns the log-probabilities at each token of its answer, in nats."""
+        first = self.reader.prompt(cache, tokens[:, : self.user])
+        later = self.reader.read(cache, tokens[:, self.user :])
+        return log_probabilities(torch.cat([first[:, None], later[:, :-1]], 1))[0]
+
+    def new_cache(self) -> KVCache:
+        """An empty cache."""
+        return self.reader.new_cache()
+
+
+def held(cache: KVCache) -> dict[str, float]:
+    """What a cache of one sequence holds after a turn: bits, bytes, and tokens as a mean over layers, keys and values.
+
+    The tokens are those of the packed prefix and those in full precision; evicted ones are in neither.
+    """
+    sides = [side for layer in cache.kv_layers for side in (layer.key, layer.value)]
+    tokens = {f"{kind}_tokens": [getattr(side, f"{kind}_tokens") for side in sides] for kind in ("packed", "residual")}
+    storage = storage_metrics(cache, 1)
+    bits = {name: storage[name] for name in ("effective_bits", "total_bytes")}
+    return bits | {name: statistics.fmean(counts) for name, counts in tokens.items()}
+
+
+def turns_of(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: int) -> tuple[list[Row], KVCache]:
+    """A row for each turn of `length` tokens and the cache behind the last; `full`: full precision, for distances."""
+    cache, other = speaker.new_cache(), None if full is None else full.new_cache()
+    rows: list[Row] = []
+    for turn in tokens.split(length, 1):
+        found = speaker.turn(cache, turn)
+        answer = turn[0, speaker.user :]
+        row: Row = {"nll": -float(found.gather(-1, answer[:, None]).double().sum())}
+        if full is not None and other is not None:
+            row["kl"] = float(divergence(full.turn(other, turn), found).double().sum())
+        rows.append(row | held(cache))
+    cache.check_finite()
+    return rows, cache
+
+
+def branches_of(speaker: Speaker, first: Tokens, others: Sequence[Tokens]) -> dict[str, float]:
+    """Continuations of a first turn from forks of its cache, and each from a cache of its own.
+
+    `fork_difference`: the largest difference between their log-probabilities of the answers' tokens. Bytes are of all
+    continuations at their ends: `shared_bytes` of the forks, with rows that they share in memory counted once,
+    `once_bytes` as they would be if what no later token changes of the first turn were held once, and `separate_bytes`
+    of caches that share nothing.
+    """
+    prefix = speaker.new_cache()
+    speaker.turn(prefix, first)
+    once = _unchanged(prefix, speaker.reader.method)
+    forks, alone, difference = [], [], 0.0
+    for turn in others:
+        own = speaker.new_cache()
+        speaker.turn(own, first)
+        forks.append(prefix.fork())
+        alone.append(own)
+        answer = turn[0, speaker.user :, None]
+        there, here = (speaker.turn(cache, turn).gather(-1, answer) for cache in (forks[-1], own))
+        difference = max(difference, float((there - here).abs().max()))
+    separate = sum(cache.nbytes for cache in alone)
+    sizes = (bytes_together(forks), separate - (len(others) - 1) * once, separate)
+    return dict(zip(_OF_BRANCHES, (difference, *map(float, sizes)), strict=True))
+
+
+def _unchanged(prefix: KVCache, method: Method) -> int:
+    """Bytes of a cache that no later token changes: all of it in full precision, else what is packed once for all."""
+    if method.is_full_precision:
+        return prefix.nbytes
+    return 0 if method.backend is not None or prefix.recompression is not None else prefix.packed_bytes
+
+
+def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """A sample for each conversation: its tokens and loss in all and by turn, what its cache held, its branches."""
+    task: ConversationConfig = inputs.config.task
+    windows = cut_windows(inputs.tokens.streams, task.context, bos=inputs.bos)
+    chosen = evenly(windows, task.conversations, "task.conversations")
+    speaker = Speaker(inputs, method)
+    full = None if baseline is None else Speaker(inputs, without_codecs(method))
+    tokens = [speaker.reader.tensor([window.tokens.tolist()]) for window in chosen]
+    for index, own in enumerate(tqdm(tokens, desc="conversations", leave=False, disable=None)):
+        item = f"conversation {index}"
+        if item in journal.rows:
+            continue
+        rows, cache = turns_of(speaker, full, own, task.turn)
+        others = [tokens[(index + place + 1) % len(tokens)][:, -task.turn :] for place in range(task.branches)]
+        branches = branches_of(speaker, own[:, : task.turn], others) if others else {}
+        scored = {"window": index, "tokens": task.turns * task.answer, "nll": sum(row["nll"] for row in rows)}
+        journal.add([{"item": item, **scored, "turns": rows, **branches, "storage": storage_metrics(cache, 1)}])
+    found = [journal.rows[f"conversation {index}"] for index in range(len(tokens))]
+    samples = [{name: value for name, value in row.items() if name != "storage"} for row in found]
+    metrics = dict(found[-1]["storage"]) | metrics_of(found, task.answer)
+    if baseline is not None:
+        metrics |= _differences(samples, baseline.samples, task.answer)
+    return Measurement(metrics, units_of(metrics), samples)
+
+
+def metrics_of(rows: Sequence[Row], answer: int) -> dict[str, float]:
+    """Losses and distances per token of the answers, in all and by turn (1, 2, …), and means over conversations."""
+    metrics = {"conversations": float(len(rows)), "scored_tokens": float(sum(row["tokens"] for row in rows))}
+    turns = list(zip(*(row["turns"] for row in rows), strict=True))
+    sums = {"nll": "nll"} | ({"kl": "kl_mean"} if "kl" in turns[0][0] else {})
+    for name, metric in sums.items():
+        means = [statistics.fmean(row[name] for row in turn) / answer for turn in turns]
+        metrics |= {metric: statistics.fmean(means)} | _by_turn(metric, means)
+    for name in _OF_A_TURN:
+        metrics |= _by_turn(name, [statistics.fmean(row[name] for row in turn) for turn in turns])
+    if "fork_difference" in rows[0]:
+        metrics |= {name: statistics.fmean(row[name] for row in rows) for name in _OF_BRANCHES}
+        metrics["fork_difference"] = max(row["fork_difference"] for row in rows)
+    return metrics
+
+
+def _by_turn(name: str, values: Iterable[float]) -> dict[str, float]:
+    return {f"{name}[turn={turn}]": value for turn, value in enumerate(values, 1)}
+
+
+def _differences(rows: Sequence[Row], baseline: Sequence[Row], answer: int) -> dict[str, float]:
+    """Losses over the baseline's, with paired standard errors over conversations, which lie apart in the text."""
+    pairs: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {"": (rows, baseline)}
+    for turn in range(len(rows[0]["turns"])):
+        own, full = (
+            [{"window": row["window"], "tokens": answer, "nll": row["turns"][turn]["nll"]} for row in run]
+            for run in (rows, baseline)
+        )
+        pairs[f"[turn={turn + 1}]"] = own, full
+    metrics = {}
+    for part, pair in pairs.items():
+        delta = delta_nll_of_samples(*pair, block=1)
+        metrics[f"delta_nll{part}"] = delta.value
+        if delta.standard_error is not None:
+            metrics[f"delta_nll_se{part}"] = delta.standard_error
+    return metrics
+
+
+TASK = Task(check, measure, lambda inputs: inputs.tokens.fingerprint)
