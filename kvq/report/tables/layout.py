@@ -222,7 +222,10 @@ def _at_length(metric: Metric) -> Column:
 # What every table begins with.
 _RUN = COLUMNS[:4]
 # Tasks whose columns are chosen here; a table of any other shows what its records hold.
-_CHOSEN = ("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "generate", "trajectory", "drift", "speculate")
+_CHOSEN = (
+    *("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "tools"),
+    *("generate", "trajectory", "drift", "speculate"),
+)
 # Behind these, where some run of a table has them: tails (of files of logits the median too), and what an engine and
 # its preset agree on.
 _TAILS = ("kl_p999", "kl_max")
@@ -240,7 +243,10 @@ _WRITTEN = {
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
 _PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket)=(?P<value>.+)\]")
-_OUTCOMES = ("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_l")
+_OUTCOMES = (
+    *("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_l"),
+    *("valid_json", "schema_valid", "right_function", "right_arguments", "same_answers"),
+)
 
 
 def measured(table: Table) -> list[Column]:
