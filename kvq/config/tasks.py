@@ -306,6 +306,7 @@ class ToolsConfig(ItemsConfig):
     Attributes:
         items: requests; of a file at most so many, in its order.
         shots: answered requests in front, each with a function of its own that is not offered.
+        shown: whether one of the shots is another request for the function that is asked for.
         functions: offered with a request; a file has its own.
         padding: tokens of the dataset's text between functions and request.
         path: a file of requests of the Berkeley Function Calling Leaderboard; None: they are drawn.
@@ -318,6 +319,7 @@ class ToolsConfig(ItemsConfig):
     name: str = "tools"
     items: Count = 76
     shots: Natural = 4
+    shown: bool = False
     functions: Count = 4
     padding: Natural = 256
     path: PathName | None = None
@@ -330,7 +332,11 @@ class ToolsConfig(ItemsConfig):
         super().__post_init__()
         if (self.path is None) != (self.answers is None):
             given, other = ("path", "answers") if self.answers is None else ("answers", "path")
-            raise ConfigError(f"task.{given}={getattr(self, given)}: needs task.{other} too, of requests and of answers")
+            raise ConfigError(
+                f"task.{given}={getattr(self, given)}: needs task.{other} too, of requests and of answers"
+            )
+        if self.shown and (self.path is not None or not self.shots):
+            raise ConfigError("task.shown=true: one of task.shots=1 or more, of drawn requests, not of a task.path")
 
 
 @dataclass

@@ -18,7 +18,11 @@ from kvq.errors import DataError
 
 TYPES = {
     **{name: name for name in ("string", "integer", "number", "boolean", "array", "object", "null")},
-    **{"dict": "object", "float": "number", "tuple": "array", "list": "array", "bool": "boolean"},
+    "dict": "object",
+    "float": "number",
+    "tuple": "array",
+    "list": "array",
+    "bool": "boolean",
 }
 """Their types as those of JSON schemas; `any` is no restriction. Those of Java and JavaScript are refused."""
 # What is kept of a schema, as it is: nothing that refers to another document.
@@ -33,8 +37,8 @@ def read_bfcl(path: str, answers: str) -> list[Request]:
     """The requests of a file, in its order, and the calls that are right.
 
     Raises:
-        DataError: a file that cannot be read, or a line that is not of this form, by file and line; a request of several
-            calls, or of several turns.
+        DataError: a file that cannot be read, or a line that is not of this form, by file and line; a request of
+            several calls, or of several turns.
     """
     known: dict[str, Any] = {}
     for place, row in _rows("task.answers", answers):
@@ -101,8 +105,8 @@ def _text(question: Any) -> str:
         raise _Odd("question is a list of turns, each a list of messages")
     if len(question) != 1:
         raise _Odd(f"{len(question)} turns; requests of several turns (multi_turn) are not supported")
-    said = [message.get("content") if isinstance(message, dict) else None for message in question[0]]
-    if not said or not all(isinstance(words, str) for words in said):
+    said = [message["content"] for message in question[0] if isinstance(message, dict) and "content" in message]
+    if not said or len(said) < len(question[0]) or not all(isinstance(words, str) for words in said):
         raise _Odd("a message is an object with a text as its content")
     return "\n".join(said)
 

@@ -27,7 +27,9 @@ COMPANIES = "Northwind Halden Brightwater Corvex Lumina Stonebridge Aldertech Fe
 TITLES = (
     "budget review,design meeting,dentist appointment,piano lesson,team lunch,project kickoff,yoga class,job interview"
 ).split(",")
-TOPICS = "solar panels,bread baking,deep sea fish,chess openings,old maps,jazz guitar,bird migration,glass art".split(",")
+TOPICS = "solar panels,bread baking,deep sea fish,chess openings,old maps,jazz guitar,bird migration,glass art".split(
+    ","
+)
 STREETS = "Mill Lane,Harbour Street,Oak Avenue,Station Road,Castle Hill,River Walk,Park Row,Bridge Street".split(",")
 SONGS = "Blue Morning,Paper Boats,Silver Road,The Long Way Home,Quiet Hours,Northern Light,Falling Leaves".split(",")
 FILES = "notes.txt report.pdf photo.png budget.csv slides.odp thesis.tex backup.zip draft.md".split()
@@ -326,13 +328,21 @@ def draw_requests(count: int, offered: int, seed: int) -> list[Request]:
     return out
 
 
-def draw_shots(count: int, request: Request, place: int, seed: int) -> list[Drawn]:
+def draw_shots(count: int, request: Request, place: int, seed: int, shown: bool = False) -> list[Drawn]:
     """Draw `count` answered requests of other functions than those that a request offers.
 
     Args:
         place: of the request.
+        shown: one of them, at a drawn place, is another request for the function that is asked for.
     """
     rng = np.random.default_rng([_SHOTS, seed, place])
     offered = {function.name for function in request.functions}
-    free = [index for index in rng.permutation(len(FAMILIES)).tolist() if FAMILIES[index].name not in offered]
-    return [drawn(FAMILIES[index], rng) for index in free[:count]]
+    free = [FAMILIES[index] for index in rng.permutation(len(FAMILIES)).tolist() if FAMILIES[index].name not in offered]
+    shots = [drawn(family, rng) for family in free[: count - shown]]
+    if shown:
+        [asked] = [family for family in FAMILIES if family.name == request.function]
+        other = drawn(asked, rng)
+        while other.text == request.text:
+            other = drawn(asked, rng)
+        shots.insert(int(rng.integers(count)), other)
+    return shots

@@ -103,8 +103,8 @@ def padding_of(inputs: Inputs, count: int) -> list[list[int]]:
 
 def offered(task: ToolsConfig, request: Request, place: int) -> tuple[Request, list[Drawn]]:
     """A request with the functions of the shots among those offered, in a drawn order, and the shots."""
-    shots = draw_shots(task.shots, request, place, task.seed)
-    functions = [*request.functions, *(shot.function for shot in shots)]
+    shots = draw_shots(task.shots, request, place, task.seed, task.shown)
+    functions = [*request.functions, *(shot.function for shot in shots if shot.function.name != request.function)]
     order = np.random.default_rng([_ORDER, task.seed, place]).permutation(len(functions)).tolist()
     return replace(request, functions=tuple(functions[index] for index in order)), shots
 
@@ -113,9 +113,7 @@ def words_of(task: ToolsConfig, request: Request, place: int) -> tuple[str, str]
     """A prompt's text before and behind the padding; `place`: of the request."""
     request, shots = offered(task, request, place)
     functions = "\n".join(function.text for function in request.functions)
-    answered = [
-        f"Request: {shot.text}\nAnswer: {written(shot.function.name, shot.arguments)}\n\n" for shot in shots
-    ]
+    answered = [f"Request: {shot.text}\nAnswer: {written(shot.function.name, shot.arguments)}\n\n" for shot in shots]
     return f"{_RULE}{functions}\n\n", "".join(answered) + f"Request: {request.text}\nAnswer:"
 
 

@@ -52,6 +52,7 @@ TASKS = [
     "trajectory",
     "reuse",
     "sensitivity",
+    "tools",
 ]
 # What would write elsewhere, or ask the hub for a name that was made up.
 SPARED = ("hydra", "results_dir", "logger", "model.path", "model.revision", "dataset.hub", "dataset.data_files")

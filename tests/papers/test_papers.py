@@ -88,6 +88,7 @@ def test_the_page_of_disagreements_quotes_what_is_published() -> None:
 def test_what_the_review_asks_for_is_there() -> None:
     ours = {f"embedded/{name}" for name in ("decoding", "engines", "extensions", "methods", "nsnquant_steps")}
     ours |= {f"embedded/{name}" for name in ("agreement", "agreement_mlx", "reuse", "round_weights", "trajectory")}
+    ours |= {f"embedded/{name}" for name in ("drift", "speculate", "tools")}
     ours |= {f"kvquant_plus_plus/{name}" for name in ("3_1_drawn", "3_3_drawn", "3_5", "3_5_text", "9_5")}
     ours.add("speed/peers")
     ours |= {name for name in LAYOUTS if name.startswith(("real/", "waterfill/"))}
@@ -185,12 +186,15 @@ def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Expe
         "embedded/agreement": 28,
         "embedded/agreement_mlx": 32,
         "embedded/decoding": 100,
+        "embedded/drift": 13,
         "embedded/engines": 172,
         "embedded/extensions": 132,
         "embedded/methods": 140,
         "embedded/nsnquant_steps": 24,
         "embedded/reuse": 15,
         "embedded/round_weights": 12,
+        "embedded/speculate": 13,
+        "embedded/tools": 14,
         "embedded/trajectory": 19,
     }
 

@@ -127,6 +127,10 @@ def test_requests_follow_from_the_seed() -> None:
         shots = draw_shots(3, request, place, 0)
         assert not {shot.function.name for shot in shots} & set(offered)
         assert len({shot.function.name for shot in shots}) == 3
+        with_own = draw_shots(3, request, place, 0, shown=True)
+        assert [shot.function.name for shot in with_own].count(request.function) == 1
+        assert len(with_own) == 3
+        assert request.text not in [shot.text for shot in with_own]
 
 
 def test_what_is_drawn_is_right_and_covers_every_kind() -> None:
@@ -174,6 +178,11 @@ def test_a_prompt_has_functions_padding_shots_and_the_request() -> None:
         assert text.count("\nAnswer: {") == 1
         assert abs(len(item.prompt) - lengths[item.request.name] - 32) <= 2  # tokens of line ends
     assert tools.make_items(inputs).batches == items.batches
+    shown = tools.make_items(inputs_of(GIVEN, "task.shown=true")).batches
+    for item in (item for batch in shown for item in batch):
+        assert len(item.request.functions) == 2
+        text = inputs.tokenizer.decode(list(item.prompt))
+        assert text.count(f'\nAnswer: {{"name": "{item.request.function}"') == 1
     other = tools.make_items(inputs_of(GIVEN, "task.seed=1"))
     assert other.batches[0][0].prompt not in [item.prompt for item in flat]
 
@@ -256,7 +265,11 @@ def test_a_file_of_the_leaderboard(tmp_path: Path) -> None:
         (SIMPLE | {"question": [[{"role": "user"}]]}, TRUTH, r"a text as its content"),
         ({name: SIMPLE[name] for name in ("id", "question")}, TRUTH, r"no list of functions"),
         (SIMPLE | {"function": [{"name": "f", "parameters": {"type": "HashMap"}}]}, TRUTH, r"'HashMap'"),
-        (SIMPLE | {"function": [{"name": "f", "parameters": {"type": "dict", "required": 1}}]}, TRUTH, r"no JSON schema"),
+        (
+            SIMPLE | {"function": [{"name": "f", "parameters": {"type": "dict", "required": 1}}]},
+            TRUTH,
+            r"no JSON schema",
+        ),
         (SIMPLE | {"function": [{"name": "f"}]}, TRUTH, r"a schema is an object"),
     ],
 )
@@ -344,6 +357,8 @@ def test_refusals(tmp_path: Path) -> None:
     for words, error, kind in (
         (["task.items=0"], r"task\.items=0", ConfigError),
         (["task.functions=0"], r"task\.functions=0", ConfigError),
+        (["task.shown=true", "task.shots=0"], r"task\.shown=true", ConfigError),
+        ([f"task.path={path}", f"task.answers={answers}", "task.shown=true"], r"task\.shown=true", ConfigError),
         (["task.functions=37", "task.shots=2"], r"task\.functions=37: with task\.shots=2", ConfigError),
         ([f"task.path={path}"], r"task\.path=.*needs task\.answers", ConfigError),
         ([f"task.answers={answers}"], r"task\.answers=.*needs task\.path", ConfigError),
