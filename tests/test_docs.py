@@ -248,8 +248,9 @@ def test_the_commands_for_an_8b_model_compose() -> None:
 def test_the_commands_for_texts_compose() -> None:
     text = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    python run\.py (.*)$", text, re.M)
-    for task in ("trajectory", "reuse", "conversation"):
-        assert len([command for command in commands if task in command]) == 2, task
+    counts = {"trajectory": 2, "drift": 2, "speculate": 2, "tools": 3, "reuse": 2, "conversation": 2}
+    for task, count in counts.items():
+        assert len([command for command in commands if task in command]) == count, task
         assert resolve(compose([f"task={task}", "method=kivi", "bits=2"])).task.name == task
         commands = [command for command in commands if task not in command]
     assert len(commands) == 3

@@ -14,8 +14,8 @@ from kvq.config.run import Attention, Config, Latent, OutliersConfig, WindowLaye
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
-_NOT_NAMED = ("batch_size", "include_path", "prompt_file", "save_logits")
-"""Settings of tasks that decide no number: the text of a prompt is in the fingerprint."""
+_NOT_NAMED = ("batch_size", "include_path", "prompt_file", "save_logits", "path", "answers")
+"""Settings of tasks that decide no number: what a file of prompts or answers holds is in the fingerprint."""
 _SIDES = ("key", "value")
 
 

@@ -63,6 +63,15 @@ def _noise(name: str, words: str) -> Iterable[Metric]:
     yield Metric(f"noise_{name}_kept_tokens", "tokens", f"Full precision {words}: tokens before", "Noise", 1)
 
 
+def _check(name: str, title: str, short: str) -> Iterable[Metric]:
+    """A check of answers: the share that passes, its difference from full precision's, and the items that differ."""
+    yield _share(name, f"{title} (%)", short)
+    yield _share(f"delta_{name}", f"Δ {title} (points)", f"Δ {short}", signed=True)
+    yield _quality(f"{name}_lost", "items", f"{title}: lost (items)", f"-{short}", 0, "lower")
+    yield _quality(f"{name}_gained", "items", f"{title}: gained (items)", f"+{short}", 0, "higher")
+    yield Metric(f"{name}_p", "probability", f"p of {title}", f"p {short}", 4)
+
+
 def _count(name: str, unit: str, title: str) -> Metric:
     return Metric(name, unit, title, name, 0)
 
@@ -93,6 +102,11 @@ METRICS = {
         _share("bit_mixing_random", "Bit-mixing of random strings (%)", "Rand.", better=""),
         _share("other", "Other (%)", "Other", better="lower"),
         _share("rouge_l", "ROUGE-L against full precision (%)", "R-L"),
+        *_check("valid_json", "valid JSON", "JSON%"),
+        *_check("schema_valid", "arguments that fit the schema", "Schema%"),
+        *_check("right_function", "right function", "Func.%"),
+        *_check("right_arguments", "right arguments", "Args%"),
+        _share("same_answers", "Answers that are full precision's (%)", "Same%"),
         _quality("same_tokens", "tokens", "Tokens until they differ from full precision", "Same", 0, "higher"),
         _quality("kept_tokens", "tokens", "Tokens before the text leaves full precision's", "Kept", 1, "higher"),
         _share("left", "Texts that leave full precision's (%)", "Left%", better="lower"),

@@ -53,6 +53,7 @@ TASKS = [
     "reuse",
     "conversation",
     "sensitivity",
+    "tools",
 ]
 # What would write elsewhere, or ask the hub for a name that was made up.
 SPARED = ("hydra", "results_dir", "logger", "model.path", "model.revision", "dataset.hub", "dataset.data_files")

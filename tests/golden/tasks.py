@@ -39,6 +39,10 @@ CASES: dict[str, list[str]] = {
     "lm_eval": ["task=lm_eval", "task.tasks=[letters,say]", *_ITEMS],
     "multimodal": ["task=multimodal", "task.max_new_tokens=4", *_ITEMS],
     "generate": ["task=generate", "task.max_new_tokens=8", "task.prompt=a square is the number that is the square of"],
+    "tools": [
+        *("task=tools", "task.items=2", "task.shots=0", "task.functions=1", "task.padding=8", "task.max_new_tokens=6"),
+        *("task.seed=3", *_ITEMS),
+    ],
     "trajectory": ["task=trajectory", "task.prompts=2", "task.context=96", "task.new_tokens=6"],
     "drift": ["task=drift", "task.prompts=2", "task.context=96", "task.new_tokens=8", "task.parts=2"],
     "speculate": ["task=speculate", "task.prompts=2", "task.context=96", "task.new_tokens=6"],

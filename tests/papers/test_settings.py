@@ -310,6 +310,8 @@ ROWS = [
     Row("waterfill/main_real waterfill/calibration_real", "ours: 12 windows of 1,024 tokens",
         {"scoring": "parallel", "windows": "disjoint", "context": 1024, "max_windows": 12, "dataset": "wikitext2"}),
     Row("embedded/trajectory", "ours: 16 passages of 512 tokens", {"task": "trajectory"}),
+    Row("embedded/tools", "ours: drawn requests", {"task": "tools"}),
+    Row("real/tools", "ours: drawn requests", {"task": "tools", "dataset": "wikitext2"}),
     Row("embedded/round_weights", "ours", {"scoring": "generation", "windows": "sliding", "max_windows": 12}),
     Row("embedded/reuse real/reuse", "ours: KVTC and CacheGen have other coders", {"task": "reuse"}),
     Row("embedded/conversation real/conversation", "ours: five turns", {"task": "conversation", "turns": 5}),

@@ -224,7 +224,7 @@ def _at_length(metric: Metric) -> Column:
 _RUN = COLUMNS[:4]
 # Tasks whose columns are chosen here; a table of any other shows what its records hold.
 _CHOSEN = (
-    *("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal"),
+    *("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "tools"),
     *("generate", "trajectory", "drift", "speculate", "conversation"),
 )
 # Behind these, where some run of a table has them: tails (of files of logits the median too), and what an engine and
@@ -246,7 +246,10 @@ _CONTINUED = ("kl_mean", "total_bytes", "shared_bytes", "once_bytes", "separate_
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
 _PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket|turn)=(?P<value>.+)\]")
-_OUTCOMES = ("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_l")
+_OUTCOMES = (
+    *("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_l"),
+    *("valid_json", "schema_valid", "right_function", "right_arguments", "same_answers"),
+)
 
 
 def measured(table: Table) -> list[Column]:

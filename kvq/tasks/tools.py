@@ -1,0 +1,248 @@
+"""`task=tools`: calls of functions, written as JSON through the quantized cache.
+
+A prompt has answered requests, functions with the JSON schemas of their parameters, text of the data set and a request;
+the answer is `{"name": ..., "arguments": {...}}`. An item is right where function and arguments are those asked for.
+Parts of that are scored too, because an answer can break in several ways (`kvq.tasks.calls`).
+
+Requests are drawn (`kvq.data.functions`), or read from files of the Berkeley Function Calling Leaderboard
+(`kvq.data.bfcl`), whose prompts, written here, are not the leaderboard's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from kvq.cache import KVCache
+from kvq.config import Loader
+from kvq.config.tasks import ToolsConfig
+from kvq.data.bfcl import read_bfcl
+from kvq.data.calls import Request, written
+from kvq.data.functions import FAMILIES, Drawn, draw_requests, draw_shots
+from kvq.data.text import TokenData, around_message, begun, encode
+from kvq.errors import ConfigError, DataError
+from kvq.methods.method import Method
+from kvq.models.inputs import Inputs
+from kvq.results.journal import Journal
+from kvq.results.metrics import units_of
+from kvq.tasks.batching import batches_of
+from kvq.tasks.calls import CHECKS, first_object, judge
+from kvq.tasks.items import Clock, Items, Sample, Scored, compare, mean_score, measure_items, paired
+from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.reader import Ends, Reader, answer_text, check_prefill, end_tokens, stop_at
+from kvq.tasks.storage import storage_metrics
+
+# Added to the seed of a generator, so that no other use of the same seed draws the same numbers.
+_PADDING = 0x70616464
+_ORDER = 0x6F726465
+_RULE = 'Each request is answered by a call of one of these functions, as JSON: {"name": ..., "arguments": {...}}\n\n'
+_UNTIL = ("\nRequest:", "\n\n")
+"""What ends an answer without JSON; in a chat, the end of the message does."""
+
+
+@dataclass(frozen=True)
+class ToolItem:
+    """One prompt in tokens."""
+
+    request: Request
+    prompt: tuple[int, ...]
+
+
+def requests(inputs: Inputs) -> list[Request]:
+    """The requests of a run.
+
+    Raises:
+        ConfigError: more functions or shots than there are.
+        DataError: as `kvq.data.bfcl.read_bfcl`.
+    """
+    task: ToolsConfig = inputs.config.task
+    path, answers = task.path, task.answers
+    most = len(FAMILIES) - task.shots
+    if path is None or answers is None:
+        if task.functions > most:
+            given = f"task.functions={task.functions}: with task.shots={task.shots}, which are of other functions"
+            raise ConfigError(f"{given}, at most {most} of {len(FAMILIES)}")
+        return draw_requests(task.items, task.functions, task.seed)
+    if most < 0:
+        raise ConfigError(f"task.shots={task.shots}: at most {len(FAMILIES)}, each of another function")
+    return inputs.shared("bfcl", (path, answers), lambda: read_bfcl(path, answers))[: task.items]
+
+
+def filler(inputs: Inputs) -> TokenData:
+    """The dataset as token streams; of documents, each as long as the padding."""
+    task: ToolsConfig = inputs.config.task
+    return inputs.streams(max(2, task.padding) if inputs.config.dataset.loader is Loader.documents else 2)
+
+
+def padding_of(inputs: Inputs, count: int) -> list[list[int]]:
+    """For each of `count` items `task.padding` tokens from a random place of the dataset.
+
+    Raises:
+        DataError: no stream of the dataset is as long.
+    """
+    task: ToolsConfig = inputs.config.task
+    if not task.padding:
+        return [[] for _ in range(count)]
+    whole = [begun(inputs.tokenizer, stream.tolist(), None) for stream in filler(inputs).streams]
+    streams = [stream for stream in whole if len(stream) >= task.padding]
+    if not streams:
+        longest = max(map(len, whole), default=0)
+        raise DataError(f"task.padding={task.padding}: the longest text in the dataset has {longest} tokens")
+    out = []
+    for place in range(count):
+        rng = np.random.default_rng([_PADDING, task.seed, place])
+        stream = streams[int(rng.integers(len(streams)))]
+        start = int(rng.integers(len(stream) - task.padding + 1))
+        out.append(stream[start : start + task.padding])
+    return out
+
+
+def offered(task: ToolsConfig, request: Request, place: int) -> tuple[Request, list[Drawn]]:
+    """A request with the functions of the shots among those offered, in a drawn order, and the shots."""
+    shots = draw_shots(task.shots, request, place, task.seed, task.shown)
+    functions = [*request.functions, *(shot.function for shot in shots if shot.function.name != request.function)]
+    order = np.random.default_rng([_ORDER, task.seed, place]).permutation(len(functions)).tolist()
+    return replace(request, functions=tuple(functions[index] for index in order)), shots
+
+
+def words_of(task: ToolsConfig, request: Request, place: int) -> tuple[str, str]:
+    """A prompt's text before and behind the padding; `place`: of the request."""
+    request, shots = offered(task, request, place)
+    functions = "\n".join(function.text for function in request.functions)
+    answered = [f"Request: {shot.text}\nAnswer: {written(shot.function.name, shot.arguments)}\n\n" for shot in shots]
+    return f"{_RULE}{functions}\n\n", "".join(answered) + f"Request: {request.text}\nAnswer:"
+
+
+def make_items(inputs: Inputs, unequal: bool = False) -> Items[ToolItem]:
+    """Batches of prompts, of equal length unless `unequal`, and skipped items with the reason.
+
+    Raises:
+        ConfigError, DataError: as `requests`, `padding_of` and `kvq.data.text.around_message`.
+    """
+    task: ToolsConfig = inputs.config.task
+    tokenizer, longest = inputs.tokenizer, inputs.longest_context
+    front, end = around_message(tokenizer) if task.chat_template else ("", "")
+    asked = requests(inputs)
+    items, skipped = [], {}
+    for place, (request, text) in enumerate(zip(asked, padding_of(inputs, len(asked)), strict=True)):
+        before, behind = words_of(task, request, place)
+        prompt = begun(tokenizer, encode(tokenizer, front + before, special=not task.chat_template), inputs.bos)
+        prompt += [*text, *encode(tokenizer, ("\n\n" if text else "") + behind + end, special=False)]
+        if longest is not None and len(prompt) + task.max_new_tokens > longest:
+            needed = len(prompt) + task.max_new_tokens
+            skipped[request.name] = f"prompt and answer take {needed} tokens, the model takes {longest}"
+        else:
+            items.append(ToolItem(offered(task, request, place)[0], tuple(prompt)))
+    batches = batches_of([len(item.prompt) for item in items], task.batch_size, unequal)
+    return Items([[items[index] for index in batch] for batch in batches], lambda item: item.request.name, skipped)
+
+
+def until_of(task: ToolsConfig) -> Sequence[str]:
+    """What ends an answer that has no JSON object."""
+    return () if task.chat_template else _UNTIL
+
+
+def ends_of(inputs: Inputs) -> Ends:
+    """Whether an answer is over: behind its first JSON object, or where its text ends."""
+    tokenizer = inputs.tokenizer
+    over = stop_at(tokenizer, end_tokens(inputs.model, tokenizer), until_of(inputs.config.task))
+
+    def ends(tokens: Sequence[int]) -> bool:
+        return over(tokens) or first_object(str(tokenizer.decode(list(tokens), skip_special_tokens=True))) is not None
+
+    return ends
+
+
+def answer(reader: Reader, inputs: Inputs, batch: Sequence[ToolItem]) -> list[Scored]:
+    """Answers to prompts that are read together, judged."""
+    task: ToolsConfig = inputs.config.task
+    clock, before, held = Clock(reader.loaded.device), reader.tokens_read, {}
+    with clock.phase("prefill"):
+        cache, logits = reader.begin_together([item.prompt for item in batch])
+    read = (reader.tokens_read - before) / len(batch)
+
+    def leave(row: int, own: KVCache) -> None:
+        own.check_finite()
+        held[row] = storage_metrics(own, 1)
+
+    with clock.phase("decode"):
+        rows = reader.write(cache, logits, task.max_new_tokens, ends_of(inputs), None, leave)
+    out = []
+    for index, (item, row) in enumerate(zip(batch, rows, strict=True)):
+        text = answer_text(inputs.tokenizer, row, until_of(task))
+        found = judge(text, item.request)
+        asked = {"item": item.request.name, "request": item.request.text, "function": item.request.function}
+        sample = {**asked, "allowed": dict(item.request.allowed), "text": text, **found}
+        sample["score"] = float(found["right_function"] and found["right_arguments"])
+        cost = {"prompt_tokens": float(len(item.prompt)), "read_tokens": read, "new_tokens": float(len(row))}
+        cost |= held[index] | {phase: spent / len(batch) for phase, spent in clock.seconds.items()}
+        out.append(Scored(sample, cost))
+    return out
+
+
+def check(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a residual without order, `ConfigError` and `DataError` as `requests`."""
+    check_prefill(method, inputs.config.task.prefill)
+    requests(inputs)
+
+
+def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """Answer every request under `method`; a baseline is compared with item by item, also in each of `CHECKS`."""
+    task: ToolsConfig = inputs.config.task
+    reader = Reader(inputs.model, method, task.prefill, inputs.config.cache.keep_decoded)
+    items = make_items(inputs, reader.unequal)
+    found = measure_items(items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label)
+    scored = [sample for sample in found.samples if "skipped" not in sample]
+    metrics = dict(found.metrics)
+    for name in CHECKS:
+        metrics |= _checked(scored, baseline, task, name)
+    if baseline is not None:
+        pairs = paired(scored, baseline.samples)
+        metrics["same_answers"] = float(np.mean([own["text"] == full["text"] for own, full in pairs]))
+    return Measurement(metrics, units_of(metrics), found.samples)
+
+
+def _checked(samples: Sequence[Sample], baseline: Baseline | None, task: ToolsConfig, name: str) -> dict[str, float]:
+    """The share of answers that pass one of `CHECKS`, and its difference from full precision's, tested in pairs."""
+    own = _scored_by(samples, name)
+    out = {name: mean_score(own)}
+    if baseline is not None:
+        full = replace(baseline, samples=_scored_by(baseline.samples, name), metrics={})
+        tested = compare(own, full, task, name)
+        out |= {metric: tested[metric] for metric in (f"delta_{name}", f"delta_{name}_se") if metric in tested}
+        out |= {f"{name}_{part}": tested[part] for part in ("lost", "gained")}
+        if "p_value" in tested:
+            out[f"{name}_p"] = tested["p_value"]
+    return out
+
+
+def _scored_by(samples: Sequence[Sample], name: str) -> list[Sample]:
+    return [{"item": one["item"], "score": float(one[name])} for one in samples if "skipped" not in one]
+
+
+def fingerprint(inputs: Inputs) -> str:
+    """Fingerprint of the prompts' texts, the padding's text and the model's context, which may skip some."""
+    task: ToolsConfig = inputs.config.task
+    text = filler(inputs).fingerprint if task.padding else ""
+    digest = hashlib.sha256(repr((text, inputs.longest_context)).encode())
+    for place, request in enumerate(requests(inputs)):
+        digest.update(json.dumps([words_of(task, request, place), asdict(request)], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def texts(inputs: Inputs) -> list[str]:
+    """The prompts."""
+    task, tokenizer = inputs.config.task, inputs.tokenizer
+    asked = requests(inputs)
+    out = []
+    for place, (request, text) in enumerate(zip(asked, padding_of(inputs, len(asked)), strict=True)):
+        before, behind = words_of(task, request, place)
+        out.append(f"{before}{tokenizer.decode(text)}\n\n{behind}")
+    return out
+
+
+TASK = Task(check, measure, fingerprint, texts=texts)
