@@ -187,14 +187,14 @@ class KVCache(PaddableCache, WatchfulCache):
             )
 
     @property
-    def one_by_one(self) -> bool:
+    def token_by_token(self) -> bool:
         """Each query of a chunk reads what it would if the chunk's tokens came one per forward."""
-        return any(layer.one_by_one for layer in self.kv_layers)
+        return any(layer.token_by_token for layer in self.kv_layers)
 
-    @one_by_one.setter
-    def one_by_one(self, value: bool) -> None:
+    @token_by_token.setter
+    def token_by_token(self, value: bool) -> None:
         for layer in self.kv_layers:
-            layer.one_by_one = value
+            layer.token_by_token = value
 
     @override
     def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
@@ -232,10 +232,10 @@ class KVCache(PaddableCache, WatchfulCache):
         Raises:
             Unsupported: a method that cannot take tokens back, or a model that does not tell candidates from a prompt.
         """
-        lasting = next(filter(None, (layer.lasting for layer in self._own)), None)
-        if lasting is not None:
-            lasting = f"method={self.method.name} cannot take tokens back ({lasting})"
-        reason = lasting or self._no_crop
+        irreversible = next(filter(None, (layer.irreversible for layer in self._own)), None)
+        if irreversible is not None:
+            irreversible = f"method={self.method.name} cannot take tokens back ({irreversible})"
+        reason = irreversible or self._no_crop
         if reason is not None:
             raise Unsupported(f"prompt_lookup_num_tokens, assistant_model: {reason}")
         self._record(True)
@@ -257,7 +257,7 @@ class KVCache(PaddableCache, WatchfulCache):
 
     def _expect(self, layer: Layer, tokens: int) -> None:
         if self._candidates is not None:
-            layer.expect(tokens - 1 if layer.one_by_one else min(self._candidates, tokens - 1))
+            layer.expect(tokens - 1 if layer.token_by_token else min(self._candidates, tokens - 1))
 
     def _count_candidates(self) -> None:
         told, self._told = self._told, None

@@ -27,13 +27,13 @@ class Layer(CacheLayerMixin):
     keeps_order = True
     """The tokens held are in the order of their arrival, without gaps."""
     supports_early_init = False
-    lasting: str | None = "what it does to a token stays"
+    irreversible: str | None = "what it does to a token stays"
     """The reason why `crop` cannot undo an update; None: it can undo a recorded one."""
     recording = False
     """The next `crop` can undo each update; `expect` announces an update before it comes."""
     evicted = 0
     """Number of tokens evicted so far."""
-    one_by_one = False
+    token_by_token = False
     padding: Sequence[int] | None = None
     """Columns before the first token of each sequence; None: none."""
     no_padding_reason: str | None = None
@@ -58,7 +58,7 @@ class Layer(CacheLayerMixin):
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """`crop` can restore the state before an update, once updates are recorded."""
-        return self.lasting is None
+        return self.irreversible is None
 
     @property
     def shuffled(self) -> bool:
@@ -158,7 +158,7 @@ class Layer(CacheLayerMixin):
 class KVCacheLayer(Layer):
     """Keys and values of one attention layer, each with its own codec and residual policy."""
 
-    lasting: str | None = None
+    irreversible: str | None = None
     saved: ClassVar[Mapping[str, Field]] = {"evicted": Field("count")}
     """State of a layer that a file holds, besides its sides; classes with more state add to it."""
 
@@ -189,7 +189,7 @@ class KVCacheLayer(Layer):
         hidden, queries = self._hidden, key_states.shape[2]
         if self.recording and self._record(key_states, value_states):
             read = self._append_behind(key_states, value_states, hidden)
-        elif self.one_by_one:
+        elif self.token_by_token:
             columns, self._columns = self._columns, None
             if columns is None and self._moving(queries):
                 raise self._not_followed()
@@ -275,7 +275,7 @@ class KVCacheLayer(Layer):
         """The tokens of each side that leave full precision before the last of the next `queries` tokens attends."""
         if self.recording and self._candidates:
             return self._moves_behind(queries - self._candidates, self._candidates)
-        if self.one_by_one:
+        if self.token_by_token:
             hidden = self._hidden
             return clipped(self.key.moves(queries), hidden), clipped(self.value.moves(queries), hidden)
         return Transitions(0, ()), Transitions(0, ())

@@ -101,7 +101,7 @@ class PackedLayer(KVCacheLayer):
     """A layer for attention on codes: for a single new token it returns `PackedKeys` and `PackedStates`."""
 
     no_padding_reason = "with attention=packed reads the same columns in every sequence"
-    lasting = "cache.attention=packed reads codes for one token at a time; use cache.attention=dense"
+    irreversible = "cache.attention=packed reads codes for one token at a time; use cache.attention=dense"
 
     key: PackedSide
     value: PackedSide

@@ -55,7 +55,7 @@ class PaddedLayer(Layer):
         padding: of each sequence.
     """
 
-    lasting = "a padded batch"
+    irreversible = "a padded batch"
 
     def __init__(self, empty: Layer, padding: Sequence[int]) -> None:
         super().__init__()

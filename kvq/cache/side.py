@@ -292,8 +292,8 @@ class CacheSide:
 
     def _new_store(self, codec: Codec) -> BlockStore:
         # A group of one token may also be a block of one, whose statistics its tokens share.
-        one_by_one = self.residual.policy is Policy.sliding and codec.token_group == 1
-        return (TokenStore if one_by_one else BlockStore)(codec, self.keep_decoded)
+        token_by_token = self.residual.policy is Policy.sliding and codec.token_group == 1
+        return (TokenStore if token_by_token else BlockStore)(codec, self.keep_decoded)
 
     def write(self, out: Writer) -> None:
         out.tree["shape"] = None if self._shape is None else list(self._shape)

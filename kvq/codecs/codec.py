@@ -106,7 +106,7 @@ class Codec:
         self._check_rope(rope, tokens)
         size = tokens if block is None else min(block, tokens)
         count, tail = divmod(tokens, size)
-        whole = [(at * size, size, 1) for at in range(count)] if self.quantizer.varies else [(0, size, count)]
+        whole = [(at * size, size, 1) for at in range(count)] if self.quantizer.variable_rows else [(0, size, count)]
         runs, pieces = [], []
         for start, length, number in (*whole, (count * size, tail, 1)):
             if length and number:

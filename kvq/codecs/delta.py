@@ -55,7 +55,7 @@ class DeltaQuantizer(Quantizer):
         self.bits = getattr(codec.quantizer, "bits", None)
 
     @property
-    def varies(self) -> bool:  # type: ignore[override]
+    def variable_rows(self) -> bool:  # type: ignore[override]
         """The number of anchors depends on the block."""
         return self.anchor_threshold > 0
 
@@ -93,11 +93,11 @@ class DeltaQuantizer(Quantizer):
             delta = token - decoded
             steps.append(self.codec.encode_block(delta, dtype=dtype))
             decoded = decoded + self.codec.decode_block(steps[-1], delta.shape, delta.dtype)
-            if self.varies:
+            if self.variable_rows:
                 far.append(_norm(delta) > self.anchor_threshold * _norm(token))
                 decoded = torch.where(far[-1], to_stored(token, dtype).to(x.dtype), decoded)
         parts = {"anchors": torch.cat(anchors, -2)} | self._joined(steps, x)
-        if self.varies:
+        if self.variable_rows:
             rest = [at for at, regular in enumerate(self._anchors(x.shape[-2])) if not regular]
             mask = torch.cat([x.new_zeros(*x.shape[:-2], 0, 1, dtype=torch.bool), *far], -2)
             flags = mask.to(torch.uint8)
@@ -123,7 +123,7 @@ class DeltaQuantizer(Quantizer):
         steps = iter(self.codec.decode_block(own, rest, dtype).split(1, -2) if rest[-2] else ())
         anchors = iter(parts["anchors"].to(dtype).split(1, -2))
         far: list[tuple[Tensor, Tensor]] = []
-        if self.varies and rest[-2]:
+        if self.variable_rows and rest[-2]:
             mask = unpack([parts["far"]], 1, rest[-2]).bool()
             kept = _placed(parts["far.anchors"].to(dtype), mask)
             far = list(zip(mask.split(1, -2), kept.split(1, -2), strict=True))

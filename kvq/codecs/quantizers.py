@@ -68,12 +68,12 @@ class Quantizer(abc.ABC):
 
     Attributes:
         token_group: tokens that share statistics; 1: each token on its own, None: the whole block.
-        varies: the number of rows of some part depends on the block, so that blocks are stored one by one.
+        variable_rows: the number of rows of some part depends on the block, so that blocks are stored one by one.
     """
 
     gain: Gain = Gain.none
     token_group: int | None = None
-    varies = False
+    variable_rows = False
 
     @property
     def indices(self) -> dict[str, int]:

@@ -63,4 +63,4 @@ class AttendedLayer(KVCacheLayer):
     @override
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raises: Unsupported: always; the sums before an update are not kept."""
-        raise Unsupported(f"{self.setting}: {self.lasting} (fork() the cache before)")
+        raise Unsupported(f"{self.setting}: {self.irreversible} (fork() the cache before)")

@@ -216,7 +216,7 @@ class EvictingLayer(AttendedLayer):
 
     keeps_order = False
     no_padding_reason = "evicts tokens, other columns in each sequence"
-    lasting = "tokens that were evicted cannot come back"
+    irreversible = "tokens that were evicted cannot come back"
     setting = "method.eviction"
 
     def __init__(self, key: CacheSide, value: CacheSide, quantized_prefill: bool, eviction: Eviction) -> None:
@@ -243,7 +243,7 @@ class EvictingLayer(AttendedLayer):
             return out
         if self.get_seq_length():
             return super().update(key_states, value_states, *args, **kwargs)
-        if self.one_by_one or key_states.shape[2] == 1:
+        if self.token_by_token or key_states.shape[2] == 1:
             raise Unsupported(
                 "method.eviction: tokens are evicted once, after a prompt that is read at once (task.prefill=whole)"
             )

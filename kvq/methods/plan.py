@@ -237,7 +237,7 @@ class PoolLayer(KVCacheLayer):
     """Keys and values of one layer with a pool of full-precision tokens, chosen by the keys."""
 
     keeps_order = False
-    lasting = "tokens have changed places with those of a pool"
+    irreversible = "tokens have changed places with those of a pool"
 
     @property
     @override
@@ -266,7 +266,7 @@ class PoolLayer(KVCacheLayer):
 
 def refuse_moves(layer: KVCacheLayer, queries: int) -> None:
     """Raise `Unsupported` for tokens fed one by one, but together, beyond the end of a block."""
-    if layer.one_by_one and layer._moving(queries):
+    if layer.token_by_token and layer._moving(queries):
         raise Unsupported("method.plan: tokens fed one by one, but together beyond the end of a block; feed up to it")
 
 
@@ -300,7 +300,7 @@ class DeferredSide(CacheSide):
 class PlannedLayer(AttendedLayer):
     """Keys and values of one layer, whose blocks are encoded once the attention to them has been observed."""
 
-    lasting = "attention received cannot be taken back"
+    irreversible = "attention received cannot be taken back"
     setting = "method.plan"
 
     @property

@@ -159,7 +159,7 @@ class TransformersLayer(Layer):
     sequence, no sequence depends on the others.
     """
 
-    lasting = "its backend quantizes all tokens anew at every flush"
+    irreversible = "its backend quantizes all tokens anew at every flush"
 
     def __init__(self, backend: BackendConfig, residual: ResidualSide, label: str) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class TransformersLayer(Layer):
                 raise DataError(
                     f"{self.label} {side}: NaN or infinite values; check the model's weights and the dtypes"
                 )
-        if self.one_by_one and self.key.moves(key_states.shape[2]).queries:
+        if self.token_by_token and self.key.moves(key_states.shape[2]).queries:
             raise Unsupported(
                 f"{self.label}: {key_states.shape[2]} tokens at once go past a flush of {self.backend.name}, which "
                 "quantizes all tokens anew; end chunks where it flushes"

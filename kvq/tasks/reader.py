@@ -61,9 +61,9 @@ class Reader:
         self.tokens_read = 0
 
     def new_cache(self) -> KVCache:
-        """An empty cache with `one_by_one` set."""
+        """An empty cache with `token_by_token` set."""
         cache = KVCache(self.loaded, self.method, self.keep_decoded)
-        cache.one_by_one = True
+        cache.token_by_token = True
         return cache
 
     @functools.cached_property
@@ -118,9 +118,9 @@ class Reader:
     def prompt(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Logits:
         """Add prompts to a cache, behind what it holds, read as `prefill` says; returns the logits after each."""
         if self.prefill is Prefill.whole and tokens.shape[1] > 1:
-            cache.one_by_one = False
+            cache.token_by_token = False
             self._feed(cache, tokens[:, :-1])
-            cache.one_by_one, tokens = True, tokens[:, -1:]
+            cache.token_by_token, tokens = True, tokens[:, -1:]
         return self._add(cache, tokens)
 
     def _hidden(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Iterator[Tensor]:

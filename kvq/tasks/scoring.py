@@ -40,7 +40,7 @@ def log_probabilities(logits: Float[Tensor, "*lead vocab"]) -> Float[Tensor, "*l
 def generation_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
     """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 
-    Results do not depend on the cuts: under `one_by_one` each query reads what it would alone, also where a sliding
+    Results do not depend on the cuts: under `token_by_token` each query reads what it would alone, also where a sliding
     residual releases a token at every step. Cuts at flushes avoid second copies of tokens.
 
     Args:
@@ -84,7 +84,7 @@ def score(
     Each query reads what it would if the tokens came one by one, wherever `bounds` cut. The last position has no
     target; feeding it matters only to statistics that span the window (`parallel`).
     """
-    cache.one_by_one = True
+    cache.token_by_token = True
     for start, end in bounds:
         hidden = loaded.hidden_states(tokens[:, start:end], cache)
         first, last = max(start, scored_from - 1), min(end, tokens.shape[1] - 1)

@@ -96,8 +96,8 @@ def test_an_attention_that_was_not_seen_is_refused() -> None:
     """Its mask would not fit what it reads."""
     method = kvq.build_method("kivi", bits=2, head_dim=128, overrides=["residual.size=4"])
     cache = KVCache(llama(), method)
-    cache.one_by_one = True
-    assert cache.one_by_one
+    cache.token_by_token = True
+    assert cache.token_by_token
     x = states(9, dim=128)
     with pytest.raises(Unsupported, match="layer 1 attends in a way that kvq cannot follow"):
         cache.update(x, x, 1)

@@ -124,7 +124,7 @@ def test_padding_is_the_same_in_every_forward() -> None:
     for refused in (cache.activate_past_recording, lambda: cache.crop(-1), lambda: cache.save("cache.safetensors")):
         with pytest.raises(Unsupported, match="padded batch"):
             refused()
-    cache.one_by_one = True
+    cache.token_by_token = True
     many = torch.cat([mask, torch.ones(3, 30)], 1)
     with pytest.raises(Unsupported, match="padding, and 30 tokens at once that are to be read as one by one"):
         loaded.model(token_ids(30, batch=3), attention_mask=many, past_key_values=cache)

@@ -219,7 +219,7 @@ def test_what_cannot_be_is_refused(model):
     with pytest.raises(Unsupported, match="quantized_prefill"):
         KVCache(model, ott(), quantized_prefill=True)
     cache = KVCache(model, ott(size=8))
-    cache.one_by_one = True
+    cache.token_by_token = True
     with pytest.raises(Unsupported, match="beyond the end of a block"):
         model(token_ids(12), past_key_values=cache)
     cache = KVCache(model, ott(size=8))

@@ -61,7 +61,7 @@ def test_a_chunk_up_to_a_flush_is_token_by_token_bit_for_bit(name, bits, size):
     x, bounds = states(50, batch=2), scoring_bounds(method(name, bits, size), 50)
     for chunk in (size, 3):
         one, many = layer(name, bits, size), layer(name, bits, size)
-        one.one_by_one = many.one_by_one = True
+        one.token_by_token = many.token_by_token = True
         for start, end in scoring_bounds(method(name, bits, size), 50, chunk):
             got = many.update(x[:, :, start:end], -x[:, :, start:end])
             for at in range(start, end):
@@ -210,7 +210,7 @@ def test_constant_zero_and_huge_tokens_stay_finite(name):
 def test_what_it_cannot_do_is_said(name):
     loaded, tokens = random_llama(), token_ids(30)
     cache = KVCache(loaded.model, method(name))
-    cache.one_by_one = True
+    cache.token_by_token = True
     with pytest.raises(Unsupported, match="go past a flush"):
         loaded.hidden_states(tokens, cache)
     with pytest.raises(Unsupported, match="quantized_prefill"):

@@ -77,7 +77,7 @@ def test_each_step_is_judged_on_full_precisions_text(made: tuple[Store, dict[str
                 out = loaded.model(input_ids=torch.tensor([[*prompt, *text[:-1]]]), use_cache=False).logits[0]
                 logits.append(out[len(prompt) - 1 :].double().log_softmax(-1))
                 continue
-            past.one_by_one = True
+            past.token_by_token = True
             out = [loaded.model(input_ids=torch.tensor([[step]]), past_key_values=past).logits[0, -1] for step in steps]
             logits.append(torch.stack(out).double().log_softmax(-1))
         found, right = logits
