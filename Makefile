@@ -4,11 +4,14 @@ PIP_ARGS ?=
 TEST_ARGS ?= -n 2 --dist worksteal
 WANDB ?=
 SWEEP ?= model=tiny,tiny_outliers method=nsn,oscar,kivi bits=2,3,4
+SMOKE := tests/test_architecture.py tests/config/test_config.py tests/config/test_bits.py tests/methods/test_build.py \
+  $(addprefix tests/codecs/test_,uniform.py packing.py packed.py stages.py codec.py gain.py nsnquant.py closed_forms.py) \
+  tests/cache/test_cache.py tests/cache/test_side.py tests/results/test_record.py tests/golden/test_golden.py
 BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup real demo demo-real sweep tables figures report leaderboard screenshot docs wandb-sync test test-fast test-long test-all test-engines lint tiny-model tiny-sinks codebooks trellises bench clean
+.PHONY: help setup real demo demo-real sweep tables figures report leaderboard screenshot docs wandb-sync test smoke test-fast test-long test-all test-engines lint tiny-model tiny-sinks codebooks trellises bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +72,10 @@ test-long: setup ## run what the quick half leaves out: long properties, 100 kil
 
 test-all: setup ## run every test with all examples, 1,000 random command lines, 1,000 records and 200 files too, and types checked at each call
 	KVQ_ALL=1 KVQ_TYPES=1 $(BIN)/python -m pytest $(TEST_ARGS) -m ""
+
+smoke: setup ## the answer to a one-line change, under a minute: style, architecture, settings, codecs, the cache, an output of every method
+	$(BIN)/ruff check --quiet .
+	$(BIN)/python -m pytest $(TEST_ARGS) -q $(SMOKE)
 
 test-fast: setup ## run the tests that take seconds
 	$(BIN)/python -m pytest $(TEST_ARGS) -m "not slow and not bench and not fuzz and not long"

@@ -7,6 +7,7 @@ runs a part of the tests so, and `make test-all` all of them.
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import hypothesis
@@ -21,9 +22,17 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The one test that takes a minute begins first, so that no process waits for it at the end."""
+    """The one test that takes a minute begins first, so that no process waits for it at the end.
+
+    Of a test marked `thin(n)` one case in n, chosen by its name, belongs to the quick half and the others to the long.
+    """
     items.sort(key=lambda item: item.path.name != "test_types.py")
+    for item in items:
+        mark = item.get_closest_marker("thin")
+        if mark is not None and zlib.crc32(item.name.encode()) % mark.args[0]:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session", autouse=True)

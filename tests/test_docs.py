@@ -70,6 +70,7 @@ def ran(title: str) -> list[Record]:
     return sorted((record for record in records if record.baseline_key), key=lambda record: written[record.key])
 
 
+@pytest.mark.long
 def test_a_method(mine: Path) -> None:
     records = ran("A method")
     assert [(record.method, record.bits) for record in records] == [
@@ -120,6 +121,7 @@ def test_a_saved_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [path.name for path in tmp_path.iterdir()] == ["sorted.kvq"]
 
 
+@pytest.mark.long
 def test_a_task(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = ran("A task")
     assert [record.task for record in records] == ["agreement", "agreement"]

@@ -66,6 +66,7 @@ def options(words: Sequence[str], results: Path, out: Path) -> list[str]:
     )
 
 
+@pytest.mark.thin(6)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux what a process catches")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("words", STARTS, ids=lambda words: words[-1])

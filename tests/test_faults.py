@@ -64,8 +64,9 @@ def start(target: Callable[..., None], *arguments: object) -> multiprocessing.pr
     return process
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [3, 100])
 def test_many_kills_and_one_clean_run(tmp_path: Path, kills: int) -> None:
     given = [*small_run(tmp_path), "task.max_windows=4"]
     whole, results = tmp_path / "whole", tmp_path / "killed"
@@ -96,6 +97,7 @@ def test_many_kills_and_one_clean_run(tmp_path: Path, kills: int) -> None:
     assert not [path for path in (results / "runs").iterdir() if path.name.endswith(".tmp")]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_four_processes_on_one_sweep_measure_each_run_once(tmp_path: Path) -> None:
     given = small_run(tmp_path)

@@ -14,10 +14,9 @@ from tests.sweeps import numbers, records, small_run
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher", ["joblib", *(pytest.param(name, marks=pytest.mark.long) for name in ("submitit_local", "ray"))]
-)
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
 def test_a_sweep_under_a_launcher_is_the_same_sweep(tmp_path: Path, launcher: str) -> None:
     if launcher == "ray":
         pytest.importorskip("ray", reason="pip install -e '.[ray]'")

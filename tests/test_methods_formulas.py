@@ -45,6 +45,7 @@ def widths(name):
     return [bits for bits in BITS.get(name, range(low, high + 1)) if bits <= 4]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CLOSED)
 def test_formulas_are_what_is_measured(name, shape):
@@ -77,6 +78,7 @@ def stored(name, shape):
         yield {"b": bits, "D": dim, "H": heads, "R": block}, both
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in BY_DATA if DATA.fullmatch(CELLS[name])[2]])
 def test_formulas_of_what_the_data_decide(name, shape):

@@ -91,7 +91,7 @@ def test_slimming_takes_what_running_leaves() -> None:
 @pytest.mark.filterwarnings("ignore")  # those of Jupyter's own
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.long] * (path.stem != "quickstart")) for path in NOTEBOOKS],
+    [pytest.param(path, marks=pytest.mark.long) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ def _config(tmp_path: Path, *more: str) -> Config:
     return resolve(compose([*SMALL, f"results_dir={tmp_path}", *more]))
 
 
+@pytest.mark.long
 def test_perplexity_is_that_of_plain_transformers(tmp_path: Path) -> None:
     config = _config(tmp_path, "method=fp16", "model.dtype=float64", "model.cache_dtype=null")
     found = run(config).metrics["perplexity"]
@@ -44,6 +45,7 @@ def test_perplexity_is_that_of_plain_transformers(tmp_path: Path) -> None:
     assert found == pytest.approx(math.exp(nll / count), rel=1e-6)
 
 
+@pytest.mark.long
 def test_the_first_token_is_a_low_norm_sink_in_the_upper_half(tmp_path: Path) -> None:
     loaded = Inputs(_config(tmp_path)).model
     tokens = Inputs(_config(tmp_path)).tokens.streams[0][:512]

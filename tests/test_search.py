@@ -129,6 +129,7 @@ def test_the_figure(tmp_path: Path) -> None:
     assert len(searches(Store(tmp_path))) == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_search_of_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["-m", "hydra/sweeper=kvq_search", "hydra.sweeper.trials=5", "hydra.sweeper.winners=2"]

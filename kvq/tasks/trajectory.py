@@ -215,8 +215,11 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
     cuts = np.linspace(0, longest, parts + 1).round().astype(int)
     metrics, slopes = {}, []
     for start, end in itertools.pairwise(cuts):
-        found = np.concatenate([row["kl"][start:end] for row in rows])
-        metrics[f"kl_mean[part={end}]"] = float(found.mean())
+        found = [row["kl"][start:end] for row in rows if len(row["kl"]) > start]
+        metrics[f"kl_mean[part={end}]"] = float(np.concatenate(found).mean())
+        if len(found) > 1:
+            over_texts = [float(np.mean(one)) for one in found]
+            metrics[f"kl_mean_se[part={end}]"] = statistics.stdev(over_texts) / len(over_texts) ** 0.5
     for row in rows:
         means = [np.mean(row["kl"][a:b]) for a, b in itertools.pairwise(cuts) if len(row["kl"]) >= b]
         known = [(np.log(b), np.log(m)) for b, m in zip(cuts[1:], means, strict=False) if m > 0]

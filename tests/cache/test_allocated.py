@@ -39,6 +39,7 @@ def filled(model, given, keep_decoded):
     return cache
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("keep_decoded", [False, True])
 @pytest.mark.parametrize("given", GIVEN)
 def test_it_is_all_that_the_cache_keeps_alive(given, keep_decoded):

@@ -55,6 +55,7 @@ def written(loaded: LoadedModel, one: Method, tokens: Tensor, mask: Tensor, **gi
     return out.sequences[:, tokens.shape[1] :], torch.stack(out.logits, 1), cache
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generate_writes_the_tokens_of_batch_1(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method that takes padding; the bytes of the cache are those of the caches alone."""

@@ -80,6 +80,7 @@ def same(model: Any, first: KVCache, second: KVCache, batch: int = 1) -> None:
     assert (first.nbytes, first.recompression) == (second.nbytes, second.recompression)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", OWN)
 def test_a_loaded_cache_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     model, method = method_of(name)

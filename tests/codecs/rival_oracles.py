@@ -39,8 +39,12 @@ def clipped_log(log: float, spread: float) -> float:
     return min(max(log + math.log(min(max(spread, 1e-3), 1e3)), -0.3), 10)
 
 
-def variance_balance(tile: Matrix, iterations: int, variances: bool) -> tuple[list[float], list[float]]:
-    """KVarN's scales of the rows and of the columns of a tile: columns first, the least imbalance kept."""
+def variance_balance(tile: Matrix, iterations: int, variances: bool) -> list[tuple[list[float], list[float]]]:
+    """KVarN's scales of the rows and of the columns of a tile: columns first, the least imbalance kept.
+
+    Where bounds are met, later iterates may differ from an early one by a factor that moves from rows to columns. Their
+    imbalances are equal then up to rounding, which decides: all that are within 1e-12 of the least, the latest first.
+    """
     rows, columns = [0.0] * len(tile), [0.0] * len(tile[0])
 
     def balanced() -> Matrix:
@@ -48,20 +52,36 @@ def variance_balance(tile: Matrix, iterations: int, variances: bool) -> tuple[li
             [v / math.exp(rows[i]) / math.exp(columns[j]) for j, v in enumerate(line)] for i, line in enumerate(tile)
         ]
 
-    best, least = (list(rows), list(columns)), imbalance(tile, variances)
+    found = [(imbalance(tile, variances), list(rows), list(columns))]
     for _ in range(iterations):
         columns = [clipped_log(log, deviation(line)) for log, line in zip(columns, transposed(balanced()), strict=True)]
         rows = [clipped_log(log, deviation(line)) for log, line in zip(rows, balanced(), strict=True)]
-        if (found := imbalance(balanced(), variances)) <= least:
-            best, least = (list(rows), list(columns)), found
-    return [math.exp(log) for log in best[0]], [math.exp(log) for log in best[1]]
+        found.append((imbalance(balanced(), variances), list(rows), list(columns)))
+    least = min(one for one, _, _ in found)
+    return [
+        ([math.exp(log) for log in own], [math.exp(log) for log in other])
+        for one, own, other in reversed(found)
+        if one <= least * (1 + 1e-12)
+    ]
 
 
-def kvarn(x: np.ndarray, side: str, bits: int, iterations: int = 8, variances: bool = False) -> tuple[Stored, Matrix]:
-    """Rows are channels of keys, tokens of values; their scales are folded into scale and offset of the grid."""
+def kvarn(
+    x: np.ndarray, side: str, bits: int, iterations: int = 8, variances: bool = False
+) -> list[tuple[Stored, Matrix]]:
+    """Rows are channels of keys, tokens of values; their scales are folded into scale and offset of the grid.
+
+    One answer for each of the scales between which rounding decides.
+    """
     turned = (x @ hadamard(x.shape[1])).tolist()
     tile = transposed(turned) if side == "key" else turned
-    rows, columns = variance_balance(tile, iterations, variances)
+    return [
+        _kvarn(x, tile, side, bits, rows, columns) for rows, columns in variance_balance(tile, iterations, variances)
+    ]
+
+
+def _kvarn(
+    x: np.ndarray, tile: Matrix, side: str, bits: int, rows: list[float], columns: list[float]
+) -> tuple[Stored, Matrix]:
     out: Stored = {"codes": [], "scale": [], "zero_point": [], "balance.scale": [stored(scale) for scale in columns]}
     decoded = []
     for line, own in zip(tile, rows, strict=True):

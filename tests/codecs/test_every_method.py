@@ -128,6 +128,7 @@ def test_there_are_methods():
     assert (method.key, method.value, method.is_full_precision) == (None, None, True)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", mostly_quick(CODED, "cq/"))  # cq itself has 512 centroids to fit
 @settings(max_examples=examples(6))
 @given(data=st.data())
@@ -171,6 +172,7 @@ def test_decode_is_finite_and_of_the_right_kind(name, data):
             assert codes == rows * dim * shape[0] * shape[1]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("size", [3, 16])
 @pytest.mark.parametrize("name", CODED)
 def test_a_block_is_on_its_own(name, size):
@@ -191,6 +193,7 @@ def test_a_block_is_on_its_own(name, size):
             assert torch.equal(codec.decode(codec.encode(piece, rope=own), own), whole[:, :, start : start + length])
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", CODED)
 def test_constant_zero_and_huge_tokens_in_one_sequence_stay_finite(name):
     """Alone in a block, beside ordinary tokens, and with a whole sequence of each kind."""
@@ -211,6 +214,7 @@ def test_constant_zero_and_huge_tokens_in_one_sequence_stay_finite(name):
                 assert bool(torch.isfinite(out).all()), (side, block, dtype, group)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.long) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize(
     ("name", "group"), [(name, group) for name in QUANTIZING for group in (["own", 5] if grouped(name) else ["own"])]
@@ -234,6 +238,7 @@ def test_the_error_falls_with_the_bits(name, group, dtype):
         assert after[1] < before[1] / 2
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", [name for name in QUANTIZING if not name.startswith("engine/mlx")])  # one --kv-bits
 def test_keys_and_values_get_their_own_bits(name):
     x, rope = states((1, 1, 32, 64), 0, torch.float32), rope_table(32, 64)

@@ -40,6 +40,18 @@ CASES: dict[str, list[str]] = {
     "multimodal": ["task=multimodal", "task.max_new_tokens=4", *_ITEMS],
     "generate": ["task=generate", "task.max_new_tokens=8", "task.prompt=a square is the number that is the square of"],
     "trajectory": ["task=trajectory", "task.prompts=2", "task.context=96", "task.new_tokens=6"],
+    "drift": ["task=drift", "task.prompts=2", "task.context=96", "task.new_tokens=8", "task.parts=2"],
+    "speculate": ["task=speculate", "task.prompts=2", "task.context=96", "task.new_tokens=6"],
+    "conversation": [
+        *(
+            "task=conversation",
+            "task.conversations=2",
+            "task.turns=2",
+            "task.user=24",
+            "task.answer=8",
+            "task.branches=1",
+        )
+    ],
     "reuse": ["task=reuse", "task.windows=2", "task.prefix=64", "task.scored=32"],
     "sensitivity": ["task=sensitivity", *_CAPTURED, "task.maps=3"],
     "tni": ["task=tni", *_CAPTURED],

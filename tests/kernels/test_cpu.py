@@ -26,6 +26,7 @@ def check(keys, values, *, group=2, dtype=torch.float32, **settings):
     assert oracle.error(found, oracle.attend(q, keys, values, dim**-0.5, **settings)) < TOLERANCE[dtype]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("name", "bits"),
@@ -102,6 +103,7 @@ def tabled(codec, dim, block, total, **settings):
     )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "bits"), TABLES)
 def test_levels_and_codebooks(name, bits):
     """Codes that index a table, behind the shifts of NSNQuant; blocks of 64 and a last one that ends within a byte."""

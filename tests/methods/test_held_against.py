@@ -297,6 +297,7 @@ def test_the_table_has_a_row_for_each() -> None:
     assert all(len(cells) == 4 and all(cells) for cells in table.values())
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", MEASURES)
 def test_the_difference_is_the_printed_one(name: str) -> None:
     figure = rows(PAGE.read_text(encoding="utf-8"))[name][2]

@@ -38,6 +38,7 @@ def method(name: str, *overrides: str, size: int = 8) -> Method:
     return kvq.build_method(name, bits=nearest_bits(name), head_dim=32, overrides=given)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generate_with_every_method(name: str) -> None:
     """The tokens of decoding by hand, past the window that some layers have."""

@@ -43,6 +43,7 @@ def kivi(policy: str = "sliding") -> Method:
     return expanded("kivi", "residual.size=8", f"residual.policy={policy}", "key.quantizer.group_size=4")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", LATENT)
 def test_expanded_keys_and_values_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In full precision those of the plain forward; quantized, whole residuals and chunks of 7 as token by token."""

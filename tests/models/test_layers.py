@@ -31,6 +31,7 @@ def kivi(*overrides: str, side: str = "residual"):
     return kvq.build_method("kivi", bits=2, head_dim=32, overrides=given)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", MORE)
 def test_chunks_are_scored_as_token_by_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Residuals of keys and of values apart; chunks of whole residuals and of 7 tokens, past the window."""
@@ -46,6 +47,7 @@ def test_chunks_are_scored_as_token_by_token(name: str, monkeypatch: pytest.Monk
     assert (exact - expected).abs().max() > 0.1  # that which is compared was quantized
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", MORE)
 @torch.no_grad()
 def test_full_precision_and_identity_are_the_plain_forward(name: str) -> None:

@@ -72,6 +72,8 @@ SIZES: dict[str, list[str]] = {
     "modality": ["task.limit=2"],
     "generate": ["task.max_new_tokens=4"],
     "trajectory": ["task.prompts=2", "task.context=96", "task.new_tokens=4"],
+    "drift": ["task.prompts=2", "task.context=96", "task.new_tokens=8", "task.parts=2"],
+    "speculate": ["task.prompts=2", "task.context=96", "task.new_tokens=4"],
     "reuse": ["task.prefix=64", "task.scored=32", "task.windows=2"],
     "conversation": [*("task.conversations=2", "task.branches=1", "task.user=16", "task.answer=8")],
     "latency": [*_TIMED, "task.references=[dynamic]"],

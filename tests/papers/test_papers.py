@@ -88,7 +88,7 @@ def test_the_page_of_disagreements_quotes_what_is_published() -> None:
 def test_what_the_review_asks_for_is_there() -> None:
     ours = {f"embedded/{name}" for name in ("decoding", "engines", "extensions", "methods", "nsnquant_steps")}
     ours |= {f"embedded/{name}" for name in ("agreement", "agreement_mlx", "reuse", "round_weights", "trajectory")}
-    ours.add("embedded/conversation")
+    ours |= {f"embedded/{name}" for name in ("conversation", "drift", "speculate")}
     ours |= {f"kvquant_plus_plus/{name}" for name in ("3_1_drawn", "3_3_drawn", "3_5", "3_5_text", "9_5")}
     ours.add("speed/peers")
     ours |= {name for name in LAYOUTS if name.startswith(("real/", "waterfill/"))}
@@ -106,6 +106,7 @@ def test_runs_choose_what_exists_or_is_said_to_be_missing(experiments: list[Expe
             assert group in {"model", "dataset", "method", "task", "bits", "residual", "cache"}, (experiment.name, word)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_run_of_every_experiment_composes() -> None:
     known = choices()
@@ -187,12 +188,14 @@ def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Expe
         "embedded/agreement_mlx": 32,
         "embedded/conversation": 13,
         "embedded/decoding": 100,
+        "embedded/drift": 13,
         "embedded/engines": 172,
         "embedded/extensions": 132,
         "embedded/methods": 140,
         "embedded/nsnquant_steps": 24,
         "embedded/reuse": 15,
         "embedded/round_weights": 12,
+        "embedded/speculate": 13,
         "embedded/trajectory": 19,
     }
 

@@ -98,6 +98,7 @@ def check(some: list[Record]) -> None:
     assert not lost, f"{len(lost)} of {len(some)}: {lost[:9]}"
 
 
+@pytest.mark.long
 def test_one_record_of_each_protocol_and_method_is_found_by_its_key() -> None:
     check(one_per_protocol())
 

@@ -79,6 +79,7 @@ def sources() -> Any:
     return LEVELS["protocols"]()
 
 
+@pytest.mark.thin(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("offset", [0.0, LEVELS["OFFSET"]])
 @pytest.mark.parametrize("windows", [4, 8, 12, 29])

@@ -121,6 +121,7 @@ STATES = ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "lfm2", "falcon
 STATES += ["zamba2", "nemotron_h", "jamba"]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", [*WINDOWS, *LATENTS, *STATES])
 @torch.no_grad()
 def test_bytes_of_windows_latents_and_states_are_those_of_the_cache(name: str, tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def test_an_answer_ends_at_its_stop_text() -> None:
 HYBRIDS = ["qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("name", "prefill"),
     [

@@ -51,7 +51,7 @@ def test_a_file_changes_no_loss(made: tuple[Store, dict[str, Record]]) -> None:
     _, records = made
     for name in ("fp16", "identity", "rtn"):
         assert records[name].metrics["reload_difference"] == 0
-    # Forwards end where a block does, so some processors sum full precision's products in another order than identity's.
+    # Forwards end where a block does, so some processors sum products in another order than in full precision.
     assert records["identity"].metrics["delta_nll"] == pytest.approx(0, abs=1e-4)
     assert records["rtn"].metrics["delta_nll"] > 0.01
 

@@ -44,6 +44,7 @@ def config(model: Path, folder: Path, *overrides: str):
     return resolve(compose([*given, "residual.size=32", *overrides]))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["dense", "packed"])
 def test_latency(model: Path, tmp_path: Path, attention: str) -> None:
@@ -64,6 +65,7 @@ def test_latency(model: Path, tmp_path: Path, attention: str) -> None:
     assert ("attention" in record.config) == (attention == "packed")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_regimes(model: Path, tmp_path: Path) -> None:
     """Ways to read the past stand beside the method, with their overheads; a run without them keeps its key."""
@@ -101,6 +103,7 @@ def test_a_prefill_by_steps(model: Path, tmp_path: Path) -> None:
     assert "prefill_steps" not in canonical(full_precision(given), "", "")["task"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_decoding_by_steps(model: Path, tmp_path: Path) -> None:
     """Seconds of every step of attention on codes, and the method without its norms beside it, as pairs."""

@@ -45,6 +45,7 @@ _OF_A_TABLE: tuple[tuple[str, str, Callable[[Table], pd.DataFrame | None], Calla
     ("engines", "Engines' formats beside papers' methods", losses.engines_table, losses.engines_figure, 0),
     ("agreement", "Engine and preset", perplexity.agreement_table, perplexity.agreement_figure, 0),
     ("positions", "Loss by position", perplexity.positions_table, perplexity.positions_figure, 0),
+    ("drift", "Distance by tokens written", perplexity.parts_table, perplexity.parts_figure, 0),
     ("turns", "Loss by turn", perplexity.turns_table, perplexity.turns_figure, 0),
 )
 _TOO_FEW = "dispersion and Δperplexity: {} models with records; a rank correlation needs 3"

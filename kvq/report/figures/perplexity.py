@@ -102,25 +102,35 @@ def turns_table(table: Table) -> pd.DataFrame | None:
     return _places(table, "turn")
 
 
-def _places(table: Table, index: str) -> pd.DataFrame | None:
-    place, lines = re.compile(rf"delta_nll\[{index}=(\d+)\]"), []
+def parts_table(table: Table) -> pd.DataFrame | None:
+    """One line per run and part of the texts of `task=drift`; None: no run has any."""
+    return _places(table, "part", "kl_mean")
+
+
+def _places(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame | None:
+    place, lines = re.compile(rf"{metric}\[{index}=(\d+)\]"), []
     for row in table.rows:
         metrics = row.record.metrics
         for start in sorted(int(found[1]) for name in metrics if (found := place.fullmatch(name))):
-            loss, se = (metrics.get(f"{name}[{index}={start}]") for name in ("delta_nll", "delta_nll_se"))
-            lines.append({"method": row.name, "bits": row.bits, "first": start, "delta_nll": loss, "se": se})
+            value, se = (metrics.get(f"{name}[{index}={start}]") for name in (metric, f"{metric}_se"))
+            lines.append({"method": row.name, "bits": row.bits, "first": start, metric: value, "se": se})
     return pd.DataFrame(lines) if lines else None
 
 
 def _places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
     """A line per method with standard errors."""
     made, axis = panels(1, 2.6)
+    [metric] = set(numbers.columns) & {"delta_nll", "kl_mean"}
     for index, ((method, bits), part) in enumerate(numbers.groupby(["method", "bits"], sort=False)):
         look: dict[str, Any] = {"color": colour(index), "marker": marker(index), "capsize": 1.5}
         error = part["se"].astype(float).fillna(0.0)
-        axis.errorbar(part["first"], part["delta_nll"], error, label=run_name(method, bits), **look)
-    axis.axhline(0, linewidth=0.6, color="0.5")
-    dress(axis, words, "loss over full precision (nats/token)", whole=whole)
+        axis.errorbar(part["first"], part[metric], error, label=run_name(method, bits), **look)
+    if metric == "delta_nll":
+        axis.axhline(0, linewidth=0.6, color="0.5")
+        dress(axis, words, "loss over full precision (nats/token)", whole=whole)
+    else:
+        axis.set(xscale="log", yscale="log")
+        dress(axis, words, "mean KL (nats/token)", whole=whole)
     axis.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
     return made
 
@@ -135,6 +145,12 @@ def positions_figure(numbers: pd.DataFrame) -> Figure:
 def turns_figure(numbers: pd.DataFrame) -> Figure:
     """A line per method with standard errors over conversations, by turn."""
     return _places_figure(numbers, "turn", whole=True)
+
+
+@titled
+def parts_figure(numbers: pd.DataFrame) -> Figure:
+    """A line per method, each part of the texts at its last token, with standard errors over texts; both axes log."""
+    return _places_figure(numbers, "tokens written up to the end of the part")
 
 
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:

@@ -121,7 +121,14 @@ def test_seven_methods_have_colours_and_the_frontier_is_named_however_many_there
     made = pareto_figure(numbers, "title")
     (legend,) = made.legends
     names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["kivi", "low", *(f"m0{index}" for index in range(5)), "other methods", "variants and ablations", "frontier"]
+    assert names == [
+        "kivi",
+        "low",
+        *(f"m0{index}" for index in range(5)),
+        "other methods",
+        "variants and ablations",
+        "frontier",
+    ]
     assert [text.get_text() for text in made.axes[0].texts] == ["low 1"]
     coloured = {line.get_color() for line in made.axes[1].lines}
     assert {colour_of("kivi"), colour_of("low")} < coloured
