@@ -42,8 +42,8 @@ from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.reader import Reader, check_prefill
 
-# lm-eval's own seeds, so that prompts equal those of published results: of few-shot examples, and of what a task draws as
-# it loads (GPQA shuffles its choices).
+# lm-eval's own seeds, so that prompts equal those of published results: of few-shot examples, and of what a task draws
+# as it loads (GPQA shuffles its choices).
 _FEWSHOT_SEED, _LOADING_SEED = 1234, 0
 # Task files of this package, and those of them whose items are a file of the user's.
 _OWN_FILES = Path(__file__).with_name("lm_eval_files")

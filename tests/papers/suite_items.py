@@ -1,4 +1,4 @@
-"""Items for the tasks of suites: lm-eval's own task files, whose data is replaced by one item or two that are made here."""
+"""Items for the tasks of suites: lm-eval's own task files, whose data is replaced by an item that is made here."""
 
 from __future__ import annotations
 
