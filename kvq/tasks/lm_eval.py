@@ -18,6 +18,7 @@ import io
 import json
 import math
 import os
+import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,8 +42,9 @@ from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.reader import Reader, check_prefill
 
-# lm-eval's own seed of few-shot examples, so that prompts equal those of published results.
-_FEWSHOT_SEED = 1234
+# lm-eval's own seeds, so that prompts equal those of published results: of few-shot examples, and of what a task draws
+# as it loads (GPQA shuffles its choices).
+_FEWSHOT_SEED, _LOADING_SEED = 1234, 0
 # Task files of this package, and those of them whose items are a file of the user's.
 _OWN_FILES = Path(__file__).with_name("lm_eval_files")
 _FROM_FILE = {"ruler_file"}
@@ -92,6 +94,7 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
             raise ConfigError(f"task.tasks={name}: lm-eval has no task, group or tag of that name")
         try:
             with hub.asked():
+                random.seed(_LOADING_SEED)
                 loaded = manager.load([name])
         # Data comes by several libraries, each with errors of its own; to a user they are one.
         except Exception as error:

@@ -28,6 +28,7 @@ from kvq.report.tables.readings import read_metric, read_reference
 from kvq.results import Record
 from kvq.runner import run
 from kvq.tasks import speed
+from tests.papers.suite_items import without_extras, write_suites
 from tests.tasks.test_longbench import ANSWERS, item
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
@@ -156,7 +157,7 @@ class Records:
         kept += ["task.lengths=[400]"] * (task == "niah" and not any(word.startswith("task.lengths") for word in kept))
         if chosen == "lm_eval/ruler_file":
             kept += [f"dataset.path={ruler(self.folder)}"]
-        kept += ["task.generation.max_gen_toks=8"] * ("aime24" in chosen)
+        kept += short(chosen)
         if task in ("latency", "throughput") or not any(word.startswith("residual.size") for word in kept):
             kept.append("residual.size=16")
         if any("nsn_dequantization" in word for word in words):
@@ -171,6 +172,16 @@ class Records:
         kept += [*SIZES[task], *self._places[task]]
         last = {word.partition("=")[0]: word for word in kept}
         return [*last.values(), f"results_dir={self.folder / 'results'}", "device=cpu", "threads=1"]
+
+
+def short(chosen: str) -> list[str]:
+    """Short answers and few examples for the presets of lm-eval's tasks that have long ones."""
+    name = chosen.partition("/")[2]
+    if name in ("aime24", "aime25"):
+        return ["task.generation.max_gen_toks=8"]
+    few = ["task.num_fewshot=1"] * (name in ("gsm8k", "mmlu_pro"))
+    suites = ("math500", "gpqa", "mmlu_pro", "ifeval", "gsm8k", "ruler", "infinitebench", "longbench2")
+    return [*few, "task.generation={max_gen_toks:8}", "task.limit=1"] if name in suites else []
 
 
 def in_chat(folder: Path) -> None:
@@ -217,6 +228,7 @@ def lm_eval(folder: Path) -> list[str]:
         if kind == "group":
             tasks = {"group": name, "task": [f"{name}_1", f"{name}_2"]}
             (folder / f"{name}.yaml").write_text(yaml.safe_dump(tasks), encoding="utf-8")
+    write_suites(folder)
     return given
 
 
@@ -261,6 +273,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Records]:
         return None if full and len(prompt) > 2 else fits(loaded, lambda: cache, prompt, new_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
+        without_extras(patch)
         patch.setattr(speed, "ProcessPoolExecutor", Here)
         patch.setattr(speed, "_if_it_fits", short)
         patch.setattr(torch, "compile", lambda call, **_: call)

@@ -90,7 +90,7 @@ def test_what_the_review_asks_for_is_there() -> None:
     ours |= {f"embedded/{name}" for name in ("agreement", "agreement_mlx", "reuse", "round_weights", "trajectory")}
     ours |= {f"embedded/{name}" for name in ("conversation", "drift", "speculate", "tools")}
     ours |= {f"kvquant_plus_plus/{name}" for name in ("3_1_drawn", "3_3_drawn", "3_5", "3_5_text", "9_5")}
-    ours.add("speed/peers")
+    ours |= {"speed/peers", "suite/long", "suite/reasoning"}
     ours |= {name for name in LAYOUTS if name.startswith(("real/", "waterfill/"))}
     asked = {f"oscar/{name}" for name in REVIEW}
     assert asked | ours | WITHOUT_NUMBERS == {name for name, layout in LAYOUTS.items() if layout.table is None}
