@@ -197,7 +197,7 @@ class CoefficientQuantizer(Calibrated, Quantizer):
         bits: float | int,
         budget: Budget | str = Budget.side,
         sizes: Sequence[int] = (1, 16, 64, 256, 1024),
-        tokens: int = 1024,
+        tokens: int = 256,
     ) -> None:
         self.budget = choice(Budget, budget, "budget")
         if not 0.5 <= bits <= 8:

@@ -132,9 +132,11 @@ METRICS = {
         Metric("state_bits", "bits", "States of fixed size (bits/element of keys and values)", "States"),
         _count("sent_bytes", "bytes/sequence", "Sent as stored (bytes/sequence)"),
         _count("zstd_bytes", "bytes/sequence", "Sent through zstd (bytes/sequence)"),
+        _count("deflate_bytes", "bytes/sequence", "Sent through DEFLATE (bytes/sequence)"),
         _count("order0_bytes", "bytes/sequence", "Sent by an ideal order-0 coder (bytes/sequence)"),
         Metric("sent_bits", "bits", "Sent as stored (bits/element)", "Sent", better="lower"),
         Metric("zstd_bits", "bits", "Sent through zstd (bits/element)", "zstd", better="lower"),
+        Metric("deflate_bits", "bits", "Sent through DEFLATE (bits/element)", "DEFLATE", better="lower"),
         Metric("order0_bits", "bits", "Sent by an ideal order-0 coder (bits/element)", "Order 0", better="lower"),
         Metric("reload_difference", "nats", "Largest change of a log-probability by the file", "Reload", 6),
         *(
