@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq.calibration.budget import fit_sharing, joint_parts
+from kvq.calibration.groups import fit_groups, grouped_parts, joined
 from kvq.codecs import (
     Codec,
     CoupledQuantizer,
@@ -35,6 +36,9 @@ def fitted(codec: Codec, x: Tensor) -> Codec:
     if joint_parts(codec) is not None:
         place = ("key", 0)
         return bind_codec(codec, fit_sharing({place: codec}, {place: joint_moments(codec, flat)})[place], heads, dim)
+    if grouped_parts(codec) is not None:
+        rows = joined(codec, flat, rope_table(tokens, dim))
+        return bind_codec(codec, fit_groups({("key", 0): codec}, lambda place: rows)["key", 0], heads, dim)
     if any(isinstance(part, LearnedRotation) for part in parts.values()):
         tables = {f"{name}.rotation": part.begin(dim).float() for name, part in parts.items()}  # type: ignore[attr-defined]
     else:

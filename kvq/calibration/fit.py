@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from tqdm import tqdm
 from kvq.calibration import files
 from kvq.calibration.bind import Calibration, bind
 from kvq.calibration.budget import Place, fit_sharing, joint_parts
-from kvq.calibration.collect import Kept, LayerStates, collect, made_once, text_name
+from kvq.calibration.collect import Kept, LayerStates, collect, drawn_positions, made_once, text_name
+from kvq.calibration.groups import fit_groups, grouped_parts, joined
 from kvq.calibration.joint import moments_of
 from kvq.calibration.learn import learn, learned_rotation
 from kvq.calibration.text import text_of
-from kvq.codecs import Codec, calibrated_parts, fit_codec
+from kvq.codecs import Codec, Tables, calibrated_parts, fit_codec
 from kvq.config.method import CalibrationConfig
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError, Unsupported
@@ -48,12 +50,16 @@ def calibrate(
     tensors = learn(loaded, method, windows, head_dims)
     tensors |= (shared := _shared(loaded, method, windows, settings, len(head_dims))).tensors
     parts = [part for side in _fitted(method) for part in calibrated_parts(_codecs(method)[side]).values()]
-    shown = windows if _fitted(method) else windows[:1]  # else for the number of heads alone
+    grouped = _places(method, len(head_dims), lambda codec: grouped_parts(codec) is not None)
+    if grouped and getattr(loaded.text_config, "kv_lora_rank", None):
+        raise Unsupported("model: caches latents; principal components are of keys and values of heads")
+    shown = windows if _fitted(method) or grouped else windows[:1]  # else for the number of heads alone
     gradients, queries = any(part.wants_gradients for part in parts), any(part.wants_moments for part in parts)
     states, earlier = _states(loaded, shown, settings, gradients, queries)
     heads = [layer.key.shape[0] for layer in states.values()]
     for index, layer in tqdm(states.items(), desc="fitting", unit="layer", leave=False, disable=None):
         tensors |= _fit(method, layer, index, len(head_dims), settings.seed, loaded.device)
+    tensors |= _grouped(grouped, states, windows, settings)
     return Calibration(
         {name: tensors[name] for name in sorted(tensors)},
         method.name,
@@ -74,11 +80,7 @@ class _Shared:
 
 
 def _shared(loaded: LoadedModel, method: Method, windows: Tensor, settings: CalibrationConfig, layers: int) -> _Shared:
-    codecs: dict[Place, Codec] = {}
-    for side, codec in _codecs(method).items():
-        if joint_parts(codec) is not None:
-            kept = method.whole_layers(side, layers)
-            codecs |= {(side, at): method.codec_of(side, at) or codec for at in range(layers) if at not in kept}
+    codecs = _places(method, layers, lambda codec: joint_parts(codec) is not None)
     if not codecs:
         return _Shared({}, 0.0)
     transforms = [found[1] for codec in codecs.values() if (found := joint_parts(codec)) is not None]
@@ -87,9 +89,46 @@ def _shared(loaded: LoadedModel, method: Method, windows: Tensor, settings: Cali
         raise ConfigError(f"left_out: keys and values leave out {sorted(left_out)} first tokens; the same number")
     before_rope = any(codec.uses_rope for codec in codecs.values())
     moments, earlier = moments_of(loaded, windows, settings, left_out.pop(), before_rope)
-    tables = fit_sharing(codecs, moments)
-    named = {f"{side}.{at}.{name}": table for (side, at), own in tables.items() for name, table in own.items()}
-    return _Shared(named, earlier)
+    return _Shared(_named(fit_sharing(codecs, moments)), earlier)
+
+
+def _places(method: Method, layers: int, wanted: Callable[[Codec], bool]) -> dict[Place, Codec]:
+    """The wanted codecs, by side and layer, of the layers that are quantized."""
+    codecs: dict[Place, Codec] = {}
+    for side, codec in _codecs(method).items():
+        if wanted(codec):
+            kept = method.whole_layers(side, layers)
+            codecs |= {(side, at): method.codec_of(side, at) or codec for at in range(layers) if at not in kept}
+    return codecs
+
+
+def _named(tables: Mapping[Place, Tables]) -> dict[str, Tensor]:
+    return {f"{side}.{at}.{name}": table for (side, at), own in tables.items() for name, table in own.items()}
+
+
+@torch.no_grad()
+def _grouped(
+    codecs: Mapping[Place, Codec], states: Mapping[int, LayerStates], windows: Tensor, settings: CalibrationConfig
+) -> dict[str, Tensor]:
+    """Tables of the codecs whose groups are chosen with all layers at once.
+
+    Raises:
+        DataError: windows of which every token is left out.
+    """
+    if not codecs:
+        return {}
+    positions = torch.cat([own for _, own in drawn_positions(windows, settings.tokens, settings.seed)])
+
+    def rows(place: Place) -> Tensor:
+        found, layer = grouped_parts(codecs[place]), states[place[1]]
+        assert found is not None
+        seen = (positions >= found[1].left_out).nonzero()[:, 0]
+        if not len(seen):
+            raise DataError(f"calibration: all of {windows.shape[1]} tokens of a window are left out")
+        x = getattr(layer, place[0])
+        return joined(codecs[place], x if x.dtype == torch.float64 else x.float(), layer.rope)[seen]
+
+    return _named(fit_groups(codecs, rows))
 
 
 _kept: Kept[dict[int, LayerStates]] = {}
@@ -113,9 +152,12 @@ def _codecs(method: Method) -> dict[str, Codec]:
 
 
 def _fitted(method: Method) -> list[str]:
-    """Sides whose tables are fitted to states: neither learned nor fitted to moments."""
-    codecs = _codecs(method).items()
-    return [side for side, codec in codecs if learned_rotation(codec) is None and joint_parts(codec) is None]
+    """Sides whose tables are fitted to the states of one layer: neither learned nor fitted with all layers at once."""
+    return [
+        side
+        for side, codec in _codecs(method).items()
+        if learned_rotation(codec) is None and joint_parts(codec) is None and grouped_parts(codec) is None
+    ]
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from kvq.codecs.calibrated_rotations import (
 )
 from kvq.codecs.channel_groups import CalibratedChannelSplit, ChannelGroups, ChannelSplit, LeadingChannels, PairWidths
 from kvq.codecs.codec import Codec, gain_factor
+from kvq.codecs.coefficients import Budget, CoefficientQuantizer, Groups, PrincipalComponents
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
 from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.fisher import FisherTransform, JointMoments, Metric

@@ -33,8 +33,8 @@ class Calibrated:
         wants_moments: `fit` takes `moments`, the second moments that count for the side (`kvq.calibration.collect`).
         wants_pairs: of the moments, `fit` reads the energies of RoPE pairs alone, so a stage that turns these may
             precede the part; no other stage may precede one that takes moments.
-        wants_joint: the tables follow from second moments of all heads of a token, whose states need not be kept
-            (`kvq.calibration.budget`).
+        wants_joint: the tables are of all heads of a token, and fitted with those of all layers
+            (`kvq.calibration.budget`, `kvq.calibration.groups`).
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
     """
 
@@ -134,7 +134,7 @@ def fit_codec(
             assert isinstance(part, Calibrated)
             left.discard(name)
             if part.wants_joint:
-                raise ConfigError(f"stage '{name}': is fitted with all layers at once (kvq.calibration.budget)")
+                raise ConfigError(f"stage '{name}': is fitted with all layers at once (kvq.calibration)")
             if part.learned:
                 raise ConfigError(f"stage '{name}' is learned against the loss; no fitted part may precede it")
             wanted: dict[str, Moments] = {}

@@ -129,7 +129,7 @@ class ReuseConfig(TaskConfig):
     """
 
     name: str = "reuse"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     windows: Count = 8
     prefix: Several = 768
     scored: Count = 256

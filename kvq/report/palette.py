@@ -25,6 +25,7 @@ _OTHERS = {
     "rotatekv": "#8C6D1F",
     "oscar_covariance": "#B2456E",
     "kivi_had": "#B8860B",
+    "kvtc": "#5D4037",
     "block_gtq": "#00838F",
     "kitty": "#7B3F00",
     "kvarn": "#C2185B",

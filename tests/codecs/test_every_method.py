@@ -16,6 +16,7 @@ import kvq
 from kvq.codecs import (
     CalibratedChannelSplit,
     ChannelSplit,
+    CoefficientQuantizer,
     ComponentQuantizer,
     Float8Quantizer,
     HuffmanCodec,
@@ -151,8 +152,8 @@ def test_decode_is_finite_and_of_the_right_kind(name, data):
         with codes_in_range() as packs:
             packed = codec.encode(x, block, rope)
         # Codewords have whole bytes, and every byte a codeword; 8-bit floats are casts.
-        # Passthrough: RoPE's channels beside vLLM's latents. Components have a string of bits.
-        unpacked = VectorQuantizer | Float8Quantizer | Passthrough | ComponentQuantizer
+        # Passthrough: RoPE's channels beside vLLM's latents. Components and coefficients have a string of bits.
+        unpacked = VectorQuantizer | Float8Quantizer | Passthrough | ComponentQuantizer | CoefficientQuantizer
         assert packs or name in ("identity", "zero") or isinstance(codec.quantizer, unpacked)
         out = codec.decode(packed, rope)
         assert (out.shape, out.dtype, packed.tokens) == (x.shape, x.dtype, shape[2])
@@ -256,6 +257,10 @@ def test_keys_and_values_get_their_own_bits(name):
     high, low = (highest, lowest) if highest < 3 else (max(3, lowest + 1), max(2, lowest))
     method = build(name, x, f"k{high}v{low}")
     for codec, bits in ((method.key, high), (method.value, low)):
+        if isinstance(codec.quantizer, CoefficientQuantizer):  # scales and shifts are counted in its bits
+            asked, stored = codec.quantizer.bits, codec.encode(x, rope=rope).bits_per_element
+            assert (asked, stored <= bits + 7 / 64, stored > bits - 1) == (bits, True, True)
+            continue
         split = codec.quantizer.base.quantizer if isinstance(codec.quantizer, LowRankCorrection) else codec.quantizer
         if isinstance(split, CalibratedChannelSplit):
             most = 8 if split.differences else 4  # delta_outliers has no cap

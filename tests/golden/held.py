@@ -19,7 +19,10 @@ otherwise in one layer moves the states of the next, so the last layer is held t
 FITTED = 1e-3
 """Relative; bytes of methods that store lists (outliers, code words) follow their data."""
 LISTS = ("SparseCodec", "HuffmanCodec")
-AMPLIFYING = ("CoupledQuantizer", "NonUniformQuantizer", "LearnedRotation", "DeltaQuantizer", "FisherTransform")
+AMPLIFYING = (
+    *("CoupledQuantizer", "NonUniformQuantizer", "LearnedRotation", "DeltaQuantizer", "FisherTransform"),
+    "PrincipalComponents",
+)
 """Parts that make much of a rounding, so that another processor decodes something else with the same loss: k-means,
 learned rotations and bases of eigenvectors end elsewhere, and a delta that is rounded the other way moves the rest of
 its block. Their goldens have a loss, and so have those of `methods.TRUNCATED`."""

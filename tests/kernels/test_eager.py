@@ -52,6 +52,7 @@ FAMILIES = {
     "kitty": "codes of ChannelSplit",
     "kvarn": "stage 'balance'",
     "kvquant": "codes of keys before their rotary embedding",
+    "kvtc": "stage 'components'",
     "oscar_covariance": "stage 'rotation'",
     "waterfill": "stage 'transform'",
     "polarquant": "codes of PolarQuantizer",

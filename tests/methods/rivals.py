@@ -11,10 +11,10 @@ from torch import Tensor
 import kvq
 from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table
 from tests.calibrated import build
-from tests.codecs import rival_oracles
+from tests.codecs import kvtc_oracle, rival_oracles
 from tests.codecs.test_covariance import clipped, moment_of, rotation_of, stored
 from tests.codecs.test_rope import turned
-from tests.methods.held import DIM, HEADS, states
+from tests.methods.held import DIM, HEADS, TOKENS, states
 
 Pairs = Iterator[tuple[Tensor, np.ndarray]]
 X = states()
@@ -86,3 +86,33 @@ def oscar_covariance(name: str, bits: int, side_dtype: type) -> Pairs:
             matrix = rotation_of(moment_of(head)).astype(np.float32).astype(np.float64)
             rows.append([matrix @ stored(clipped(row @ matrix, share), bits, side_dtype) for row in head])
         yield codec.decode(codec.encode(X)), np.array(rows)
+
+
+def kvtc(bits: float, sizes: tuple[int, ...] = (1, 16, 64, 256), heads: int = 2, seen: int = 512) -> Pairs:
+    """Keys before RoPE, values; two heads joined; groups and their bits are the loops' own.
+
+    Components are the method's, in fp32, which are the loops' within 1e-6.
+    """
+    calibration, rope, given = states(2, seen, heads), rope_table(TOKENS, DIM), X[:, :heads]
+    method, n = build("kvtc", calibration, bits), heads * DIM
+    for side, codec in (("key", method.key), ("value", method.value)):
+        assert codec is not None
+        turn = side == "key"
+        fitted, x = calibration.float(), given
+        if turn:
+            fitted = torch.from_numpy(turned(fitted.double(), rope_table(seen, DIM), back=True))
+            x = torch.from_numpy(turned(given, rope, back=True))
+        rows, own = (part[0].double().transpose(0, 1).flatten(1).numpy() for part in (fitted, x))
+        mean, vectors = kvtc_oracle.components(rows)
+        tables = codec.stages[-1][1].tables  # type: ignore[attr-defined]
+        used = tables["basis"].shape[1]
+        np.testing.assert_allclose(tables["basis"].numpy(), vectors[:, :used], atol=1e-6)
+        np.testing.assert_allclose(tables["mean"][0].numpy(), mean, atol=1e-6)
+        mean, vectors[:, :used] = tables["mean"][0].double().numpy(), tables["basis"].double().numpy()
+        z = (rows - mean) @ vectors
+        errors = kvtc_oracle.errors_of(z[:: seen // 256], sizes)
+        groups = kvtc_oracle.best(errors, n, sizes, int(bits * n))
+        tokens = [kvtc_oracle.token(row.tolist(), groups) @ vectors.T + mean for row in (own - mean) @ vectors]
+        back = np.array(tokens).reshape(TOKENS, heads, DIM).transpose(1, 0, 2)
+        found = codec.decode(codec.encode(given, rope=rope), rope)
+        yield found, turned(torch.from_numpy(back)[None], rope)[0] if turn else back

@@ -271,6 +271,7 @@ MEASURES: dict[str, Callable[[], float]] = {
     "kitty/kernel": lambda: worst(rivals.kitty("kitty/kernel", 16, kernel=True)),
     "block_gtq": lambda: worst(pair for bits in (2, 3) for pair in rivals.block_gtq(bits)),
     "oscar_covariance": lambda: worst(rivals.oscar_covariance("oscar_covariance", 2, np.float16)),
+    "kvtc": lambda: worst(rivals.kvtc(1.25)),
     "oscar_covariance/served": lambda: worst(rivals.oscar_covariance("oscar_covariance/served", 2, np.float32)),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from kvq.methods.build import build_method
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
 from kvq.runner import run
-from kvq.tasks.reuse import check, order0_bytes, planes
+from kvq.tasks.reuse import check, deflated_bytes, order0_bytes, planes
 
 pytest.importorskip("zstandard")
 GIVEN = "model=tiny task=reuse task.windows=2 task.prefix=96 task.scored=32 residual.size=16 threads=1".split()
@@ -47,6 +48,13 @@ def test_order0_is_shannons_entropy() -> None:
     assert order0_bytes(np.zeros(0, np.uint8)) == 0
 
 
+def test_deflate_is_what_zlib_reads_again() -> None:
+    """A raw stream, which takes 6 bytes less than zlib's form of it: header and checksum."""
+    plane = np.random.default_rng(0).integers(0, 7, 1000).astype(np.uint8)
+    assert deflated_bytes(plane) == len(zlib.compress(plane.tobytes())) - 6
+    assert deflated_bytes(np.zeros(10**4, np.uint8)) < 100
+
+
 def test_a_file_changes_no_loss(made: tuple[Store, dict[str, Record]]) -> None:
     _, records = made
     for name in ("fp16", "identity", "rtn"):
@@ -65,6 +73,7 @@ def test_sizes(made: tuple[Store, dict[str, Record]]) -> None:
     for found in (wide, narrow):
         assert found["order0_bits"] < found["sent_bits"]
         assert found["zstd_bits"] < 1.05 * found["sent_bits"]
+        assert found["deflate_bits"] < 1.05 * found["sent_bits"]
         assert all(found[f"{name}_rate"] > 0 for name in ("save", "load", "compress", "decompress"))
     rows = store.samples(records["rtn"].key)
     assert [row["tokens"] for row in rows] == [32, 32]
