@@ -248,7 +248,7 @@ def test_the_commands_for_an_8b_model_compose() -> None:
 def test_the_commands_for_texts_compose() -> None:
     text = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    python run\.py (.*)$", text, re.M)
-    for task in ("trajectory", "reuse", "conversation"):
+    for task in ("trajectory", "reuse", "conversation", "drift", "speculate"):
         assert len([command for command in commands if task in command]) == 2, task
         assert resolve(compose([f"task={task}", "method=kivi", "bits=2"])).task.name == task
         commands = [command for command in commands if task not in command]
