@@ -89,6 +89,7 @@ class Stored:
         self._timed("decompress", lambda: [unpacker.decompress(part) for part in packed])
         keep = inputs.config.cache.keep_decoded
         self.read: KVCache = self._timed("load", lambda: KVCache.load(path, inputs.model.model, method, keep))
+        self.read.token_by_token = cache.token_by_token
         self.bytes = float(sum(map(len, parts)))
         self.zstd_bytes = float(sum(map(len, packed)))
         self.deflate_bytes = float(sum(map(deflated_bytes, parts)))
