@@ -6,7 +6,7 @@ WANDB ?=
 SWEEP ?= model=tiny,tiny_outliers method=nsn,oscar,kivi bits=2,3,4
 SMOKE := tests/test_architecture.py tests/config/test_config.py tests/config/test_bits.py tests/methods/test_build.py \
   $(addprefix tests/codecs/test_,uniform.py packing.py packed.py stages.py codec.py gain.py nsnquant.py closed_forms.py) \
-  tests/cache/test_cache.py tests/cache/test_side.py tests/results/test_record.py tests/golden/test_golden.py
+  tests/cache/test_cache.py tests/cache/test_side.py tests/results/test_record.py tests/golden/test_golden.py::test_methods
 BIN := .venv/bin
 READY := .venv/.ready
 
