@@ -65,9 +65,13 @@ def table_drawings(tables: Tables, store: Store, skipped: list[str] | None = Non
             grid = made_of(table.rows, make, _name, "heat map of needles", noted(skipped))
             if grid is not None:
                 yield from drawn(table.slug, grid, heat_map, f"Needles found: {titled(table)}")
-        if not is_of_texts(table):  # no loss over a text's own tokens
+        if not is_of_texts(table) or _has_parts(table):  # otherwise no loss over a text's own tokens
             losses_of = functools.partial(_losses, table)
             yield from made_of(table.rows, losses_of, _name, "loss figures", noted(skipped)) or ()
+
+
+def _has_parts(table: Table) -> bool:
+    return table.rows[0].record.task == "drift"
 
 
 def _name(row: Row) -> str:

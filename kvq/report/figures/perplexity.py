@@ -119,19 +119,20 @@ def _places(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame
 
 def _places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
     """A line per method with standard errors."""
-    made, axis = panels(1, 2.6)
     [metric] = set(numbers.columns) & {"delta_nll", "kl_mean"}
-    for index, ((method, bits), part) in enumerate(numbers.groupby(["method", "bits"], sort=False)):
-        look: dict[str, Any] = {"color": colour(index), "marker": marker(index), "capsize": 1.5}
-        error = part["se"].astype(float).fillna(0.0)
-        axis.errorbar(part["first"], part[metric], error, label=run_name(method, bits), **look)
+    runs = {run_name(*run): part for run, part in numbers.groupby(["method", "bits"], sort=False)}
+    made, axis = panels(1, 2.4 + 0.08 * len(runs))
+    for name, look in lines_of(runs).items():
+        error = runs[name]["se"].astype(float).fillna(0.0)
+        own: dict[str, Any] = {**look._asdict(), "capsize": 1.5, "markersize": 3.5, "label": name}
+        axis.errorbar(runs[name]["first"], runs[name][metric], error, **own)
     if metric == "delta_nll":
         axis.axhline(0, linewidth=0.6, color="0.5")
         dress(axis, words, "loss over full precision (nats/token)", whole=whole)
     else:
-        axis.set(xscale="log", yscale="log")
+        axis.set_yscale("log")
         dress(axis, words, "mean KL (nats/token)", whole=whole)
-    axis.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
+    below(made, axis, 2)
     return made
 
 
@@ -149,7 +150,7 @@ def turns_figure(numbers: pd.DataFrame) -> Figure:
 
 @titled
 def parts_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method, each part of the texts at its last token, with standard errors over texts; both axes log."""
+    """A line per method, each part of the texts at its last token, with standard errors over texts, on a logarithmic axis."""
     return _places_figure(numbers, "tokens written up to the end of the part")
 
 
