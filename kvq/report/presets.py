@@ -135,7 +135,9 @@ def joined(name: str, words: Sequence[str]) -> str:
 
 
 def said(setting: str, value: str) -> str:
-    """A dotted setting and its value as words: `residual.key.size`, `64` is `key residual 64`."""
+    """A dotted setting and its value as words: `residual.key.size`, `64` is `key residual 64`; hashes by 8 digits."""
+    if setting.endswith(".fingerprint"):
+        value = value[:8]
     if setting in _WORDS:
         return f"{_WORDS[setting]} {_text(value)}"
     parts = [part for part in setting.split(".") if part not in ("method", "quantizer", "stages", "_target_")]

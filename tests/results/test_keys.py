@@ -36,8 +36,10 @@ SETTINGS = (
     *(f"kvquant_plus_plus/{name}" for name in ("9_2", "9_5", "3_5_text")),
     "embedded/round_weights",
     *("real/eviction", "real/residual", "real/round_weights", "real/allocated"),
+    "method.calibration.path=",
 )
-"""Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's."""
+"""Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's. Last:
+a calibration on a text that the command names."""
 
 
 def own_settings(record: Record) -> list[str]:
@@ -51,6 +53,15 @@ def own_settings(record: Record) -> list[str]:
         method[side] = {"quantizer": {name: quantizer[name] for name in ("group_size", "clip") if name in quantizer}}
     leaves = [*flatten(residual, "residual"), *flatten(method, "method")]
     return [*before_rope(record), *("=".join(leaf) for leaf in leaves if not leaf[0].endswith("._target_"))]
+
+
+def own_calibration(record: Record) -> list[str]:
+    """Overrides of a calibration on a text of one's own, whose fingerprint stands for its path."""
+    own = record.config["method"].get("calibration") or {}
+    if own.get("dataset") != "text":
+        return []
+    words = [f"method.calibration.{name}={own[name]}" for name in ("dataset", "samples", "length")]
+    return [*words, "method.calibration.path=text.txt"]
 
 
 def before_rope(record: Record) -> list[str]:
@@ -80,6 +91,7 @@ def key_of(record: Record) -> str:
     task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] not in APART and leaf[1] != "null"]
     given += [f"{name}={quoted(value)}" for name, value in task] + own_settings(record)
     given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
+    given += own_calibration(record)
     given += ["method.merge_rotation=true"] * bool(record.config["method"].get("merge_rotation"))
     if rounded := record.config["model"].get("round_weights"):
         given.append(f"model.round_weights={rounded}")
