@@ -150,7 +150,7 @@ def turns_figure(numbers: pd.DataFrame) -> Figure:
 
 @titled
 def parts_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method, each part of the texts at its last token, with standard errors over texts; KL by powers of ten."""
+    """A line per method with standard errors over texts, each part at its last token; KL by powers of ten."""
     return _places_figure(numbers, "tokens written up to the end of the part")
 
 
