@@ -26,7 +26,7 @@ def kvarn(name: str, bits: tuple[int, int], iterations: int, variances: bool) ->
     method = kvq.build_method(name, bits=2, head_dim=DIM)
     for side, width in zip(("key", "value"), bits, strict=True):
         codec, settings = getattr(method, side), {"iterations": iterations, "variances": variances}
-        expected = np.stack([rival_oracles.kvarn(head, side, width, **settings)[1] for head in NUMBERS])
+        expected = np.stack([rival_oracles.kvarn(head, side, width, **settings)[0][1] for head in NUMBERS])
         yield codec.decode(codec.encode(X)), expected
 
 
