@@ -28,6 +28,7 @@ from kvq.report.tables.readings import read_metric, read_reference
 from kvq.results import Record
 from kvq.runner import run
 from kvq.tasks import speed
+from tests.engines import installed
 from tests.papers.suite_items import without_extras, write_suites
 from tests.tasks.test_longbench import ANSWERS, item
 
@@ -289,7 +290,13 @@ def wanted(metric: str) -> list[str]:
     return [smaller(name) for name in (found[1].split(" and ") if found else [metric])]
 
 
-@pytest.mark.parametrize("name", names())
+def of_engines(name: str) -> Any:
+    """An experiment as a parameter; one that asks an engine is skipped where the engine is not installed."""
+    engine = installed.mlx if name.endswith("/agreement_mlx") else installed.llamacpp
+    return pytest.param(name, marks=[engine] * ("/agreement" in name))
+
+
+@pytest.mark.parametrize("name", [of_engines(name) for name in names()])
 def test_each_metric_occurs_in_a_record_of_its_own_task(name: str, made: Records) -> None:
     if layout_named(name).paper is None:
         pytest.skip("no table")
