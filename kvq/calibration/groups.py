@@ -89,7 +89,7 @@ class _Table:
         return self.least[-1]
 
     def groups(self, units: int) -> Groups:
-        """The groups of least error at up to `units`, without coefficients behind the last that is stored."""
+        """The groups of least error at up to `units`, without coefficients after the last that is stored."""
         found, end = [], len(self.least) - 1
         while end:
             size, kind = self.errors.options[self.last[end, units]]

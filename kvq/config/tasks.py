@@ -311,7 +311,7 @@ class ToolsConfig(ItemsConfig):
         padding: tokens of the dataset's text between functions and request.
         path: a file of requests of the Berkeley Function Calling Leaderboard; None: they are drawn.
         answers: the file of its answers (`possible_answer`).
-        max_new_tokens: longest answer; it ends earlier behind its first JSON object.
+        max_new_tokens: longest answer; it ends earlier after its first JSON object.
         chat_template: whether the prompt is a user's message in the tokenizer's chat template.
         seed: of requests, shots and places in the text.
     """

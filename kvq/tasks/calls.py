@@ -34,7 +34,7 @@ def _refused(name: str) -> None:
 def judge(text: str, request: Request) -> dict[str, bool]:
     """`CHECKS` of an answer.
 
-    - `valid_json`: its first object parses; text before and behind it is no fault.
+    - `valid_json`: its first object parses; text before and after it is no fault.
     - `schema_valid`: it names an offered function, whose schema its arguments satisfy; none that the schema lacks.
     - `right_function`: it names the function that was asked for.
     - `right_arguments`: its arguments are those that were asked for, each with an allowed value, whatever the function.

@@ -86,7 +86,7 @@ def held(cache: KVCache) -> dict[str, float]:
 
 
 def turns_of(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: int) -> tuple[list[Row], KVCache]:
-    """A row for each turn of `length` tokens and the cache behind the last; `full`: full precision, for distances."""
+    """A row for each turn of `length` tokens and the cache after the last; `full`: full precision, for distances."""
     cache, other = speaker.new_cache(), None if full is None else full.new_cache()
     rows: list[Row] = []
     for turn in tokens.split(length, 1):

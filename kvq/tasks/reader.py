@@ -116,7 +116,7 @@ class Reader:
 
     @torch.no_grad()
     def prompt(self, cache: KVCache, tokens: Int[Tensor, "batch tokens"]) -> Logits:
-        """Add prompts to a cache, behind what it holds, read as `prefill` says; returns the logits after each."""
+        """Add prompts to a cache, after what it holds, read as `prefill` says; returns the logits after each."""
         if self.prefill is Prefill.whole and tokens.shape[1] > 1:
             cache.token_by_token = False
             self._feed(cache, tokens[:, :-1])

@@ -110,7 +110,7 @@ def offered(task: ToolsConfig, request: Request, place: int) -> tuple[Request, l
 
 
 def words_of(task: ToolsConfig, request: Request, place: int) -> tuple[str, str]:
-    """A prompt's text before and behind the padding; `place`: of the request."""
+    """A prompt's text before and after the padding; `place`: of the request."""
     request, shots = offered(task, request, place)
     functions = "\n".join(function.text for function in request.functions)
     answered = [f"Request: {shot.text}\nAnswer: {written(shot.function.name, shot.arguments)}\n\n" for shot in shots]
@@ -147,7 +147,7 @@ def until_of(task: ToolsConfig) -> Sequence[str]:
 
 
 def ends_of(inputs: Inputs) -> Ends:
-    """Whether an answer is over: behind its first JSON object, or where its text ends."""
+    """Whether an answer is over: after its first JSON object, or where its text ends."""
     tokenizer = inputs.tokenizer
     over = stop_at(tokenizer, end_tokens(inputs.model, tokenizer), until_of(inputs.config.task))
 
