@@ -23,18 +23,20 @@ from kvq.codecs.codec import Codec, gain_factor
 from kvq.codecs.coefficients import Budget, CoefficientQuantizer, Groups, PrincipalComponents
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
 from kvq.codecs.delta import DeltaQuantizer
-from kvq.codecs.fisher import FisherTransform, JointMoments, Metric
+from kvq.codecs.fisher import FisherTransform, JointMoments, Metric, QueryTransform
 from kvq.codecs.huffman import HuffmanCodec, Rate
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
+from kvq.codecs.lattice import LatticeQuantizer
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, StartingCodebook, optimal_levels
 from kvq.codecs.low_rank import LowRankCorrection, SparseLowRank, Svd
+from kvq.codecs.octahedral import OctahedralQuantizer
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs
 from kvq.codecs.packing import pack, plane_widths, unpack
 from kvq.codecs.polarquant import PolarQuantizer, angle_levels
 from kvq.codecs.product import CoupledQuantizer, PrefillCodec, ProductQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, Zero
 from kvq.codecs.rope import ApplyRope, Order, PairOrder, Rope, UndoRope, rope_table
-from kvq.codecs.rotations import Hadamard, RandomizedHadamard, RandomRotation
+from kvq.codecs.rotations import BlockRotation, Hadamard, RandomizedHadamard, RandomRotation
 from kvq.codecs.sketches import InnerProductQuantizer, Sketch, SketchQuantizer
 from kvq.codecs.split import ChannelRoot, PlannedCodec, TokenSplit, TokenTiers
 from kvq.codecs.stages import (

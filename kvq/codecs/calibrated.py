@@ -120,7 +120,8 @@ def fit_codec(
 
     Raises:
         ConfigError: a stage before a fitted part that is not a rotation of each head (`orthogonal`) or of whole tokens
-            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it. A part that wants
+            (`rotates_tokens`): statistics of a block and gradients cannot be carried through it; before a part that
+            wants no gradients, also a stage that takes each token alone. A part that wants
             moments without them, or behind a stage (`wants_pairs`: behind another than of RoPE).
     """
     heads, _, head_dim = x.shape
@@ -147,7 +148,8 @@ def fit_codec(
             bound = part.bound(found, heads, head_dim)
             part = cast("Stage | Quantizer", bound)
         if isinstance(part, Stage) and left:
-            if not (part.orthogonal or getattr(part, "rotates_tokens", False)):
+            weighted = any(calibrated_parts(codec)[later].wants_gradients for later in left)
+            if not (part.orthogonal or getattr(part, "rotates_tokens", False)) and (weighted or part.token_group != 1):
                 raise ConfigError(f"stage '{name}': only rotations may precede a calibrated part")
             turned = {"rope": rope} if part.uses_rope else {}
             x = part.forward(x, **turned)[0]

@@ -1,4 +1,4 @@
-"""A transform of all KV heads of a token in which second-order loss is a sum over independent components."""
+"""Transforms in which the second-order cost of noise is a sum over independent components."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.quantizers import choice, to_stored
 from kvq.codecs.rotations import per_block
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import ConfigError, Unsupported, at_least
 
 _LEAST = 1e-12  # of the largest eigenvalue: components below it have no variance
+
+
+_NOTHING = 1e-30  # an eigenvalue of a metric that is 0
 
 
 class Metric(enum.Enum):
@@ -44,6 +47,78 @@ class JointMoments:
     fisher: Float[Tensor, "n n"]
     heads: int
     tokens: int
+
+
+def metric_basis(
+    covariance: Float[Tensor, "n n"], metric: Float[Tensor, "n n"]
+) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"], Float[Tensor, "n n"]]:
+    """Eigenvalues λ of M^(1/2) S M^(1/2), descending, and the matrices to its components, of deviation 1, and back.
+
+    M: what noise costs, S: the covariance of the states. Components that never vary decode to 0.
+    """
+    size, axes = torch.linalg.eigh((metric + metric.mT) / 2)
+    size = size.clamp_min(max(_LEAST * float(size.max()), _NOTHING))
+    root, back = ((axes * size**power) @ axes.mT for power in (0.5, -0.5))
+    product = root @ covariance @ root
+    spectrum, turn = torch.linalg.eigh((product + product.mT) / 2)
+    spectrum, turn = spectrum.flip(0), turn.flip(1)
+    least = _LEAST * max(float(spectrum.max()), torch.finfo(torch.float64).tiny / _LEAST)
+    turn = turn * (spectrum > least)  # whatever bits are left for it
+    spectrum = spectrum.clamp_min(least)
+    deviation = spectrum.sqrt()
+    return spectrum, root @ turn / deviation, deviation[:, None] * (turn.mT @ back)
+
+
+class QueryTransform(Calibrated, Stage):
+    """`(x - mean) C^(1/2) V` of each head, C the second moments of the queries that read it, before a vector quantizer.
+
+    V are the eigenvectors of C^(1/2) S C^(1/2), S the covariance of the keys, so that squared error after the stage is
+    the squared error of the scores. Components are dealt to groups of `group` neighbours in turn, by eigenvalue, so
+    that each group spans the spectrum.
+
+    Args:
+        group: channels that the quantizer takes together.
+
+    Tables: `mean` `[heads, 1, dim]`, `forward` and `inverse` `[heads, dim, dim]`, in fp32.
+
+    Source: NOVA-KV (arXiv 2608.04074), as its released calibration has it (fit_vq_codebook.py).
+    """
+
+    version: ClassVar[int] = 1
+    token_group = 1
+    wants_moments = True
+
+    def __init__(self, group: int = 4) -> None:
+        at_least("group", group, 1)
+        self.group = group
+
+    @override
+    def fit(self, x: States, gradients: States | None, seed: int, *, moments: Moments) -> Tables:  # type: ignore[override]
+        """The tables, from the states of a layer and the moments of its queries."""
+        wide = x.double()
+        mean = wide.mean(-2, keepdim=True)
+        found = []
+        for rows, metric in zip(wide - mean, moments.double(), strict=True):
+            spectrum, forward, inverse = metric_basis(rows.mT @ rows / len(rows), metric)
+            deviation = spectrum.sqrt()
+            found.append((forward * deviation, inverse / deviation[:, None]))
+        groups = -(-x.shape[-1] // self.group)
+        dealt = torch.arange(x.shape[-1]).split(groups)
+        order = torch.cat([torch.stack([row[place] for row in dealt if place < len(row)]) for place in range(groups)])
+        forward, inverse = (torch.stack(part) for part in zip(*found, strict=True))
+        return {"mean": mean.float(), "forward": forward[..., order].float(), "inverse": inverse[:, order].float()}
+
+    @override
+    def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
+        return _by_head(x - self.table("mean", x), self.table("forward", x)), {}
+
+    @override
+    def inverse(self, y: Float[Tensor, "*lead heads tokens dim"], side: Side) -> Tensor:
+        return _by_head(y, self.table("inverse", y)) + self.table("mean", y)
+
+
+def _by_head(x: Float[Tensor, "*lead heads tokens dim"], matrices: Float[Tensor, "heads dim dim"]) -> Tensor:
+    return torch.stack([per_block(x[..., head, :, :], one) for head, one in enumerate(matrices)], -3)
 
 
 class FisherTransform(Calibrated, Stage):
@@ -129,18 +204,7 @@ class FisherTransform(Calibrated, Stage):
 
     def _basis(self, covariance: Tensor, fisher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Eigenvalues, descending, and the matrices to components of deviation 1 and back."""
-        covariance = torch.lerp(covariance, covariance.diagonal().diag(), float(self.mixing))
-        size, axes = torch.linalg.eigh((fisher + fisher.mT) / 2)
-        size = size.clamp_min(_LEAST * float(size.max()))
-        root, back = ((axes * size**power) @ axes.mT for power in (0.5, -0.5))
-        product = root @ covariance @ root
-        spectrum, turn = torch.linalg.eigh((product + product.mT) / 2)
-        spectrum, turn = spectrum.flip(0), turn.flip(1)
-        least = _LEAST * max(float(spectrum.max()), torch.finfo(torch.float64).tiny / _LEAST)
-        turn = turn * (spectrum > least)  # what never varies decodes to its mean, whatever bits are left for it
-        spectrum = spectrum.clamp_min(least)
-        deviation = spectrum.sqrt()
-        return spectrum, root @ turn / deviation, deviation[:, None] * (turn.mT @ back)
+        return metric_basis(torch.lerp(covariance, covariance.diagonal().diag(), float(self.mixing)), fisher)
 
     @staticmethod
     def trimmed(tables: Tables, used: int) -> Tables:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Integer
@@ -20,7 +20,7 @@ from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage
-from kvq.errors import ConfigError, Unsupported, at_least, check_seed
+from kvq.errors import ConfigError, Unsupported, at_least, check_choice, check_seed
 
 
 class GroupedIndices:
@@ -82,12 +82,14 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
         channels: channels that are coupled.
         code_bits: bits of an index, 1-16.
         iterations: Lloyd's iterations, at most.
+        weighted: by squared gradients of the loss; else each token counts alike.
+        centroids: dtype of the tables; float8_e5m2: with the largest magnitude of a set as a scale (NOVA-KV).
 
     Stores `codes.<plane>` `[..., heads, tokens, head_dim / channels]`. The centroids, one set for each layer, head and
-    group of channels, are fp16 tables of the calibration.
+    group of channels, are tables of the calibration.
 
     Raises:
-        ConfigError: a number below 1.
+        ConfigError: a number below 1, another dtype.
         Unsupported: an index of more than 16 bits.
 
     Source: CQ (arXiv 2405.03917): k-means weighted by the sum of squared gradients of the coupled channels; the
@@ -96,12 +98,20 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
 
     version: ClassVar[int] = 1
     token_group = 1
-    wants_gradients = True
 
-    def __init__(self, channels: int, code_bits: int, iterations: int = 25) -> None:
+    def __init__(
+        self,
+        channels: int,
+        code_bits: int,
+        iterations: int = 25,
+        weighted: bool = True,
+        centroids: Literal["float16", "float8_e5m2"] = "float16",
+    ) -> None:
         self.check_indices(channels, code_bits)
         at_least("iterations", iterations, 1)
+        check_choice("centroids", centroids, ("float16", "float8_e5m2"))
         self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
+        self.wants_gradients, self.centroids = weighted, centroids
 
     @override
     def check(self, head_dim: int) -> None:
@@ -116,23 +126,31 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
 
     @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
-        """`centroids` `[heads, groups, 2^code_bits, channels]` in fp16."""
+        """`centroids` `[heads, groups, 2^code_bits, channels]`; of float8 also `scale`, `[heads, groups, 1, 1]`."""
         points = self.grouped(x.float()).flatten(0, 1).contiguous()
         weights = torch.ones_like(points) if gradients is None else self.grouped(gradients.float()).flatten(0, 1)
         mass = weights.square().sum(-1)
         found = codebooks(points, mass, 2**self.code_bits, self.iterations, seed)
-        limit = torch.finfo(torch.float16).max
-        return {"centroids": found.clamp(-limit, limit).half().unflatten(0, (x.shape[0], -1))}
+        found = found.unflatten(0, (x.shape[0], -1))
+        if self.centroids == "float16":
+            return {"centroids": to_stored(found, torch.float16)}
+        largest = found.abs().amax((-2, -1), keepdim=True).clamp_min(1e-12)
+        scale = largest / torch.finfo(torch.float8_e5m2).max
+        return {"centroids": (found / scale).to(torch.float8_e5m2), "scale": scale}
+
+    def _centroids(self, like: Tensor) -> Tensor:
+        found = self.table("centroids", like)
+        return found if self.centroids == "float16" else found * self.table("scale", like)
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        return self.packed(self.indices_of(x, self.table("centroids", x)))
+        return self.packed(self.indices_of(x, self._centroids(x)))
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         codes = self.unpacked(parts, shape[-2])
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
-        return self.centroids_of(codes, self.table("centroids", like))
+        return self.centroids_of(codes, self._centroids(like))
 
 
 _BOOK = "codebook"

@@ -20,8 +20,10 @@ from kvq.codecs import (
     ComponentQuantizer,
     Float8Quantizer,
     HuffmanCodec,
+    LatticeQuantizer,
     LloydMaxQuantizer,
     LowRankCorrection,
+    OctahedralQuantizer,
     Passthrough,
     UniformQuantizer,
     plane_widths,
@@ -257,6 +259,14 @@ def test_keys_and_values_get_their_own_bits(name):
     high, low = (highest, lowest) if highest < 3 else (max(3, lowest + 1), max(2, lowest))
     method = build(name, x, f"k{high}v{low}")
     for codec, bits in ((method.key, high), (method.value, low)):
+        if isinstance(codec.quantizer, OctahedralQuantizer | LatticeQuantizer):
+            own = (
+                22 * (3 * bits + 1) / 64
+                if isinstance(codec.quantizer, OctahedralQuantizer)
+                else {2: 2.5, 3: 3.375}[bits]
+            )
+            assert (codec.quantizer.bits, codec.encode(x, rope=rope).bits_per_element) == (bits, own + 16 / 64)
+            continue
         if isinstance(codec.quantizer, CoefficientQuantizer):  # scales and shifts are counted in its bits
             asked, stored = codec.quantizer.bits, codec.encode(x, rope=rope).bits_per_element
             assert (asked, stored <= bits + 7 / 64, stored > bits - 1) == (bits, True, True)

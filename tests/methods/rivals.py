@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
 import kvq
-from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table
+from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table, trellis
+from kvq.codecs.octahedral import norm_levels, square_levels
 from tests.calibrated import build
-from tests.codecs import kvtc_oracle, rival_oracles
+from tests.codecs import kvtc_oracle, rival_oracles, triplet_oracles
+from tests.codecs.oracles import hadamard
 from tests.codecs.test_covariance import clipped, moment_of, rotation_of, stored
 from tests.codecs.test_rope import turned
 from tests.methods.held import DIM, HEADS, TOKENS, states
@@ -116,3 +119,113 @@ def kvtc(bits: float, sizes: tuple[int, ...] = (1, 16, 64, 256), heads: int = 2,
         back = np.array(tokens).reshape(TOKENS, heads, DIM).transpose(1, 0, 2)
         found = codec.decode(codec.encode(given, rope=rope), rope)
         yield found, turned(torch.from_numpy(back)[None], rope)[0] if turn else back
+
+
+def after_norm(name: str, bits: int, decode: Callable[[list[float], np.ndarray], list[float]]) -> Pairs:
+    """Values by a norm in 16 bits, a rotation of the method's own draw, and `decode` of the rotated unit vector."""
+    codec = kvq.build_method(name, bits=bits, head_dim=DIM).value
+    assert codec is not None
+    rotation = codec.stages[-1][1].matrix(DIM, X).numpy()  # type: ignore[attr-defined]
+    rows = [
+        [decode((row / np.linalg.norm(row) @ rotation).tolist(), rotation) for row in head[:24]] for head in NUMBERS
+    ]
+    norms = np.float16(np.linalg.norm(NUMBERS[:, :24], axis=-1, keepdims=True)).astype(np.float64)
+    yield codec.decode(codec.encode(X[:, :, :24])), np.array(rows) * norms
+
+
+def tcq(bits: int) -> Pairs:
+    """The best string of each head by dynamic programming over the last states, in loops."""
+    table = trellis.books(8, torch.float64, torch.device("cpu"))[bits - 1].tolist()
+
+    def decode(row: list[float], rotation: np.ndarray) -> list[float]:
+        best = {0: (0.0, [])}  # state -> cost, values
+        for value in row:
+            reached: dict[int, tuple[float, list[float]]] = {}
+            for state, (cost, values) in best.items():
+                for code in range(2**bits):
+                    after = (state * 2**bits + code) % 256
+                    total = cost + (value * DIM**0.5 - table[after]) ** 2
+                    if after not in reached or total < reached[after][0]:
+                        reached[after] = total, [*values, table[after]]
+            best = reached
+        values = min(best.values(), key=lambda one: one[0])[1]
+        return (np.array(values) / DIM**0.5 @ rotation.T).tolist()
+
+    yield from after_norm("tcq", bits, decode)
+
+
+def normal_levels(bits: int) -> list[float]:
+    """Lloyd's steps for N(0, 1) until no level moves."""
+    levels = np.linspace(-2, 2, 2**bits)
+    for _ in range(20_000):
+        ends = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+        mass, slope = np.diff(stats.norm.cdf(ends)), -np.diff(stats.norm.pdf(ends))
+        levels, before = slope / mass, levels
+        if np.abs(levels - before).max() < 1e-15:
+            break
+    return [float(level) for level in levels]
+
+
+def block_rotated(name: str, size: int) -> Pairs:
+    """Levels of N(0, 1/D) after rotations of blocks; the rotations are held in `tests/codecs/test_triplets.py`."""
+    levels = [level / DIM**0.5 for level in normal_levels(3)]
+
+    def decode(row: list[float], rotation: np.ndarray) -> list[float]:
+        rounded = [levels[triplet_oracles.nearest(levels, value)] for value in row]
+        return (np.array(rounded) @ rotation.T).tolist()
+
+    yield from after_norm(name, 3, decode)
+
+
+def octopus(bits: int) -> Pairs:
+    """Triplets by their definition, with the method's levels, which are held in `tests/codecs/test_triplets.py`."""
+    square, norms = square_levels(bits + 1), norm_levels(bits - 1, DIM)
+
+    def decode(row: list[float], rotation: np.ndarray) -> list[float]:
+        return (np.array(triplet_oracles.octopus(row, square, norms)) @ rotation.T).tolist()
+
+    yield from after_norm("octopus", bits, decode)
+
+
+def nexusquant(bits: int) -> Pairs:
+    """Keys before RoPE and values, after a Hadamard."""
+    method, rope = kvq.build_method("nexusquant", bits=bits, head_dim=DIM), rope_table(TOKENS, DIM)
+    turn = hadamard(DIM)
+    for side, codec in (("key", method.key), ("value", method.value)):
+        assert codec is not None
+        given = torch.from_numpy(turned(X, rope, back=True)) if side == "key" else X
+        rows = [[triplet_oracles.nexus((row @ turn).tolist(), bits) for row in head] for head in given[0].numpy()]
+        back = torch.from_numpy(np.array(rows) @ turn.T)[None]
+        found = codec.decode(codec.encode(X, rope=rope), rope)
+        yield found, turned(back, rope)[0] if side == "key" else back[0].numpy()
+
+
+def nova_kv() -> Pairs:
+    """Keys by the basis of its calibration and the method's centroids; values are those of OSCAR."""
+    method = build("nova_kv", X)
+    assert method.key is not None
+    assert method.value is not None
+    centroids = method.key.quantizer._centroids(X).numpy()  # type: ignore[attr-defined]
+    dealt = [rank for group in range(DIM // 4) for rank in range(group, DIM, DIM // 4)]
+    rows = []
+    for head, keys in enumerate(NUMBERS):
+        forward, inverse = triplet_oracles.query_basis(keys, moment_of(keys))
+        found = method.key.stages[0][1].tables["forward"][head].double().numpy()  # type: ignore[attr-defined]
+        signs = np.sign((found * forward[:, dealt]).sum(0))
+        forward, inverse = forward[:, dealt] * signs, inverse[dealt] * signs[:, None]
+        out = []
+        for row in keys:
+            z = (row - keys.mean(0)) @ forward
+            scale = float(np.sqrt((z**2).mean()))
+            groups = (z / scale).reshape(-1, 4)
+            near = [
+                book[((book - group) ** 2).sum(1).argmin()] for book, group in zip(centroids[head], groups, strict=True)
+            ]
+            out.append(np.concatenate(near) * float(np.float16(scale)) @ inverse + keys.mean(0))
+        rows.append(out)
+    yield method.key.decode(method.key.encode(X)), np.array(rows)
+    values = []
+    for head in NUMBERS:
+        matrix = rotation_of(moment_of(head)).astype(np.float32).astype(np.float64)
+        values.append([matrix @ stored(clipped(row @ matrix, 0.92), 2, np.float16) for row in head])
+    yield method.value.decode(method.value.encode(X)), np.array(values)

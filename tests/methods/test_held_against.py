@@ -272,6 +272,13 @@ MEASURES: dict[str, Callable[[], float]] = {
     "block_gtq": lambda: worst(pair for bits in (2, 3) for pair in rivals.block_gtq(bits)),
     "oscar_covariance": lambda: worst(rivals.oscar_covariance("oscar_covariance", 2, np.float16)),
     "kvtc": lambda: worst(rivals.kvtc(1.25)),
+    "tcq": lambda: worst(rivals.tcq(2)),
+    "planarquant": lambda: worst(rivals.block_rotated("planarquant", 2)),
+    "isoquant": lambda: worst(rivals.block_rotated("isoquant", 4)),
+    "rotorquant": lambda: worst(rivals.block_rotated("rotorquant", 3)),
+    "octopus": lambda: worst(rivals.octopus(2)),
+    "nexusquant": lambda: worst(rivals.nexusquant(3)),
+    "nova_kv": lambda: worst(rivals.nova_kv()),
     "oscar_covariance/served": lambda: worst(rivals.oscar_covariance("oscar_covariance/served", 2, np.float32)),
 }
 

@@ -33,7 +33,7 @@ FIXED = {"fp16", "identity", "zero", "q8_0", "q4_0", "fp8"}
 FIXED |= {"polarquant", "polarquant/hadamard", "qjl", "qjl/one_sketch", "qjl/gaussian"}
 FIXED |= {"streamingllm", "streamingllm/prompt", "h2o", "h2o/prompt", "snapkv", "zipcache", "zipcache/released"}
 FIXED |= {name for name in FILES if name.partition("/")[0] in ("cq", "engine", "kitty", "kvarn")} - {"kvarn/paper"}
-FIXED |= {"kvquant_plus_plus/product", "kvquant_plus_plus/tiers", "kvtc/8x", "kvtc/16x", "kvtc/32x"}
+FIXED |= {"kvquant_plus_plus/product", "kvquant_plus_plus/tiers", "kvtc/8x", "kvtc/16x", "kvtc/32x", "nova_kv"}
 FIXED -= {"engine/mlx", "engine/mlx_g32", "engine/mlx_g128"}
 NSN = {
     f"nsn/{norm}_{axis}_{grid}": (norm == "norm", axis, grid == "sym")
