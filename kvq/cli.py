@@ -196,22 +196,23 @@ def _job(cfg: DictConfig) -> None:
     """One job. A failure is printed and counts for the exit code; the next job of a sweep starts all the same."""
     hydra_config = HydraConfig.get()
     sweep = hydra_config.mode == RunMode.MULTIRUN
-    _attempt(lambda: _measure(cfg, sweep), " ".join(hydra_config.overrides.task) + ": " if sweep else "")
+    words = list(hydra_config.overrides.task)
+    _attempt(lambda: _measure(cfg, words, sweep), " ".join(words) + ": " if sweep else "")
 
 
-def _measure(cfg: DictConfig, sweep: bool) -> None:
+def _measure(cfg: DictConfig, words: Sequence[str], sweep: bool) -> None:
     config = _within_bits(resolve(cfg))
     runner, shown = _measuring()
     if not _session.here:
         if not config.plan:
-            runner.run(config)
+            runner.run(config, words)
         return
     if _planned(config, shown):
         return
     _session.sweep = _session.sweep or shown.Sweep(len(_session.jobs) or 1)
     record = None
     try:
-        record = runner.run(config)
+        record = runner.run(config, words)
     finally:
         _session.sweep.add(config, record)
     # In a sweep the table shows an unsupported run; a single run fails with the reason.

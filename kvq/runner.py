@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -31,8 +31,9 @@ from kvq.models.weights import rounded_weights
 from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.results.provenance import PeakMemory, collect, timed, utc_now
+from kvq.results.provenance import PeakMemory, collect, full_precision_words, single_command, timed, utc_now
 from kvq.results.record import Status
+from kvq.results.said import worded
 from kvq.results.store import State
 from kvq.results.versions import Versions, versions_of
 from kvq.tasks.measurement import Baseline, Measurement, task_of
@@ -140,8 +141,12 @@ class Prepared:
         return self.method.is_calibrated and not self.config.task.calibrates_itself
 
 
-def run(config: Config) -> Record:
+def run(config: Config, words: Sequence[str] | None = None) -> Record:
     """The record of this run: the stored one if it is usable, else a new measurement after its baseline.
+
+    Args:
+        config: the run.
+        words: the overrides from which it was composed, which the record keeps as a command; None: it has none.
 
     The record's status is `done`, or `unsupported` where the method cannot do this run.
 
@@ -160,14 +165,14 @@ def run(config: Config) -> Record:
         torch.set_num_threads(config.threads)
     baseline, refused = None, None
     try:
-        baseline = None if prepared.method.is_full_precision else _baseline(config, store)
+        baseline = None if prepared.method.is_full_precision else _baseline(config, store, words)
     except Unsupported as error:
         refused = error
     with store.lock(key):
         if (found := _usable(prepared)) is not None:
             store.journal_path(key).unlink(missing_ok=True)  # of a repeat by force that was killed
             return found
-        return _measure(prepared, baseline, refused)
+        return _measure(prepared, baseline, refused, words)
 
 
 @contextmanager
@@ -191,24 +196,27 @@ def _usable(prepared: Prepared) -> Record | None:
     return None if state.name != "done" or repeats else state.record
 
 
-def _baseline(config: Config, store: Store) -> Baseline:
+def _baseline(config: Config, store: Store, words: Sequence[str] | None) -> Baseline:
     """The full-precision run; only `method=fp16 force=true` or unreadable samples repeat it."""
     config = replace(full_precision(config), force=False)
     if getattr(config.task, "save_logits", None) is not None:
         config = replace(config, task=replace(config.task, save_logits=None))
-    record = run(config)
+    words = None if words is None else full_precision_words(words)
+    record = run(config, words)
     if record.status == "unsupported":
         raise Unsupported(f"full precision: {record.reason}")
     try:
         samples = store.samples(record.key)
     except RecordError as error:
         print(printable(f"{error}; measuring again"), file=sys.stderr)
-        record = run(replace(config, force=True))
+        record = run(replace(config, force=True), words)
         samples = store.samples(record.key)
     return Baseline(record.key, record.metrics, samples)
 
 
-def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported | None) -> Record:
+def _measure(
+    prepared: Prepared, baseline: Baseline | None, refused: Unsupported | None, words: Sequence[str] | None
+) -> Record:
     config, inputs = prepared.config, prepared.inputs
     started, journal, result = utc_now(), Journal(), Measurement()
     clock: dict[str, float] = {}
@@ -241,17 +249,20 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         status, reason, failure = "failed", said, error
     if failure is not None and prepared.state.name in ("done", "stale"):
         raise failure  # a failed repeat replaces no record
-    record = Record(
-        **names(config),
-        key=prepared.key,
-        status=status,
-        reason=reason,
-        baseline_key=baseline.key if baseline else None,
-        config=prepared.settings,
-        metrics=result.metrics,
-        units=result.units,
-        versions=prepared.versions,
-        provenance=_provenance(prepared, started, memory, clock, result.engine),
+    record = worded(
+        Record(
+            **names(config),
+            key=prepared.key,
+            status=status,
+            reason=reason,
+            baseline_key=baseline.key if baseline else None,
+            config=prepared.settings,
+            metrics=result.metrics,
+            units=result.units,
+            versions=prepared.versions,
+            provenance=_provenance(prepared, started, memory, clock, result.engine),
+            command=None if words is None else single_command(words),
+        )
     )
     prepared.store.put(record, result.samples)
     if failure is not None:

@@ -43,7 +43,7 @@ class FakeRunner:
             finish=lambda: self.calls.append(("finish",)),
         )
 
-    def run(self, config):
+    def run(self, config, words=None):
         if config.bits == 7:
             return UNSUPPORTED
         if config.seed == 7:

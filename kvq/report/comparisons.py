@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import RecordError
-from kvq.report.labels import by_bits, labelled, parse_label
+from kvq.report.labels import by_bits, labelled
 from kvq.results import Broken, Record, Store
 from kvq.results.item_tests import judge_items
 from kvq.results.metrics import is_lower_better
 from kvq.results.noise import Family, family
+from kvq.results.said import parse_label
 from kvq.results.statistics import (
     ALPHA,
     BLOCK,

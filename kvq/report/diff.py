@@ -26,13 +26,13 @@ from rich.console import Console
 from kvq.errors import KvqError, RecordError, printable
 from kvq.report.escapes import csv_of
 from kvq.report.labels import label, labelled, model_name, named, protocol_departures
-from kvq.report.presets import flatten
 from kvq.report.tables.formats import Sheet
 from kvq.report.tables.layout import DASH, fixed
 from kvq.report.tables.terminal import print_grid
 from kvq.results import Record, Store
 from kvq.results.item_tests import differ_p
 from kvq.results.noise import Family, family
+from kvq.results.presets import flatten
 from kvq.results.statistics import ALPHA, Losses, delta_nll_of_samples, holm, losses, paired_mean
 
 _MAIN = ("score", "accuracy", "nll")

@@ -7,11 +7,12 @@ import functools
 import importlib.metadata
 import mmap
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -98,6 +99,24 @@ def command_line() -> str:
     """This process's command, quoted for a shell; the program by its file name alone."""
     program = Path(sys.argv[0]).name or "python"
     return shlex.join([program, *sys.argv[1:]])
+
+
+# Settings that decide where and how a run is computed, and no number of it.
+_NOT_ITS_OWN = ("results_dir", "plan", "force", "hydra")
+
+
+def single_command(words: Sequence[str]) -> str:
+    """The command that measures one run, of a sweep too, quoted for a shell: its overrides without those of places."""
+    return shlex.join(["python", "run.py", *(word for word in words if _group(word) not in _NOT_ITS_OWN)])
+
+
+def full_precision_words(words: Sequence[str]) -> list[str]:
+    """Overrides of the baseline of the run that these compose."""
+    return [*(word for word in words if _group(word) not in ("method", "bits", "residual")), "method=fp16"]
+
+
+def _group(word: str) -> str:
+    return re.split(r"[.=/@]", word.lstrip("+~"), maxsplit=1)[0]
 
 
 @functools.cache

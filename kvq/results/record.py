@@ -111,6 +111,14 @@ class Provenance(_Frozen):
     seed: int
 
 
+class FromPresets(_Frozen):
+    """What a run's settings have that the presets of its names have not, in words; empty: nothing."""
+
+    method: list[str] = Field(description="of the method, such as '− key.hadamard' or 'residual 64'")
+    protocol: list[str] = Field(description="of task, model, data set and seed")
+    first_token: list[str] = Field(description="how windows or prompts begin, where the model was trained otherwise")
+
+
 class Record(_Frozen):
     """The record of one run, written once at its end and validated when read.
 
@@ -127,6 +135,13 @@ class Record(_Frozen):
     dataset: str
     method: str
     bits: str = Field(description="bit label such as '3' or 'k3v2'; empty for a method with a fixed rate")
+    label: str | None = Field(
+        default=None, description="the method's name with what departs from its preset; null: of an earlier version"
+    )
+    from_presets: FromPresets | None = Field(default=None, description="words of the label and of the table's title")
+    command: str | None = Field(
+        default=None, description="command of this run alone; null: of an earlier version, or not from a command line"
+    )
     baseline_key: str | None = Field(default=None, description="key of the full-precision run it is paired with")
     config: dict[str, Any]
     metrics: dict[str, Number] = Field(default_factory=dict)

@@ -17,17 +17,19 @@ from kvq.models.folder import folder_fingerprint, folder_writes_bos
 from kvq.results import Record, Store, is_stale, run_key
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvq.config import DatasetConfig
 
 
-def run(config: Config) -> Record:
+def run(config: Config, words: Sequence[str] | None = None) -> Record:
     """As `kvq.runner.run`, which is imported only where `known` finds no record."""
     found = known(config)
     if found is not None:
         return found
     from kvq import runner
 
-    return runner.run(config)
+    return runner.run(config, words)
 
 
 def on_disk(config: Config) -> tuple[str, str, Record | None]:

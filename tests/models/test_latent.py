@@ -21,7 +21,7 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.layers import kv_layers_of
 from kvq.models.shapes import cache_shape
-from kvq.report.presets import departures
+from kvq.results.presets import departures
 from kvq.runner import Prepared
 from kvq.tasks.memory import rows_of
 from kvq.tasks.reader import Reader

@@ -49,6 +49,11 @@ def run(*overrides: str, **changes: Any) -> Record:
         ("method=kivi method.value=null", "kivi, value in full precision"),
         ("method=kivi method.sink_tokens=4", "kivi, sink tokens 4"),
         ("method=kivi method.bits_by_layer.key=[8,4,4,2]", "kivi, key bits by layer 8, 4, 4, 2"),
+        (
+            "method=kivi method.full_precision_layers.key=[0,1,2,4] method.full_precision_layers.value=[0,1,2,4]",
+            "kivi, full precision layers 0–2, 4",
+        ),
+        ("method=kivi method.full_precision_layers.key=[3]", "kivi, key full precision layers 3"),
         ("method=kivi bits=2 method.bits_by_layer.value=[4,4,4,4]", "kivi"),
         (
             "method=nsn bits=2 method.bits_by_layer.value=[2,4,4,3] method.bits_by_layer.key=[3,3,2,3]",
@@ -101,7 +106,7 @@ def test_committed_runs_are_their_presets() -> None:
     assert all(any(name in command for name in SETTINGS) for _, command in told)
     shown = {found for _, found, _ in other} - {record.method for record in records}
     words = ("residual", "group size", "eviction budget", "prefill in one block", "packed attention")
-    words += ("merge rotation", "+ key.undo_rope", "bits by layer", "calibrated on text")
+    words += ("merge rotation", "+ key.undo_rope", "bits by layer", "calibrated on text", "full precision layers")
     assert {found for found in shown if not any(word in found for word in words)} == set()
 
 

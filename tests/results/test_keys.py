@@ -11,8 +11,8 @@ import pytest
 
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
-from kvq.report.presets import flatten
 from kvq.results import Record, Store, run_key
+from kvq.results.presets import flatten
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -35,7 +35,7 @@ SETTINGS = (
     *(f"nsnquant/{name}" for name in ("figure4", "figure8", "table15", "table20", "table21", "table3", "table7")),
     *(f"kvquant_plus_plus/{name}" for name in ("9_2", "9_5", "3_5_text")),
     "embedded/round_weights",
-    *("real/eviction", "real/residual", "real/round_weights", "real/allocated"),
+    *(f"real/{name}" for name in ("allocated", "eviction", "layers", "niah", "residual", "round_weights")),
     "method.calibration.path=",
 )
 """Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's. Last:
@@ -47,7 +47,11 @@ def own_settings(record: Record) -> list[str]:
     if not any(f"+experiment={name}" in record.provenance.command for name in SETTINGS):
         return []
     residual = {side: held for side, held in record.config["residual"].items() if held is not None}
-    method = {"eviction": record.config["method"].get("eviction") or {}}
+    given = record.config["method"]
+    method = {
+        "eviction": given.get("eviction") or {},
+        "full_precision_layers": given.get("full_precision_layers") or {},
+    }
     for side in ("key", "value"):
         quantizer = (record.config["method"].get(side) or {}).get("quantizer", {})
         method[side] = {"quantizer": {name: quantizer[name] for name in ("group_size", "clip") if name in quantizer}}

@@ -18,9 +18,9 @@ from kvq.report.figures import error as errors
 from kvq.report.figures.drawing import Drawing, drawn
 from kvq.report.figures.texts import heat_map, needle_grid
 from kvq.report.labels import label, model_name, named, protocol_departures
-from kvq.report.presets import PROTOCOL
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store, run_key
+from kvq.results.presets import PROTOCOL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

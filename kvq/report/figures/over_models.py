@@ -14,9 +14,9 @@ from kvq.report.figures.plots import dress, handle, multiples, panels, titled
 from kvq.report.figures.style import Line, lines_of, marker, symlog
 from kvq.report.labels import begins_otherwise, label, named
 from kvq.report.palette import FIRST
-from kvq.report.presets import presets
 from kvq.results import Record, run_key
 from kvq.results.metrics import METRICS
+from kvq.results.presets import presets
 from kvq.results.statistics import spearman
 
 if TYPE_CHECKING:

@@ -27,12 +27,13 @@ from kvq.report.comparisons import (
     samples_of,
     widths,
 )
-from kvq.report.labels import by_bits, cache_dtype, is_variant, label, model_name, protocol_departures
+from kvq.report.labels import by_bits, is_variant, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
-from kvq.report.presets import PROTOCOL, flatten, joined, said, settings_of
 from kvq.report.tables.layout import Continuation, Row, Table, Tables, Texts, columns_of
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, judge, run_key
+from kvq.results.presets import PROTOCOL, flatten, joined, said, settings_of
+from kvq.results.said import cache_dtype
 from kvq.results.statistics import holm
 
 # Characters of a fingerprint that are shown, and the name under which it is shown.

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from kvq.report.comparisons import widths
-from kvq.report.labels import by_bits, parse_label
+from kvq.report.labels import by_bits
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import COLUMNS, Row, Table, fixed
 from kvq.results import Record, Store
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
+from kvq.results.said import parse_label
 from tests.report import sweeps
 from tests.results import made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,7 @@ from omegaconf import OmegaConf
 from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, conf_dir, outside
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
-from kvq.results import Record
-from kvq.results.record import canonical
+from kvq.results.record import Record, canonical
 
 
 class Presets(NamedTuple):
@@ -166,8 +166,17 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list):
-        return ", ".join(map(_text, value)) or "none"
+        return ", ".join(_ranges(value) if all(type(one) is int for one in value) else map(_text, value)) or "none"
     return str(value)
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    """Numbers as text, with three and more that follow each other as one range: `0–14`, `16`."""
+    out: list[str] = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        out += [f"{found[0]}–{found[-1]}"] if len(found) > 2 else map(str, found)
+    return out
 
 
 def _both(sides: Mapping[str, Sequence[tuple[str, str]]], one: str, both: str) -> list[str]:
@@ -238,8 +247,10 @@ def _others(ours: Settings, theirs: Settings) -> list[str]:
             out.append(f"− {name.replace('_', ' ')}" if isinstance(preset, Mapping) else said(name, "none"))
             continue
         leaves = dict(flatten(preset, name)) if preset is not None else {}
-        changed = [(path, value) for path, value in flatten(mine, name) if leaves.get(path) != value]
-        out += [said(path, value) for path, value in changed if path.rpartition(".")[2] not in _SILENT]
+        changed = {path: value for path, value in flatten(mine, name) if leaves.get(path) != value}
+        if set(changed) == {f"{name}.{side}" for side in SIDES} and len(set(changed.values())) == 1:
+            changed = {name: next(iter(changed.values()))}
+        out += [said(path, value) for path, value in changed.items() if path.rpartition(".")[2] not in _SILENT]
     return out
 
 
