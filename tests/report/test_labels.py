@@ -17,6 +17,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.wandb.run import entry_of
 from kvq.results import Record, Store
 from kvq.results.record import canonical
+from kvq.results.said import worded
 from tests.report import sweeps
 from tests.results import made
 from tests.results.test_keys import SETTINGS
@@ -98,7 +99,7 @@ def test_first_token_and_cache_are_said_where_they_are_not_the_models_own(overri
 
 def test_committed_runs_are_their_presets() -> None:
     """Only experiments that say so override their methods, and labels tell; a preset that changes is noticed here."""
-    records = Store(COMMITTED).scan()[0]
+    records = [worded(record) for record in Store(COMMITTED).scan()[0]]
     assert len(records) >= 398
     other = {(record.method, label(record), record.provenance.command) for record in records}
     told = {(name, command) for name, shown, command in other if shown != name}

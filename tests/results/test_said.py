@@ -1,0 +1,82 @@
+"""The words and the command that a record keeps of its run."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvq import runner
+from kvq.config import compose, resolve
+from kvq.report.labels import label, protocol_departures
+from kvq.results import Record, Store
+from kvq.results.provenance import full_precision_words, single_command
+from kvq.results.said import found_of, worded
+
+COMMITTED = Path(__file__).parents[2] / "results"
+WORDS = [
+    "model=tiny",
+    "method=kivi",
+    "bits=2",
+    "method.sink_tokens=1",
+    "task.context=128",
+    "task.stride=128",
+    "task.max_windows=2",
+]
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    return Store(COMMITTED).scan()[0]
+
+
+def test_a_run_keeps_its_words_and_the_command_that_measures_it_alone(tmp_path: Path) -> None:
+    record = runner.run(resolve(compose([*WORDS, f"results_dir={tmp_path}"])), [*WORDS, f"results_dir={tmp_path}"])
+    assert record.label == label(record) == "kivi, sink tokens 1"
+    assert record.from_presets == found_of(record)
+    assert record.command == f"python run.py {' '.join(WORDS)}"
+    assert record.baseline_key is not None
+    baseline = Store(tmp_path).get(record.baseline_key)
+    assert baseline is not None
+    assert (
+        baseline.command == "python run.py model=tiny task.context=128 task.stride=128 task.max_windows=2 method=fp16"
+    )
+    for one in (record, baseline):
+        assert one.command is not None
+        again = resolve(compose([*shlex.split(one.command)[2:], f"results_dir={tmp_path}"]))
+        assert runner.Prepared(again).key == one.key
+
+
+def test_the_words_are_those_of_the_day_of_measuring(records: list[Record]) -> None:
+    """They are not asked of presets again, which may have changed or be gone."""
+    record = next(record for record in records if record.from_presets and not record.from_presets.method)
+    kept = record.model_copy(update={"method": "a preset that is gone"})
+    assert label(kept) == "a preset that is gone"
+    changed = worded(record).model_copy(
+        update={"from_presets": record.from_presets.model_copy(update={"method": ["+ x"]})}
+    )
+    assert label(changed) == f"{record.method} + x"
+
+
+def test_a_record_of_an_earlier_version_has_words_all_the_same(records: list[Record]) -> None:
+    for record in records[::40]:
+        before = record.model_copy(update={"from_presets": None, "label": None, "command": None})
+        assert (label(before), protocol_departures(before)) == (label(record), protocol_departures(record))
+
+
+def test_every_committed_record_has_words_and_a_command(records: list[Record]) -> None:
+    assert [record.key for record in records if None in (record.label, record.from_presets, record.command)] == []
+
+
+def test_a_command_is_without_places_and_a_baseline_without_the_method() -> None:
+    words = [
+        "+experiment=main",
+        "results_dir=/tmp/x",
+        "plan=true",
+        "task.stop=[a, b]",
+        "method.key=null",
+        "residual.size=8",
+    ]
+    assert single_command(words) == "python run.py +experiment=main 'task.stop=[a, b]' method.key=null residual.size=8"
+    assert full_precision_words(words[3:]) == ["task.stop=[a, b]", "method=fp16"]
