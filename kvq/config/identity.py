@@ -117,7 +117,8 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
         if task[name] == getattr(type(config.task), name):
             del task[name]
     if "bos" in task:
-        own, asked = trained_with_bos(config.model, trained_with), task.pop("bos")
+        chat = bool(task.get("chat_template"))
+        own, asked = trained_with_bos(config.model, chat, trained_with), task.pop("bos")
         if own or asked:
             task["bos"] = own if asked is None else asked
     for name in ("regimes", "prefill_steps", "decode_steps"):

@@ -106,8 +106,8 @@ class ModelConfig:
     `cpu` (`{0: 20GiB, cpu: 60GiB}`). `load_in`: 4bit or 8bit quantizes weights on loading; gptq or awq says that the
     checkpoint's are. `round_weights`: bits to which the weights of linear layers are rounded, in groups of 128 input
     channels, after a rotation is merged into them. `attn_implementation`: transformers' name for it (None: its choice).
-    `trust_remote_code`: its code is run. `bos`: it was trained on texts that begin with that token; None: if its
-    tokenizer writes it. `cache_dtype`: what `cache.dtype=null` stands for; None: `dtype`.
+    `trust_remote_code`: its code is run. `bos`: it was trained on texts that begin with that token, `chat_bos`:
+    on conversations that do (None: as texts); where both are None, its tokenizer says. `cache_dtype`: what `cache.dtype=null` stands for; None: `dtype`.
     """
 
     name: Text = MISSING
@@ -125,6 +125,7 @@ class ModelConfig:
     attn_implementation: Text | None = None
     trust_remote_code: bool = False
     bos: bool | None = None
+    chat_bos: bool | None = None
     cache_dtype: Dtype | None = None
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
 
@@ -152,14 +153,16 @@ class ModelConfig:
             raise ConfigError("model.max_memory: bounds model.device_map, which is null; use model.device_map=auto")
 
 
-def trained_with_bos(model: ModelConfig, tokenizer_writes: bool | None = None) -> bool | None:
+def trained_with_bos(model: ModelConfig, chat: bool, tokenizer_writes: bool | None = None) -> bool | None:
     """Whether a model was trained on texts that begin with a begin-of-text token; None: only its tokenizer can say.
 
     Args:
+        chat: of conversations in its chat template.
         tokenizer_writes: what the tokenizer says, where it was asked. Those of embedded models write none.
     """
-    if model.bos is not None:
-        return model.bos
+    known = model.chat_bos if chat and model.chat_bos is not None else model.bos
+    if known is not None:
+        return known
     return False if model.path.startswith(EMBEDDED) else tokenizer_writes
 
 

@@ -120,8 +120,8 @@ class Inputs:
         """
         if not hasattr(self.config.task, "bos"):
             return None
-        known = trained_with_bos(self.config.model)
-        chat = getattr(self.config.task, "chat_template", False)
+        chat = bool(getattr(self.config.task, "chat_template", False))
+        known = trained_with_bos(self.config.model, chat)
         return writes_bos(self.tokenizer, chat) if known is None else known
 
     @property

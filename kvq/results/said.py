@@ -115,7 +115,9 @@ def cache_dtype(run: Record) -> str:
 def _begins_otherwise(run: Record) -> list[str]:
     """How windows or prompts begin, where that is not as the run's model was trained."""
     task, preset = run.config.get("task"), presets().settings("model", run.model) or {}
-    bos, own = task.get("bos") if isinstance(task, Mapping) else None, bool(preset.get("bos"))
+    task = task if isinstance(task, Mapping) else {}
+    of_chats = preset.get("chat_bos") if task.get("chat_template") else None
+    bos, own = task.get("bos"), bool(preset.get("bos") if of_chats is None else of_chats)
     return [] if bos in (None, own) else ["begins with BOS" if bos else "begins without BOS"]
 
 

@@ -52,7 +52,7 @@ def known(config: Config) -> Record | None:
         weights = folder_fingerprint(config.model)
         if weights is None:
             return None
-        trained_with = trained_with_bos(config.model)
+        trained_with = trained_with_bos(config.model, chat=False)
         if trained_with is None and (trained_with := folder_writes_bos(config.model)) is None:
             return None
         text = _fingerprint_of(config.dataset)

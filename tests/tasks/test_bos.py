@@ -211,6 +211,10 @@ def test_the_key_has_it_where_model_or_task_does() -> None:
     assert task() is task("task.bos=false") is task("model=tiny_outliers") is task("model.bos=false") is None
     assert task("task.bos=true") is task("model.bos=true") is task("model=llama_2_7b") is True
     assert task("model.bos=true", "task.bos=false") is False
+    chat = ("task=niah", "task.chat_template=true")
+    assert task(*chat, "model.chat_bos=true") is task(*chat, "model.bos=true") is True
+    assert task("task=niah", "model.chat_bos=true") is task(*chat, "model.bos=true", "model.chat_bos=false") is None
+    assert task("task=niah/chat", "model=smollm2_135m") is True  # known by name, so an experiment finds its records
     hub = ["model=hf", "model.path=somewhere"]
     assert task(*hub) is task(*hub, own=False) is None
     assert task(*hub, own=True) is True
