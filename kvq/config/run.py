@@ -106,8 +106,9 @@ class ModelConfig:
     `cpu` (`{0: 20GiB, cpu: 60GiB}`). `load_in`: 4bit or 8bit quantizes weights on loading; gptq or awq says that the
     checkpoint's are. `round_weights`: bits to which the weights of linear layers are rounded, in groups of 128 input
     channels, after a rotation is merged into them. `attn_implementation`: transformers' name for it (None: its choice).
-    `trust_remote_code`: its code is run. `bos`: it was trained on texts that begin with that token, `chat_bos`:
-    on conversations that do (None: as texts); where both are None, its tokenizer says. `cache_dtype`: what `cache.dtype=null` stands for; None: `dtype`.
+    `trust_remote_code`: its code is run. `bos`: it was trained on texts that begin with that token, `chat_bos`: on
+    conversations that do (None: as texts); where both are None, its tokenizer says. `cache_dtype`: what
+    `cache.dtype=null` stands for; None: `dtype`.
     """
 
     name: Text = MISSING
