@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from experiments import readme
 from experiments.places import PLACE, filled
-from kvq import cli
+from kvq import KVCache, cli
 from kvq.config import compose, conf_dir, resolve
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
@@ -28,6 +28,7 @@ from kvq.report.tables.formats import csv, markdown
 from kvq.results import Record, Store, is_stale
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 from kvq.results.source import code_hash
+from tests.random_models import llama
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -35,7 +36,7 @@ NAMED_BLOCK = re.compile(r"`mine/([\w/.]+)`:\n\n```(?:yaml|python|json)\n(.*?)``
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 ENGINES = ROOT / "docs" / "engines.in.md"
 COMMAND = re.compile(r"^    python (run\.py|-m kvq\.papers) (.+)$", re.M)
-MODULES = ("channel_scale", "agreement")
+MODULES = ("channel_scale", "key_norm", "agreement")
 
 
 @pytest.fixture
@@ -109,6 +110,26 @@ def test_a_stage(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # 3-bit codes, one fp16 scale per token of 128 channels, one fp16 scale per channel of 256 tokens.
     assert bits == pytest.approx(3 + 16 / 128 + 16 / 256, abs=1e-3)
     assert 0.05 < error < 0.6
+
+
+def test_an_eviction_policy(mine: Path) -> None:
+    """The tokens that stay are those of the smallest keys in each head, with the values that they had."""
+    built = build_method("key_norm", head_dim=32, config_dir=str(mine), overrides=["eviction.budget=16"])
+    layer = KVCache(llama(head_dim=32), built).layers[0]
+    keys, values = torch.randn(2, 1, 2, 40, 32).unbind()
+    layer.update(keys, values)
+    smallest = keys.norm(dim=-1).topk(16, -1, largest=False).indices.sort(-1).values
+    new = torch.ones(1, 2, 1, 32)
+    for states, kept in zip((keys, values), layer.update(new, new), strict=True):
+        assert torch.equal(kept, torch.cat([states.gather(2, smallest[..., None].expand(-1, -1, -1, 32)), new], 2))
+
+
+@pytest.mark.long
+def test_an_eviction_policy_is_measured(mine: Path) -> None:
+    records = ran("An eviction policy")
+    assert {record.method for record in records} == {"key_norm", "streamingllm/prompt"}
+    assert len({record.metrics["effective_bits"] for record in records}) == 1  # of equal budgets
+    assert records[0].versions["key_norm.KeyNorm"] == code_hash(mine / "key_norm.py")
 
 
 def test_a_saved_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +21,21 @@ from kvq.errors import ConfigError, Unsupported, at_least
 from kvq.methods.attended import AttendedLayer
 
 Scores = Float[Tensor, "batch kv_heads tokens"]
+States = Float[Tensor, "batch kv_heads tokens dim"]
+
+
+class Seen(NamedTuple):
+    """What a policy chooses from: the tokens of a layer, in the order in which they came.
+
+    Attributes:
+        keys, values: as they were appended; keys after RoPE.
+        scores: attention weights that each token received, summed over queries, mean over the query heads of a KV
+            head; zeros where the policy does not observe.
+    """
+
+    keys: States
+    values: States
+    scores: Scores
 
 
 class When(enum.Enum):
@@ -95,8 +110,8 @@ class Eviction(abc.ABC):
         return [EvictingLayer(layer.key, layer.value, layer.quantized_prefill, self) for layer in layers]
 
     @abc.abstractmethod
-    def keep(self, scores: Scores, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
-        """Indices of the tokens to keep, ascending. `scores`: weights, summed over queries, mean over query heads."""
+    def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
+        """Indices of the `allowed` tokens to keep, ascending."""
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
@@ -129,8 +144,8 @@ class StreamingLLM(Eviction):
         self.sinks = sinks
 
     @override
-    def keep(self, scores: Scores, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
-        tokens = scores.shape[-1]
+    def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
+        scores, tokens = seen.scores, seen.scores.shape[-1]
         return torch.cat([_range(scores, 0, self.sinks), _range(scores, tokens - allowed + self.sinks, tokens)], -1)
 
 
@@ -155,8 +170,8 @@ class HeavyHitters(Eviction):
         self.recent = recent
 
     @override
-    def keep(self, scores: Scores, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
-        tokens = scores.shape[-1]
+    def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
+        scores, tokens = seen.scores, seen.scores.shape[-1]
         newest = int(self.recent * allowed)
         heavy = _top(scores[..., : tokens - newest], allowed - newest)
         return torch.cat([heavy.sort(-1).values, _range(scores, tokens - newest, tokens)], -1)
@@ -197,8 +212,8 @@ class SnapKV(Eviction):
         return min(self.window, queries)
 
     @override
-    def keep(self, scores: Scores, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
-        tokens = scores.shape[-1]
+    def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
+        scores, tokens = seen.scores, seen.scores.shape[-1]
         before = scores[..., : tokens - self.window]
         half = self.kernel // 2
         pooled = getattr(torch.nn.functional, f"{self.pool.name}_pool1d")
@@ -269,19 +284,20 @@ class EvictingLayer(AttendedLayer):
             self._settle()
             self._received = None
 
-    def _chosen(self, states: Tensor) -> Tensor | None:
-        """Indices of the tokens of `states` that stay; None: all."""
-        tokens = states.shape[2]
+    def _chosen(self, keys: Tensor, values: Tensor) -> Tensor | None:
+        """Indices of the tokens that stay; None: all."""
+        tokens = keys.shape[2]
         allowed = self.eviction.allowed(tokens + self.evicted)
         if allowed >= tokens:
             return None
-        scores = states.new_zeros(*states.shape[:2], tokens) if self._received is None else self._received
+        scores = keys.new_zeros(*keys.shape[:2], tokens) if self._received is None else self._received
         self.evicted += tokens - allowed
-        return self.eviction.keep(scores, allowed)
+        return self.eviction.keep(Seen(keys, values, scores), allowed)
 
     def _evict(self) -> None:
         assert self.key._full is not None
-        kept = self._chosen(self.key._full.view)
+        assert self.value._full is not None
+        kept = self._chosen(self.key._full.view, self.value._full.view)
         if kept is None:
             return
         for side in (self.key, self.value):
@@ -294,7 +310,7 @@ class EvictingLayer(AttendedLayer):
         """Append the tokens of the prompt that stay to the sides."""
         assert self._prompt is not None
         states, self._prompt = self._prompt, None
-        kept = self._chosen(states[0])
+        kept = self._chosen(*states)
         for side, given in zip((self.key, self.value), states, strict=True):
             side.append(given if kept is None else _rows(given, kept), self.quantized_prefill)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvq.methods.eviction import SnapKV, StreamingLLM
+from kvq.methods.eviction import Seen, SnapKV, StreamingLLM
 from tests.methods import chosen
 from tests.methods.held import HEADS, states
 
@@ -38,7 +38,8 @@ def pressed(folder: Path, name: str, ratio: float, **settings: int) -> list[list
 def ours(eviction: Any, allowed: int) -> list[list[int]]:
     rows = eviction.recent_rows(TOKENS) or 0
     scores = WEIGHTS.mean(1)[None][:, :, -rows:].sum(2).float()
-    kept: list[list[int]] = eviction.keep(scores, allowed)[0].sort(-1).values.tolist()
+    keys = states(0, TOKENS)
+    kept: list[list[int]] = eviction.keep(Seen(keys, keys, scores), allowed)[0].sort(-1).values.tolist()
     return kept
 
 
