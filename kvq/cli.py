@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, resolve
 from kvq.config.bits import check_range
 from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, value_for_choice
+from kvq.config.layout import LayoutConfig
 from kvq.entry import SCRATCH
 from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable
 from kvq.papers.sweep import EXPERIMENT_SWEEPER, product, sweep_of
@@ -200,19 +201,33 @@ def _job(cfg: DictConfig) -> None:
     _attempt(lambda: _measure(cfg, words, sweep), " ".join(words) + ": " if sweep else "")
 
 
+def _alone(words: Sequence[str], config: Config) -> list[str] | None:
+    """Overrides of a run without the experiment that asked for it, which would run all of its table; None: none do."""
+    group = [word.lstrip("+").partition("=")[0] for word in words]
+    if "experiment" not in group:
+        return list(words)
+    names = ("model", "task", "dataset", "method")
+    chosen = [f"{name}={HydraConfig.get().runtime.choices[name]}" for name in names]
+    rest = [word for word, name in zip(words, group, strict=True) if name not in (*names, "experiment")]
+    with suppress(*COMPOSE_ERRORS):
+        if resolve(compose([*chosen, *rest])) == replace(config, layout=LayoutConfig()):
+            return [*chosen, *rest]
+    return None
+
+
 def _measure(cfg: DictConfig, words: Sequence[str], sweep: bool) -> None:
     config = _within_bits(resolve(cfg))
     runner, shown = _measuring()
     if not _session.here:
         if not config.plan:
-            runner.run(config, words)
+            runner.run(config, _alone(words, config))
         return
     if _planned(config, shown):
         return
     _session.sweep = _session.sweep or shown.Sweep(len(_session.jobs) or 1)
     record = None
     try:
-        record = runner.run(config, words)
+        record = runner.run(config, _alone(words, config))
     finally:
         _session.sweep.add(config, record)
     # In a sweep the table shows an unsupported run; a single run fails with the reason.

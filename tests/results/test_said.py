@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq import runner
+from kvq import cli, runner
 from kvq.config import compose, resolve
 from kvq.report.labels import label, protocol_departures
 from kvq.results import Record, Store
@@ -67,6 +67,20 @@ def test_a_record_of_an_earlier_version_has_words_all_the_same(records: list[Rec
 
 def test_every_committed_record_has_words_and_a_command(records: list[Record]) -> None:
     assert [record.key for record in records if None in (record.label, record.from_presets, record.command)] == []
+    assert [record.command for record in records if "experiment=" in str(record.command)] == []
+
+
+@pytest.mark.parametrize("asked", ["+experiment=embedded/decoding model=tiny", "+experiment=int4_valley model=tiny"])
+def test_the_command_of_a_run_that_an_experiment_asked_for_is_of_that_run_alone(tmp_path: Path, asked: str) -> None:
+    given = "method=rtn bits=2 task.context=64 task.stride=64 task.max_windows=1"
+    assert cli.main([*asked.split(), *given.split(), f"results_dir={tmp_path}"]) == 0
+    records = Store(tmp_path).scan()[0]
+    assert {record.method for record in records} == {"fp16", "rtn"}
+    for record in records:
+        assert record.command is not None
+        assert "experiment" not in record.command
+        again = resolve(compose([*shlex.split(record.command)[2:], f"results_dir={tmp_path}"]))
+        assert runner.Prepared(again).key == record.key
 
 
 def test_a_command_is_without_places_and_a_baseline_without_the_method() -> None:
