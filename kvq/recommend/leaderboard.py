@@ -22,16 +22,15 @@ from jinja2 import Environment, StrictUndefined
 from kvq.config.explain import choices, composed
 from kvq.errors import KvqError, RecordError
 from kvq.models.shapes import CacheShape, cache_shape
+from kvq.recommend import answered, given_words
 from kvq.recommend.advisor import bytes_of, is_of_decoding
-from kvq.recommend.command import answered, given_words
 from kvq.recommend.submit import About, folder_of, submissions
 from kvq.report.comparisons import read_records
 from kvq.report.labels import model_name
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
-from kvq.results.atomic import write_file
-from kvq.results.places import place
+from kvq.results.files import place, write_file
 
 BUDGETS = (1.25, 2.25, 3.25, 4.25, 8.0)
 """Measured bits per element."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from kvq.config import outside
 from kvq.errors import KvqError, RecordError, check_path, printable
-from kvq.results.atomic import write_file
+from kvq.results.files import write_file
 from kvq.results.store import Broken, Store, cause
 
 

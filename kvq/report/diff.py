@@ -30,8 +30,7 @@ from kvq.report.tables.formats import Sheet
 from kvq.report.tables.layout import DASH, fixed
 from kvq.report.tables.terminal import print_grid
 from kvq.results import Record, Store
-from kvq.results.item_tests import differ_p
-from kvq.results.noise import Family, family
+from kvq.results.noise import Family, differ_p, family
 from kvq.results.presets import flatten
 from kvq.results.statistics import ALPHA, Losses, delta_nll_of_samples, holm, losses, paired_mean
 

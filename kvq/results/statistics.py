@@ -4,7 +4,8 @@ Consecutive windows of one text are correlated, so the bootstrap draws blocks of
 jackknife and the bootstrap for general stationary observations"). The difficulty of the text is common to two runs on
 the same windows and cancels in their per-window difference. These are errors to show; whether losses differ is
 judged for all rows of a table at once (`kvq.results.noise`). Items of a task are independent: `paired_mean` draws them
-one by one, `flips` and `mcnemar` compare right and wrong answers, and `item_tests` tests differences.
+one by one, `flips` and `mcnemar` compare right and wrong answers, and `noise` tests
+differences. At the end: sets of points of which less is better, which are beaten and what they dominate.
 """
 
 from __future__ import annotations
@@ -300,3 +301,49 @@ def _exact_p(x: Sequence[float], y: Sequence[float]) -> float:
     centred = first - first.mean()
     found = np.abs(np.array(list(itertools.permutations(second))) @ centred)
     return float(np.mean(found >= abs(second @ centred) - 1e-9))
+
+
+def divergence_metrics(kl: Num[np.ndarray, " tokens"]) -> dict[str, float]:
+    """Mean, upper quantiles and largest of tokens' KL divergences in nats, as the metrics of a record.
+
+    Of n tokens the 99.9th percentile stands on n / 1000 and the largest on one; `scored_tokens` of the record says n.
+    """
+    values = kl.astype(np.float64)
+    p99, p999 = np.quantile(values, [0.99, 0.999])
+    return {
+        "kl_mean": float(values.mean()),
+        "kl_p99": float(p99),
+        "kl_p999": float(p999),
+        "kl_max": float(values.max()),
+    }
+
+
+def dominated(points: Sequence[Sequence[float]]) -> list[bool]:
+    """Of each point, whether another is at least as good in every coordinate and better in one."""
+    return [
+        any(all(a <= b for a, b in zip(other, own, strict=True)) and list(other) != list(own) for other in points)
+        for own in points
+    ]
+
+
+def hypervolume(points: Sequence[Sequence[float]], worst: Sequence[float]) -> float:
+    """Volume that points dominate within the box from 0 to `worst`, as a share of the box; 1: a point at 0.
+
+    Coordinates below 0 count as 0. By slices along the last coordinate.
+    """
+    inside = [[max(value, 0.0) for value in point] for point in points]
+    inside = [point for point in inside if all(value < most for value, most in zip(point, worst, strict=True))]
+    return _volume(inside, list(worst)) / math.prod(worst)
+
+
+def _volume(points: list[list[float]], worst: list[float]) -> float:
+    if not points:
+        return 0.0
+    if len(worst) == 1:
+        return worst[0] - min(point[0] for point in points)
+    heights = sorted({point[-1] for point in points})
+    total = 0.0
+    for low, high in zip(heights, [*heights[1:], worst[-1]], strict=True):
+        slice_ = [point[:-1] for point in points if point[-1] <= low]
+        total += (high - low) * _volume(slice_, worst[:-1])
+    return total

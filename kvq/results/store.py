@@ -18,8 +18,17 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from kvq.errors import RecordError
-from kvq.results.atomic import TEMPORARY, make_folders, sync_folder, write_temporary
-from kvq.results.places import RECORD, SAMPLES, Places, names, place
+from kvq.results.files import (
+    RECORD,
+    SAMPLES,
+    TEMPORARY,
+    Places,
+    make_folders,
+    names,
+    place,
+    sync_folder,
+    write_temporary,
+)
 from kvq.results.record import KEY_PATTERN, Record, dump_record, parse_record
 from kvq.results.versions import is_stale
 

@@ -14,7 +14,7 @@ from kvq.report.figures.plots import below, dress, handle, panels, points, power
 from kvq.report.figures.style import Line, colour, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store, run_key
-from kvq.results.frontier import dominated
+from kvq.results.statistics import dominated
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,8 +11,7 @@ from kvq.report.comparisons import effective_bits, measured_bits
 from kvq.report.figures.perplexity import run_name
 from kvq.report.figures.plots import GREY, dress, handle, panels, powers_of_two, rows_named, titled
 from kvq.report.figures.style import colour, figure, legend_columns, lines_of, marker, symlog
-from kvq.report.labels import by_bits
-from kvq.report.palette import ENGINES, colour_of, engine_of, method_of
+from kvq.report.labels import ENGINES, by_bits, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record
 from kvq.results.metrics import METRICS

@@ -17,7 +17,7 @@ import pandas as pd
 
 from kvq.report.command import write_files
 from kvq.report.escapes import plain_cell
-from kvq.report.palette import FIRST, colour_of, method_of
+from kvq.report.labels import FIRST, colour_of, method_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COLUMN = 3.4
 """Inches of one column of a two-column paper; a figure is one or two wide."""
 SERIES = ("#264653", "#8AB17D", "#E9C46A", "#7D8597", "#B5838D", "#A98467", "#C8B6E2", "#ADB5BD")
-"""Colours of what is no method: parts of memory, sides, stages, texts. None is a method's (`kvq.report.palette`)."""
+"""Colours of what is no method: parts of memory, sides, stages, texts. None is a method's (`kvq.report.labels`)."""
 MOST_LINES = 16
 """Most lines of a figure; its CSV has all."""
 FONTS = ("DejaVu Sans",)

@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import RecordError, printable
-from kvq.report.above_limit import NOTE, Limits, bits_above, limit_beside, limits_of
 from kvq.report.command import made_of
 from kvq.report.comparisons import (
+    NOTE,
     Comparisons,
+    Limits,
     Verdicts,
+    bits_above,
     effective_bits,
     frontier,
     is_noise,
+    limit_beside,
+    limits_of,
     measured_bits,
     read_records,
     samples_of,
@@ -32,8 +36,7 @@ from kvq.report.labels import protocol as protocol_of
 from kvq.report.tables.layout import Continuation, Row, Table, Tables, Texts, columns_of
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, judge, run_key
-from kvq.results.presets import PROTOCOL, flatten, joined, said, settings_of
-from kvq.results.said import cache_dtype
+from kvq.results.presets import PROTOCOL, cache_dtype, flatten, joined, said, settings_of
 from kvq.results.statistics import holm
 
 # Characters of a fingerprint that are shown, and the name under which it is shown.

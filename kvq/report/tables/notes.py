@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from kvq.report.comparisons import Comparisons, Verdicts, widths
-from kvq.report.palette import engine_of
+from kvq.report.labels import engine_of
 from kvq.report.tables.layout import UNQUANTIZED, Row
 from kvq.results import Record
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE, SHORT
-from kvq.results.presets import settings_of
-from kvq.results.said import cache_dtype
+from kvq.results.presets import cache_dtype, settings_of
 from kvq.results.statistics import ALPHA, fewest_to_differ
 
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}

@@ -16,7 +16,7 @@ from kvq.report.figures.cost import memory_figure
 from kvq.report.figures.drawing import MARKS, Drawing, Noted, write_drawings
 from kvq.report.figures.error import places_figure, plane_figure
 from kvq.report.figures.loss import pareto_figure
-from kvq.report.palette import colour_of
+from kvq.report.labels import colour_of
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
 

@@ -14,7 +14,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import COLUMNS, Row, Table, fixed
 from kvq.results import Record, Store
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
-from kvq.results.said import parse_label
+from kvq.results.presets import parse_label
 from tests.report import sweeps
 from tests.results import made
 

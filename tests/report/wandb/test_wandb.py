@@ -15,9 +15,8 @@ import pytest
 from kvq.cli import main as run
 from kvq.config.logger import NoLogger, WandbLogger, WandbMode
 from kvq.report import wandb as tracking
-from kvq.report.wandb.__main__ import main as sync
-from kvq.report.wandb.run import CannotTrack, Tracker
-from kvq.report.wandb.workspace import PAPERS, TASKS, workspace_of
+from kvq.report.tracker import PAPERS, TASKS, CannotTrack, Tracker, workspace_of
+from kvq.report.wandb import main as sync
 from kvq.results import Record, Store
 from tests.report import sweeps
 from tests.report.wandb.wandb_files import OfflineRun, offline_runs
@@ -251,7 +250,7 @@ def test_a_run_that_is_only_partly_there_is_still_ended(
 
 
 def test_no_logger_imports_nothing(store: Store, runs: dict[str, Record], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvq.report.wandb.run", None)
+    monkeypatch.setitem(sys.modules, "kvq.report.tracker", None)
     tracking.track(NoLogger(), store, runs["good"])
     assert not (store.root / "wandb").exists()
 

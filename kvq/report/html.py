@@ -1,9 +1,19 @@
-"""The HTML report: one file made of records and figures, and where its numbers come from."""
+"""`python -m kvq.report.html`: write the page of a results folder, with the figures drawn before; needs no model.
+
+One file that needs no network: tables, a plot of bits and quality, figures, and where its numbers come from.
+"""
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.report.html")
+
+import argparse
 import re
 import struct
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,14 +24,14 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from kvq.errors import RecordError
-from kvq.report.command import no_records
-from kvq.report.html.payload import payload, png_uri, script_json, shown, source_digest
+from kvq.errors import RecordError, printable
+from kvq.report import command
 from kvq.report.labels import main_model, model_name
+from kvq.report.payload import payload, png_uri, script_json, shown, source_digest
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table, Tables, columns_of
 from kvq.results import Record, Store
-from kvq.results.atomic import write_file
+from kvq.results.files import write_file
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 from kvq.results.store import cause
 
@@ -67,7 +77,7 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
     """
     tables = build_tables(store) if tables is None else tables
     if not tables.tables:
-        raise no_records(store)
+        raise command.no_records(store)
     warnings = [f"skipped {broken.path.name}: {broken.reason}" for broken in tables.broken]
     try:
         main = main_model(row.record for table in tables.tables for row in table.rows)
@@ -155,7 +165,7 @@ def _script() -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__ or "kvq.report.html").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("kvq.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def environments(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -226,3 +236,17 @@ def summary(records: Sequence[Record], stale: int, broken: int) -> list[tuple[st
         for place, (count, many, one) in enumerate(counts)
         if count or place < always
     ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = command.parser_of("kvq.report.html", __doc__, "the page (default: report.html in the results folder)")
+    return command.run(parser.parse_args(arguments), _write)
+
+
+def _write(given: argparse.Namespace) -> int:
+    written = write_report(Store(given.results), given.out or given.results / "report.html")
+    for line in written.warnings:
+        print(printable(line), file=sys.stderr)
+    print(f"{written.path} ({written.runs} runs, {written.bytes / 2**20:.1f} MiB)")
+    return 0

@@ -15,8 +15,7 @@ import yaml
 from markupsafe import Markup
 
 from kvq.report.escapes import one_line
-from kvq.report.labels import by_bits, model_name
-from kvq.report.palette import colour_of
+from kvq.report.labels import by_bits, colour_of, model_name
 from kvq.report.tables.layout import Row, Tables
 from kvq.results import Record
 from kvq.results.metrics import METRICS, Metric, metric_of
