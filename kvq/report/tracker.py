@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvq.config.logger import WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError
-from kvq.report.figures.diagnostics import run_figures
+from kvq.report.figures.every import run_figures
 from kvq.report.figures.style import png_of
 from kvq.report.labels import label, model_name, protocol, protocol_departures
 from kvq.results import Record, Store

@@ -38,6 +38,7 @@ _FEW, _ASIDE = 6, 0.3
 _MEASURED = ("bits_per_element", "delta_nll", "delta_nll_se")
 COLUMNS = ("model", "dataset", "method", "bits", "calibrated_on", "shifted", *_MEASURED, "shift", "shift_se")
 _NAMED = {"none": "not calibrated"}
+_FEWEST_WIDTHS = 3
 _NEAR = 0.1
 """Methods without calibration are shown up to this many bits above the calibrated ones."""
 
@@ -172,6 +173,12 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
         step = {"step": change[0], "step_se": change[1], "valley": worse}
         lines.append({"method": label(record), "bits": int(record.bits), **found, **step})
     return pd.DataFrame(lines)
+
+
+def widths_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """`valley_table` of runs at `_FEWEST_WIDTHS` widths or more; else empty."""
+    table = valley_table(records, store)
+    return table if not table.empty and table["bits"].nunique() >= _FEWEST_WIDTHS else pd.DataFrame()
 
 
 def valley_figure(table: pd.DataFrame, title: str) -> Figure:
