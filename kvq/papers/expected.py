@@ -61,6 +61,10 @@ Present = frozenset[tuple[str, str]]
 """Model and method of the runs that there are records of."""
 
 
+# What an experiment has as its layout has it.
+_OF_LAYOUT = ("paper", "table", "title", "units", "scale", "pool", "rows", "sections", "own")
+
+
 def experiment_of(name: str, present: Present = frozenset()) -> Experiment | None:
     """An experiment and its runs; None for one without a table.
 
@@ -78,19 +82,11 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment | Non
     jobs = jobs_of(cells, (), {})
     return Experiment(
         name=name,
-        paper=layout.paper,
-        table=layout.table,
-        title=layout.title,
-        units=layout.units,
-        scale=layout.scale,
-        pool=layout.pool,
-        rows=tuple(layout.rows),
-        sections=tuple(layout.sections),
+        **{shared: getattr(layout, shared) for shared in _OF_LAYOUT},
         cells=tuple(Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason) for cell in cells),
         runs=len(jobs),
         baselines=_baselines(jobs),
         stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(layout, jobs, present)},
-        own=frozenset(layout.own),
         waiting=dict(sorted(Counter(missing for job in jobs for missing in missing_choices(job, _choices())).items())),
     )
 
@@ -107,7 +103,7 @@ def _small(layout: LayoutConfig, jobs: Iterable[Overrides], present: Present) ->
     if of_no_paper(jobs):
         return []
     found = [model for model in sorted({model for model, _ in present}) if _stands_in(layout, model) is not None]
-    return sorted(found, key=_embedded)
+    return sorted(found, key=is_embedded)
 
 
 def _stands_in(layout: LayoutConfig, model: str) -> dict[str, str] | None:
@@ -118,11 +114,6 @@ def of_no_paper(jobs: Iterable[Overrides]) -> bool:
     """Whether all models that runs name run anywhere; drawn states count as such. False where no model is named."""
     own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
     return bool(own) and all(model in _choices()["model"] and runs_anywhere(model) for model in own)
-
-
-@functools.cache
-def _embedded(model: str) -> bool:
-    return model in _choices()["model"] and is_embedded(model)
 
 
 # Overrides that have no effect on full precision.

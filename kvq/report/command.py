@@ -37,8 +37,9 @@ def run(given: argparse.Namespace, work: Callable[[argparse.Namespace], int]) ->
     """The exit status of a command: that of `work`, or 1 and one line for an error."""
     collect_seldom()
     try:
-        check_path("--config-dir", None if given.config_dir is None else str(given.config_dir))
-        with outside.using(given.config_dir):
+        folder: Path | None = getattr(given, "config_dir", None)  # not of every command
+        check_path("--config-dir", None if folder is None else str(folder))
+        with outside.using(folder):
             return work(given)
     except KvqError as error:
         print(printable(f"error: {error}"), file=sys.stderr)

@@ -230,14 +230,15 @@ def judge_losses(records: Sequence[Record], store: Store, keys: Collection[str] 
         if keys is None or any(record.key in keys for record in group):
             found = Comparisons(store.samples_of).family((record, known[full]) for record in group)
             p_values |= {record.key: found.p.get((record.key, full)) for record in group}
-    return [_marked(record, p_values[record.key]) if record.key in p_values else record for record in records]
 
+    def marked(record: Record) -> Record:
+        """The record with the flag; without it where there is no p-value."""
+        p_value = p_values[record.key]
+        metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
+        flag = {} if p_value is None else {"within_noise": float(p_value > ALPHA)}
+        return record.model_copy(update={"metrics": metrics | flag})
 
-def _marked(record: Record, p_value: float | None) -> Record:
-    """The record with the flag `within_noise`; without it where there is no p-value."""
-    metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
-    flag = {} if p_value is None else {"within_noise": float(p_value > ALPHA)}
-    return record.model_copy(update={"metrics": metrics | flag})
+    return [marked(record) if record.key in p_values else record for record in records]
 
 
 def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[str, Any]]:
@@ -269,17 +270,12 @@ def _judged(record: Record, known: Mapping[str, Record], store: Store, odd: dict
             raise RecordError("other items were scored")
         pairs = np.array([(ours[item], theirs[item]) for item in ours], dtype=np.float64).reshape(-1, 2)
         floor = full.metrics.get("noise_flips", 0.0)
-        if any(map(is_lower_better, _counted(record, store))):
+        if any(is_lower_better(str(row["metric"])) for row in store.samples_of(record) if "metric" in row):
             pairs = -pairs
         metrics |= judge_items(pairs[:, 0], pairs[:, 1], margin=margin, noise_flips=floor)
     except (RecordError, KeyError, TypeError, ValueError):
         pass
     return record.model_copy(update={"metrics": metrics})
-
-
-def _counted(record: Record, store: Store) -> set[str]:
-    """Names of the metrics that a run's scores are, where its samples have them."""
-    return {str(row["metric"]) for row in store.samples_of(record) if "metric" in row}
 
 
 def _scores(samples: list[dict[str, Any]]) -> dict[Any, float]:

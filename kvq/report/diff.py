@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from kvq.errors import KvqError, RecordError, printable
+from kvq.errors import RecordError
+from kvq.report import command
 from kvq.report.escapes import csv_of
 from kvq.report.labels import label, labelled, model_name, named, protocol_departures
 from kvq.report.tables.formats import Sheet
@@ -215,20 +215,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("second", type=Path, metavar="B", help="the results folder that is compared with it")
     parser.add_argument("--all", action="store_true", help="show runs that did not change, too")
     parser.add_argument("--csv", type=Path, help="write every run as CSV")
-    given = parser.parse_args(arguments)
+    return command.run(parser.parse_args(arguments), _compare)
+
+
+def _compare(given: argparse.Namespace) -> int:
     stores = Store(given.first), Store(given.second)
-    try:
-        for store in stores:
-            records, broken = labelled(store)
-            if not records:
-                raise RecordError(f"no records under '{store.runs}'")
-            for file in broken:
-                print(printable(f"skipped {file.path}: {file.reason}"), file=sys.stderr)
-        changes = compare(*stores)
-        print_grid(grid_of(changes, given.all), Console())
-        if given.csv:
-            given.csv.write_text(csv_of([change._asdict() for change in changes]), encoding="utf-8")
-    except (KvqError, OSError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 1
+    for store in stores:
+        records, broken = labelled(store)
+        if not records:
+            raise RecordError(f"no records under '{store.runs}'")
+        command.say_skipped(broken)
+    changes = compare(*stores)
+    print_grid(grid_of(changes, given.all), Console())
+    if given.csv:
+        rows = csv_of([change._asdict() for change in changes])
+        command.write_files("--csv", given.csv.parent, {given.csv.name: rows})
     return 0

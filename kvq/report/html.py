@@ -83,18 +83,14 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
         main = main_model(row.record for table in tables.tables for row in table.rows)
         drawn = sorted((store.root / "figures" if figures is None else figures).glob("*.png"))
         drawn.sort(key=lambda path: f"-{main}-" not in path.name)
-        if drawn and _newest(store) > min(path.stat().st_mtime for path in drawn) + _AT_ONCE_SECONDS:
+        newest = max(path.stat().st_mtime for path in store.runs.rglob("*.json"))  # when the last record was written
+        if drawn and newest > min(path.stat().st_mtime for path in drawn) + _AT_ONCE_SECONDS:
             warnings.append("figures: some are older than the newest record; draw them again")
         content = render(tables, embed(drawn), warnings).encode("utf-8")
         write_file(out, content, durable=False)
     except OSError as error:
         raise RecordError(f"report: cannot write '{out}': {cause(error)}") from error
     return Written(out, sum(len(table.rows) for table in tables.tables), len(content), tuple(warnings))
-
-
-def _newest(store: Store) -> float:
-    """When the last record was written."""
-    return max(path.stat().st_mtime for path in store.runs.rglob("*.json"))
 
 
 def embed(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[Figure]:
@@ -124,7 +120,9 @@ def render(tables: Tables, figures: Sequence[Figure] = (), warnings: Sequence[st
     main = main_model(records)
     tables = replace(tables, tables=tuple(sorted(tables.tables, key=lambda table: _model(table) != main)))
     stale = sum(row.stale for table in tables.tables for row in table.rows)
-    style, script = _asset("page.css"), _script()
+    # One function around all scripts, so that they define no global names.
+    scripts = "\n".join(_asset(name) for name in _SCRIPTS)
+    style, script = _asset("page.css"), f'\n(() => {{\n"use strict";\n{scripts}\n}})();\n'
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = shown
     return environment.from_string(_asset("page.html.j2")).render(
@@ -158,12 +156,6 @@ def _policy(style: str, script: str) -> str:
     )
 
 
-def _script() -> str:
-    # One function around all scripts, so that they define no global names.
-    parts = "\n".join(_asset(name) for name in _SCRIPTS)
-    return f'\n(() => {{\n"use strict";\n{parts}\n}})();\n'
-
-
 def _asset(name: str) -> str:
     return resources.files("kvq.report").joinpath("page", name).read_text(encoding="utf-8")
 
@@ -186,19 +178,16 @@ def _environment(runs: Sequence[Record]) -> dict[str, Any]:
         commit = "not from a checkout"
     else:
         commit = known.git_commit[:12] + (", with changes" if known.git_dirty else "")
+    threads = "1 thread" if known.threads == 1 else f"{known.threads} threads"
     return {
         "runs": len(runs),
         "commit": shown(commit),
         "versions": shown(", ".join(f"{name} {version}" for name, version in sorted(known.packages.items())), 1000),
-        "machine": shown(f"{known.device if known.device != 'cpu' else known.cpu}, {_threads(known.threads)}"),
+        "machine": shown(f"{known.device if known.device != 'cpu' else known.cpu}, {threads}"),
         "system": shown(f"Python {known.python}, {known.platform}"),
         "dates": days(runs),
         "hours": hours(runs),
     }
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def days(records: Sequence[Record]) -> str:

@@ -107,7 +107,11 @@ def payload(tables: Tables, main: str | None = None) -> dict[str, Any]:
             {"name": shown(task), "runs": len(found), "columns": [name for name in columns(found) if name in kept]}
             for task, found in sorted(tasks.items(), key=lambda item: (-len(item[1]), item[0]))
         ],
-        "metrics": {name: _metric(metric) for name, metric in metrics.items() if name in kept},
+        "metrics": {
+            name: {**metric._asdict(), "title": shown(metric.title, 80), "short": shown(metric.short, 40)}
+            for name, metric in metrics.items()
+            if name in kept
+        },
         "methods": _methods(records, known),
         "protocols": [
             {
@@ -122,10 +126,6 @@ def payload(tables: Tables, main: str | None = None) -> dict[str, Any]:
         "runs": [_run(place, row, pool, metrics) for place, row in rows],
         "pool": pool.values,
     }
-
-
-def _metric(metric: Metric) -> dict[str, Any]:
-    return {**metric._asdict(), "title": shown(metric.title, 80), "short": shown(metric.short, 40)}
 
 
 def _methods(records: Sequence[Record], known: Mapping[str, Paper]) -> dict[str, Any]:

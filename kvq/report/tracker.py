@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
+
 from kvq.config.logger import WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError
 from kvq.report.figures.every import run_figures
@@ -31,7 +33,6 @@ from kvq.results.store import cause
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from matplotlib.figure import Figure
 
 _LONGEST_GROUP = 100
 _MULTIRUN = ("-m", "--multirun")
@@ -97,13 +98,13 @@ def sweep_of(command: str) -> str | None:
 
 def sample_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str], list[list[Any]]]:
     """Columns and the first `most` rows of a run's samples; what is not a number or text is written as JSON."""
+
+    def plain(value: Any) -> Any:
+        return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+
     kept = rows[:most]
     columns = list(dict.fromkeys(name for row in kept for name in row))
-    return columns, [[_plain(row.get(name)) for name in columns] for row in kept]
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+    return columns, [[plain(row.get(name)) for name in columns] for row in kept]
 
 
 # Seconds until an unreachable server is noticed; the client's defaults take a quarter of an hour.
@@ -201,6 +202,8 @@ class Tracker:
 
     def _log_media(self, run: Any, record: Record) -> None:
         """The table of samples and the run's figures, all in one step."""
+        from PIL import Image
+
         media: dict[str, Any] = {}
         try:
             columns, rows = sample_table(self._store.samples(record.key), self._settings.samples)
@@ -209,7 +212,7 @@ class Tracker:
         if rows:
             media["samples"] = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
         for name, figure in run_figures(record, self._store):
-            media[f"figures/{name}"] = self._wandb.Image(_picture(figure))
+            media[f"figures/{name}"] = self._wandb.Image(Image.open(io.BytesIO(png_of(figure))))
         if media:
             run.log(media)
 
@@ -222,12 +225,6 @@ class Tracker:
             if path.is_file():
                 artifact.add_file(str(path), name=path.name)
         return artifact
-
-
-def _picture(figure: Figure) -> Any:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(png_of(figure)))
 
 
 def _package() -> Any:
@@ -301,28 +298,7 @@ class Pushed:
 
 
 NAME = "kvq"
-_QUALITY = {
-    name: f"{METRICS[name].title} against effective bits" for name in ("delta_nll", "kl_mean", "accuracy", "score")
-}
-PAPERS = {"nsn": "nsn", "nsnquant": "NSNQuant", "oscar": "OScaR", "kvquant_plus_plus": "KVQuant++"}
-"""Methods of the papers whose tables are repeated here, by the name that a section has."""
-TASKS = {"ppl": "perplexity", "tni": "TNI", "latency": "latency", "memory": "memory", "longbench": "LongBench subsets"}
-"""Tasks that have a section for each paper, by its name there."""
-# What a section shows first, by the beginnings of metrics' names; what begins otherwise has no panel.
-_SHOWN = {
-    "ppl": ("perplexity", "delta_nll", "kl_mean", "top1_agreement"),
-    "tni": ("key_cv", "query_cv", "value_cv", "key_max_over_min", "key_median_over_min", "key_sinks"),
-    "latency": ("decode_b", "prefill_b", "decode_over_", "prefill_over_", "cache_bytes_"),
-    "memory": ("compression_", "bits_without_residual_", "total_bytes_"),
-    "longbench": ("score[subset=", "subset_mean"),
-}
-_MOST_PANELS = 24
-_FIGURES = ("windows", "needles", "error-steps", "tni-groups")
-_SIDE_BY_SIDE = ("method", "bits")
-_COLUMNS = (
-    *(f"config:{name}" for name in ("method", "bits", "model", "dataset", "task")),
-    *(f"summary:{name}" for name in ("effective_bits", "perplexity", "delta_nll", "accuracy")),
-)
+VIEW: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "workspace.yaml").read_text(encoding="utf-8"))
 
 
 def sections_of(records: Iterable[Record]) -> dict[str, list[str]]:
@@ -334,11 +310,11 @@ def sections_of(records: Iterable[Record]) -> dict[str, list[str]]:
     for record in records:
         metrics[record.method.partition("/")[0], record.task].update(record.metrics)
     found = {}
-    for (method, paper), (task, title) in itertools.product(PAPERS.items(), TASKS.items()):
+    for (method, paper), (task, (title, starts)) in itertools.product(VIEW["papers"].items(), VIEW["tasks"].items()):
         names = sorted(name for name in metrics[method, task] if not name.endswith("_se"))
-        shown = [name for start in _SHOWN[task] for name in names if name.startswith(start)]
+        shown = [name for start in starts for name in names if name.startswith(start)]
         if shown:
-            found[f"{paper}: {title}"] = list(dict.fromkeys(shown))[:_MOST_PANELS]
+            found[f"{paper}: {title}"] = list(dict.fromkeys(shown))[: VIEW["most_panels"]]
     return found
 
 
@@ -355,16 +331,17 @@ def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] =
         raise CannotTrack("wandb-workspaces is not installed (pip install -e '.[wandb]')") from error
     summary, config = panels.SummaryMetric, panels.Config
     plots: list[Any] = [
-        panels.ScatterPlot(title=title, x=summary("effective_bits"), y=summary(name))
-        for name, title in _QUALITY.items()
+        panels.ScatterPlot(title=f"{title} against effective bits", x=summary("effective_bits"), y=summary(name))
+        for name, title in ((name, METRICS[name].title) for name in VIEW["quality"])
     ]
     bars: dict[str, list[Any]] = {
         section: [panels.BarPlot(title=metric_of(name).title, metrics=[panels.Metric(name)]) for name in names]
         for section, names in sections_of(records).items()
     }
-    figures: list[Any] = [panels.MediaBrowser(media_keys=[f"figures/{name}"]) for name in _FIGURES]
-    axes = [panels.ParallelCoordinatesPlotColumn(metric=config(name)) for name in _SIDE_BY_SIDE]
-    axes += [panels.ParallelCoordinatesPlotColumn(metric=summary(name)) for name in ("effective_bits", "delta_nll")]
+    figures: list[Any] = [panels.MediaBrowser(media_keys=[f"figures/{name}"]) for name in VIEW["figures"]]
+    settings_apart, metrics_apart = VIEW["apart"]
+    apart: list[Any] = [*map(config, settings_apart), *map(summary, metrics_apart)]
+    axes = [panels.ParallelCoordinatesPlotColumn(metric=metric) for metric in apart]
     return workspaces.Workspace(
         entity=entity,
         project=settings.project,
@@ -378,7 +355,7 @@ def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] =
                 panels=[panels.ParallelCoordinatesPlot(columns=axes), panels.RunComparer(diff_only="split")],
             ),
         ],
-        runset_settings=workspaces.RunsetSettings(pinned_columns=list(_COLUMNS)),
+        runset_settings=workspaces.RunsetSettings(pinned_columns=VIEW["columns"]),
     )
 
 

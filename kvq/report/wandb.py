@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from kvq.config.logger import Logger, WandbLogger, WandbMode
 from kvq.errors import KvqError, printable
-from kvq.report.command import no_records, say_skipped
+from kvq.report import command
 from kvq.report.labels import labelled
 from kvq.results import Record, Store
 
@@ -55,31 +55,26 @@ def _give_up(reason: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
+    return command.run(_parser().parse_args(arguments), _send)
+
+
+def _send(given: argparse.Namespace) -> int:
     from kvq.report.tracker import Tracker, save_workspace
 
-    given = _parser().parse_args(arguments)
-    try:
-        settings = WandbLogger(
-            project=given.project,
-            entity=given.entity,
-            group=given.group,
-            mode=WandbMode.offline if given.offline else None,
-        )
-        store = Store(given.results)
-        records, broken = labelled(store)
-        if not records:
-            raise no_records(store)
-        say_skipped(broken)
-        tracker = Tracker(settings, store)
-        finished = [record for record in records if record.status != "failed"]
-        bar = tqdm(finished, desc="wandb", unit="run", disable=None, leave=False)
-        sent = sum(tracker.push(record, again=given.again) for record in bar)
-        print(f"{sent} sent, {len(finished) - sent} there already, {len(records) - len(finished)} failed and left out")
-        if given.workspace:
-            print(save_workspace(settings, finished))
-    except KvqError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 1
+    mode = WandbMode.offline if given.offline else None
+    settings = WandbLogger(project=given.project, entity=given.entity, group=given.group, mode=mode)
+    store = Store(given.results)
+    records, broken = labelled(store)
+    if not records:
+        raise command.no_records(store)
+    command.say_skipped(broken)
+    tracker = Tracker(settings, store)
+    finished = [record for record in records if record.status != "failed"]
+    bar = tqdm(finished, desc="wandb", unit="run", disable=None, leave=False)
+    sent = sum(tracker.push(record, again=given.again) for record in bar)
+    print(f"{sent} sent, {len(finished) - sent} there already, {len(records) - len(finished)} failed and left out")
+    if given.workspace:
+        print(save_workspace(settings, finished))
     return 0
 
 

@@ -194,7 +194,9 @@ class Store:
         lines = _dump_samples(record.key, samples)
         digest = hashlib.sha256(lines).hexdigest() if lines else None
         stored = record.model_copy(update={"samples_sha256": digest})
-        path = self._place(record)
+        path = self.runs / place(record)
+        if _key_in(path) not in (None, record.key):  # another run has the readable name
+            path = path.with_name(f"{record.key}{RECORD}")
         content = dump_record(stored)
         pending: list[Path] = []
         try:
@@ -263,11 +265,6 @@ class Store:
         except OSError as error:
             raise self._cannot_write(error) from error
         self._clear_temporaries("", older_than=_ABANDONED_SECONDS)
-
-    def _place(self, record: Record) -> Path:
-        """Where `put` writes a record; by its whole key where another run has the readable name."""
-        path = self.runs / place(record)
-        return path if _key_in(path) in (None, record.key) else path.with_name(f"{record.key}{RECORD}")
 
     def _cannot_read(self, error: OSError) -> RecordError:
         return RecordError(f"results_dir: cannot read '{self.runs}': {cause(error)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -92,21 +93,6 @@ def agreement_figure(numbers: pd.DataFrame) -> Figure:
     return made
 
 
-def positions_table(table: Table) -> pd.DataFrame | None:
-    """One line per run and stretch of positions of `task.stretch`; None: no run has any."""
-    return _places(table, "position")
-
-
-def turns_table(table: Table) -> pd.DataFrame | None:
-    """One line per run and turn of `task=conversation`; None: no run has any."""
-    return _places(table, "turn")
-
-
-def parts_table(table: Table) -> pd.DataFrame | None:
-    """One line per run and part of the texts of `task=drift`; None: no run has any."""
-    return _places(table, "part", "kl_mean")
-
-
 def _places(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame | None:
     place, lines = re.compile(rf"{metric}\[{index}=(\d+)\]"), []
     for row in table.rows:
@@ -115,6 +101,14 @@ def _places(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame
             value, se = (metrics.get(f"{name}[{index}={start}]") for name in (metric, f"{metric}_se"))
             lines.append({"method": row.name, "bits": row.bits, "first": start, metric: value, "se": se})
     return pd.DataFrame(lines) if lines else None
+
+
+positions_table = functools.partial(_places, index="position")
+"""One line per run and stretch of positions of `task.stretch`; None: no run has any."""
+turns_table = functools.partial(_places, index="turn")
+"""One line per run and turn of `task=conversation`; None: no run has any."""
+parts_table = functools.partial(_places, index="part", metric="kl_mean")
+"""One line per run and part of the texts of `task=drift`; None: no run has any."""
 
 
 def _places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
@@ -136,22 +130,12 @@ def _places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Fi
     return made
 
 
-@titled
-def positions_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method with standard errors, each stretch at its first position."""
-    return _places_figure(numbers, "first position of the stretch (token)")
-
-
-@titled
-def turns_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method with standard errors over conversations, by turn."""
-    return _places_figure(numbers, "turn", whole=True)
-
-
-@titled
-def parts_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method with standard errors over texts, each part at its last token; KL by powers of ten."""
-    return _places_figure(numbers, "tokens written up to the end of the part")
+positions_figure = titled(functools.partial(_places_figure, words="first position of the stretch (token)"))
+"""A line per method with standard errors, each stretch at its first position."""
+turns_figure = titled(functools.partial(_places_figure, words="turn", whole=True))
+"""A line per method with standard errors over conversations, by turn."""
+parts_figure = titled(functools.partial(_places_figure, words="tokens written up to the end of the part"))
+"""A line per method with standard errors over texts, each part at its last token; KL by powers of ten."""
 
 
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -319,15 +303,12 @@ def _lines(cells: Iterable[Shown], model: str, stand_in: str) -> Iterator[tuple[
         if cell.published is None and cell.value is None:
             continue
         labels = cell.asked.labels
-        dataset = _dataset(cell) if stand_in else labels.get("dataset", "")
+        dataset = labels.get("dataset", "")
+        if stand_in:  # the text of its run, which is not the one that the paper's label names
+            words = [word.partition("=") for run in cell.asked.runs for word in run.command.split()]
+            dataset = next((text for name, _, text in words if name == "dataset"), "")
         printed = None if cell.published is None else cell.published.value
         yield model, stand_in, dataset, labels.get("method", ""), printed, cell.value, cell.stale
-
-
-def _dataset(cell: Shown) -> str:
-    """The text of a stand-in's run, which is not the one that the paper's label names."""
-    words = (word.partition("=") for run in cell.asked.runs for word in run.command.split())
-    return next((text for name, _, text in words if name == "dataset"), "")
 
 
 @titled

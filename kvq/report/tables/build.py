@@ -70,7 +70,7 @@ def build_tables(
         records = [record for record in records if record.key in wanted]
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        groups[_protocol_key(record)].append(record)
+        groups[run_key(_protocol(record))].append(record)
     unused: dict[Path, str] = {}
     comparisons = Comparisons(lambda record: samples_of(record, store, unused))
     limits = limits_of(records, comparisons.samples)
@@ -88,13 +88,9 @@ def build_tables(
         of_records = made_of(groups[protocol], make, lambda record: record.key, "table", skip)
         if of_records is not None:
             tables.append(of_records)
-    return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), _once(odd, unused))
-
-
-def _once(odd: Sequence[Broken], unused: Mapping[Path, str]) -> tuple[Broken, ...]:
-    """Files that are not used, each once."""
-    reasons = {file.path: file.reason for file in odd}
-    return tuple(Broken(path, reason) for path, reason in (reasons | dict(unused)).items())
+    reasons = {file.path: file.reason for file in odd} | unused
+    files = tuple(Broken(path, reason) for path, reason in reasons.items())
+    return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), files)
 
 
 def told_apart(tables: Sequence[Table]) -> list[Table]:
@@ -139,10 +135,6 @@ def _checked(table: Table) -> Table:
 def _protocol(run: Record) -> dict[str, Any]:
     fallback: dict[str, Any] = {"task": run.task, "model": run.model, "dataset": run.dataset, "seed": None}
     return {name: run.config.get(name, fallback[name]) for name in PROTOCOL}
-
-
-def _protocol_key(run: Record) -> str:
-    return run_key(_protocol(run))
 
 
 def _table(

@@ -202,6 +202,19 @@ def test_runs_of_one_name_are_told_apart(store: Store) -> None:
     assert "Residual of kivi, residual 32, nsn: size=32." in table.notes
 
 
+def test_a_residual_that_all_share_names_nobody(store: Store) -> None:
+    size = {"residual": {"key": {"size": 32}, "value": {"size": 32}}}
+    names = [f"method{place}" for place in range(7)]
+    for name in names:
+        store.put(made.record(name, "2", settings=made.config(name, "2") | size))
+    assert "Residual: size=32." in only(store).notes
+    other = {"residual": {"key": {"size": 64}, "value": {"size": 64}}}
+    store.put(made.record("nsn", "2", settings=made.config("nsn", "2") | other))
+    notes = only(store).notes
+    assert f"Residual of {', '.join(names[:5])} and 2 more: size=32." in notes
+    assert "Residual of nsn: size=64." in notes
+
+
 def test_every_difference_is_named_and_none_is_a_hash(store: Store) -> None:
     for value in (1, 2):
         settings = made.config("kivi", "2") | {"method": dict.fromkeys("abcdefgh", value)}
