@@ -165,15 +165,12 @@ def _corrected(changes: Sequence[Change]) -> list[Change]:
     return out
 
 
-def _raised(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> str:
-    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    return f"other version of {', '.join(names)}"
-
-
 def _moved(before: Record, after: Record) -> str:
     """What is not the same about two runs of one name: settings, or only the versions of what made them."""
     if before.key == after.key:
-        return "" if before.versions == after.versions else _raised(before.versions, after.versions)
+        ours, theirs = before.versions, after.versions
+        raised = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        return f"other version of {', '.join(raised)}" if raised else ""
     sides = [dict(flatten(record.config)) for record in (before, after)]
     names = sorted(name for name in sides[0].keys() | sides[1].keys() if sides[0].get(name) != sides[1].get(name))
     shown = [f"{name}: {sides[0].get(name, DASH)} to {sides[1].get(name, DASH)}" for name in names[:_SHOWN_SETTINGS]]

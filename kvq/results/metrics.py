@@ -43,14 +43,10 @@ class Metric(NamedTuple):
     role: Literal["size", "quality", ""] = ""
 
 
-def _listed() -> list[Metric]:
-    """The rows of `metrics.csv`, whose columns are the attributes of `Metric`; an empty field is the default."""
-    with (Path(__file__).parent / "metrics.csv").open(encoding="utf-8", newline="") as file:
-        rows = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
-    return TypeAdapter(list[Metric]).validate_python(rows)
-
-
-_LISTED = _listed()
+_TEXT = (Path(__file__).parent / "metrics.csv").read_text(encoding="utf-8")
+# Its columns are the attributes of `Metric`; an empty field is the default.
+_ROWS = [{name: value for name, value in row.items() if value} for row in csv.DictReader(_TEXT.splitlines())]
+_LISTED = TypeAdapter(list[Metric]).validate_python(_ROWS)
 METRICS = {metric.name: metric for metric in _LISTED if not metric.name.endswith("_*")}
 AT_LENGTH = {
     metric.name.removesuffix("_*"): metric._replace(name=metric.name.removesuffix("_*"))

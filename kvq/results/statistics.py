@@ -33,6 +33,8 @@ ALPHA = 0.05
 Windows = Num[np.ndarray, " windows"]
 Items = Num[np.ndarray, " _items"]
 Name = TypeVar("Name", bound=Hashable)
+Samples = Sequence[Mapping[str, Any]]
+"""Rows that a run stored."""
 
 
 class Estimate(NamedTuple):
@@ -62,24 +64,15 @@ def fewest_to_differ() -> int:
     return math.ceil(1 - math.log2(ALPHA))
 
 
-def delta_nll(
-    nll: Windows,
-    baseline_nll: Windows,
-    tokens: Windows,
-    *,
-    block: int = BLOCK,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Estimate:
+def delta_nll(nll: Windows, baseline_nll: Windows, tokens: Windows, **drawn: int) -> Estimate:
     """Mean difference of negative log-likelihood per token between two runs on the same windows, in nats.
 
     Args:
         nll: sum of each window's token losses, in nats.
         baseline_nll: the same of the run it is compared with; a positive result means `nll` is worse.
         tokens: scored tokens of each window.
-        block: consecutive windows drawn together.
-        resamples: bootstrap resamples.
-        seed: of the resampling; the result is a function of the arguments alone.
+        drawn: of the bootstrap: `block`, consecutive windows drawn together; `resamples`; `seed` (the result is a
+            function of the arguments alone). They are `BLOCK`, `RESAMPLES` and 0 unless given.
 
     Returns:
         The token-weighted mean difference; its standard error, scaled by sqrt(B/(B-1)) for B blocks, because the plain
@@ -90,27 +83,22 @@ def delta_nll(
     """
     if len(nll) != len(baseline_nll):
         raise RecordError(f"paired runs need the same windows: {len(nll)} against {len(baseline_nll)}")
-    return _bootstrap(np.subtract(nll, baseline_nll, dtype=np.float64), tokens, _ratio, block, resamples, seed)
+    return _bootstrap(np.subtract(nll, baseline_nll, dtype=np.float64), tokens, _ratio, **drawn)
 
 
-def perplexity(
-    nll: Windows, tokens: Windows, *, block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
-) -> Estimate:
+def perplexity(nll: Windows, tokens: Windows, **drawn: int) -> Estimate:
     """exp of the mean loss per token, with its unpaired error; arguments and errors as in `delta_nll`.
 
     The error is that of drawing another stretch of the same text. To compare methods, use `delta_nll`.
     """
-    return _bootstrap(np.asarray(nll, dtype=np.float64), tokens, _exp_ratio, block, resamples, seed)
+
+    def exp_ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.asarray(np.exp(_ratio(sums, counts, axis)))
+
+    return _bootstrap(np.asarray(nll, dtype=np.float64), tokens, exp_ratio, **drawn)
 
 
-def delta_nll_of_samples(
-    samples: Sequence[Mapping[str, Any]],
-    baseline: Sequence[Mapping[str, Any]],
-    *,
-    block: int = BLOCK,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Estimate:
+def delta_nll_of_samples(samples: Samples, baseline: Samples, **drawn: int) -> Estimate:
     """`delta_nll` of two runs' stored samples, rows of `{"window": i, "tokens": n, "nll": sum in nats}`.
 
     Raises:
@@ -119,22 +107,20 @@ def delta_nll_of_samples(
     ours, theirs = losses(samples), losses(baseline)
     if not ours.shares_windows(theirs):
         raise RecordError("paired runs need the same windows with the same scored tokens")
-    return delta_nll(ours.nll, theirs.nll, ours.tokens, block=block, resamples=resamples, seed=seed)
+    return delta_nll(ours.nll, theirs.nll, ours.tokens, **drawn)
 
 
-def perplexity_of_samples(
-    samples: Sequence[Mapping[str, Any]], *, block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
-) -> Estimate:
+def perplexity_of_samples(samples: Samples, **drawn: int) -> Estimate:
     """`perplexity` of a run's stored samples, rows as in `delta_nll_of_samples`.
 
     Raises:
         RecordError: no samples, or a row without these fields.
     """
     _, tokens, nll = losses(samples)
-    return perplexity(nll, tokens, block=block, resamples=resamples, seed=seed)
+    return perplexity(nll, tokens, **drawn)
 
 
-def losses(samples: Sequence[Mapping[str, Any]]) -> Losses:
+def losses(samples: Samples) -> Losses:
     """Stored samples as arrays; rows as in `delta_nll_of_samples`.
 
     Raises:
@@ -152,12 +138,14 @@ def _ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.asarray(np.sum(sums, axis=axis) / np.sum(counts, axis=axis))
 
 
-def _exp_ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
-    return np.asarray(np.exp(_ratio(sums, counts, axis)))
-
-
 def _bootstrap(
-    sums: Windows, tokens: Windows, statistic: Callable[..., np.ndarray], block: int, resamples: int, seed: int
+    sums: Windows,
+    tokens: Windows,
+    statistic: Callable[..., np.ndarray],
+    *,
+    block: int = BLOCK,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> Estimate:
     counts = np.asarray(tokens, dtype=np.float64)
     if block < 1 or resamples < 2:
@@ -231,7 +219,7 @@ def mcnemar(lost: int, gained: int) -> float:
     return float(scipy.stats.binomtest(lost, lost + gained, 0.5).pvalue) if lost + gained else 1.0
 
 
-def paired_mean(values: Items, baseline: Items, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+def paired_mean(values: Items, baseline: Items, **drawn: int) -> Estimate:
     """Mean difference of per-item scores between two runs on the same items, with its bootstrap error over items.
 
     Arguments and errors as in `delta_nll`; a positive result means `values` is higher.
@@ -239,7 +227,7 @@ def paired_mean(values: Items, baseline: Items, *, resamples: int = RESAMPLES, s
     if len(values) != len(baseline):
         raise RecordError(f"paired runs need the same items: {len(values)} against {len(baseline)}")
     difference = np.subtract(values, baseline, dtype=np.float64)
-    return _bootstrap(difference, np.ones(len(difference)), _ratio, 1, resamples, seed)
+    return _bootstrap(difference, np.ones(len(difference)), _ratio, **drawn, block=1)
 
 
 def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:

@@ -268,15 +268,14 @@ def code_text(source: str) -> str:
     docstrings = _docstrings(source, lines)
     for start, end in docstrings:
         kept.difference_update(range(start[0], end[0]))
-    for start, end in sorted(spans + docstrings, reverse=True):
-        _blank(lines, start, end)
-    out: list[str] = []
-    for number, line in enumerate(lines, start=1):
-        if number in kept:
-            out.append(line)
-        elif line.strip():
-            out.append(line.rstrip())
-    return "\n".join(out)
+    for (first, left), (last, right) in sorted(spans + docstrings, reverse=True):
+        head, tail = lines[first - 1][:left], lines[last - 1][right:]
+        # The lines keep their numbers.
+        lines[first - 1 : last] = [head + tail] if first == last else [head, *[""] * (last - first - 1), tail]
+    numbered = enumerate(lines, start=1)
+    return "\n".join(
+        line if number in kept else line.rstrip() for number, line in numbered if number in kept or line.strip()
+    )
 
 
 def _comments_and_strings(source: str) -> tuple[list[Span], set[int]]:
@@ -297,31 +296,12 @@ def _comments_and_strings(source: str) -> tuple[list[Span], set[int]]:
 
 
 def _docstrings(source: str, lines: list[str]) -> list[Span]:
-    spans: list[Span] = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if ast.get_docstring(node, clean=False) is None:
-            continue
-        text = node.body[0]
-        assert text.end_lineno is not None
-        assert text.end_col_offset is not None
-        start = (text.lineno, _column(lines[text.lineno - 1], text.col_offset))
-        spans.append((start, (text.end_lineno, _column(lines[text.end_lineno - 1], text.end_col_offset))))
-    return spans
+    def place(number: int | None, offset: int | None) -> Position:
+        """ast counts UTF-8 bytes, tokenize characters."""
+        assert number is not None
+        return number, len(lines[number - 1].encode("utf-8")[:offset].decode("utf-8"))
 
-
-def _column(line: str, offset: int) -> int:
-    """Characters before a byte offset: ast counts UTF-8 bytes, tokenize characters."""
-    return len(line.encode("utf-8")[:offset].decode("utf-8"))
-
-
-def _blank(lines: list[str], start: Position, end: Position) -> None:
-    """Remove a span in place, leaving the lines' numbers as they are."""
-    (first, left), (last, right) = start, end
-    head, tail = lines[first - 1][:left], lines[last - 1][right:]
-    for number in range(first, last + 1):
-        lines[number - 1] = ""
-    lines[first - 1] = head + tail if first == last else head
-    if first != last:
-        lines[last - 1] = tail
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    texts = [node.body[0] for node in nodes if ast.get_docstring(node, clean=False) is not None]
+    return [(place(t.lineno, t.col_offset), place(t.end_lineno, t.end_col_offset)) for t in texts]
