@@ -22,7 +22,7 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, composed
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
 from kvq.models.shapes import CacheShape, cache_shape
-from kvq.recommend import answered, given_words, number
+from kvq.report.command import answered, given_words, number
 from kvq.report.comparisons import Comparisons, Verdicts, samples_of, unbeaten
 from kvq.report.labels import BY_ENGINE
 from kvq.report.tables.build import build_tables

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import yaml
 
 from kvq.errors import ConfigError, RecordError
-from kvq.recommend import answered, given_words, number
+from kvq.report.command import answered, given_words, number
 from kvq.report.labels import label
 from kvq.results import Record, Store
 from kvq.results.files import write_file

@@ -22,9 +22,9 @@ from jinja2 import Environment, StrictUndefined
 from kvq.config.explain import choices, composed
 from kvq.errors import KvqError, RecordError
 from kvq.models.shapes import CacheShape, cache_shape
-from kvq.recommend import answered, given_words
 from kvq.recommend.advisor import bytes_of, is_of_decoding
 from kvq.recommend.submit import About, folder_of, submissions
+from kvq.report.command import answered, given_words
 from kvq.report.comparisons import read_records
 from kvq.report.labels import model_name
 from kvq.report.tables.build import build_tables

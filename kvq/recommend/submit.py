@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvq.errors import ConfigError, RecordError
-from kvq.recommend import answered, given_words
+from kvq.report.command import answered, given_words
 from kvq.report.labels import named
 from kvq.results import Record, Store, is_stale
 from kvq.results.files import safe, write_file
