@@ -1,4 +1,7 @@
-"""Every experiment with the signatures of its runs, so that records can be found without a model or a data set."""
+"""Every experiment with the signatures of its runs, so that records can be found without a model or a data set.
+
+At the end: what `+experiment=<paper>/<table>` prints after its runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The records of a store judged: which runs differ by more than noise, on the windows and items they share."""
+"""The records of a store judged: which runs differ by more than noise, on the windows and items they share.
+
+At the end: bits that a run has above the limit of per-token Gaussian coding at equal loss (`task=limit`). A limit is of
+all keys and values of a text quantized at once, so it stands beside runs that score so.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The label of a run: its method's name with everything that departs from the preset of that name, in words.
 
 The record's settings are compared with the preset composed at the same bits. Where there is no preset of that name (one
-of a --config-dir that is not given), the label has the overrides of the record's command line.
+of a --config-dir that is not given), the label has the overrides of the record's command line. A method has one colour
+(`palette.yaml`) wherever it is drawn: figures, the page, Weights & Biases.
 """
 
 from __future__ import annotations

@@ -49,9 +49,9 @@ _ROWS = [{name: value for name, value in row.items() if value} for row in csv.Di
 _LISTED = TypeAdapter(list[Metric]).validate_python(_ROWS)
 METRICS = {metric.name: metric for metric in _LISTED if not metric.name.endswith("_*")}
 AT_LENGTH = {
-    metric.name.removesuffix("_*"): metric._replace(name=metric.name.removesuffix("_*"))
+    (name := metric.name.removesuffix("_*")): metric._replace(name=name)
     for metric in _LISTED
-    if metric.name.endswith("_*")
+    if metric.name not in METRICS
 }
 """Metrics of `task=memory`, which a record has for each number of tokens: `total_bytes_4096`."""
 # Metrics of lm-eval of which less is better; of the others more is, unless they are listed above.
