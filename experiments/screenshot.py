@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from kvq.report.html.page import write_report
+from kvq.report.html import write_report
 from kvq.results import Store
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -256,7 +256,7 @@ def _planned(config: Config, shown: ModuleType) -> bool:
 
 def _show_experiment(name: str, jobs: int) -> None:
     """Print a paper's table with measured and published values; under `plan=true` only its cost."""
-    from kvq.papers.show import print_cost, print_experiment
+    from kvq.papers.expected import print_cost, print_experiment
 
     if _session.plan is None:
         print_experiment(name, _session.results_dir)

@@ -24,7 +24,7 @@ COMMANDS = {
     "report": "kvq.report.__main__",
     "papers": "kvq.papers.__main__",
     "figures": "kvq.papers.figures",
-    "html": "kvq.report.html.__main__",
+    "html": "kvq.report.html",
     "diff": "kvq.report.diff",
     "recommend": "kvq.recommend.advisor",
     "allocate": "kvq.recommend.allocate",
@@ -32,7 +32,7 @@ COMMANDS = {
     "leaderboard": "kvq.recommend.leaderboard",
     "submit": "kvq.recommend.submit",
     "lm_eval": "kvq.tasks.lm_eval_command",
-    "wandb": "kvq.report.wandb.__main__",
+    "wandb": "kvq.report.wandb",
 }
 """Commands by the word that follows `kvq`, `python -m kvq` or `python run.py`; anything else is a run's settings."""
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}

@@ -31,9 +31,9 @@ from kvq.models.weights import rounded_weights
 from kvq.results import Provenance, Record, Store, run_key
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
+from kvq.results.presets import worded
 from kvq.results.provenance import PeakMemory, collect, full_precision_words, single_command, timed, utc_now
 from kvq.results.record import Status
-from kvq.results.said import worded
 from kvq.results.store import State
 from kvq.results.versions import Versions, versions_of
 from kvq.tasks.measurement import Baseline, Measurement, task_of

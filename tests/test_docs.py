@@ -27,7 +27,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Record, Store, is_stale
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
-from kvq.results.source import code_hash
+from kvq.results.versions import code_hash
 from tests.random_models import llama
 
 ROOT = Path(__file__).parents[1]

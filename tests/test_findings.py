@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvq.report.figures.diagnostics import diagnostic_drawings
+from kvq.report.figures.every import diagnostic_drawings
 from kvq.report.labels import labelled
 from kvq.results import Store
 from tests.results import made

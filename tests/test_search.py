@@ -20,7 +20,7 @@ from kvq.cli import main
 from kvq.errors import ConfigError
 from kvq.report.figures.cost import search_figure, search_table, searches
 from kvq.results import Store
-from kvq.results.frontier import dominated, hypervolume
+from kvq.results.statistics import dominated, hypervolume
 from kvq.sweep.search import Search, Settings, Space, Trial
 
 POINTS = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), max_size=6)

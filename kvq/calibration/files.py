@@ -18,11 +18,10 @@ from kvq.calibration.text import fingerprint_of
 from kvq.config.identity import canonical
 from kvq.errors import DataError, RecordError
 from kvq.models.inputs import Inputs
-from kvq.results.atomic import write_file
-from kvq.results.source import code_hash
+from kvq.results.files import write_file
 from kvq.results.store import cause
 from kvq.results.tensor_files import dump, read_tensors
-from kvq.results.versions import versions_of_parts
+from kvq.results.versions import code_hash, versions_of_parts
 
 FOLDER = "calibration"
 _NOT_FITTED = ("sink_tokens", "kept_keys", "sink_detection")

@@ -27,10 +27,9 @@ from tqdm import tqdm
 from kvq.config.files import file_hash
 from kvq.errors import DataError, KvqError
 from kvq.results import Record, Store, run_key
-from kvq.results.divergences import divergence_metrics
 from kvq.results.metrics import units_of
 from kvq.results.provenance import collect, utc_now
-from kvq.results.statistics import delta_nll_of_samples
+from kvq.results.statistics import delta_nll_of_samples, divergence_metrics
 
 MAGIC: Final = b"_logits_"
 CLIP: Final = 16.0
@@ -200,7 +199,7 @@ def compared(base: LogitsFile, other: LogitsFile) -> tuple[dict[str, float], lis
     perplexities = {"perplexity": math.exp(min(nll, 700.0)), "base_perplexity": math.exp(min(base_nll, 700.0))}
     kl = torch.cat(parts)
     median = float(np.quantile(kl.numpy(), 0.5))
-    out = {"nll": nll, **perplexities, "delta_nll": delta.value, **divergence_metrics(kl), "kl_median": median}
+    out = {"nll": nll, **perplexities, "delta_nll": delta.value, **divergence_metrics(kl.numpy()), "kl_median": median}
     if delta.standard_error is not None:
         out["delta_nll_se"] = delta.standard_error
     out["top1_agreement"] = sum(row["top1"] for row in samples) / count

@@ -1,4 +1,7 @@
-"""Every experiment with the signatures of its runs, so that records can be found without a model or a data set."""
+"""Every experiment with the signatures of its runs, so that records can be found without a model or a data set.
+
+At the end: what `+experiment=<paper>/<table>` prints after its runs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from kvq.config import Config, compose, compose_part, outside, resolve, resolve_part
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
@@ -28,7 +33,12 @@ from kvq.papers.sweep import (
     stand_in_of,
     written,
 )
-from kvq.report.tables.experiments import Asked, CellRun, Experiment, signature
+from kvq.report.comparisons import read_records
+from kvq.report.tables.experiment_files import fill, grids_of
+from kvq.report.tables.experiments import Asked, CellRun, Experiment, by_signature, signature
+from kvq.report.tables.readings import read_reference
+from kvq.report.tables.terminal import print_grid
+from kvq.results import Store
 
 
 def names() -> list[str]:
@@ -54,6 +64,10 @@ Present = frozenset[tuple[str, str]]
 """Model and method of the runs that there are records of."""
 
 
+# What an experiment has as its layout has it.
+_OF_LAYOUT = ("paper", "table", "title", "units", "scale", "pool", "rows", "sections", "own")
+
+
 def experiment_of(name: str, present: Present = frozenset()) -> Experiment | None:
     """An experiment and its runs; None for one without a table.
 
@@ -71,19 +85,11 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment | Non
     jobs = jobs_of(cells, (), {})
     return Experiment(
         name=name,
-        paper=layout.paper,
-        table=layout.table,
-        title=layout.title,
-        units=layout.units,
-        scale=layout.scale,
-        pool=layout.pool,
-        rows=tuple(layout.rows),
-        sections=tuple(layout.sections),
+        **{shared: getattr(layout, shared) for shared in _OF_LAYOUT},
         cells=tuple(Asked(cell.labels, cell.metric, _runs(cell.runs, present), cell.reason) for cell in cells),
         runs=len(jobs),
         baselines=_baselines(jobs),
         stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(layout, jobs, present)},
-        own=frozenset(layout.own),
         waiting=dict(sorted(Counter(missing for job in jobs for missing in missing_choices(job, _choices())).items())),
     )
 
@@ -100,7 +106,7 @@ def _small(layout: LayoutConfig, jobs: Iterable[Overrides], present: Present) ->
     if of_no_paper(jobs):
         return []
     found = [model for model in sorted({model for model, _ in present}) if _stands_in(layout, model) is not None]
-    return sorted(found, key=_embedded)
+    return sorted(found, key=is_embedded)
 
 
 def _stands_in(layout: LayoutConfig, model: str) -> dict[str, str] | None:
@@ -111,11 +117,6 @@ def of_no_paper(jobs: Iterable[Overrides]) -> bool:
     """Whether all models that runs name run anywhere; drawn states count as such. False where no model is named."""
     own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
     return bool(own) and all(model in _choices()["model"] and runs_anywhere(model) for model in own)
-
-
-@functools.cache
-def _embedded(model: str) -> bool:
-    return model in _choices()["model"] and is_embedded(model)
 
 
 # Overrides that have no effect on full precision.
@@ -215,3 +216,33 @@ def _resolved_part(part: str, words: Overrides) -> dict[str, Any] | None:
         return None
     settings = {part: resolve_part(config, part)}
     return settings | {"bits": resolve_part(config, "bits")} if part == "method" else settings
+
+
+def print_experiment(name: str, results_dir: str) -> None:
+    """Print an experiment's table of measured and published numbers, from the records of a folder.
+
+    Raises:
+        KvqError: the experiment does not compose, or the published figures cannot be read.
+    """
+    records = read_records(Store(results_dir))[0]
+    experiment, console = _known(name, frozenset((record.model, record.method) for record in records)), Console()
+    for grid in grids_of(fill(experiment, by_signature(records), read_reference())):
+        print_grid(grid, console)
+        console.print()
+
+
+def print_cost(name: str, jobs: int) -> None:
+    """Print how many runs were asked for, how many the paper's own experiment has, and what it waits for."""
+    experiment = _known(name)
+    full = f"{experiment.runs} runs and {experiment.baselines} of full precision beside them"
+    print(f"{name}: {jobs} runs here; in full {full}")
+    for choice, runs in experiment.waiting.items():
+        print(f"{choice} is not in this version: {runs} of the {experiment.runs} runs wait for it")
+    for reason in dict.fromkeys(cell.reason for cell in experiment.cells if cell.reason):
+        print(f"cells that cannot be measured: {reason}")
+
+
+def _known(name: str, present: Present = frozenset()) -> Experiment:
+    experiment = experiment_of(name, present)
+    assert experiment is not None  # the command has composed its layout
+    return experiment

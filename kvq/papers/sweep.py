@@ -51,7 +51,11 @@ def _cell(layout: LayoutConfig, labels: Mapping[str, str]) -> Cell:
     if None in named:
         return Cell(labels, (), metric, reason)
     choices = [[layout.common], *([given] if isinstance(given, str) else given for given in named)]
-    runs = [_merged(word for part in parts for word in _words(part)) for parts in itertools.product(*choices)]
+    # Of several overrides of one setting the last holds.
+    runs = [
+        tuple({word.partition("=")[0]: word for part in parts for word in _words(part)}.values())
+        for parts in itertools.product(*choices)
+    ]
     return Cell(labels, tuple(runs), metric, reason)
 
 
@@ -59,11 +63,6 @@ def _cell(layout: LayoutConfig, labels: Mapping[str, str]) -> Cell:
 def _words(overrides: str) -> Overrides:
     """Overrides that are separated by spaces; few texts make up all runs of a table."""
     return tuple(shlex.split(overrides))
-
-
-def _merged(words: Iterable[str]) -> Overrides:
-    """Overrides of which a later one replaces an earlier one of the same setting."""
-    return tuple({word.partition("=")[0]: word for word in words}.values())
 
 
 def placed(run: Overrides, given: Sequence[str], small: Mapping[str, str]) -> Overrides:

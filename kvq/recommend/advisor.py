@@ -22,9 +22,9 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, composed
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
 from kvq.models.shapes import CacheShape, cache_shape
-from kvq.recommend.command import answered, given_words, number
+from kvq.report.command import answered, given_words, number
 from kvq.report.comparisons import Comparisons, Verdicts, samples_of, unbeaten
-from kvq.report.palette import BY_ENGINE
+from kvq.report.labels import BY_ENGINE
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
@@ -171,17 +171,12 @@ class Advisor:
         tables = [table.rows for table in build_tables(self.store).tables if is_of_decoding(table)]
         found = [own for rows in tables if (own := [row for row in rows if self._is_candidate(row)])]
         if not found:
-            raise RecordError(f"no run of {self._asked} is on record; measure some: {self._command}")
+            engine = self.question.engine
+            names = [name for name in choices()["method"] if name.startswith(f"engine/{engine or ''}")][:4]
+            asked = "a method" if engine is None else f"a format of {engine}"
+            run = f"python run.py -m {' '.join(self.question.model)} method={','.join(names)} task.context=1024"
+            raise RecordError(f"no run of {asked} is on record; measure some: {run}")
         return min(found, key=nearness)
-
-    @property
-    def _asked(self) -> str:
-        return "a method" if self.question.engine is None else f"a format of {self.question.engine}"
-
-    @property
-    def _command(self) -> str:
-        names = [name for name in choices()["method"] if name.startswith(f"engine/{self.question.engine or ''}")]
-        return f"python run.py -m {' '.join(self.question.model)} method={','.join(names[:4])} task.context=1024"
 
     def _bytes_of(self, record: Record) -> float | None:
         size = bytes_of(self.shape, record.method, record.bits, self.question.context)

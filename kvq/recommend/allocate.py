@@ -20,10 +20,10 @@ from typing import NamedTuple
 import yaml
 
 from kvq.errors import ConfigError, RecordError
-from kvq.recommend.command import answered, given_words, number
+from kvq.report.command import answered, given_words, number
 from kvq.report.labels import label
 from kvq.results import Record, Store
-from kvq.results.atomic import write_file
+from kvq.results.files import write_file
 
 SIDES = ("key", "value")
 FULL = 16

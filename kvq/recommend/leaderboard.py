@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
     enter("kvq.recommend.leaderboard")
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -23,15 +24,14 @@ from kvq.config.explain import choices, composed
 from kvq.errors import KvqError, RecordError
 from kvq.models.shapes import CacheShape, cache_shape
 from kvq.recommend.advisor import bytes_of, is_of_decoding
-from kvq.recommend.command import answered, given_words
 from kvq.recommend.submit import About, folder_of, submissions
+from kvq.report.command import answered, given_words
 from kvq.report.comparisons import read_records
 from kvq.report.labels import model_name
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
-from kvq.results.atomic import write_file
-from kvq.results.places import place
+from kvq.results.files import place, write_file
 
 BUDGETS = (1.25, 2.25, 3.25, 4.25, 8.0)
 """Measured bits per element."""
@@ -109,27 +109,22 @@ class _Beside:
     """Needles, speed and bytes of the same preset and bits on the same model."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self._needles: dict[tuple[str, str, str], Record] = {}
-        self._speed: dict[tuple[str, str, str], Record] = {}
-        self._shapes: dict[str, CacheShape | None] = {}
-        for record in records:
-            name = (record.model, record.method, record.bits)
-            if record.status == "done" and record.task == "niah" and "accuracy" in record.metrics:
-                known = self._needles.get(name)
-                if known is None or record.metrics.get("items", 0) > known.metrics.get("items", 0):
-                    self._needles[name] = record
-            if record.status == "done" and record.task == "throughput":
-                self._speed[name] = record
+        done = [record for record in records if record.status == "done"]
+        needles = [record for record in done if record.task == "niah" and "accuracy" in record.metrics]
+        # Of several runs of one name the largest, the first of those.
+        needles.sort(key=lambda record: record.metrics.get("items", 0), reverse=True)
+        self._needles = {_preset(record): record for record in reversed(needles)}
+        self._speed = {_preset(record): record for record in done if record.task == "throughput"}
+        self._shape_of = functools.cache(_shape_of)
 
     def needles(self, record: Record) -> float | None:
         """Share of needles found in the largest run."""
-        found = self._needles.get((record.model, record.method, record.bits))
+        found = self._needles.get(_preset(record))
         return None if found is None else found.metrics["accuracy"]
 
     def speed(self, record: Record) -> float | None:
         """Decoding speed as a multiple of full precision's on the same machine."""
-        found = self._speed.get((record.model, record.method, record.bits))
-        full = self._speed.get((record.model, "fp16", ""))
+        found, full = self._speed.get(_preset(record)), self._speed.get((record.model, "fp16", ""))
         if found is None or full is None or found.provenance.cpu != full.provenance.cpu:
             return None
         rates = [one.metrics.get("decode_tokens_per_second") for one in (found, full)]
@@ -137,10 +132,12 @@ class _Beside:
 
     def bytes(self, record: Record) -> float | None:
         """Bytes of one sequence of `CONTEXT` tokens; of a model that is no choice here, None."""
-        if record.model not in self._shapes:
-            self._shapes[record.model] = _shape_of(record.model)
-        shape = self._shapes[record.model]
+        shape = self._shape_of(record.model)
         return None if shape is None else bytes_of(shape, record.method, record.bits, CONTEXT)
+
+
+def _preset(record: Record) -> tuple[str, str, str]:
+    return record.model, record.method, record.bits
 
 
 def _shape_of(model: str) -> CacheShape | None:

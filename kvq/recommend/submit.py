@@ -17,11 +17,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvq.errors import ConfigError, RecordError
-from kvq.recommend.command import answered, given_words
+from kvq.report.command import answered, given_words
 from kvq.report.labels import named
 from kvq.results import Record, Store, is_stale
-from kvq.results.atomic import write_file
-from kvq.results.places import safe
+from kvq.results.files import safe, write_file
 
 SUBMISSIONS, ABOUT = "submissions", "about.json"
 SAME, OTHER = 1e-6, 0.05

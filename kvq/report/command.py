@@ -1,17 +1,20 @@
-"""What the commands that read a results folder share: options, files, errors, and outputs without odd records."""
+"""What the commands that read a results folder share: options, files, errors, and outputs without odd records.
+
+At the end: commands whose words have the form `name=value`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from kvq.config import outside
-from kvq.errors import KvqError, RecordError, check_path, printable
-from kvq.results.atomic import write_file
+from kvq.errors import ConfigError, KvqError, RecordError, check_path, printable
+from kvq.results.files import write_file
 from kvq.results.store import Broken, Store, cause
 
 
@@ -37,8 +40,9 @@ def run(given: argparse.Namespace, work: Callable[[argparse.Namespace], int]) ->
     """The exit status of a command: that of `work`, or 1 and one line for an error."""
     collect_seldom()
     try:
-        check_path("--config-dir", None if given.config_dir is None else str(given.config_dir))
-        with outside.using(given.config_dir):
+        folder: Path | None = getattr(given, "config_dir", None)  # not of every command
+        check_path("--config-dir", None if folder is None else str(folder))
+        with outside.using(folder):
             return work(given)
     except KvqError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
@@ -133,3 +137,52 @@ def noted(skipped: list[str] | None) -> Callable[[object, str], None]:
             skipped.append(reason)
 
     return skip
+
+
+def answered(
+    arguments: Sequence[str] | None,
+    usage: str,
+    work: Callable[[list[str]], int],
+    failed: type[KvqError],
+    needs_words: bool = True,
+) -> int:
+    """The exit status of a command: that of `work`, or one line and 1 for an error of `failed`, 2 for any other.
+
+    `--help` prints `usage` and gives 0, as no words at all where some are needed, which gives 2.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "--help"} & set(words) or (needs_words and not words):
+        print(usage)
+        return 0 if words else 2
+    try:
+        return work(words)
+    except KvqError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 1 if isinstance(error, failed) else 2
+
+
+def given_words(words: Sequence[str], names: Collection[str], bounds: bool = False) -> dict[str, str]:
+    """Values by name; with `bounds`, also of `name<=value`.
+
+    Raises:
+        ConfigError: a word that is not one of `names` with a value.
+    """
+    given = {}
+    for word in words:
+        name, _, value = (word.replace("<=", "=", 1) if bounds else word).partition("=")
+        if name not in names or not value:
+            *others, last = (f"{known}=" for known in names)
+            raise ConfigError(f"{word}: {', '.join(others)} or {last}")
+        given[name] = value
+    return given
+
+
+def number(name: str, text: str, says: str, fits: Callable[[float], bool]) -> float:
+    """A number. Raises: ConfigError: `text` is none, or does not fit, with what it `says` instead."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not fits(value):
+        raise ConfigError(f"{name}={text}: {says}")
+    return value

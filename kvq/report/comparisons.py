@@ -1,23 +1,27 @@
-"""The records of a store judged: which runs differ by more than noise, on the windows and items they share."""
+"""The records of a store judged: which runs differ by more than noise, on the windows and items they share.
+
+At the end: bits that a run has above the limit of per-token Gaussian coding at equal loss (`task=limit`). A limit is of
+all keys and values of a text quantized at once, so it stands beside runs that score so.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvq.errors import RecordError
 from kvq.report.labels import by_bits, labelled
 from kvq.results import Broken, Record, Store
-from kvq.results.item_tests import judge_items
 from kvq.results.metrics import is_lower_better
-from kvq.results.noise import Family, family
-from kvq.results.said import parse_label
+from kvq.results.noise import Family, family, judge_items
+from kvq.results.presets import parse_label, part_of
 from kvq.results.statistics import (
     ALPHA,
     BLOCK,
@@ -145,12 +149,9 @@ def loss_change(record: Record, other: Record, store: Store) -> tuple[float, flo
 
 
 def _bootstrap_settings(config: Mapping[str, Any]) -> dict[str, int]:
-    task = config.get("task")
-    given = task.get("bootstrap") if isinstance(task, Mapping) else None
+    given = part_of(part_of(config, "task"), "bootstrap")
     settings = {"block": BLOCK, "resamples": RESAMPLES, "seed": 0}
-    if isinstance(given, Mapping):
-        settings |= {name: int(given[name]) for name in settings if isinstance(given.get(name), int)}
-    return settings
+    return settings | {name: int(given[name]) for name in settings if isinstance(given.get(name), int)}
 
 
 def widths(records: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
@@ -233,14 +234,15 @@ def judge_losses(records: Sequence[Record], store: Store, keys: Collection[str] 
         if keys is None or any(record.key in keys for record in group):
             found = Comparisons(store.samples_of).family((record, known[full]) for record in group)
             p_values |= {record.key: found.p.get((record.key, full)) for record in group}
-    return [_marked(record, p_values[record.key]) if record.key in p_values else record for record in records]
 
+    def marked(record: Record) -> Record:
+        """The record with the flag; without it where there is no p-value."""
+        p_value = p_values[record.key]
+        metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
+        flag = {} if p_value is None else {"within_noise": float(p_value > ALPHA)}
+        return record.model_copy(update={"metrics": metrics | flag})
 
-def _marked(record: Record, p_value: float | None) -> Record:
-    """The record with the flag `within_noise`; without it where there is no p-value."""
-    metrics = {name: value for name, value in record.metrics.items() if name != "within_noise"}
-    flag = {} if p_value is None else {"within_noise": float(p_value > ALPHA)}
-    return record.model_copy(update={"metrics": metrics | flag})
+    return [marked(record) if record.key in p_values else record for record in records]
 
 
 def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[str, Any]]:
@@ -259,8 +261,7 @@ def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[
 
 
 def _judged(record: Record, known: Mapping[str, Record], store: Store, odd: dict[Path, str]) -> Record:
-    task = record.config.get("task")
-    margin = task.get("margin") if isinstance(task, Mapping) else None
+    margin = part_of(record.config, "task").get("margin")
     if "items" not in record.metrics or record.baseline_key is None or not isinstance(margin, int | float):
         return record
     metrics = {name: value for name, value in record.metrics.items() if name not in _TESTS}
@@ -273,7 +274,7 @@ def _judged(record: Record, known: Mapping[str, Record], store: Store, odd: dict
             raise RecordError("other items were scored")
         pairs = np.array([(ours[item], theirs[item]) for item in ours], dtype=np.float64).reshape(-1, 2)
         floor = full.metrics.get("noise_flips", 0.0)
-        if any(map(is_lower_better, _counted(record, store))):
+        if any(is_lower_better(str(row["metric"])) for row in store.samples_of(record) if "metric" in row):
             pairs = -pairs
         metrics |= judge_items(pairs[:, 0], pairs[:, 1], margin=margin, noise_flips=floor)
     except (RecordError, KeyError, TypeError, ValueError):
@@ -281,10 +282,74 @@ def _judged(record: Record, known: Mapping[str, Record], store: Store, odd: dict
     return record.model_copy(update={"metrics": metrics})
 
 
-def _counted(record: Record, store: Store) -> set[str]:
-    """Names of the metrics that a run's scores are, where its samples have them."""
-    return {str(row["metric"]) for row in store.samples_of(record) if "metric" in row}
-
-
 def _scores(samples: list[dict[str, Any]]) -> dict[Any, float]:
     return {row["item"]: float(row["score"]) for row in samples if "skipped" not in row}
+
+
+Curve = tuple[tuple[float, float], ...]
+"""(bits per element, loss in nats per token), from few bits to many."""
+Limits = Mapping["Place", Curve]
+
+
+NOTE = (
+    "Bits above the limit: measured bits minus those at which per-token Gaussian coding of all heads together would "
+    "lose as much (`task=limit`, spectra of this text itself). Second order, so least sure where the loss is large."
+)
+
+
+class Place(NamedTuple):
+    """What a limit is of: weights, text and tokens of a window."""
+
+    model: str
+    text: str
+    context: int
+
+
+def place_of(record: Record) -> Place:
+    """The place of a run or of a limit. Settings of the model that change no weight are left out."""
+    model = {name: value for name, value in record.config["model"].items() if not name.endswith("dtype")}
+    text = record.provenance.dataset_fingerprint or json.dumps(record.config["dataset"], sort_keys=True)
+    return Place(json.dumps(model, sort_keys=True), text, int(record.config["task"]["context"]))
+
+
+def limits_of(records: Sequence[Record], samples: Callable[[Record], list[dict[str, Any]]]) -> dict[Place, Curve]:
+    """The curve of each place with a record of `task=limit` of all heads together; of several, that of most windows.
+
+    A record whose samples cannot be read gives none.
+    """
+    found: dict[Place, Curve] = {}
+    for record in sorted(records, key=lambda one: (one.metrics.get("windows", 0.0), one.key)):
+        task = record.config.get("task") or {}
+        if record.task != "limit" or record.status != "done" or task.get("heads") != "joint":
+            continue
+        try:
+            rows = [row for row in samples(record) if row.get("kind") == "curve"]
+            found[place_of(record)] = tuple(sorted((float(row["bits"]), float(row["loss"])) for row in rows))
+        except (RecordError, KeyError, TypeError, ValueError):
+            continue
+    return found
+
+
+def limit_beside(record: Record, limits: Limits) -> Curve:
+    """The limit that a run is measured against; empty where there is none or the run quantizes token by token."""
+    task = record.config.get("task") or {}
+    if not limits or record.task != "ppl" or task.get("scoring") != "parallel":
+        return ()
+    try:
+        return limits.get(place_of(record), ())
+    except (KeyError, TypeError, ValueError):
+        return ()
+
+
+def bits_above(record: Record, curve: Curve) -> float | None:
+    """Measured bits per element minus the bits at which the limit has the run's loss.
+
+    The curve is interpolated in the logarithm of its loss. None where the loss is not above 0, or beyond the curve.
+    """
+    loss, bits = record.metrics.get("delta_nll"), record.metrics.get("bits_per_element")
+    if not curve or loss is None or bits is None:
+        return None
+    rates, losses = np.array(curve).T
+    if not losses[-1] <= loss <= losses[0]:
+        return None
+    return bits - float(np.interp(-np.log(loss), -np.log(losses), rates))

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,15 +22,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from kvq.errors import KvqError, RecordError, printable
+from kvq.errors import RecordError
+from kvq.report import command
 from kvq.report.escapes import csv_of
 from kvq.report.labels import label, labelled, model_name, named, protocol_departures
 from kvq.report.tables.formats import Sheet
 from kvq.report.tables.layout import DASH, fixed
 from kvq.report.tables.terminal import print_grid
 from kvq.results import Record, Store
-from kvq.results.item_tests import differ_p
-from kvq.results.noise import Family, family
+from kvq.results.noise import Family, differ_p, family
 from kvq.results.presets import flatten
 from kvq.results.statistics import ALPHA, Losses, delta_nll_of_samples, holm, losses, paired_mean
 
@@ -166,15 +165,12 @@ def _corrected(changes: Sequence[Change]) -> list[Change]:
     return out
 
 
-def _raised(before: Mapping[str, int | str], after: Mapping[str, int | str]) -> str:
-    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    return f"other version of {', '.join(names)}"
-
-
 def _moved(before: Record, after: Record) -> str:
     """What is not the same about two runs of one name: settings, or only the versions of what made them."""
     if before.key == after.key:
-        return "" if before.versions == after.versions else _raised(before.versions, after.versions)
+        ours, theirs = before.versions, after.versions
+        raised = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        return f"other version of {', '.join(raised)}" if raised else ""
     sides = [dict(flatten(record.config)) for record in (before, after)]
     names = sorted(name for name in sides[0].keys() | sides[1].keys() if sides[0].get(name) != sides[1].get(name))
     shown = [f"{name}: {sides[0].get(name, DASH)} to {sides[1].get(name, DASH)}" for name in names[:_SHOWN_SETTINGS]]
@@ -216,20 +212,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("second", type=Path, metavar="B", help="the results folder that is compared with it")
     parser.add_argument("--all", action="store_true", help="show runs that did not change, too")
     parser.add_argument("--csv", type=Path, help="write every run as CSV")
-    given = parser.parse_args(arguments)
+    return command.run(parser.parse_args(arguments), _compare)
+
+
+def _compare(given: argparse.Namespace) -> int:
     stores = Store(given.first), Store(given.second)
-    try:
-        for store in stores:
-            records, broken = labelled(store)
-            if not records:
-                raise RecordError(f"no records under '{store.runs}'")
-            for file in broken:
-                print(printable(f"skipped {file.path}: {file.reason}"), file=sys.stderr)
-        changes = compare(*stores)
-        print_grid(grid_of(changes, given.all), Console())
-        if given.csv:
-            given.csv.write_text(csv_of([change._asdict() for change in changes]), encoding="utf-8")
-    except (KvqError, OSError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 1
+    for store in stores:
+        records, broken = labelled(store)
+        if not records:
+            raise RecordError(f"no records under '{store.runs}'")
+        command.say_skipped(broken)
+    changes = compare(*stores)
+    print_grid(grid_of(changes, given.all), Console())
+    if given.csv:
+        rows = csv_of([change._asdict() for change in changes])
+        command.write_files("--csv", given.csv.parent, {given.csv.name: rows})
     return 0

@@ -6,42 +6,13 @@ import csv
 import io
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import yaml
 
 from kvq.errors import printable
 
-_SIGNS = {
-    **{sign: rf"\{sign}" for sign in "{}$&%#_"},
-    "Δ": r"$\Delta$",
-    "±": r"$\pm$",
-    "≈": r"$\approx$",
-    "×": r"$\times$",
-    "≤": r"$\leq$",
-    "≥": r"$\geq$",
-    "→": r"$\rightarrow$",
-    "←": r"$\leftarrow$",
-    # Bare, a row that starts with [ is read as the optional argument of the \\ before it.
-    "[": "{[}",
-    "]": "{]}",
-}
-_WORDS = {
-    "\\": "backslash",
-    "~": "asciitilde",
-    "^": "asciicircum",
-    "`": "asciigrave",
-    "<": "less",
-    ">": "greater",
-    "|": "bar",
-    "−": "minus",
-    "·": "periodcentered",
-    "°": "degree",
-    "µ": "mu",
-    "μ": "mu",
-    "…": "ellipsis",
-    "†": "dagger",
-    "–": "endash",
-    "—": "emdash",
-}
-_LATEX = str.maketrans(_SIGNS | {sign: rf"\text{word}{{}}" for sign, word in _WORDS.items()})
+_LATEX = str.maketrans(yaml.safe_load((Path(__file__).parent / "latex.yaml").read_text(encoding="utf-8")))
 # Letters that pdflatex knows in any encoding of fonts. What is neither here nor above is named by its number, so that
 # a name in another script compiles.
 _UNKNOWN = re.compile(r"[^\x00-\x7fÀ-ÏÑ-ÖØ-Ýß-ïñ-öø-ýÿ]")

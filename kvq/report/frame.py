@@ -9,16 +9,10 @@ import pandas as pd
 
 from kvq.errors import RecordError
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import Row, Table
+from kvq.report.tables.layout import LISTED, Row, Table
 from kvq.results import Store
 
-METRICS = (
-    *("bits_per_element", "key_bits", "value_bits", "effective_bits", "calibration_bits", "total_bytes"),
-    *("perplexity", "nll", "delta_perplexity", "delta_nll", "delta_nll_se"),
-    *("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max", "top1_agreement"),
-    *("accuracy", "score", "delta_accuracy", "delta_score", "lost", "gained"),
-    *("tokens_per_second", "ms_per_token", "scored_tokens", "windows", "items"),
-)
+METRICS: list[str] = LISTED["frame"]
 """Metrics that have a column; the others are in `kvq.results.Record.metrics`."""
 _SETTINGS = ("scoring", "windows", "context", "stride", "max_windows", "lengths")
 

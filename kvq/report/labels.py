@@ -1,21 +1,24 @@
 """The label of a run: its method's name with everything that departs from the preset of that name, in words.
 
 The record's settings are compared with the preset composed at the same bits. Where there is no preset of that name (one
-of a --config-dir that is not given), the label has the overrides of the record's command line.
+of a --config-dir that is not given), the label has the overrides of the record's command line. A method has one colour
+(`palette.yaml`) wherever it is drawn: figures, the page, Weights & Biases.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
 
 from kvq.config.method import TEST_TEXT
 from kvq.report.command import line
-from kvq.report.palette import ENGINES
 from kvq.results import Broken, Record, Store
-from kvq.results.presets import joined
-from kvq.results.said import from_presets, parse_label
+from kvq.results.presets import from_presets, joined, parse_label, part_of
 
 RATES = ("cq/4c9b", "cq/8c10b")
 """Presets with a slash that are a paper's method at one of its rates, which `bits` cannot choose."""
@@ -92,8 +95,7 @@ _SCORED = {"generation": "as in generation", "parallel": "in parallel", "continu
 
 def protocol(run: Record) -> str:
     """A run's protocol for a figure: windows and scoring where the task has them, and what departs from its presets."""
-    task = run.config.get("task")
-    given = {name: task.get(name) for name in _WINDOWS} if isinstance(task, Mapping) else {}
+    given = part_of(run.config, "task")
     words = []
     if given.get("windows"):
         size = f" of {given['context']}" if given.get("context") else ""
@@ -119,3 +121,39 @@ def main_model(records: Iterable[Record]) -> str | None:
     return next(
         (name for name in PREFERRED if counts[name] >= FEWEST), max(counts, key=counts.__getitem__, default=None)
     )
+
+
+_PALETTE = yaml.safe_load((Path(__file__).parent / "palette.yaml").read_text(encoding="utf-8"))
+FIRST: dict[str, str] = _PALETTE["first"]
+"""Methods that most figures show; their lines are solid."""
+ENGINES = "engine"
+"""The folder of presets of inference engines' cache formats, each of which is a method of its own."""
+BY_ENGINE: dict[str, tuple[str, str]] = {name: tuple(known) for name, known in _PALETTE["engines"].items()}
+"""By the beginning of a preset's name: the engine's name and colour."""
+
+
+def method_of(label: str) -> str:
+    """The method of a label, which may also have a variant, changed settings and bits."""
+    folder, slash, rest = label.partition("/")
+    if folder == ENGINES and slash:
+        return f"{folder}/{method_of(rest)}"
+    return re.split(r"[/ ,]", label, maxsplit=1)[0]
+
+
+def engine_of(label: str) -> str | None:
+    """The engine whose cache format a label names: "llama.cpp" of `engine/llamacpp_q4_0`; None of other methods."""
+    method = method_of(label)
+    if not method.startswith(f"{ENGINES}/"):
+        return None
+    name = method.removeprefix(f"{ENGINES}/").partition("_")[0]
+    return BY_ENGINE[name][0] if name in BY_ENGINE else name
+
+
+def colour_of(label: str) -> str:
+    """The colour of a label's method, as #RRGGBB; it is readable on white and on a dark page."""
+    method = method_of(label)
+    engines = dict(BY_ENGINE.values())
+    if (engine := engine_of(method)) in engines:
+        return engines[engine]
+    own = _PALETTE["own"][zlib.crc32(method.encode()) % len(_PALETTE["own"])]
+    return FIRST.get(method) or _PALETTE["others"].get(method, own)

@@ -1,4 +1,8 @@
-"""Presets in the form of a record's settings, and the settings in which a run differs from its own, as short words."""
+"""Presets in the form of a record's settings, and what a run's settings have that its presets have not, in words.
+
+The words are found when a run is measured, with the presets as they are then, and its record keeps them. For a record
+of an earlier version they are found when it is read.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +11,44 @@ import functools
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, conf_dir, outside
+from kvq.config.bits import Bits
+from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
-from kvq.results.record import Record, canonical
+from kvq.results.record import FromPresets, Record, canonical
 
 
-class Presets(NamedTuple):
-    """Presets by group and name, each composed once; `own`: the further folder of configurations."""
+def preset_of_method(name: str, bits: str, scoring: str | None) -> Settings | None:
+    """`method` and `residual` of a preset as a run's key has them; None where there is no preset.
 
-    own: Path | None
-
-    def method(self, name: str, bits: str, scoring: str | None) -> Settings | None:
-        """`method` and `residual` of a preset as a run's key has them; None where there is no preset.
-
-        Args:
-            name: the method's, such as `oscar/cr_only`.
-            bits: as a record labels them; empty: a fixed rate.
-            scoring: of the task, which may quantize at once.
-        """
-        return _canonical(self.own, name, bits, scoring)
-
-    def settings(self, group: str, name: str) -> Settings | None:
-        """A preset of a task, model or dataset; None where there is none or a value is missing."""
-        return _settings(self.own, group, name)
-
-    def model_path(self, name: str) -> str:
-        """The `path` of a model that a record names; empty where there is no such preset."""
-        return str((self.settings("model", name) or {}).get("path", ""))
+    Args:
+        name: the method's, such as `oscar/cr_only`.
+        bits: as a record labels them; empty: a fixed rate.
+        scoring: of the task, which may quantize at once.
+    """
+    return _canonical(outside.folder_of(), name, bits, scoring)
 
 
-def presets() -> Presets:
-    """The presets of the folders that this process composes from."""
-    return Presets(outside.folder_of())
+def preset(group: str, name: str) -> Settings | None:
+    """A preset of a task, model or dataset; None where there is none or a value is missing."""
+    return _settings(outside.folder_of(), group, name)
 
 
+def model_path(name: str) -> str:
+    """The `path` of a model that a record names; empty where there is no such preset."""
+    return str((preset("model", name) or {}).get("path", ""))
+
+
+# Each is composed once. `own`: the further folder of configurations.
 @functools.cache
 def _composed(own: Path | None, group: str, name: str) -> Any:
     """A configuration with a preset in it; None where the name has no file or it does not compose."""
@@ -65,8 +65,7 @@ def _settings(own: Path | None, group: str, name: str) -> Settings | None:
     found = None if whole is None else whole[group]
     if found is None or OmegaConf.missing_keys(found):
         return None
-    plain: Settings = canonical(OmegaConf.to_container(found, enum_to_str=True))
-    return plain
+    return dict(canonical(OmegaConf.to_container(found, enum_to_str=True)))
 
 
 _choices = functools.cache(choices)
@@ -111,20 +110,19 @@ def departures(found: Settings, preset: Settings) -> list[str]:
             settings.
         preset: the same settings of the preset at the run's bits.
     """
-    ours, theirs = _part(found, "method"), _part(preset, "method")
+    ours, theirs = part_of(found, "method"), part_of(preset, "method")
     sides = {side: _codec(ours.get(side), theirs.get(side)) for side in SIDES}
     parts = [*_both({side: part[0] for side, part in sides.items()}, "{sign} {side}.{name}", "{sign} {name}")]
     parts += _both({side: part[1] for side, part in sides.items()}, "{side} {name}", "{name}")
-    parts += _residual(_part(found, "residual"), _part(preset, "residual"))
+    parts += _residual(part_of(found, "residual"), part_of(preset, "residual"))
     rest = [{name: part for name, part in method.items() if name not in SIDES} for method in (ours, theirs)]
     parts += _others(*rest)
-    if found.get("window_layers") is not None:
-        parts.append("window layers in full precision")
-    if found.get("latent") is not None:
-        parts.append(f"{found['latent']} keys and values")
-    if found.get("attention") is not None:
-        parts.append(f"{found['attention']} attention")
-    return parts
+    others = {
+        "window_layers": "window layers in full precision",
+        "latent": f"{found.get('latent')} keys and values",
+        "attention": f"{found.get('attention')} attention",
+    }
+    return [*parts, *(words for name, words in others.items() if found.get(name) is not None)]
 
 
 def joined(name: str, words: Sequence[str]) -> str:
@@ -149,7 +147,8 @@ def said(setting: str, value: str) -> str:
     return f"{words} {_text(value)}".strip()
 
 
-def _part(settings: Settings, name: str) -> Settings:
+def part_of(settings: Settings, name: str) -> Settings:
+    """A part of nested settings; empty where there is none of that name."""
     part = settings.get(name)
     return part if isinstance(part, Mapping) else {}
 
@@ -195,7 +194,7 @@ def _codec(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[st
         if ours is None and theirs is None:
             return [], []
         return [], [("", "in full precision" if ours is None else "quantized" if theirs is None else "codec")]
-    stages = _part(ours, "stages"), _part(theirs, "stages")
+    stages = part_of(ours, "stages"), part_of(theirs, "stages")
     changes = [("−", name) for name in stages[1] if name not in stages[0]]
     changes += [("+", name) for name in stages[0] if name not in stages[1]]
     words: list[str] = []
@@ -205,7 +204,7 @@ def _codec(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[st
     orders = [[name for name in codec.get("order") or () if name in kept] for codec in (ours, theirs)]
     if orders[0] != orders[1]:
         words.append(f"order {', '.join(orders[0])}")
-    words += _differing(_part(ours, "quantizer"), _part(theirs, "quantizer"), "")
+    words += _differing(part_of(ours, "quantizer"), part_of(theirs, "quantizer"), "")
     rest = [{name: part for name, part in codec.items() if name not in _CODEC} for codec in (ours, theirs)]
     words += _differing(rest[0], rest[1], "")
     return changes, [("", word) for word in words]
@@ -276,3 +275,125 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     # A record's mappings are sorted by name, a preset's are not, and a list may hold some.
     plain = isinstance(value, str) and value.strip() == value != ""
     return [(prefix, value if plain else json.dumps(value, sort_keys=True))]
+
+
+_OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
+# Settings of model and data set that are compared with their presets: those of a run's key, without fingerprints.
+_PROTOCOL = {
+    "model": ("dtype", "outliers", "trust_remote_code", "load_in", "round_weights", "attn_implementation"),
+    "dataset": ("loader", "documents", "max_tokens"),
+}
+_NOT_SAID = ("name", "fingerprint", "version", "batch_size", "bootstrap", "bos")
+_CACHES = {"bfloat16": "bfloat16 cache"} | {f"float{bits}": f"{bits}-bit cache" for bits in (16, 32, 64)}
+
+
+def from_presets(record: Record) -> FromPresets:
+    """The record's own words, or those of its settings and the presets of today."""
+    return found_of(record) if record.from_presets is None else record.from_presets
+
+
+def worded(record: Record) -> Record:
+    """The record with its words and the label that is made of them."""
+    words = found_of(record)
+    return record.model_copy(update={"from_presets": words, "label": joined(record.method, words.method)})
+
+
+def found_of(record: Record) -> FromPresets:
+    """The words by which the settings of a record depart from presets."""
+    return FromPresets(method=_of_preset(record), protocol=_of_protocol(record), first_token=_begins_otherwise(record))
+
+
+def _of_preset(record: Record) -> list[str]:
+    method = part_of(record.config, "method")
+    if any(side not in method for side in SIDES):
+        return []  # a record of another package's settings
+    scoring = part_of(record.config, "task").get("scoring")
+    bits = _preset_bits(record.bits, method.get("bits_by_layer"))
+    known = preset_of_method(record.method, bits, scoring if isinstance(scoring, str) else None)
+    return _overridden(record) if known is None else departures(record.config, known)
+
+
+def _preset_bits(bits: str, by_layer: Any) -> str:
+    """Bits at which a run's codecs are those of its preset: of the first layer, where layers have bits of their own."""
+    parsed = parse_label(bits)
+    if parsed is None or not isinstance(by_layer, Mapping):
+        return bits
+    key, value = (next(iter(by_layer.get(side) or ()), mean) for side, mean in zip(SIDES, parsed, strict=True))
+    return Bits(*(int(number) if number == int(number) else number for number in (key, value))).label
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command line; where its quotes do not close, what stands between blanks."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return command.split()
+
+
+def _overridden(record: Record) -> list[str]:
+    """Settings of the method that the record's command line overrides; of a sweep's values, the record's own."""
+    words = words_of(record.provenance.command)
+    given = {match[1]: match[2] for word in words if (match := _OVERRIDE.fullmatch(word))}
+    leaves = dict(flatten(record.config))
+    out = []
+    for name, value in given.items():
+        gone = re.fullmatch(r"method\.(?:(key|value)\.)?stages\.(\w+)", name)
+        if gone and value == "null":
+            out.append(f"− {f'{gone[1]}.' if gone[1] else ''}{gone[2]}")
+            continue
+        chosen = value if "," not in value or value[0] in "[{" else leaves.get(name)
+        if chosen is not None:
+            out.append(said(name, chosen))
+    return out
+
+
+def _of_protocol(run: Record) -> list[str]:
+    """The settings in which a run's task, model and text differ from their presets, in words."""
+    out = []
+    for group in ("task", "model", "dataset"):
+        part, known = part_of(run.config, group), preset(group, getattr(run, group))
+        if known is None:
+            continue
+        ours, theirs = (_leaves(settings, _PROTOCOL.get(group)) for settings in (part, known))
+        out += [said(name, value or "null") for name, value in sorted(ours.items()) if theirs.get(name) != value]
+    seed = run.config.get("seed")
+    return [*out, *_by_model(run), *([f"seed {seed}"] if seed else [])]
+
+
+def cache_dtype(run: Record) -> str:
+    """Dtype of what the caches of a run kept in full precision."""
+    stored = part_of(run.config, "model").get("cache_dtype")
+    return stored if isinstance(stored, str) else run.provenance.dtype
+
+
+def _begins_otherwise(run: Record) -> list[str]:
+    """How windows or prompts begin, where that is not as the run's model was trained."""
+    task, known = part_of(run.config, "task"), preset("model", run.model) or {}
+    of_chats = known.get("chat_bos") if task.get("chat_template") else None
+    bos, own = task.get("bos"), bool(known.get("bos") if of_chats is None else of_chats)
+    return [] if bos in (None, own) else ["begins with BOS" if bos else "begins without BOS"]
+
+
+def _by_model(run: Record) -> list[str]:
+    """What a run does otherwise than the preset of its model would have it: its first token, its cache's dtype."""
+    words, known = _begins_otherwise(run), preset("model", run.model) or {}
+    if weights := part_of(run.config, "model").get("weights"):
+        words.append(f"weights in {weights}")
+    stored = cache_dtype(run)
+    if run.task not in DIAGNOSTICS and stored != (known.get("cache_dtype") or run.provenance.dtype):
+        words.append(_CACHES.get(stored, f"cache in {stored}"))
+    return words
+
+
+def _leaves(settings: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[str, str | None]:
+    kept = {name: part for name, part in settings.items() if name not in _NOT_SAID and (not wanted or name in wanted)}
+    if kept.get("windows") == "disjoint":
+        kept.pop("stride", None)
+    leaves = {name: None if value in ("null", "[]", "{}") else value for name, value in flatten(kept)}
+    return {name: value for name, value in leaves.items() if name != "stride" or value is not None}
+
+
+def parse_label(bits: str) -> tuple[float, float] | None:
+    """Bits of keys and values of a label such as '3' or 'k3v2'; None for another label, such as a fixed rate's."""
+    match = re.fullmatch(r"k(\d+(?:\.\d+)?)v(\d+(?:\.\d+)?)|(\d+(?:\.\d+)?)", bits)
+    return None if match is None else (float(match[1] or match[3]), float(match[2] or match[3]))

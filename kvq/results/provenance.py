@@ -12,9 +12,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,36 +39,22 @@ _DISTRIBUTIONS = {"kvq": "kvq-harness"}
 """Of packages that the index knows by another name."""
 
 
-def collect(
-    *,
-    dtype: str,
-    seed: int,
-    started: datetime,
-    device: str | torch.device = "cpu",
-    dataset_fingerprint: str | None = None,
-    dataset_source: str | None = None,
-    model_fingerprint: str | None = None,
-    engine: str | None = None,
-    command: str | None = None,
-    wall_seconds: Mapping[str, float] | None = None,
-    peak_memory_bytes: int | None = None,
-) -> Provenance:
+def collect(*, device: str | torch.device = "cpu", command: str | None = None, **known: Any) -> Provenance:
     """The provenance of a run: what this process can find out, and what the runner passes.
 
     Args:
-        dtype: compute dtype of the model, such as 'float32'.
-        seed: the run's seed.
-        started: when the run began, with a time zone (`utc_now()`).
         device: where the model ran.
-        dataset_fingerprint: None when the run ended before the data was loaded.
-        dataset_source: what a local text was read from, such as "12 .txt files"; None without one.
-        model_fingerprint: None when the run ended before the model was loaded.
-        engine: version and build of the program that computed the logits; None: transformers.
         command: the command line; None takes this process's own.
-        wall_seconds: seconds per phase.
-        peak_memory_bytes: from `PeakMemory`.
+        known: the other fields of `Provenance`: `dtype`, `seed`, `started` (`utc_now()`), and those that are empty
+            where the run ended before they were known.
     """
     commit, dirty = git_state()
+    unknown: dict[str, Any] = {
+        "dataset_fingerprint": None,
+        "model_fingerprint": None,
+        "peak_memory_bytes": None,
+        "wall_seconds": {},
+    }
     return Provenance(
         git_commit=commit,
         git_dirty=dirty,
@@ -77,16 +64,8 @@ def collect(
         cpu=cpu_name(),
         device=device_name(device),
         threads=torch.get_num_threads(),
-        dtype=dtype,
-        engine=engine,
-        dataset_fingerprint=dataset_fingerprint,
-        dataset_source=dataset_source,
-        model_fingerprint=model_fingerprint,
         command=command_line() if command is None else command,
-        started=started,
-        wall_seconds=dict(wall_seconds or {}),
-        peak_memory_bytes=peak_memory_bytes,
-        seed=seed,
+        **(unknown | known),
     )
 
 

@@ -190,7 +190,8 @@ def dump_record(record: Record) -> bytes:
     return f"{text}\n".encode()
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """For `parse_constant` of `json.loads`: NaN and infinities are no JSON."""
     raise ValueError(f"{name} is not a JSON number")
 
 
@@ -201,7 +202,7 @@ def parse_record(content: bytes) -> Record:
         RecordError: one line saying what is wrong: no JSON, another schema, or a field that does not validate.
     """
     try:
-        data = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        data = json.loads(content.decode("utf-8"), parse_constant=refuse_constant)
     except RecursionError:
         raise RecordError("not a record: nested too deeply") from None
     except ValueError as error:

@@ -4,7 +4,8 @@ Consecutive windows of one text are correlated, so the bootstrap draws blocks of
 jackknife and the bootstrap for general stationary observations"). The difficulty of the text is common to two runs on
 the same windows and cancels in their per-window difference. These are errors to show; whether losses differ is
 judged for all rows of a table at once (`kvq.results.noise`). Items of a task are independent: `paired_mean` draws them
-one by one, `flips` and `mcnemar` compare right and wrong answers, and `item_tests` tests differences.
+one by one, `flips` and `mcnemar` compare right and wrong answers, and `noise` tests
+differences. At the end: sets of points of which less is better, which are beaten and what they dominate.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ ALPHA = 0.05
 Windows = Num[np.ndarray, " windows"]
 Items = Num[np.ndarray, " _items"]
 Name = TypeVar("Name", bound=Hashable)
+Samples = Sequence[Mapping[str, Any]]
+"""Rows that a run stored."""
 
 
 class Estimate(NamedTuple):
@@ -61,24 +64,15 @@ def fewest_to_differ() -> int:
     return math.ceil(1 - math.log2(ALPHA))
 
 
-def delta_nll(
-    nll: Windows,
-    baseline_nll: Windows,
-    tokens: Windows,
-    *,
-    block: int = BLOCK,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Estimate:
+def delta_nll(nll: Windows, baseline_nll: Windows, tokens: Windows, **drawn: int) -> Estimate:
     """Mean difference of negative log-likelihood per token between two runs on the same windows, in nats.
 
     Args:
         nll: sum of each window's token losses, in nats.
         baseline_nll: the same of the run it is compared with; a positive result means `nll` is worse.
         tokens: scored tokens of each window.
-        block: consecutive windows drawn together.
-        resamples: bootstrap resamples.
-        seed: of the resampling; the result is a function of the arguments alone.
+        drawn: of the bootstrap: `block`, consecutive windows drawn together; `resamples`; `seed` (the result is a
+            function of the arguments alone). They are `BLOCK`, `RESAMPLES` and 0 unless given.
 
     Returns:
         The token-weighted mean difference; its standard error, scaled by sqrt(B/(B-1)) for B blocks, because the plain
@@ -89,27 +83,22 @@ def delta_nll(
     """
     if len(nll) != len(baseline_nll):
         raise RecordError(f"paired runs need the same windows: {len(nll)} against {len(baseline_nll)}")
-    return _bootstrap(np.subtract(nll, baseline_nll, dtype=np.float64), tokens, _ratio, block, resamples, seed)
+    return _bootstrap(np.subtract(nll, baseline_nll, dtype=np.float64), tokens, _ratio, **drawn)
 
 
-def perplexity(
-    nll: Windows, tokens: Windows, *, block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
-) -> Estimate:
+def perplexity(nll: Windows, tokens: Windows, **drawn: int) -> Estimate:
     """exp of the mean loss per token, with its unpaired error; arguments and errors as in `delta_nll`.
 
     The error is that of drawing another stretch of the same text. To compare methods, use `delta_nll`.
     """
-    return _bootstrap(np.asarray(nll, dtype=np.float64), tokens, _exp_ratio, block, resamples, seed)
+
+    def exp_ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.asarray(np.exp(_ratio(sums, counts, axis)))
+
+    return _bootstrap(np.asarray(nll, dtype=np.float64), tokens, exp_ratio, **drawn)
 
 
-def delta_nll_of_samples(
-    samples: Sequence[Mapping[str, Any]],
-    baseline: Sequence[Mapping[str, Any]],
-    *,
-    block: int = BLOCK,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Estimate:
+def delta_nll_of_samples(samples: Samples, baseline: Samples, **drawn: int) -> Estimate:
     """`delta_nll` of two runs' stored samples, rows of `{"window": i, "tokens": n, "nll": sum in nats}`.
 
     Raises:
@@ -118,22 +107,20 @@ def delta_nll_of_samples(
     ours, theirs = losses(samples), losses(baseline)
     if not ours.shares_windows(theirs):
         raise RecordError("paired runs need the same windows with the same scored tokens")
-    return delta_nll(ours.nll, theirs.nll, ours.tokens, block=block, resamples=resamples, seed=seed)
+    return delta_nll(ours.nll, theirs.nll, ours.tokens, **drawn)
 
 
-def perplexity_of_samples(
-    samples: Sequence[Mapping[str, Any]], *, block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
-) -> Estimate:
+def perplexity_of_samples(samples: Samples, **drawn: int) -> Estimate:
     """`perplexity` of a run's stored samples, rows as in `delta_nll_of_samples`.
 
     Raises:
         RecordError: no samples, or a row without these fields.
     """
     _, tokens, nll = losses(samples)
-    return perplexity(nll, tokens, block=block, resamples=resamples, seed=seed)
+    return perplexity(nll, tokens, **drawn)
 
 
-def losses(samples: Sequence[Mapping[str, Any]]) -> Losses:
+def losses(samples: Samples) -> Losses:
     """Stored samples as arrays; rows as in `delta_nll_of_samples`.
 
     Raises:
@@ -151,12 +138,14 @@ def _ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.asarray(np.sum(sums, axis=axis) / np.sum(counts, axis=axis))
 
 
-def _exp_ratio(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
-    return np.asarray(np.exp(_ratio(sums, counts, axis)))
-
-
 def _bootstrap(
-    sums: Windows, tokens: Windows, statistic: Callable[..., np.ndarray], block: int, resamples: int, seed: int
+    sums: Windows,
+    tokens: Windows,
+    statistic: Callable[..., np.ndarray],
+    *,
+    block: int = BLOCK,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> Estimate:
     counts = np.asarray(tokens, dtype=np.float64)
     if block < 1 or resamples < 2:
@@ -230,7 +219,7 @@ def mcnemar(lost: int, gained: int) -> float:
     return float(scipy.stats.binomtest(lost, lost + gained, 0.5).pvalue) if lost + gained else 1.0
 
 
-def paired_mean(values: Items, baseline: Items, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+def paired_mean(values: Items, baseline: Items, **drawn: int) -> Estimate:
     """Mean difference of per-item scores between two runs on the same items, with its bootstrap error over items.
 
     Arguments and errors as in `delta_nll`; a positive result means `values` is higher.
@@ -238,7 +227,7 @@ def paired_mean(values: Items, baseline: Items, *, resamples: int = RESAMPLES, s
     if len(values) != len(baseline):
         raise RecordError(f"paired runs need the same items: {len(values)} against {len(baseline)}")
     difference = np.subtract(values, baseline, dtype=np.float64)
-    return _bootstrap(difference, np.ones(len(difference)), _ratio, 1, resamples, seed)
+    return _bootstrap(difference, np.ones(len(difference)), _ratio, **drawn, block=1)
 
 
 def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
@@ -300,3 +289,49 @@ def _exact_p(x: Sequence[float], y: Sequence[float]) -> float:
     centred = first - first.mean()
     found = np.abs(np.array(list(itertools.permutations(second))) @ centred)
     return float(np.mean(found >= abs(second @ centred) - 1e-9))
+
+
+def divergence_metrics(kl: Num[np.ndarray, " tokens"]) -> dict[str, float]:
+    """Mean, upper quantiles and largest of tokens' KL divergences in nats, as the metrics of a record.
+
+    Of n tokens the 99.9th percentile stands on n / 1000 and the largest on one; `scored_tokens` of the record says n.
+    """
+    values = kl.astype(np.float64)
+    p99, p999 = np.quantile(values, [0.99, 0.999])
+    return {
+        "kl_mean": float(values.mean()),
+        "kl_p99": float(p99),
+        "kl_p999": float(p999),
+        "kl_max": float(values.max()),
+    }
+
+
+def dominated(points: Sequence[Sequence[float]]) -> list[bool]:
+    """Of each point, whether another is at least as good in every coordinate and better in one."""
+    return [
+        any(all(a <= b for a, b in zip(other, own, strict=True)) and list(other) != list(own) for other in points)
+        for own in points
+    ]
+
+
+def hypervolume(points: Sequence[Sequence[float]], worst: Sequence[float]) -> float:
+    """Volume that points dominate within the box from 0 to `worst`, as a share of the box; 1: a point at 0.
+
+    Coordinates below 0 count as 0. By slices along the last coordinate.
+    """
+    inside = [[max(value, 0.0) for value in point] for point in points]
+    inside = [point for point in inside if all(value < most for value, most in zip(point, worst, strict=True))]
+    return _volume(inside, list(worst)) / math.prod(worst)
+
+
+def _volume(points: list[list[float]], worst: list[float]) -> float:
+    if not points:
+        return 0.0
+    if len(worst) == 1:
+        return worst[0] - min(point[0] for point in points)
+    heights = sorted({point[-1] for point in points})
+    total = 0.0
+    for low, high in zip(heights, [*heights[1:], worst[-1]], strict=True):
+        slice_ = [point[:-1] for point in points if point[-1] <= low]
+        total += (high - low) * _volume(slice_, worst[:-1])
+    return total

@@ -18,8 +18,17 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from kvq.errors import RecordError
-from kvq.results.atomic import TEMPORARY, make_folders, sync_folder, write_temporary
-from kvq.results.places import RECORD, SAMPLES, Places, names, place
+from kvq.results.files import (
+    RECORD,
+    SAMPLES,
+    TEMPORARY,
+    Places,
+    make_folders,
+    names,
+    place,
+    sync_folder,
+    write_temporary,
+)
 from kvq.results.record import KEY_PATTERN, Record, dump_record, parse_record
 from kvq.results.versions import is_stale
 
@@ -185,7 +194,9 @@ class Store:
         lines = _dump_samples(record.key, samples)
         digest = hashlib.sha256(lines).hexdigest() if lines else None
         stored = record.model_copy(update={"samples_sha256": digest})
-        path = self._place(record)
+        path = self.runs / place(record)
+        if _key_in(path) not in (None, record.key):  # another run has the readable name
+            path = path.with_name(f"{record.key}{RECORD}")
         content = dump_record(stored)
         pending: list[Path] = []
         try:
@@ -254,11 +265,6 @@ class Store:
         except OSError as error:
             raise self._cannot_write(error) from error
         self._clear_temporaries("", older_than=_ABANDONED_SECONDS)
-
-    def _place(self, record: Record) -> Path:
-        """Where `put` writes a record; by its whole key where another run has the readable name."""
-        path = self.runs / place(record)
-        return path if _key_in(path) in (None, record.key) else path.with_name(f"{record.key}{RECORD}")
 
     def _cannot_read(self, error: OSError) -> RecordError:
         return RecordError(f"results_dir: cannot read '{self.runs}': {cause(error)}")

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvq.errors import DataError
+from kvq.results.record import refuse_constant
 
 _ENTRY = "kvq"
 _DIGEST = "sha256"
@@ -76,7 +77,7 @@ def _read(path: Path, what: str, form: str, tensors: bool) -> tuple[dict[str, An
             text = (file.metadata() or {}).get(_ENTRY)
             if text is None:
                 raise ValueError("tensors without a header of kvq's")
-            header = json.loads(text, parse_constant=_refuse)
+            header = json.loads(text, parse_constant=refuse_constant)
             given = header["format"]
             held = {name: file.get_tensor(name) for name in file.keys()} if tensors and given == form else {}  # noqa: SIM118 - not a mapping
     except _FAILURES as error:
@@ -85,7 +86,3 @@ def _read(path: Path, what: str, form: str, tensors: bool) -> tuple[dict[str, An
     if given != form:
         raise DataError(f"{what} {path}: of format {str(given)[:80]!r}, not {form}")
     return header, held
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON number")

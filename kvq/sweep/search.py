@@ -17,9 +17,9 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 
 from kvq.config.explain import composed
 from kvq.errors import ConfigError, KvqError, at_least, check_choice, within
-from kvq.results.atomic import write_file
-from kvq.results.frontier import dominated, hypervolume
+from kvq.results.files import write_file
 from kvq.results.metrics import is_lower_better
+from kvq.results.statistics import dominated, hypervolume
 from kvq.sweep import lookup
 
 Launch = Callable[[Sequence[Sequence[str]]], None]

@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from kvq.config.tasks import ItemsConfig
 from kvq.errors import DataError
-from kvq.results.item_tests import judge_items
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
+from kvq.results.noise import judge_items
 from kvq.results.statistics import paired_mean
 from kvq.tasks import storage
 from kvq.tasks.measurement import Baseline, Measurement

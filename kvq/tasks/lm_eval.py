@@ -36,7 +36,7 @@ from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.results.source import code_behind
+from kvq.results.versions import code_behind
 from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.measurement import Baseline, Measurement, Task

@@ -21,7 +21,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import apply_template
 
 from kvq.errors import ConfigError, did_you_mean
-from kvq.results.source import code_behind
+from kvq.results.versions import code_behind
 from kvq.tasks.reader import Ends, Logits, Pick, greedy
 
 NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})

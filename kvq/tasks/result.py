@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvq.results.divergences import divergence_metrics
+from kvq.results.statistics import divergence_metrics
 
 
 @dataclass
@@ -66,7 +66,7 @@ class PplResult:
             kl = torch.cat(
                 [part for window in sorted(self.kl_per_token) for part in self.kl_per_token[window]]
             ).double()
-            out |= divergence_metrics(kl)
+            out |= divergence_metrics(kl.numpy())
             out["top1_agreement"] = sum(s.top1 for s in self.scores) / tokens
         out |= {"scored_tokens": float(tokens), "windows": float(len(self.scores))}
         places = summed_positions([score.by_position for score in self.scores])

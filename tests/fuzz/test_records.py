@@ -17,8 +17,8 @@ from kvq.report.comparisons import read_records
 from kvq.report.diff import main as diff
 from kvq.report.figures import every as figures
 from kvq.report.figures import style
-from kvq.report.html.__main__ import main as page
-from kvq.report.wandb.run import entry_of, sample_table
+from kvq.report.html import main as page
+from kvq.report.tracker import entry_of, sample_table
 from kvq.results import Store
 from tests.fuzz.amounts import pieces
 from tests.fuzz.odd_records import examples, mutated, put

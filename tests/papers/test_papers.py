@@ -13,8 +13,7 @@ from kvq.config import compose, resolve
 from kvq.config.explain import choices
 from kvq.config.identity import by_names, canonical
 from kvq.papers import expected
-from kvq.papers.expected import experiment_of, layout_named, names
-from kvq.papers.show import print_cost
+from kvq.papers.expected import experiment_of, layout_named, names, print_cost
 from kvq.papers.sweep import cells_of, grouped, jobs_of, missing_choices, stand_in_of, sweep_of
 from kvq.report.tables.experiment_files import write_experiments
 from kvq.report.tables.experiments import Experiment, by_signature, shown_cells, signature

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq import build_method
-from kvq.report.figures.diagnostics import diagnostic_drawings
 from kvq.report.figures.drawing import write_drawings
+from kvq.report.figures.every import diagnostic_drawings
 from kvq.results import Record, Store
 from kvq.tasks.measurement import Measurement
 from tests.results import made

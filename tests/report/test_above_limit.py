@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq.report.above_limit import Place, bits_above, limit_beside, limits_of, place_of
+from kvq.report.comparisons import Place, bits_above, limit_beside, limits_of, place_of
 from kvq.results import Record, Store
 
 ROOT = Path(__file__).parents[2]

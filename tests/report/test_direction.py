@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvq.report.comparisons import read_records
-from kvq.report.html.payload import describe
+from kvq.report.payload import describe
 from kvq.results import Store
 from kvq.results.metrics import is_lower_better
 from tests.results import made

@@ -14,9 +14,9 @@ from kvq.report.__main__ import main as tables
 from kvq.report.command import made_of, noted
 from kvq.report.comparisons import read_records
 from kvq.report.diff import main as diff
-from kvq.report.figures.diagnostics import file_name
+from kvq.report.figures.every import file_name
 from kvq.report.figures.every import main as figures
-from kvq.report.html.__main__ import main as page
+from kvq.report.html import main as page
 from kvq.report.labels import labelled
 from kvq.report.tables.build import build_tables
 from kvq.results import Broken, Record, Store

@@ -10,14 +10,13 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.report.comparisons import effective_bits
-from kvq.report.html.payload import payload
-from kvq.report.labels import is_variant, label, model_name, named, protocol, protocol_departures
-from kvq.report.palette import colour_of
+from kvq.report.labels import colour_of, is_variant, label, model_name, named, protocol, protocol_departures
+from kvq.report.payload import payload
 from kvq.report.tables.build import build_tables
-from kvq.report.wandb.run import entry_of
+from kvq.report.tracker import entry_of
 from kvq.results import Record, Store
+from kvq.results.presets import worded
 from kvq.results.record import canonical
-from kvq.results.said import worded
 from tests.report import sweeps
 from tests.results import made
 from tests.results.test_keys import SETTINGS

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvq.errors import RecordError
-from kvq.results.item_tests import (
+from kvq.results.noise import (
     bounded_not_worse,
     differ_p,
     judge_items,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvq.results import Store
-from kvq.results.places import digits_of, place, safe
+from kvq.results.files import digits_of, place, safe
 from kvq.results.record import dump_record
 from tests.results import made
 
@@ -66,8 +66,8 @@ def test_two_files_of_one_run_are_one_record(store: Store) -> None:
 
 def test_runs_whose_keys_begin_alike(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are kept, under one digit as under eight: the second by its whole key."""
-    monkeypatch.setattr("kvq.results.places.DIGITS", 0)
-    monkeypatch.setattr("kvq.results.places.digits_of", lambda name: "")
+    monkeypatch.setattr("kvq.results.files.DIGITS", 0)
+    monkeypatch.setattr("kvq.results.files.digits_of", lambda name: "")
     records = [store.put(made.record("kivi", "2", settings={"seed": seed})) for seed in range(3)]
     assert len({place(record) for record in records}) == 1
     assert [store.get(record.key) for record in records] == records

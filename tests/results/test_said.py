@@ -11,8 +11,8 @@ from kvq import cli, runner
 from kvq.config import compose, resolve
 from kvq.report.labels import label, protocol_departures
 from kvq.results import Record, Store
+from kvq.results.presets import found_of, worded
 from kvq.results.provenance import full_precision_words, single_command
-from kvq.results.said import found_of, worded
 
 COMMITTED = Path(__file__).parents[2] / "results"
 WORDS = [

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvq.results.record
-import kvq.results.source
 import kvq.results.store
-from kvq.results.source import code_behind, code_hash, code_text
+import kvq.results.versions
+from kvq.results.versions import code_behind, code_hash, code_text
 
 CODE = '''"""What it is."""
 
@@ -102,7 +102,7 @@ def test_any_comment_anywhere(comment: str, place: int) -> None:
     assert code_text("\n".join(lines)) == "\n".join(line.split("  # ")[0] for line in lines)
 
 
-@pytest.mark.parametrize("module", [kvq.results.source, kvq.results.store, kvq.results.record])
+@pytest.mark.parametrize("module", [kvq.results.versions, kvq.results.store, kvq.results.record])
 def test_real_code_is_left_whole(module: ModuleType) -> None:
     assert module.__file__ is not None
     text = Path(module.__file__).read_text(encoding="utf-8")

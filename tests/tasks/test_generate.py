@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvq import cli
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError, KvqError
-from kvq.report.html.page import render
+from kvq.report.html import render
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv
 from kvq.report.tables.terminal import MARK

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvq.report.figures.error import labelled_rows
 from kvq.report.figures.plots import below, dress, handle, panels, points, powers_of_two, rows_named, titled
 from kvq.report.figures.style import Line, colour, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store, run_key
-from kvq.results.frontier import dominated
+from kvq.results.statistics import dominated
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,12 +29,14 @@ _RATES = {"peak_bytes": "peak memory above the weights (GiB)", "tokens_per_secon
 _PEAKS = ("prefill_peak_bytes", "decode_peak_bytes")
 
 
+def memory_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """A line per run, length and side: bytes by part, in fp16, and whether they were stored (`measured`)."""
+    return labelled_rows(records, store, "bytes")
+
+
 @titled
 def memory_figure(table: pd.DataFrame) -> Figure:
-    """Left: bits per element by part at the longest length stored; right: compression by length.
-
-    A line of `table` per run, length and side: bytes by part, in fp16, and whether they were stored (`measured`).
-    """
+    """Left: bits per element by part at the longest length stored; right: compression by length."""
     looks = lines_of(list(dict.fromkeys(table["method"])))
     made, axes = panels(2, 1.4 + 0.3 * max(len(looks), 5), 1, 2, width_ratios=(1, 1.2))
     legend: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.05, -0.2), "columnspacing": 1}

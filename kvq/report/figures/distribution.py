@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.plots import GREY, below, dress, heat, level, marked, multiples, panels, points, ranges, titled
+from kvq.report.figures.plots import GREY, below, dress, heat, level, multiples, panels, points, ranges, titled
 from kvq.report.figures.style import colour, evenly_spread, marker, style
 from kvq.results import Record, Store
 
@@ -24,7 +24,7 @@ _LAYERS = 4  # columns of the scatter; of more layers, that many evenly spread
 _TOKENS = 64  # rows of the images of magnitudes
 
 
-def closeness_table(record: Record) -> pd.DataFrame:
+def closeness_table(record: Record, _: Store | None = None) -> pd.DataFrame:
     """Table 1 of NSNQuant from a run's metrics: KL in nats by step, side and rotation, and the oracle."""
     lines = [
         {"side": side, "step": step, "hadamard": rotated, "kl": record.metrics[f"kl_{side}_{step}{suffix}"]}
@@ -95,7 +95,8 @@ def layers_figure(table: pd.DataFrame, synthetic: pd.DataFrame) -> Figure:
         low, words = part["low"].clip(lower=0), f"{side}s: range of Lemma 1"
         ranges(axes[0, 1], places, low, part["high"], index, 4, words, alpha=0.35)
         ranges(axes[0, 1], places, part["variance_min"], part["variance_max"], index, 1.5, f"{side}s: measured")
-        marked(axes[1, 0], part["layer"], part["correlation"], index, f"{side}s")
+        look: Any = {"color": colour(index), "marker": marker(index), "label": f"{side}s"}
+        axes[1, 0].plot(part["layer"], part["correlation"], **look)
     _cosines(axes[1, 1], table, synthetic)
     texts = (
         "channel deviation, 5% to 95%",
@@ -180,7 +181,7 @@ def covariances_figure(table: pd.DataFrame) -> Figure:
     for index, side in enumerate(SIDES):
         part = table[table["side"] == side].sort_values(["layer", "head"])
         means = part.groupby("layer")["gamma"].mean()
-        marked(norms, means.index, means, index, f"{side}s")
+        norms.plot(means.index, means, color=colour(index), marker=marker(index), label=f"{side}s")
         heads = part["head"].max() + 1
         places = part["layer"] + part["head"] / heads + (index - 0.5) * 0.3 / heads
         ranges(spans, places, part["covariance_min"], part["covariance_max"], index, 3, f"{side}s")
@@ -236,6 +237,11 @@ def scattered(table: pd.DataFrame) -> pd.DataFrame:
     return table[(table["stage"] == STAGES[-1]) & table["layer"].isin(layers)].reset_index(drop=True)
 
 
+def scatter_table(record: Record, store: Store) -> pd.DataFrame:
+    """`scattered` of a run's moments."""
+    return scattered(moments_table(record, store))
+
+
 @titled
 def scatter_figure(table: pd.DataFrame) -> Figure:
     """A point for each channel, deviation over mean (NSNQuant, Figures 12 and 13); lines cross at those of N(0, 1)."""
@@ -257,6 +263,11 @@ def scatter_figure(table: pd.DataFrame) -> Figure:
 def one_head(table: pd.DataFrame) -> pd.DataFrame:
     """The channels of the first head of the first layer, at every stage."""
     return table[(table["layer"] == table["layer"].min()) & (table["head"] == 0)].reset_index(drop=True)
+
+
+def steps_table(record: Record, store: Store) -> pd.DataFrame:
+    """`one_head` of a run's moments."""
+    return one_head(moments_table(record, store))
 
 
 @titled

@@ -8,12 +8,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import yaml
 from tqdm import tqdm
 
 from kvq.errors import KvqError
@@ -28,48 +30,12 @@ if TYPE_CHECKING:
 MARKS = ".drawn.json"
 """What each figure of a folder was drawn from, and the files that came of it."""
 INDEX = "index.md"
-# Headings by the beginning of a figure's name, in the order of the page; what has none comes last.
-_KINDS = {
-    "pareto": "Loss against effective bits, with the frontier",
-    "measured": "Variants of a method against measured bits, beside the methods compared first",
-    "engines": "Engines' formats beside papers' methods, against measured bits",
-    "agreement": "Engines and their presets: KL of each and between them",
-    "variants": "Variants of a method",
-    "widths": "Loss by bit width",
-    "calibration-shift": "Calibrated on one text, tested on another",
-    "positions": "Loss over full precision by position",
-    "niah": "Needles found, by depth and length",
-    "trajectory": "Greedy texts beside full precision's, by tokens written",
-    "sensitivity": "Costs of each layer's keys and values alone",
-    "sums": "Costs of sets of layers beside the sums of their parts",
-    "search": "Searches: trials, frontier and hypervolume",
-    "memory": "Bytes of the cache",
-    "throughput": "Throughput and peak memory by batch",
-    "error-places": "Errors by layer and position",
-    "error-steps": "Errors by stages of a method",
-    "synthetic": "Errors on made-up keys: low sinks and outlier channels",
-    "states-drawn": "Errors on drawn states, by configuration",
-    "states-layers": "Errors on a model's states by layer, beside another method",
-    "tni-boxes": "Token norms by position",
-    "tni-layers": "Token norms by position, as they are",
-    "tni-heat": "Token norms by layer and position",
-    "tni-groups": "Ranges of groups, bounds and errors",
-    "modality-tokens": "Token norms by position and modality",
-    "modality-layers": "Spread of token norms by layer and modality",
-    "distribution-kl": "Closeness to a normal distribution",
-    "distribution-layers": "Normalized states by layer",
-    "distribution-covariances": "Covariances of normalized states",
-    "distribution-ranges": "Ranges of covariances by channel",
-    "distribution-channels": "Means and deviations of normalized, rotated channels",
-    "distribution-steps": "Channels by steps of NSN",
-    "distribution-magnitudes": "Magnitudes of states by token and channel",
-    "distribution-tsne": "Tokens in two dimensions",
-    "published": "Published numbers, ours beside them where there are records",
-    "stand-ins": "Losses on a real model and on the embedded ones",
-    "dispersion": "Dispersion of norms and loss, over models",
-}
+_KINDS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "kinds.yaml").read_text(encoding="utf-8"))
+_BEGIN = (
+    "Drawn from the records by `make figures`, each with its numbers; changes here are overwritten. A checkout",
+    "has this list and the figures that pages show. Tables are in [tables](../tables/index.md).",
+)
 _RULES = dict.fromkeys(("pareto", "engines"), f"{FRONTIER_RULE} {NOISE_RULE}") | {"widths": NOISE_RULE}
-_OTHERS = "Others"
 
 
 @dataclass(frozen=True)
@@ -116,8 +82,8 @@ class Drawing:
 
 @functools.cache
 def _code() -> str:
-    """A hash of this folder's sources and of the version that draws."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    """A hash of this folder's files and of the version that draws."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*"))]
     return hashlib.sha256(b"".join([version("matplotlib").encode(), *sources])).hexdigest()
 
 
@@ -199,15 +165,14 @@ def _sound(drawing: Drawing, reasons: list[str]) -> Drawing | None:
 
 def _unchanged(known: Any, mark: str, folder: Path) -> list[Path]:
     """The files of a figure whose mark is known, if they are there as they were written; else none."""
-    try:
+    with suppress(KeyError, TypeError, AttributeError, OSError):
         files = {folder / Path(name).name: digest for name, digest in known["files"].items()}
         if known["mark"] != mark or any(_digest(path) != digest for path, digest in files.items()):
             return []
         for path in files:
             os.utime(path)  # newer than the records, as a figure that is drawn again
         return list(files)
-    except (KeyError, TypeError, AttributeError, OSError):
-        return []
+    return []
 
 
 def _digest(path: Path) -> str:
@@ -259,16 +224,14 @@ class Noted:
         return write_files("figures", folder, {INDEX: self._page()})[0]
 
     def _page(self) -> str:
-        begin = (
-            "Drawn from the records by `make figures`, each with its numbers; changes here are overwritten. A checkout"
-        )
-        more = "has this list and the figures that pages show. Tables are in [tables](../tables/index.md)."
-        lines = ["# Figures", "", begin, more]
-        for kind in [*_KINDS, ""]:
-            stems = [stem for stem in sorted(self.titles) if _kind(stem) == kind]
+        lines = ["# Figures", "", *_BEGIN]
+        by_kind: dict[str, list[str]] = {kind: [] for kind in (*_KINDS, "")}
+        for stem in sorted(self.titles):
+            by_kind[next(kind for kind in by_kind if stem.startswith(kind))].append(stem)
+        for kind, stems in by_kind.items():
             if not stems:
                 continue
-            lines += ["", f"## {_KINDS.get(kind, _OTHERS)}", ""]
+            lines += ["", f"## {_KINDS.get(kind, 'Others')}", ""]
             if kind in _RULES:
                 lines += [_RULES[kind], ""]
             for stem in stems:
@@ -277,7 +240,3 @@ class Noted:
                 files = ", ".join(f"[{suffix.upper()}]({stem}.{suffix})" for suffix in kinds)
                 lines.append(f"- {escape_markdown(title)} (`{stem}`): {files}")
         return "\n".join(lines) + "\n"
-
-
-def _kind(stem: str) -> str:
-    return next((kind for kind in _KINDS if stem.startswith(kind)), "")

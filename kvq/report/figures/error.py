@@ -131,6 +131,11 @@ def places_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
+def plane_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """Errors by lowness of sinks and size of outlier channels, one line per run and pair."""
+    return labelled_rows(records, store, "plane")
+
+
 @titled
 def plane_figure(table: pd.DataFrame, quantity: str) -> Figure:
     """One panel per method: error over sink lowness (right: lower) and the size of outlier channels (up: larger)."""
@@ -149,7 +154,8 @@ def plane_figure(table: pd.DataFrame, quantity: str) -> Figure:
         for (row, column), value in np.ndenumerate(grid.to_numpy(dtype=float)):
             if not math.isnan(value):
                 ink = "white" if scale(value) < _DARK else "black"
-                axis.text(column, row, _short(value), ha="center", va="center", fontsize=5, color=ink)
+                said = (f"{value:.2f}" if value < 9.995 else f"{value:.0f}").removeprefix("0")  # in three characters
+                axis.text(column, row, said, ha="center", va="center", fontsize=5, color=ink)
         lowest = index + columns >= len(methods)
         axis.set_xticks(range(grid.shape[1]), [f"{name:g}" if lowest else "" for name in grid.columns])
         axis.set_yticks(range(grid.shape[0]), [f"{name:g}" if index % columns == 0 else "" for name in grid.index])
@@ -161,11 +167,6 @@ def plane_figure(table: pd.DataFrame, quantity: str) -> Figure:
     bar = made.colorbar(image, ax=list(made.axes), label="relative squared error per token", shrink=size)
     powers_of_ten(bar.ax.yaxis)
     return made
-
-
-def _short(value: float) -> str:
-    """An error in three characters."""
-    return (f"{value:.2f}" if value < 9.995 else f"{value:.0f}").removeprefix("0")
 
 
 def bars_table(records: Sequence[Record], store: Store) -> pd.DataFrame:

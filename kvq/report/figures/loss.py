@@ -11,8 +11,7 @@ from kvq.report.comparisons import effective_bits, measured_bits
 from kvq.report.figures.perplexity import run_name
 from kvq.report.figures.plots import GREY, dress, handle, panels, powers_of_two, rows_named, titled
 from kvq.report.figures.style import colour, figure, legend_columns, lines_of, marker, symlog
-from kvq.report.labels import by_bits
-from kvq.report.palette import ENGINES, colour_of, engine_of, method_of
+from kvq.report.labels import ENGINES, by_bits, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record
 from kvq.results.metrics import METRICS
@@ -192,6 +191,8 @@ def _scales(axis: Any, known: pd.DataFrame, loss: str, column: str) -> None:
 
 def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str) -> None:
     """Rings, the line between them, and each ring's name next to it."""
+    from matplotlib.transforms import Bbox
+
     ring = known[known["frontier"]]
     if ring.empty:
         return
@@ -202,11 +203,16 @@ def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str)
     axis.get_ylim()  # matplotlib computes the limits now
     places = ring[[column, "delta_nll"]].to_numpy(dtype=float)
     points = (axis.transScale + axis.transLimits).transform(places) * _PANEL
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points.tolist()]
+    taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in points.tolist()]
     for (x, y), (_, run) in zip(points.tolist(), ring.iterrows(), strict=True):
         text = run_name(run["method"], run["bits"]).removeprefix(f"{ENGINES}/")
-        boxes = [_box(x, y, text, *side) for side in _SIDES]
-        side = next((i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)), 0)
+        length, height = 0.56 * _NAME * len(text), 0.55 * _NAME  # estimated
+        lefts = [x + across - (length if across < 0 else 0) for across, _ in _SIDES]
+        boxes = [
+            Bbox.from_extents(left, y + up - height, left + length, y + up + height)
+            for left, (_, up) in zip(lefts, _SIDES, strict=True)
+        ]
+        side = next((i for i, box in enumerate(boxes) if not box.count_overlaps(taken)), 0)
         taken.append(boxes[side])
         across, up = _SIDES[side]
         own = run["method"] in named or engine_of(run["method"])
@@ -215,22 +221,10 @@ def _frontier(axis: Any, known: pd.DataFrame, named: Sequence[str], column: str)
         axis.annotate(text, (run[column], run["delta_nll"]), **place, **look)
 
 
-Box = tuple[float, float, float, float]
 # Offsets of a label from its ring in points; the first without an overlap is taken. matplotlib avoids no overlaps.
 _SIDES = ((-6.0, -5.0), (-6.0, 5.0), (-6.0, -12.0), (6.0, 7.0), (-6.0, 12.0), (6.0, 14.0))
 # Font size of a label, and the approximate width and height of a panel, in points.
 _NAME, _PANEL = 5.5, (200, 155)
-
-
-def _box(x: float, y: float, text: str, across: float, up: float) -> Box:
-    """The estimated box of a label, in points."""
-    length, start = 0.56 * _NAME * len(text), x + across
-    left = start - length if across < 0 else start
-    return left, y + up - 0.55 * _NAME, left + length, y + up + 0.55 * _NAME
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def variants(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -12,11 +12,10 @@ import scipy.stats
 from kvq.config.files import DISTRIBUTION, EMBEDDED
 from kvq.report.figures.plots import dress, handle, multiples, panels, titled
 from kvq.report.figures.style import Line, lines_of, marker, symlog
-from kvq.report.labels import begins_otherwise, label, named
-from kvq.report.palette import FIRST
+from kvq.report.labels import FIRST, begins_otherwise, label, named
 from kvq.results import Record, run_key
 from kvq.results.metrics import METRICS
-from kvq.results.presets import presets
+from kvq.results.presets import model_path
 from kvq.results.statistics import spearman
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
             "method": label(record),
             "bits": record.bits,
             "protocol": _protocol(record),
-            "stand_in": presets().model_path(record.model).startswith(EMBEDDED),
+            "stand_in": model_path(record.model).startswith(EMBEDDED),
             "measured": _measured(record),
             **{name: found.metrics[name] for name in _SPREADS},
             **{name: record.metrics[name] for name in ("delta_nll", "delta_perplexity")},
@@ -217,7 +216,7 @@ def _correlations(joined: pd.DataFrame) -> pd.DataFrame:
 
 def _line(record: Record) -> dict[str, Any] | None:
     """A run as a line of losses; None where it is no run of perplexity on a model that runs anywhere."""
-    task, path = record.config.get("task"), presets().model_path(record.model)
+    task, path = record.config.get("task"), model_path(record.model)
     ours = record.task == "ppl" and record.status == "done" and "delta_nll" in record.metrics
     if not ours or not isinstance(task, dict) or task.get("scoring") not in _SCORINGS:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -14,8 +15,7 @@ import pandas as pd
 from kvq.report.comparisons import Comparisons, loss_change
 from kvq.report.figures.plots import GREY, below, dress, handle, level, panels, rows_named, titled
 from kvq.report.figures.style import MOST_LINES, colour, legend_columns, lines_of, marker, style, symlog
-from kvq.report.labels import label
-from kvq.report.palette import method_of
+from kvq.report.labels import label, method_of
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiments import Shown
 from kvq.report.tables.layout import Table
@@ -39,6 +39,7 @@ _FEW, _ASIDE = 6, 0.3
 _MEASURED = ("bits_per_element", "delta_nll", "delta_nll_se")
 COLUMNS = ("model", "dataset", "method", "bits", "calibrated_on", "shifted", *_MEASURED, "shift", "shift_se")
 _NAMED = {"none": "not calibrated"}
+_FEWEST_WIDTHS = 3
 _NEAR = 0.1
 """Methods without calibration are shown up to this many bits above the calibrated ones."""
 
@@ -92,21 +93,6 @@ def agreement_figure(numbers: pd.DataFrame) -> Figure:
     return made
 
 
-def positions_table(table: Table) -> pd.DataFrame | None:
-    """One line per run and stretch of positions of `task.stretch`; None: no run has any."""
-    return _places(table, "position")
-
-
-def turns_table(table: Table) -> pd.DataFrame | None:
-    """One line per run and turn of `task=conversation`; None: no run has any."""
-    return _places(table, "turn")
-
-
-def parts_table(table: Table) -> pd.DataFrame | None:
-    """One line per run and part of the texts of `task=drift`; None: no run has any."""
-    return _places(table, "part", "kl_mean")
-
-
 def _places(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame | None:
     place, lines = re.compile(rf"{metric}\[{index}=(\d+)\]"), []
     for row in table.rows:
@@ -115,6 +101,14 @@ def _places(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame
             value, se = (metrics.get(f"{name}[{index}={start}]") for name in (metric, f"{metric}_se"))
             lines.append({"method": row.name, "bits": row.bits, "first": start, metric: value, "se": se})
     return pd.DataFrame(lines) if lines else None
+
+
+positions_table = functools.partial(_places, index="position")
+"""One line per run and stretch of positions of `task.stretch`; None: no run has any."""
+turns_table = functools.partial(_places, index="turn")
+"""One line per run and turn of `task=conversation`; None: no run has any."""
+parts_table = functools.partial(_places, index="part", metric="kl_mean")
+"""One line per run and part of the texts of `task=drift`; None: no run has any."""
 
 
 def _places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
@@ -136,22 +130,12 @@ def _places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Fi
     return made
 
 
-@titled
-def positions_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method with standard errors, each stretch at its first position."""
-    return _places_figure(numbers, "first position of the stretch (token)")
-
-
-@titled
-def turns_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method with standard errors over conversations, by turn."""
-    return _places_figure(numbers, "turn", whole=True)
-
-
-@titled
-def parts_figure(numbers: pd.DataFrame) -> Figure:
-    """A line per method with standard errors over texts, each part at its last token; KL by powers of ten."""
-    return _places_figure(numbers, "tokens written up to the end of the part")
+positions_figure = titled(functools.partial(_places_figure, words="first position of the stretch (token)"))
+"""A line per method with standard errors, each stretch at its first position."""
+turns_figure = titled(functools.partial(_places_figure, words="turn", whole=True))
+"""A line per method with standard errors over conversations, by turn."""
+parts_figure = titled(functools.partial(_places_figure, words="tokens written up to the end of the part"))
+"""A line per method with standard errors over texts, each part at its last token; KL by powers of ten."""
 
 
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -173,6 +157,12 @@ def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
         step = {"step": change[0], "step_se": change[1], "valley": worse}
         lines.append({"method": label(record), "bits": int(record.bits), **found, **step})
     return pd.DataFrame(lines)
+
+
+def widths_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """`valley_table` of runs at `_FEWEST_WIDTHS` widths or more; else empty."""
+    table = valley_table(records, store)
+    return table if not table.empty and table["bits"].nunique() >= _FEWEST_WIDTHS else pd.DataFrame()
 
 
 def valley_figure(table: pd.DataFrame, title: str) -> Figure:
@@ -313,15 +303,12 @@ def _lines(cells: Iterable[Shown], model: str, stand_in: str) -> Iterator[tuple[
         if cell.published is None and cell.value is None:
             continue
         labels = cell.asked.labels
-        dataset = _dataset(cell) if stand_in else labels.get("dataset", "")
+        dataset = labels.get("dataset", "")
+        if stand_in:  # the text of its run, which is not the one that the paper's label names
+            words = [word.partition("=") for run in cell.asked.runs for word in run.command.split()]
+            dataset = next((text for name, _, text in words if name == "dataset"), "")
         printed = None if cell.published is None else cell.published.value
         yield model, stand_in, dataset, labels.get("method", ""), printed, cell.value, cell.stale
-
-
-def _dataset(cell: Shown) -> str:
-    """The text of a stand-in's run, which is not the one that the paper's label names."""
-    words = (word.partition("=") for run in cell.asked.runs for word in run.command.split())
-    return next((text for name, _, text in words if name == "dataset"), "")
 
 
 @titled

@@ -128,11 +128,6 @@ def handle(name: str, **look: Any) -> Any:
     return Line2D([], [], label=name, **look)
 
 
-def marked(axis: Any, x: Any, y: Any, index: int, label: str) -> None:
-    """A line with markers, of the series of this index."""
-    axis.plot(x, y, marker(index) + "-", color=colour(index), label=label)
-
-
 def points(axis: Any, x: Any, y: Any, index: Any, label: str, **more: Any) -> None:
     """Points without edges, of the series of this index."""
     axis.scatter(x, y, color=colour(index), marker=marker(index), linewidths=0, alpha=0.6, label=label, **more)

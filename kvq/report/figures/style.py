@@ -17,7 +17,7 @@ import pandas as pd
 
 from kvq.report.command import write_files
 from kvq.report.escapes import plain_cell
-from kvq.report.palette import FIRST, colour_of, method_of
+from kvq.report.labels import FIRST, colour_of, method_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,32 +25,11 @@ if TYPE_CHECKING:
 COLUMN = 3.4
 """Inches of one column of a two-column paper; a figure is one or two wide."""
 SERIES = ("#264653", "#8AB17D", "#E9C46A", "#7D8597", "#B5838D", "#A98467", "#C8B6E2", "#ADB5BD")
-"""Colours of what is no method: parts of memory, sides, stages, texts. None is a method's (`kvq.report.palette`)."""
+"""Colours of what is no method: parts of memory, sides, stages, texts. None is a method's (`kvq.report.labels`)."""
 MOST_LINES = 16
 """Most lines of a figure; its CSV has all."""
-FONTS = ("DejaVu Sans",)
-"""The font that comes with matplotlib, so that figures are equal on every machine."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
-_SETTINGS: Any = {
-    "font.family": list(FONTS),
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 4,
-    "pdf.fonttype": 42,
-    "text.parse_math": False,  # a dollar sign in a record's name shows as one
-    "image.cmap": "viridis",
-}
-
 _DPI = 200
 # Of 9. The usual 6 takes a tenth of a figure's time more, for files that are hardly smaller.
 _COMPRESS = 3
@@ -63,8 +42,15 @@ def style() -> Iterator[None]:
     """matplotlib's settings of all figures, within the block."""
     import matplotlib
 
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(_settings()):
         yield
+
+
+@functools.cache
+def _settings() -> Any:
+    from matplotlib import rc_params_from_file
+
+    return rc_params_from_file(Path(__file__).parent / "kvq.mplstyle", use_default_template=False)
 
 
 def figure(columns: int, height: float) -> Figure:
@@ -172,37 +158,29 @@ def _without_control_characters(made: Figure) -> None:
     """Put a replacement character where a text of records has a control character, for which no font has a glyph."""
     from matplotlib.text import Text
 
-    _rename(made, _printable)
+    def printable(text: str) -> str:
+        return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+    _rename(made, printable)
     texts = [*made.texts]
     for axes in made.axes:
         # Not the ticks: asking for them makes them, hundreds in a figure that may show none.
         texts += [child for child in axes.get_children() if isinstance(child, Text)]
         texts += [axes.xaxis.label, axes.yaxis.label]
     for text in texts:
-        text.set_text(_printable(text.get_text()))
-
-
-def _printable(text: str) -> str:
-    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
-
-
-def _names_in_legends(made: Figure) -> list[Any]:
-    legends = [*made.legends, *(axes.legend_ for axes in made.axes if axes.legend_)]
-    return [text for legend in legends for text in legend.get_texts()]
-
-
-def _is_named(axis: Any) -> bool:
-    """Whether ticks have labels of their own: what `set_xticks` makes of labels."""
-    from matplotlib.ticker import FuncFormatter
-
-    return isinstance(axis.get_major_formatter(), FuncFormatter)
+        text.set_text(printable(text.get_text()))
 
 
 def _rename(made: Figure, change: Callable[[str], str]) -> None:
-    """Change the names in legends and at ticks; what stays the same is not touched."""
-    for text in _names_in_legends(made):
-        text.set_text(change(text.get_text()))
-    for axis in (axis for axes in made.axes for axis in (axes.xaxis, axes.yaxis) if _is_named(axis)):
+    """Change the names in legends, and at ticks that have labels of their own; what stays the same is not touched."""
+    from matplotlib.ticker import FuncFormatter  # what `set_xticks` makes of labels
+
+    for legend in (*made.legends, *(axes.legend_ for axes in made.axes if axes.legend_)):
+        for text in legend.get_texts():
+            text.set_text(change(text.get_text()))
+    for axis in (axis for axes in made.axes for axis in (axes.xaxis, axes.yaxis)):
+        if not isinstance(axis.get_major_formatter(), FuncFormatter):
+            continue
         names = [text.get_text() for text in axis.get_majorticklabels()]
         if (changed := [change(name) for name in names]) != names:
             axis.set_ticklabels(changed)
@@ -210,6 +188,7 @@ def _rename(made: Figure, change: Callable[[str], str]) -> None:
 
 # Characters of a name, tried in turn while names leave the axes no room; None: all of them.
 _NAME_LENGTHS = (None, 60, 36, 20)
+# The least share of a figure's width that its axes have, all panels of a line together.
 _LEAST_SHARE = 0.35
 
 
@@ -227,15 +206,11 @@ def _lay_out(made: Figure) -> None:
                 engine.execute(made)
             except UserWarning:
                 continue
-        if _share_of_axes(made) >= _LEAST_SHARE:
+        places = [(axes.get_subplotspec(), axes.get_position().width) for axes in made.axes]
+        shares = [width * place.get_gridspec().ncols for place, width in places if place is not None]
+        if max(shares, default=1.0) >= _LEAST_SHARE:
             break
     made.set_layout_engine("none")
-
-
-def _share_of_axes(made: Figure) -> float:
-    """How much of a figure's width its axes have, all panels of a line together."""
-    places = [(axes.get_subplotspec(), axes.get_position().width) for axes in made.axes]
-    return max((width * place.get_gridspec().ncols for place, width in places if place is not None), default=1.0)
 
 
 def _cut(name: str, most: int) -> str:

@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import RecordError, printable
-from kvq.report.above_limit import NOTE, Limits, bits_above, limit_beside, limits_of
 from kvq.report.command import made_of
 from kvq.report.comparisons import (
+    NOTE,
     Comparisons,
+    Limits,
     Verdicts,
+    bits_above,
     effective_bits,
     frontier,
     is_noise,
+    limit_beside,
+    limits_of,
     measured_bits,
     read_records,
     samples_of,
@@ -32,8 +36,7 @@ from kvq.report.labels import protocol as protocol_of
 from kvq.report.tables.layout import Continuation, Row, Table, Tables, Texts, columns_of
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, judge, run_key
-from kvq.results.presets import PROTOCOL, flatten, joined, said, settings_of
-from kvq.results.said import cache_dtype
+from kvq.results.presets import PROTOCOL, cache_dtype, flatten, joined, said, settings_of
 from kvq.results.statistics import holm
 
 # Characters of a fingerprint that are shown, and the name under which it is shown.
@@ -67,7 +70,7 @@ def build_tables(
         records = [record for record in records if record.key in wanted]
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        groups[_protocol_key(record)].append(record)
+        groups[run_key(_protocol(record))].append(record)
     unused: dict[Path, str] = {}
     comparisons = Comparisons(lambda record: samples_of(record, store, unused))
     limits = limits_of(records, comparisons.samples)
@@ -85,13 +88,9 @@ def build_tables(
         of_records = made_of(groups[protocol], make, lambda record: record.key, "table", skip)
         if of_records is not None:
             tables.append(of_records)
-    return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), _once(odd, unused))
-
-
-def _once(odd: Sequence[Broken], unused: Mapping[Path, str]) -> tuple[Broken, ...]:
-    """Files that are not used, each once."""
-    reasons = {file.path: file.reason for file in odd}
-    return tuple(Broken(path, reason) for path, reason in (reasons | dict(unused)).items())
+    reasons = {file.path: file.reason for file in odd} | unused
+    files = tuple(Broken(path, reason) for path, reason in reasons.items())
+    return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), files)
 
 
 def told_apart(tables: Sequence[Table]) -> list[Table]:
@@ -136,10 +135,6 @@ def _checked(table: Table) -> Table:
 def _protocol(run: Record) -> dict[str, Any]:
     fallback: dict[str, Any] = {"task": run.task, "model": run.model, "dataset": run.dataset, "seed": None}
     return {name: run.config.get(name, fallback[name]) for name in PROTOCOL}
-
-
-def _protocol_key(run: Record) -> str:
-    return run_key(_protocol(run))
 
 
 def _table(

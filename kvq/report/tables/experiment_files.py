@@ -14,7 +14,7 @@ from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of,
 from kvq.report.tables.formats import PREAMBLE, Sheet, floats
 from kvq.report.tables.layout import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.notes import STALE
-from kvq.report.tables.readings import AXES, Published, Reference
+from kvq.report.tables.readings import AXES, Reference
 from kvq.results import Record, judge
 
 INDEX = "index.md"
@@ -120,15 +120,12 @@ def _cell(cell: Shown, numbers: dict[str, int], digits: int, printed: bool) -> s
         measured = f"{mark}{fixed(cell.value, digits)}{error}{said}{' †' * cell.stale}{' ‡' * cell.on_test_text}"
     if not printed:
         return measured
-    published = DASH if cell.published is None else _printed(cell.published, digits)
+    number, published = cell.published, DASH
+    if number is not None:  # without decimals that an approximate one does not have, and marked where there is a note
+        published = f"~{number.value:g}" if number.is_approximate else fixed(number.value, digits)
+        published += "*" * bool(number.note)
     difference = DASH if cell.difference is None else fixed(cell.difference, digits, signed=True)
     return f"{measured} / {published} / {difference}"
-
-
-def _printed(number: Published, digits: int) -> str:
-    """A published number: without decimals that an approximate one does not have, and marked where there is a note."""
-    text = f"~{number.value:g}" if number.is_approximate else fixed(number.value, digits)
-    return f"{text}{'*' * bool(number.note)}"
 
 
 def _notes(experiment: Experiment, cells: Sequence[Shown], numbers: Mapping[str, int]) -> Iterator[str]:

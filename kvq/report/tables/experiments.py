@@ -50,14 +50,14 @@ class Experiment:
     units: str
     scale: float
     pool: str
-    rows: tuple[str, ...]
-    sections: tuple[str, ...]
+    rows: Sequence[str]
+    sections: Sequence[str]
     cells: tuple[Asked, ...]
     runs: int
     baselines: int
     stand_ins: Mapping[str, tuple[Asked, ...]]
     waiting: Mapping[str, int]
-    own: frozenset[str] = frozenset()
+    own: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def shown_cells(
     for machine in _machines(experiment.cells, records):
         for asked in experiment.cells:
             published = reference.find(experiment.paper, experiment.table, asked.labels)
-            if published is not None or experiment.table is None or experiment.own & set(asked.labels.values()):
+            if published is not None or experiment.table is None or set(experiment.own) & set(asked.labels.values()):
                 cells.append(_shown(asked, published, answers, machine, experiment))
     return cells
 

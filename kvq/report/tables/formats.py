@@ -14,7 +14,16 @@ from kvq.errors import RecordError
 from kvq.report.command import no_records, write_files
 from kvq.report.escapes import csv_of, escape_latex, escape_markdown, markdown_table, one_line
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import Cell, Table, Tables, columns_of, is_of_diagnostics, is_of_items, is_of_texts
+from kvq.report.tables.layout import (
+    LISTED,
+    Cell,
+    Table,
+    Tables,
+    columns_of,
+    is_of_diagnostics,
+    is_of_items,
+    is_of_texts,
+)
 from kvq.results import Record, Store
 from kvq.results.store import cause
 
@@ -97,10 +106,12 @@ def _float(sheet: Sheet, columns: Sequence[int], rows: range, part: str, first: 
     yield from (f"\\begin{{tabular}}{{@{{}}{form}@{{}}}}", "\\toprule")
     yield " & ".join(_stacked(sheet.header[column], sheet.is_left(column)) for column in columns) + " \\\\"
     yield "\\midrule"
+    # Whether rows of one name follow each other, so that space between names helps.
+    grouped = len({row[0] for row in sheet.rows}) < len(sheet.rows)
     before: Sequence[str] | None = None
     for row in rows:
         cells = sheet.rows[row]
-        if before is not None and sheet.labels and cells[0] != before[0] and _grouped(sheet):
+        if before is not None and sheet.labels and cells[0] != before[0] and grouped:
             yield "\\addlinespace"
         yield " & ".join(_cell(sheet, row, column) for column in columns) + " \\\\"
         before = cells
@@ -164,11 +175,6 @@ def _across(sheet: Sheet) -> list[list[int]]:
     return [[*names, column] for column in others] or [names]
 
 
-def _grouped(sheet: Sheet) -> bool:
-    """Whether rows of one name follow each other, so that space between names helps."""
-    return len({row[0] for row in sheet.rows}) < len(sheet.rows)
-
-
 def _down(sheet: Sheet) -> list[range]:
     """Rows of each part: whole names, unless one name alone is longer than a page."""
     longest = _LONGEST - (_noted(sheet) if _noted(sheet) <= _MOST_NOTES else 0)
@@ -183,11 +189,7 @@ def _down(sheet: Sheet) -> list[range]:
     return [*parts, range(start, end)]
 
 
-CSV_METRICS = (
-    *("bits_per_element", "key_bits", "value_bits", "effective_bits"),
-    *("perplexity", "nll", "delta_perplexity", "delta_nll", "delta_nll_se"),
-    *("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max", "top1_agreement", "scored_tokens", "windows"),
-)
+CSV_METRICS: list[str] = LISTED["csv"]
 
 
 def markdown(table: Table) -> str:

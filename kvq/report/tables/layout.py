@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 from kvq.results import Broken, Record
 from kvq.results.metrics import AT_LENGTH, METRICS, Metric, length_of, metric_of
@@ -159,10 +162,6 @@ def _spread(metric: Metric) -> Callable[[Row], Cell]:
     return cell
 
 
-def _name(row: Row) -> Cell:
-    return Cell(f"{row.name} †" if row.stale else row.name)
-
-
 def _with_footnote(cell: Callable[[Row], Cell]) -> Callable[[Row], Cell]:
     return lambda row: cell(row) if row.footnote is None else Cell(f"{DASH} [{row.footnote}]")
 
@@ -191,7 +190,7 @@ def _difference(metric: Metric) -> Callable[[Row], Cell]:
 
 _DELTA_NLL = Column("ΔNLL ± SE (nats/token)", "ΔNLL ± SE", _difference(METRICS["delta_nll"]))
 COLUMNS = (
-    Column("Method", "Method", _name, numeric=False),
+    Column("Method", "Method", lambda row: Cell(f"{row.name} †" if row.stale else row.name), numeric=False),
     Column("Bits", "Bits", lambda row: Cell(row.bits)),
     _column("bits_per_element"),
     _column("effective_bits"),
@@ -203,12 +202,13 @@ COLUMNS = (
     _column("top1_agreement"),
 )
 
-_ABOVE = Column("Bits above the limit at equal loss", "Above", lambda row: Cell(_signed(row.above_limit)))
+
+def _above(row: Row) -> Cell:
+    return Cell(DASH if row.above_limit is None else fixed(row.above_limit, 2, signed=True))
+
+
+_ABOVE = Column("Bits above the limit at equal loss", "Above", _above)
 _TOKENS = Column("Tokens", "Tokens", lambda row: Cell(DASH if row.tokens is None else f"{row.tokens:,}"))
-
-
-def _signed(value: float | None) -> str:
-    return DASH if value is None else fixed(value, 2, signed=True)
 
 
 def _at_length(metric: Metric) -> Column:
@@ -222,34 +222,11 @@ def _at_length(metric: Metric) -> Column:
 
 # What every table begins with.
 _RUN = COLUMNS[:4]
-# Tasks whose columns are chosen here; a table of any other shows what its records hold.
-_CHOSEN = (
-    *("ppl", "kld", "niah", "longbench", "lm_eval", "multimodal", "tools"),
-    *("generate", "trajectory", "drift", "speculate", "conversation"),
-)
-# Behind these, where some run of a table has them: tails (of files of logits the median too), and what an engine and
-# its preset agree on.
-_TAILS = ("kl_p999", "kl_max")
-_AGREEMENT = (
-    *("agreement_kl", "agreement_correlation", "agreement_kl_q8", "agreement_correlation_q8"),
-    *("agreement_kl_stored", "preset_kl_self"),
-)
-# Of tasks that write texts, after what every table begins with.
-_WRITTEN = {
-    "generate": ("total_bytes", "new_tokens", "same_tokens", "repetition"),
-    "trajectory": ("kept_tokens", "left", "same_share", "kl_mean", "kl_p99"),
-    "drift": ("kept_tokens", "same_share", "kl_mean", "kl_p99", "drift"),
-    "speculate": ("acceptance", "tokens_per_forward", "equal_texts"),
-}
-# Of conversations, after their loss.
-_CONTINUED = ("kl_mean", "total_bytes", "shared_bytes", "once_bytes", "separate_bytes", "fork_difference")
+# What tables show, as `columns.yaml` lists it.
+LISTED: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "columns.yaml").read_text(encoding="utf-8"))
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
 _PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket|turn)=(?P<value>.+)\]")
-_OUTCOMES = (
-    *("wrong_needle", "bit_mixing", "bit_mixing_random", "other", "rouge_l"),
-    *("valid_json", "schema_valid", "right_function", "right_arguments", "same_answers"),
-)
 
 
 def measured(table: Table) -> list[Column]:
@@ -257,13 +234,13 @@ def measured(table: Table) -> list[Column]:
     rows = [row for row in table.rows if not row.baseline] or table.rows
     pairs = {(name, row.record.units.get(name)) for row in rows for name in row.record.metrics}
     pairs -= {(name, None) for name, unit in pairs if unit is not None}
-    ordered = sorted(pairs, key=lambda pair: (_natural(pair[0]), pair[1] or ""))
-    return [_column(name, unit=unit) for name, unit in ordered]
 
+    def natural(pair: tuple[str, str | None]) -> tuple[Any, str]:
+        """Sort key under which 512 comes before 1024."""
+        pieces = re.split(r"(\d+)", pair[0])
+        return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces], pair[1] or ""
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key under which 512 comes before 1024."""
-    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", name)]
+    return [_column(name, unit=unit) for name, unit in sorted(pairs, key=natural)]
 
 
 def is_of_items(table: Table) -> bool:
@@ -273,61 +250,58 @@ def is_of_items(table: Table) -> bool:
 
 def is_of_diagnostics(table: Table) -> bool:
     """Whether the runs of a table are of a diagnostic task or one outside the package, with metrics of its own."""
-    return bool(table.rows) and table.rows[0].record.task not in _CHOSEN and not is_of_items(table)
+    return bool(table.rows) and table.rows[0].record.task not in LISTED["chosen"] and not is_of_items(table)
 
 
 def is_of_texts(table: Table) -> bool:
     """Whether the runs of a table wrote texts."""
-    return bool(table.rows) and table.rows[0].record.task in _WRITTEN
+    return bool(table.rows) and table.rows[0].record.task in LISTED["written"]
 
 
 def columns_of(table: Table) -> tuple[Column, ...]:
     """The columns of a table: those of perplexity, or what its runs measured on items."""
+    names = {name for row in table.rows for name in row.record.metrics}
+    task = table.rows[0].record.task if table.rows else ""
+
+    def known(listed: str) -> list[Column]:
+        return [_column(name) for name in LISTED[listed] if name in names]
+
     if table.is_of_memory:
-        names = {name.rpartition("_")[0] for row in table.rows for name in row.record.metrics}
-        return (*COLUMNS[:2], _TOKENS, *(_at_length(metric) for name, metric in AT_LENGTH.items() if name in names))
+        lengths = {name.rpartition("_")[0] for name in names}
+        return (*COLUMNS[:2], _TOKENS, *(_at_length(metric) for name, metric in AT_LENGTH.items() if name in lengths))
     if is_of_diagnostics(table):
         return (*COLUMNS[:2], *measured(table)[:_SHOWN_PARTS])
     if is_of_texts(table):
-        return (*_RUN, *(_column(name, _spread(METRICS[name])) for name in _WRITTEN[table.rows[0].record.task]))
-    names = {name for row in table.rows for name in row.record.metrics}
-    if table.rows and table.rows[0].record.task == "conversation":
-        own = [_column("nll"), _DELTA_NLL, *map(_column, (name for name in _CONTINUED if name in names))]
-        return (*_RUN, *own, *_parts(names, "delta_nll"))
+        return (*_RUN, *(_column(name, _spread(METRICS[name])) for name in LISTED["written"][task]))
+    if task == "conversation":
+        return (*_RUN, _column("nll"), _DELTA_NLL, *known("continued"), *_parts(names, "delta_nll"))
     if not is_of_items(table):
-        off = [Column("Preset's NLL − engine's ± SE", "Off ± SE", _difference(METRICS["preset_off"]))]
-        compared = (
-            [*off, *map(_column, (name for name in _AGREEMENT if name in names))] if "preset_off" in names else []
-        )
-        tails = ("kl_median", *_TAILS) if table.rows and table.rows[0].record.task == "kld" else _TAILS
-        above = [_ABOVE] if table.limit else []
-        return (*COLUMNS, *map(_column, (name for name in tails if name in names)), *above, *compared)
+        off = Column("Preset's NLL − engine's ± SE", "Off ± SE", _difference(METRICS["preset_off"]))
+        compared = [off, *known("agreement")] if "preset_off" in names else []
+        tails = known("tails_of_files" if task == "kld" else "tails")
+        return (*COLUMNS, *tails, *([_ABOVE] if table.limit else []), *compared)
     main = "accuracy" if "accuracy" in names else "score"
-    columns = [
-        *_RUN,
+    columns = (
         _column(main, _with_footnote(_metric(METRICS[main]))),
         Column("Δ ± SE (points)", "Δ ± SE", _difference(METRICS[f"delta_{main}"])),
         Column("Lost, gained (items)", "-/+", _lost_and_gained),
         Column("p (Holm)", "p", _p_value),
-    ]
-    outcomes = [_column(name) for name in _OUTCOMES if name in names]
-    return (*columns, *outcomes, *_parts(names, main))
+    )
+    return (*_RUN, *columns, *known("outcomes"), *_parts(names, main))
 
 
 def _parts(names: set[str], main: str) -> list[Column]:
+    """A column for each part of the main metric: what was asked is named by its value, a turn as one."""
     found = [(match, name) for name in names if (match := _PART.fullmatch(name)) and match["name"] == main]
     if not 1 < len(found) <= _SHOWN_PARTS:
         return []
-    found.sort(key=lambda pair: (pair[0]["part"], pair[0]["value"].zfill(9)))
-    shown = METRICS[main]
-    return [Column(*_titles_of_part(match, shown), _metric(shown._replace(name=name))) for match, name in found]
-
-
-def _titles_of_part(match: re.Match[str], whole: Metric) -> tuple[str, str]:
-    """Of a column, wide and narrow: what was asked is named by its value, a turn as one."""
-    if match["part"] == "turn":
-        return f"{whole.title}, turn {match['value']}", f"turn {match['value']}"
-    return f"{match['value']} (%)", match["value"]
+    whole, columns = METRICS[main], []
+    for match, name in sorted(found, key=lambda pair: (pair[0]["part"], pair[0]["value"].zfill(9))):
+        value = match["value"]
+        turn = (f"{whole.title}, turn {value}", f"turn {value}")
+        titles = turn if match["part"] == "turn" else (f"{value} (%)", value)
+        columns.append(Column(*titles, _metric(whole._replace(name=name))))
+    return columns
 
 
 def _lost_and_gained(row: Row) -> Cell:

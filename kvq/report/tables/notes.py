@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from kvq.report.comparisons import Comparisons, Verdicts, widths
-from kvq.report.palette import engine_of
+from kvq.report.labels import engine_of
 from kvq.report.tables.layout import UNQUANTIZED, Row
 from kvq.results import Record
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE, SHORT
-from kvq.results.presets import settings_of
-from kvq.results.said import cache_dtype
+from kvq.results.presets import cache_dtype, settings_of
 from kvq.results.statistics import ALPHA, fewest_to_differ
 
+_MOST_NAMED = 5
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
 STALE = (
@@ -132,6 +132,7 @@ def _dtypes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _residuals(rows: Sequence[Row]) -> Iterator[str]:
+    """Settings of the residual: of all quantized rows where they share them, else with some names of those that do."""
     names: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         if row.record.status == "done" and not row.baseline:
@@ -140,7 +141,10 @@ def _residuals(rows: Sequence[Row]) -> Iterator[str]:
             text = ", ".join(f"{name.removeprefix('residual.')}={value}" for name, value in residual)
             names[text].add(row.name)
     for text in sorted(names.keys() - {""}):
-        yield f"Residual of {', '.join(sorted(names[text]))}: {text}."
+        own = sorted(names[text])
+        more = f" and {len(own) - _MOST_NAMED} more" if len(own) > _MOST_NAMED else ""
+        whose = "" if len(names) == 1 else f" of {', '.join(own[:_MOST_NAMED])}{more}"
+        yield f"Residual{whose}: {text}."
 
 
 def _decode_mode(rows: Sequence[Row]) -> Iterator[str]:

@@ -16,7 +16,6 @@ from kvq.config.diagnostics import (
     TniConfig,
 )
 from kvq.report.figures.cost import throughput_table
-from kvq.report.figures.diagnostics import diagnostic_drawings, embedding_drawings
 from kvq.report.figures.distribution import (
     closeness_table,
     covariances_table,
@@ -37,6 +36,7 @@ from kvq.report.figures.error import (
     states_of,
     steps_table,
 )
+from kvq.report.figures.every import diagnostic_drawings, embedding_drawings
 from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.over_models import dispersion_correlations, dispersion_table, scatter_figure, scatters
 from kvq.report.figures.perplexity import valley_table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pandas as pd
@@ -15,8 +16,9 @@ from kvq.report.figures import style
 from kvq.report.figures.cost import memory_figure
 from kvq.report.figures.drawing import MARKS, Drawing, Noted, write_drawings
 from kvq.report.figures.error import places_figure, plane_figure
+from kvq.report.figures.every import CHARTS
 from kvq.report.figures.loss import pareto_figure
-from kvq.report.palette import colour_of
+from kvq.report.labels import colour_of
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
 
@@ -244,3 +246,11 @@ def test_control_characters_are_shown_as_such() -> None:
     assert [text.get_text() for text in axis.get_yticklabels()] == ["�", "sound"]
     assert made.legends[0].get_texts()[0].get_text() == "a�b"
     assert made._suptitle.get_text() == "�name\nsecond line"
+
+
+def test_charts_name_what_is_there() -> None:
+    for charts in CHARTS.values():
+        for chart in charts.values():
+            module, name = (chart.table or chart.figure).split(".")
+            assert callable(chart.draw)
+            assert callable(getattr(import_module(f"kvq.report.figures.{module}"), f"{name}_table"))

@@ -7,7 +7,7 @@ import pytest
 from kvq.report.figures import style
 from kvq.report.figures.every import table_drawings
 from kvq.report.figures.loss import engines_figure, engines_table, pareto_table
-from kvq.report.palette import colour_of, engine_of, method_of
+from kvq.report.labels import colour_of, engine_of, method_of
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table
 from kvq.results import Store

@@ -11,8 +11,8 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.report.figures.cost import throughput_figure
-from kvq.report.figures.diagnostics import diagnostic_drawings
 from kvq.report.figures.error import bars_figure
+from kvq.report.figures.every import diagnostic_drawings
 from kvq.report.figures.style import png_of
 from kvq.results import Store
 from tests.results import made

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvq.report.html.__main__ import main
-from kvq.report.html.page import embed, render, write_report
-from kvq.report.html.payload import LONGEST_PART, MOST_METRICS, arxiv_link, papers, payload, script_json, shown
+from kvq.report.html import embed, main, render, write_report
+from kvq.report.payload import LONGEST_PART, MOST_METRICS, arxiv_link, papers, payload, script_json, shown
 from kvq.report.tables.build import build_tables
 from kvq.results import Store
 from tests.report import hostile, sweeps
@@ -216,7 +215,7 @@ def test_presets_have_the_paper_of_their_method() -> None:
 
 MEASURE = """
 import sys
-from kvq.report.html.__main__ import main
+from kvq.report.html import main
 from kvq.results.provenance import PeakMemory
 memory = PeakMemory()  # not ru_maxrss, which a child inherits from the process that started it
 code = main(["--results", sys.argv[1]])

@@ -12,7 +12,7 @@ import pytest
 
 from experiments import browser
 from kvq.report.comparisons import read_records
-from kvq.report.html.page import write_report
+from kvq.report.html import write_report
 from kvq.report.labels import main_model
 from kvq.report.tables.build import build_tables
 from kvq.results import Record, Store

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.report.html.payload import describe, shown_metrics
+from kvq.report.payload import describe, shown_metrics
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import measured
 from kvq.results import Record, Store

@@ -14,7 +14,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import COLUMNS, Row, Table, fixed
 from kvq.results import Record, Store
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
-from kvq.results.said import parse_label
+from kvq.results.presets import parse_label
 from tests.report import sweeps
 from tests.results import made
 
@@ -200,6 +200,19 @@ def test_runs_of_one_name_are_told_apart(store: Store) -> None:
         ("nsn", "2"),
     ]
     assert "Residual of kivi, residual 32, nsn: size=32." in table.notes
+
+
+def test_a_residual_that_all_share_names_nobody(store: Store) -> None:
+    size = {"residual": {"key": {"size": 32}, "value": {"size": 32}}}
+    names = [f"method{place}" for place in range(7)]
+    for name in names:
+        store.put(made.record(name, "2", settings=made.config(name, "2") | size))
+    assert "Residual: size=32." in only(store).notes
+    other = {"residual": {"key": {"size": 64}, "value": {"size": 64}}}
+    store.put(made.record("nsn", "2", settings=made.config("nsn", "2") | other))
+    notes = only(store).notes
+    assert f"Residual of {', '.join(names[:5])} and 2 more: size=32." in notes
+    assert "Residual of nsn: size=64." in notes
 
 
 def test_every_difference_is_named_and_none_is_a_hash(store: Store) -> None:

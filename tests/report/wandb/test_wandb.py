@@ -15,9 +15,8 @@ import pytest
 from kvq.cli import main as run
 from kvq.config.logger import NoLogger, WandbLogger, WandbMode
 from kvq.report import wandb as tracking
-from kvq.report.wandb.__main__ import main as sync
-from kvq.report.wandb.run import CannotTrack, Tracker
-from kvq.report.wandb.workspace import PAPERS, TASKS, workspace_of
+from kvq.report.tracker import VIEW, CannotTrack, Tracker, workspace_of
+from kvq.report.wandb import main as sync
 from kvq.results import Record, Store
 from tests.report import sweeps
 from tests.report.wandb.wandb_files import OfflineRun, offline_runs
@@ -251,7 +250,7 @@ def test_a_run_that_is_only_partly_there_is_still_ended(
 
 
 def test_no_logger_imports_nothing(store: Store, runs: dict[str, Record], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvq.report.wandb.run", None)
+    monkeypatch.setitem(sys.modules, "kvq.report.tracker", None)
     tracking.track(NoLogger(), store, runs["good"])
     assert not (store.root / "wandb").exists()
 
@@ -288,12 +287,12 @@ def test_the_workspace_has_a_section_for_each_paper_and_task() -> None:
     units = dict.fromkeys((name for group in metrics.values() for name in group), "1")
     records = [
         made.record(method, "2", task=task, metrics=numbers, units={name: units[name] for name in numbers})
-        for method in (*PAPERS, "nsnquant/no_norm1", "kivi")
+        for method in (*VIEW["papers"], "nsnquant/no_norm1", "kivi")
         for task, numbers in metrics.items()
     ]
     view = workspace_of(WandbLogger(), "me", records)._to_model().model_dump(mode="json", by_alias=True)
     sections = {part["name"]: part["panels"] for part in view["spec"]["section"]["panelBankConfig"]["sections"]}
-    wanted = {f"{paper}: {title}" for paper in PAPERS.values() for title in TASKS.values()}
+    wanted = {f"{paper}: {title}" for paper in VIEW["papers"].values() for title, _ in VIEW["tasks"].values()}
     assert wanted <= sections.keys()
     assert len(sections) == len(wanted) + 3
     shown = {name: [panel["config"]["metrics"] for panel in sections[name]] for name in wanted}

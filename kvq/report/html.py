@@ -1,9 +1,19 @@
-"""The HTML report: one file made of records and figures, and where its numbers come from."""
+"""`python -m kvq.report.html`: write the page of a results folder, with the figures drawn before; needs no model.
+
+One file that needs no network: tables, a plot of bits and quality, figures, and where its numbers come from.
+"""
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.report.html")
+
+import argparse
 import re
 import struct
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,14 +24,14 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from kvq.errors import RecordError
-from kvq.report.command import no_records
-from kvq.report.html.payload import payload, png_uri, script_json, shown, source_digest
+from kvq.errors import RecordError, printable
+from kvq.report import command
 from kvq.report.labels import main_model, model_name
+from kvq.report.payload import payload, png_uri, script_json, shown, source_digest
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table, Tables, columns_of
 from kvq.results import Record, Store
-from kvq.results.atomic import write_file
+from kvq.results.files import write_file
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 from kvq.results.store import cause
 
@@ -67,24 +77,20 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
     """
     tables = build_tables(store) if tables is None else tables
     if not tables.tables:
-        raise no_records(store)
+        raise command.no_records(store)
     warnings = [f"skipped {broken.path.name}: {broken.reason}" for broken in tables.broken]
     try:
         main = main_model(row.record for table in tables.tables for row in table.rows)
         drawn = sorted((store.root / "figures" if figures is None else figures).glob("*.png"))
         drawn.sort(key=lambda path: f"-{main}-" not in path.name)
-        if drawn and _newest(store) > min(path.stat().st_mtime for path in drawn) + _AT_ONCE_SECONDS:
+        newest = max(path.stat().st_mtime for path in store.runs.rglob("*.json"))  # when the last record was written
+        if drawn and newest > min(path.stat().st_mtime for path in drawn) + _AT_ONCE_SECONDS:
             warnings.append("figures: some are older than the newest record; draw them again")
         content = render(tables, embed(drawn), warnings).encode("utf-8")
         write_file(out, content, durable=False)
     except OSError as error:
         raise RecordError(f"report: cannot write '{out}': {cause(error)}") from error
     return Written(out, sum(len(table.rows) for table in tables.tables), len(content), tuple(warnings))
-
-
-def _newest(store: Store) -> float:
-    """When the last record was written."""
-    return max(path.stat().st_mtime for path in store.runs.rglob("*.json"))
 
 
 def embed(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[Figure]:
@@ -114,7 +120,9 @@ def render(tables: Tables, figures: Sequence[Figure] = (), warnings: Sequence[st
     main = main_model(records)
     tables = replace(tables, tables=tuple(sorted(tables.tables, key=lambda table: _model(table) != main)))
     stale = sum(row.stale for table in tables.tables for row in table.rows)
-    style, script = _asset("page.css"), _script()
+    # One function around all scripts, so that they define no global names.
+    scripts = "\n".join(_asset(name) for name in _SCRIPTS)
+    style, script = _asset("page.css"), f'\n(() => {{\n"use strict";\n{scripts}\n}})();\n'
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = shown
     return environment.from_string(_asset("page.html.j2")).render(
@@ -148,14 +156,8 @@ def _policy(style: str, script: str) -> str:
     )
 
 
-def _script() -> str:
-    # One function around all scripts, so that they define no global names.
-    parts = "\n".join(_asset(name) for name in _SCRIPTS)
-    return f'\n(() => {{\n"use strict";\n{parts}\n}})();\n'
-
-
 def _asset(name: str) -> str:
-    return resources.files(__package__ or "kvq.report.html").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("kvq.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def environments(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -176,19 +178,16 @@ def _environment(runs: Sequence[Record]) -> dict[str, Any]:
         commit = "not from a checkout"
     else:
         commit = known.git_commit[:12] + (", with changes" if known.git_dirty else "")
+    threads = "1 thread" if known.threads == 1 else f"{known.threads} threads"
     return {
         "runs": len(runs),
         "commit": shown(commit),
         "versions": shown(", ".join(f"{name} {version}" for name, version in sorted(known.packages.items())), 1000),
-        "machine": shown(f"{known.device if known.device != 'cpu' else known.cpu}, {_threads(known.threads)}"),
+        "machine": shown(f"{known.device if known.device != 'cpu' else known.cpu}, {threads}"),
         "system": shown(f"Python {known.python}, {known.platform}"),
         "dates": days(runs),
         "hours": hours(runs),
     }
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def days(records: Sequence[Record]) -> str:
@@ -226,3 +225,17 @@ def summary(records: Sequence[Record], stale: int, broken: int) -> list[tuple[st
         for place, (count, many, one) in enumerate(counts)
         if count or place < always
     ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = command.parser_of("kvq.report.html", __doc__, "the page (default: report.html in the results folder)")
+    return command.run(parser.parse_args(arguments), _write)
+
+
+def _write(given: argparse.Namespace) -> int:
+    written = write_report(Store(given.results), given.out or given.results / "report.html")
+    for line in written.warnings:
+        print(printable(line), file=sys.stderr)
+    print(f"{written.path} ({written.runs} runs, {written.bytes / 2**20:.1f} MiB)")
+    return 0

@@ -1,34 +1,46 @@
-"""One record as one run of Weights & Biases: its name, tags, configuration and summary, and how it is sent."""
+"""One record as one run of Weights & Biases, how it is sent, and the view `kvq` of a project.
+
+The view shows bits against quality, each paper and task, figures, and what sets runs apart.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
-import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
+
 from kvq.config.logger import WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError
-from kvq.report.figures.diagnostics import run_figures
+from kvq.report.figures.every import run_figures
 from kvq.report.figures.style import png_of
 from kvq.report.labels import label, model_name, protocol, protocol_departures
 from kvq.results import Record, Store
-from kvq.results.atomic import write_file
+from kvq.results.files import write_file
+from kvq.results.metrics import METRICS, metric_of
+from kvq.results.presets import words_of
 from kvq.results.record import dump_record
 from kvq.results.store import cause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from matplotlib.figure import Figure
 
 _LONGEST_GROUP = 100
 _MULTIRUN = ("-m", "--multirun")
+# What a run's configuration has as the record has it.
+_IN_CONFIG = (
+    *("key", "baseline_key", "task", "model", "dataset", "method", "bits", "status", "reason"),
+    *("units", "versions"),
+)
 
 
 class Entry(NamedTuple):
@@ -65,33 +77,16 @@ def entry_of(record: Record, group: str | None = None) -> Entry:
         tags=tuple(
             dict.fromkeys(word[:64] for word in (own, record.method, model, record.dataset, record.status) if word)
         ),
-        config={
-            "key": record.key,
-            "baseline_key": record.baseline_key,
-            "task": record.task,
-            "model": record.model,
-            "dataset": record.dataset,
-            "label": own,
-            "protocol": protocol(record),
-            "method": record.method,
-            "bits": record.bits,
-            "status": record.status,
-            "reason": record.reason,
-            "settings": record.config,
-            "units": record.units,
-            "versions": record.versions,
-            "provenance": record.provenance.model_dump(mode="json"),
-        },
+        config={name: getattr(record, name) for name in _IN_CONFIG}
+        | {"label": own, "protocol": protocol(record), "settings": record.config}
+        | {"provenance": record.provenance.model_dump(mode="json")},
         summary=dict(record.metrics),
     )
 
 
 def sweep_of(command: str) -> str | None:
     """Name of the sweep that a command was, from the command alone; None for a single run."""
-    try:
-        words = shlex.split(command)[1:]
-    except ValueError:
-        words = command.split()[1:]
+    words = words_of(command)[1:]
     if not any(word in _MULTIRUN or word.startswith("+experiment=") for word in words):
         return None
     text = " ".join(word for word in words if word not in _MULTIRUN)
@@ -103,13 +98,13 @@ def sweep_of(command: str) -> str | None:
 
 def sample_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str], list[list[Any]]]:
     """Columns and the first `most` rows of a run's samples; what is not a number or text is written as JSON."""
+
+    def plain(value: Any) -> Any:
+        return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+
     kept = rows[:most]
     columns = list(dict.fromkeys(name for row in kept for name in row))
-    return columns, [[_plain(row.get(name)) for name in columns] for row in kept]
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+    return columns, [[plain(row.get(name)) for name in columns] for row in kept]
 
 
 # Seconds until an unreachable server is noticed; the client's defaults take a quarter of an hour.
@@ -187,11 +182,7 @@ class Tracker:
         run = self._wandb.init(
             project=known.project,
             entity=known.entity,
-            id=entry.id,
-            name=entry.name,
-            group=entry.group,
-            job_type=entry.job_type,
-            tags=entry.tags,
+            **{name: getattr(entry, name) for name in ("id", "name", "group", "job_type", "tags")},
             config=dict(entry.config),
             mode=str(known.mode),
             dir=str(self._store.root),
@@ -211,6 +202,8 @@ class Tracker:
 
     def _log_media(self, run: Any, record: Record) -> None:
         """The table of samples and the run's figures, all in one step."""
+        from PIL import Image
+
         media: dict[str, Any] = {}
         try:
             columns, rows = sample_table(self._store.samples(record.key), self._settings.samples)
@@ -219,7 +212,7 @@ class Tracker:
         if rows:
             media["samples"] = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
         for name, figure in run_figures(record, self._store):
-            media[f"figures/{name}"] = self._wandb.Image(_picture(figure))
+            media[f"figures/{name}"] = self._wandb.Image(Image.open(io.BytesIO(png_of(figure))))
         if media:
             run.log(media)
 
@@ -234,21 +227,13 @@ class Tracker:
         return artifact
 
 
-def _picture(figure: Figure) -> Any:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(png_of(figure)))
-
-
 def _package() -> Any:
-    with _quiet():
-        try:
-            import wandb
-        except ImportError as error:
-            raise CannotTrack("wandb is not installed (pip install -e '.[wandb]')") from error
-    if not hasattr(wandb, "init"):  # a folder named wandb, which Python takes for a package
-        raise CannotTrack("wandb is not installed (pip install -e '.[wandb]')")
-    return wandb
+    with _quiet(), suppress(ImportError):
+        import wandb
+
+        if hasattr(wandb, "init"):  # else a folder named wandb, which Python takes for a package
+            return wandb
+    raise CannotTrack("wandb is not installed (pip install -e '.[wandb]')")
 
 
 def _logged_in(wandb: Any) -> bool:
@@ -310,3 +295,82 @@ class Pushed:
         except (OSError, ValueError):
             return {}
         return {name: ids for name, ids in found.items() if isinstance(ids, dict)} if isinstance(found, dict) else {}
+
+
+NAME = "kvq"
+VIEW: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "workspace.yaml").read_text(encoding="utf-8"))
+
+
+def sections_of(records: Iterable[Record]) -> dict[str, list[str]]:
+    """Sections by their names, such as `NSNQuant: perplexity`, each with the metrics that have a panel.
+
+    A paper's runs of a task are those of its method and of its variants; a section without records is left out.
+    """
+    metrics: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for record in records:
+        metrics[record.method.partition("/")[0], record.task].update(record.metrics)
+    found = {}
+    for (method, paper), (task, (title, starts)) in itertools.product(VIEW["papers"].items(), VIEW["tasks"].items()):
+        names = sorted(name for name in metrics[method, task] if not name.endswith("_se"))
+        shown = [name for start in starts for name in names if name.startswith(start)]
+        if shown:
+            found[f"{paper}: {title}"] = list(dict.fromkeys(shown))[: VIEW["most_panels"]]
+    return found
+
+
+def workspace_of(settings: WandbLogger, entity: str, records: Iterable[Record] = ()) -> Any:
+    """The view, not yet saved; `records`: the project's runs, whose metrics have panels.
+
+    Raises:
+        CannotTrack: the package is missing.
+    """
+    try:
+        import wandb_workspaces.reports.v2 as panels
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError as error:
+        raise CannotTrack("wandb-workspaces is not installed (pip install -e '.[wandb]')") from error
+    summary, config = panels.SummaryMetric, panels.Config
+    plots: list[Any] = [
+        panels.ScatterPlot(title=f"{title} against effective bits", x=summary("effective_bits"), y=summary(name))
+        for name, title in ((name, METRICS[name].title) for name in VIEW["quality"])
+    ]
+    bars: dict[str, list[Any]] = {
+        section: [panels.BarPlot(title=metric_of(name).title, metrics=[panels.Metric(name)]) for name in names]
+        for section, names in sections_of(records).items()
+    }
+    figures: list[Any] = [panels.MediaBrowser(media_keys=[f"figures/{name}"]) for name in VIEW["figures"]]
+    settings_apart, metrics_apart = VIEW["apart"]
+    apart: list[Any] = [*map(config, settings_apart), *map(summary, metrics_apart)]
+    axes = [panels.ParallelCoordinatesPlotColumn(metric=metric) for metric in apart]
+    return workspaces.Workspace(
+        entity=entity,
+        project=settings.project,
+        name=NAME,
+        sections=[
+            workspaces.Section(name="Bits and quality", panels=plots, is_open=True),
+            *(workspaces.Section(name=section, panels=own) for section, own in bars.items()),
+            workspaces.Section(name="Figures", panels=figures, is_open=True),
+            workspaces.Section(
+                name="What sets runs apart",
+                panels=[panels.ParallelCoordinatesPlot(columns=axes), panels.RunComparer(diff_only="split")],
+            ),
+        ],
+        runset_settings=workspaces.RunsetSettings(pinned_columns=VIEW["columns"]),
+    )
+
+
+def save_workspace(settings: WandbLogger, records: Iterable[Record]) -> str:
+    """Save the view of records in the project and return its address.
+
+    Raises:
+        CannotTrack: a package is missing, or the server does not answer or refuses.
+    """
+    try:
+        import wandb
+
+        entity = settings.entity or wandb.Api(timeout=settings.timeout).default_entity
+        return str(workspace_of(settings, str(entity), records).save().url)
+    except CannotTrack:
+        raise
+    except Exception as error:
+        raise CannotTrack(f"workspace: {type(error).__name__}: {_one_line(error)}") from error

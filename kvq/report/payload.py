@@ -15,8 +15,7 @@ import yaml
 from markupsafe import Markup
 
 from kvq.report.escapes import one_line
-from kvq.report.labels import by_bits, model_name
-from kvq.report.palette import colour_of
+from kvq.report.labels import by_bits, colour_of, model_name
 from kvq.report.tables.layout import Row, Tables
 from kvq.results import Record
 from kvq.results.metrics import METRICS, Metric, metric_of
@@ -108,7 +107,11 @@ def payload(tables: Tables, main: str | None = None) -> dict[str, Any]:
             {"name": shown(task), "runs": len(found), "columns": [name for name in columns(found) if name in kept]}
             for task, found in sorted(tasks.items(), key=lambda item: (-len(item[1]), item[0]))
         ],
-        "metrics": {name: _metric(metric) for name, metric in metrics.items() if name in kept},
+        "metrics": {
+            name: {**metric._asdict(), "title": shown(metric.title, 80), "short": shown(metric.short, 40)}
+            for name, metric in metrics.items()
+            if name in kept
+        },
         "methods": _methods(records, known),
         "protocols": [
             {
@@ -123,10 +126,6 @@ def payload(tables: Tables, main: str | None = None) -> dict[str, Any]:
         "runs": [_run(place, row, pool, metrics) for place, row in rows],
         "pool": pool.values,
     }
-
-
-def _metric(metric: Metric) -> dict[str, Any]:
-    return {**metric._asdict(), "title": shown(metric.title, 80), "short": shown(metric.short, 40)}
 
 
 def _methods(records: Sequence[Record], known: Mapping[str, Paper]) -> dict[str, Any]:

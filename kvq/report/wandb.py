@@ -1,0 +1,92 @@
+"""`python -m kvq.report.wandb`: send finished records to Weights & Biases; what is there already is not sent again.
+
+`track` sends one while a sweep measures, and its errors never stop it.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from kvq.entry import enter
+
+    enter("kvq.report.wandb")
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from kvq.config.logger import Logger, WandbLogger, WandbMode
+from kvq.errors import KvqError, printable
+from kvq.report import command
+from kvq.report.labels import labelled
+from kvq.results import Record, Store
+
+_given_up: set[str] = set()
+
+
+def track(settings: Logger | None, store: Store, record: Record) -> None:
+    """Show a run, and the full-precision run it is paired with, where `settings` say.
+
+    It raises nothing and asks nothing. After the first error, one line is printed and this process sends nothing more.
+    """
+    if not isinstance(settings, WandbLogger) or settings.mode is WandbMode.disabled or _given_up:
+        return
+    from kvq.report.tracker import Tracker  # matplotlib and wandb take seconds to import
+
+    try:
+        tracker = Tracker(settings, store)
+        baseline = None if record.baseline_key is None else store.get(record.baseline_key)
+        for run in (baseline, record):
+            if run is not None:
+                tracker.push(run)
+    except KvqError as error:
+        _give_up(str(error))
+    except Exception as error:
+        _give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+def _give_up(reason: str) -> None:
+    _given_up.add(reason)
+    line = f"warning: logger=wandb: {reason}; runs go on, make wandb-sync sends their records later"
+    tqdm.write(printable(line), file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return command.run(_parser().parse_args(arguments), _send)
+
+
+def _send(given: argparse.Namespace) -> int:
+    from kvq.report.tracker import Tracker, save_workspace
+
+    mode = WandbMode.offline if given.offline else None
+    settings = WandbLogger(project=given.project, entity=given.entity, group=given.group, mode=mode)
+    store = Store(given.results)
+    records, broken = labelled(store)
+    if not records:
+        raise command.no_records(store)
+    command.say_skipped(broken)
+    tracker = Tracker(settings, store)
+    finished = [record for record in records if record.status != "failed"]
+    bar = tqdm(finished, desc="wandb", unit="run", disable=None, leave=False)
+    sent = sum(tracker.push(record, again=given.again) for record in bar)
+    print(f"{sent} sent, {len(finished) - sent} there already, {len(records) - len(finished)} failed and left out")
+    if given.workspace:
+        print(save_workspace(settings, finished))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kvq.report.wandb", description=__doc__)
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="folder that holds runs/ (default: results)"
+    )
+    parser.add_argument("--project", default="kvq", help="project (default: kvq)")
+    parser.add_argument("--entity", help="account or team (default: the account's own)")
+    parser.add_argument("--group", help="group of all runs (default: one for each sweep's command)")
+    parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead")
+    parser.add_argument("--again", action="store_true", help="send also what is there already")
+    parser.add_argument("--workspace", action="store_true", help="save the view 'kvq' in the project too")
+    return parser
