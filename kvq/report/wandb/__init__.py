@@ -6,7 +6,7 @@ import sys
 
 from tqdm import tqdm
 
-from kvq.config.logger import Logger, WandbLogger, WandbMode
+from kvq.config.run import Logger, WandbLogger, WandbMode
 from kvq.errors import KvqError, printable
 from kvq.results import Record, Store
 

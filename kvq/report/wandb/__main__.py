@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from kvq.config.logger import WandbLogger, WandbMode
+from kvq.config.run import WandbLogger, WandbMode
 from kvq.errors import KvqError, printable
 from kvq.report.command import no_records, say_skipped
 from kvq.report.labels import labelled

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvq.config.logger import WandbLogger, WandbMode
+from kvq.config.run import WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError
 from kvq.report.figures.diagnostics import run_figures
 from kvq.report.figures.style import png_of

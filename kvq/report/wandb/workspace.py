@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from kvq.config.logger import WandbLogger
+from kvq.config.run import WandbLogger
 from kvq.report.wandb.run import CannotTrack
 from kvq.results import Record
 from kvq.results.metrics import METRICS, metric_of
