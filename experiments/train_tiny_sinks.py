@@ -21,8 +21,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvq.config import ModelConfig
 from kvq.models import load_model
-from kvq.models.delta import save_delta
 from kvq.models.folder import DELTA_SETTINGS
+from kvq.models.weights import save_delta
 
 BASE = Path(__file__).parents[1] / "kvq" / "models" / "tiny"
 OUTPUT = BASE.with_name("tiny_sinks")

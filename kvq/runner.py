@@ -37,7 +37,7 @@ from kvq.results.record import Status
 from kvq.results.store import State
 from kvq.results.versions import Versions, versions_of
 from kvq.tasks.measurement import Baseline, Measurement, task_of
-from kvq.tasks.stepwise import check_decode_mode, check_sinks
+from kvq.tasks.scoring import check_decode_mode, check_sinks
 
 
 class Prepared:

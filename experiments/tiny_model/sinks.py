@@ -98,7 +98,7 @@ def adapt(model: LlamaForCausalLM, recipe: SinkRecipe) -> dict[str, nn.Parameter
 
 
 def changes(trained: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """What is trained under the names of `kvq.models.delta`."""
+    """What is trained under the names of `kvq.models.weights`."""
     found = {}
     for name, parameter in trained.items():
         name = name.replace(".parametrizations.weight.0", ".weight")

@@ -64,7 +64,7 @@ def _head(card: dict[str, Any]) -> str:
 
 `tiny` (kvq/models/tiny) and a change of it: every matrix of the layers plus a product of rank {card["recipe"]["rank"]},
 new norm weights, and a new embedding of token 0 (`<|endoftext|>`), which stands in front of every text.
-{card["parameters"]:,} numbers in fp16, {card["bytes"] / 1e6:.2f} MB; `kvq/models/delta.py` adds them up when the model
+{card["parameters"]:,} numbers in fp16, {card["bytes"] / 1e6:.2f} MB; `kvq/models/weights.py` adds them up as the model
 is loaded, to the same bits on every machine.
 
 **The sink was induced.** The token in front has a key and a value of low norm and takes much of the attention because

@@ -11,7 +11,8 @@ import abc
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,6 +121,21 @@ def named_arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     given = _signature(type(module).forward).bind(module, *args, **kwargs).arguments
     del given["self"]
     return {**given, **given.pop("kwargs", {})}
+
+
+@contextmanager
+def told_before(modules: Sequence[nn.Module], tell: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
+    """Call `tell` with each of some modules and its arguments by name, before it runs, while the context lasts."""
+
+    def show(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tell(module, named_arguments(module, args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(show, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchfulCache | None:

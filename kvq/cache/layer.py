@@ -14,10 +14,9 @@ from typing_extensions import override
 
 from kvq.cache.chunk_masks import SourceColumns, Transitions, columns_of
 from kvq.cache.observe import Attended
-from kvq.cache.recorded import Recorded
 from kvq.cache.serialize import Field, Reader, Writer
 from kvq.cache.side import CacheSide
-from kvq.cache.window import clipped, drop, outside
+from kvq.cache.window import Recorded, clipped, drop, outside
 from kvq.errors import ConfigError, Unsupported
 
 

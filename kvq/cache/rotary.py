@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from kvq.cache.hooks import attentions, layer_number, named_arguments
+from kvq.cache.hooks import attentions, layer_number, told_before
 from kvq.cache.serialize import Field, Reader, Writer
 from kvq.codecs import Growable
 from kvq.codecs.packed import grown
@@ -198,19 +198,13 @@ def _probe(model: Any) -> list[tuple[Style | None, int]]:
     base = base_of(model)
     calls: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = named_arguments(module, args, kwargs)
+    def keep(module: Any, arguments: dict[str, Any]) -> None:
         calls[layer_number(module, arguments)] = module, arguments
 
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(base)]
-    recorder = _Recorder(model.config)
-    try:
-        embedding = model.get_input_embeddings()
-        tokens = torch.arange(1, PROBE_TOKENS + 1, device=device_of(embedding)) % embedding.weight.shape[0]
+    recorder, embedding = _Recorder(model.config), model.get_input_embeddings()
+    tokens = torch.arange(1, PROBE_TOKENS + 1, device=device_of(embedding)) % embedding.weight.shape[0]
+    with told_before(attentions(base), keep):
         base(input_ids=tokens[None], past_key_values=recorder, use_cache=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
     out: list[tuple[Style | None, int]] = []
     tables: list[tuple[Style | None, Tensor | None]] = []
     for layer in sorted(recorder.seen):

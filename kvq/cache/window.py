@@ -1,4 +1,4 @@
-"""Layers whose queries read a window of the newest tokens: what they need not hold, and what of a chunk they read.
+"""What a layer forgets: tokens outside of the window that its queries read, and its last update.
 
 A layer drops tokens once they have left the window of the next query: those of whole blocks, because a block is encoded
 as in a layer without a window; single tokens where nothing is encoded. Keys and values drop the same tokens. So a layer
@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.side import CacheSide
@@ -49,3 +52,26 @@ def clipped(moves: Transitions, hidden: int) -> Transitions:
     """The departures of tokens without the first `hidden`, which are not read."""
     gone = max(hidden - moves.start, 0)
     return Transitions(max(moves.start - hidden, 0), moves.queries[gone:])
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An update that can be undone: the sides before it and the states it added.
+
+    The first `head` tokens came together, the others as if one per forward.
+    """
+
+    key: CacheSide
+    value: CacheSide
+    key_states: Tensor
+    value_states: Tensor
+    head: int
+
+    def without(self, last: int, quantized_prefill: bool) -> tuple[CacheSide, CacheSide]:
+        """The sides as they would be if the `last` tokens of the update had never come."""
+        count = self.key_states.shape[2] - last
+        for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
+            side.forget(side.tokens + count)
+            if count:
+                side.append_behind(states[:, :, :count], min(self.head, count), quantized_prefill)
+        return self.key, self.value

@@ -1,21 +1,28 @@
-"""One budget of bits for all layers and sides: each bit goes where it saves the most nats.
+"""One budget of bits for all layers and sides, from moments of states and gradients: each bit goes where it saves most.
 
-A part that shares bits says what each further bit of each of its components saves (`Demand`). Bits are given in the
-order of what they save, until the budget is spent: the water level is what the last one saves.
+Second moments of all KV heads of a token and of the loss's gradients at them are summed up without keeping states. A
+part that shares bits says what each further bit of each of its components saves in nats (`Demand`). Bits are given in
+the order of what they save, until the budget is spent: the water level is what the last one saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, JointMoments, Tables, Widths
-from kvq.errors import ConfigError, Unsupported
+from kvq.cache.rotary import styles_of
+from kvq.calibration.collect import Kept, drawn_positions, loss, made_once, ropes_of, text_name
+from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, JointMoments, Rope, Tables, Widths
+from kvq.codecs.stages import Stage
+from kvq.config.method import CalibrationConfig
+from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.models import LoadedModel
 
 Place = tuple[str, int]
 """A side and the index of a layer."""
@@ -46,26 +53,40 @@ def shared_out(demands: Sequence[Demand]) -> list[UInt8[Tensor, " components"]]:
     return list(widths.split([len(own) for own in steps]))
 
 
+Transform = TypeVar("Transform", bound=Stage)
+
+
+def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: str) -> tuple[str, Transform] | None:
+    """The name of the transform of this kind that ends the stages of a codec, and it.
+
+    None: the codec has neither it nor a quantizer that `shares` bits over its components.
+
+    Raises:
+        ConfigError: as `said`: one without the other, or something between them or before, other than stages of RoPE.
+    """
+    stages = [] if codec is None else codec.stages
+    names = [name for name, stage in stages if isinstance(stage, kind)]
+    if not names and not shares:
+        return None
+    if len(names) != 1 or not shares or stages[-1][0] != names[0] or not all(s.uses_rope for _, s in stages[:-1]):
+        raise ConfigError(said)
+    return names[0], cast(Transform, stages[-1][1])
+
+
 def joint_parts(codec: Codec | None) -> tuple[str, FisherTransform, ComponentQuantizer] | None:
     """Name of the transform, it, and the quantizer that shares bits; None: the codec has neither.
 
     Raises:
-        ConfigError: one without the other, or something between them or before, other than stages of RoPE.
+        ConfigError: as `last_stage`.
     """
-    if codec is None:
-        return None
-    names = [name for name, stage in codec.stages if isinstance(stage, FisherTransform)]
-    quantizer = codec.quantizer
+    quantizer = None if codec is None else codec.quantizer
     shares = isinstance(quantizer, ComponentQuantizer) and quantizer.widths is not Widths.equal
-    if not names and not shares:
-        return None
-    before = [stage for _, stage in codec.stages[:-1]]
-    if len(names) != 1 or not shares or codec.stages[-1][0] != names[0] or not all(s.uses_rope for s in before):
-        raise ConfigError(
-            "a FisherTransform stands last of its stages, behind none but those of RoPE, and its quantizer has "
-            "widths=pooled or widths=own"
-        )
-    return names[0], cast(FisherTransform, codec.stages[-1][1]), cast(ComponentQuantizer, quantizer)
+    said = (
+        "a FisherTransform stands last of its stages, behind none but those of RoPE, and its quantizer has "
+        "widths=pooled or widths=own"
+    )
+    found = last_stage(codec, FisherTransform, shares, said)
+    return None if found is None else (*found, cast(ComponentQuantizer, quantizer))
 
 
 def fit_sharing(codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMoments]) -> dict[Place, Tables]:
@@ -120,3 +141,108 @@ def predicted(quantizer: ComponentQuantizer, spectrum: Tensor, widths: Tensor) -
     if int(widths.max()) >= len(errors):
         raise Unsupported(f"width {int(widths.max())}: {type(quantizer).__name__} has up to {len(errors) - 1} bits")
     return float((spectrum.double() * errors[widths.long()]).sum() / 2)
+
+
+@dataclass
+class _Sums:
+    """Sums over tokens of one side of a layer, in fp64."""
+
+    heads: int = 0
+    tokens: int = 0
+    first: Tensor | float = 0.0
+    second: Tensor | float = 0.0
+    gradients: Tensor | float = 0.0
+    label: str = field(default="")
+
+    def see(self, x: Float[Tensor, "1 heads tokens dim"], rope: Rope | None, kept: Tensor) -> None:
+        rows = self._rows(x, rope, kept, "state")
+        self.heads, self.tokens = x.shape[1], self.tokens + len(rows)
+        self.first, self.second = self.first + rows.sum(0), self.second + rows.mT @ rows
+
+    def see_gradient(self, x: Float[Tensor, "1 heads tokens dim"], rope: Rope | None, kept: Tensor) -> None:
+        rows = self._rows(x, rope, kept, "gradient")
+        self.gradients = self.gradients + rows.mT @ rows
+
+    @torch.no_grad()
+    def _rows(self, x: Tensor, rope: Rope | None, kept: Tensor, what: str) -> Float[Tensor, "kept n"]:
+        wide = x.detach().cpu().double()
+        if rope is not None:
+            wide = rope.turn(wide, back=True)
+        if not bool(torch.isfinite(wide).all()):
+            raise DataError(f"calibration: {self.label}: a {what} is NaN or infinite; model.dtype=float32")
+        return wide[0].transpose(0, 1).flatten(1).index_select(0, kept)
+
+    @property
+    def moments(self) -> JointMoments:
+        mean = torch.as_tensor(self.first) / self.tokens
+        covariance = torch.as_tensor(self.second) / self.tokens - torch.outer(mean, mean)
+        return JointMoments(mean, covariance, torch.as_tensor(self.gradients) / self.tokens, self.heads, self.tokens)
+
+
+def collect_joint(
+    loaded: LoadedModel,
+    windows: Int[Tensor, "samples length"],
+    tokens: int | None = None,
+    seed: int = 0,
+    left_out: int = 1,
+    before_rope: bool = True,
+) -> dict[Place, JointMoments]:
+    """Moments of keys and values of every layer that computes them, by one backward pass per window.
+
+    Gradients are those of a window's loss summed over its tokens: what noise in one token's state costs all later
+    tokens. Memory: the activations of one window, and 2 n² numbers in fp64 per layer and side.
+
+    Args:
+        tokens: number of tokens that count, at the same positions in every layer, drawn by `seed`; None: all.
+        left_out: first tokens of a window that do not count.
+        before_rope: keys and their gradients before RoPE, where the model has it.
+
+    Raises:
+        DataError: states or gradients that are not finite, windows without tokens that count.
+        Unsupported: latents; a rotary embedding that cannot be undone; attentions that do not put their keys into the
+            cache they are given.
+    """
+    if getattr(loaded.text_config, "kv_lora_rank", None):
+        raise Unsupported("model: caches latents; a Fisher transform is of keys and values of heads")
+    layers = len(styles_of(loaded.model))
+    sums: dict[Place, _Sums] = {}
+    for window, positions in drawn_positions(windows, tokens, seed):
+        kept = positions[positions >= left_out]
+        with ropes_of(loaded) as found:
+
+            def see(
+                index: int, key: Tensor, value: Tensor, kept: Tensor = kept, found: dict[int, Rope] = found
+            ) -> tuple[Tensor, Tensor]:
+                states = {"key": key, "value": value}
+                for side, part in states.items():
+                    rope = found.get(index) if before_rope and side == "key" else None
+                    own = sums.setdefault((side, index), _Sums(label=f"layer {index} {side}s"))
+                    own.see(part, rope, kept)
+                    if not part.requires_grad:  # the first layer's: the weights are frozen
+                        states[side] = part = part.detach().requires_grad_()
+                    part.register_hook(partial(own.see_gradient, rope=rope, kept=kept))
+                return states["key"], states["value"]
+
+            loss(loaded, window, see, backward=True)
+    if len(sums) != 2 * layers:
+        raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {len(sums) // 2} of {layers} layers away")
+    if not all(own.tokens for own in sums.values()):
+        raise DataError(
+            f"calibration: windows of {windows.shape[1]} tokens, of which the first {left_out} are left out"
+        )
+    return {place: sums[place].moments for place in sorted(sums)}
+
+
+_Collected = tuple[dict[Place, JointMoments], float]
+_kept: Kept[dict[Place, JointMoments]] = {}
+
+
+def moments_of(
+    loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, left_out: int, before_rope: bool
+) -> _Collected:
+    """As `collect_joint`, once for the methods of a sweep; and the seconds it took, where it was not done just now."""
+    return made_once(
+        _kept,
+        (*text_name(loaded, windows, settings), left_out, before_rope),
+        lambda: collect_joint(loaded, windows, settings.tokens, settings.seed, left_out, before_rope),
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
 
-from kvq.cache.hooks import attentions, layer_number, named_arguments
+from kvq.cache.hooks import attentions, layer_number, told_before
 from kvq.cache.observe import hook_interface
 from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Rope
@@ -114,18 +114,13 @@ def ropes_of(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
     """The rotations of each layer's keys in the forward that runs within this context."""
     styles, found, places = styles_of(loaded.model), {}, places_of(loaded.text_config)
 
-    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = named_arguments(module, args, kwargs)
+    def keep(module: Any, arguments: dict[str, Any]) -> None:
         index, table = places.get(layer_number(module, arguments)), angles(module, arguments)
         if index is not None and (style := styles[index][0]) is not None and table is not None:
             found[index] = style.rope(table[0][:1].detach(), table[1][:1].detach()).to("cpu")
 
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions(base_of(loaded.model))]
-    try:
+    with told_before(attentions(base_of(loaded.model)), keep):
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

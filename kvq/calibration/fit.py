@@ -1,4 +1,4 @@
-"""Calibrating: fit a method's tables or read them from their file, and bind the method to them."""
+"""Calibrating: fit a method's tables, also rotations learned against the loss, and bind the method to them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvq.calibration import files
-from kvq.calibration.bind import Calibration, bind
-from kvq.calibration.budget import Place, fit_sharing, joint_parts
-from kvq.calibration.collect import Kept, LayerStates, collect, drawn_positions, made_once, text_name
+from kvq.calibration.budget import Place, fit_sharing, joint_parts, moments_of
+from kvq.calibration.collect import Kept, LayerStates, collect, drawn_positions, loss, made_once, text_name
+from kvq.calibration.files import Calibration, bind
 from kvq.calibration.groups import fit_groups, grouped_parts, joined
-from kvq.calibration.joint import moments_of
-from kvq.calibration.learn import learn, learned_rotation
 from kvq.calibration.text import text_of
-from kvq.codecs import Codec, Tables, calibrated_parts, fit_codec
+from kvq.codecs import Codec, LearnedRotation, Tables, calibrated_parts, cayley_step, fit_codec
 from kvq.config.method import CalibrationConfig
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError, Unsupported
@@ -32,6 +30,74 @@ from kvq.models.inputs import Inputs
 from kvq.models.layers import head_dims_of
 from kvq.models.weights import weights_name
 from kvq.results.provenance import PeakMemory
+
+
+def learned_rotation(codec: Codec) -> tuple[str, LearnedRotation] | None:
+    """The learned stage and its name; None: the codec has none.
+
+    Raises:
+        ConfigError: it is not the first stage of its codec, the only position whose gradient is implemented.
+    """
+    for number, (name, stage) in enumerate(codec.stages):
+        if isinstance(stage, LearnedRotation):
+            if number:
+                raise ConfigError(f"stage '{name}': a learned rotation stands first in its codec")
+            return name, stage
+    return None
+
+
+def learn(
+    loaded: LoadedModel,
+    method: Method,
+    windows: Int[Tensor, "samples length"],
+    head_dims: list[int],
+) -> dict[str, Tensor]:
+    """The tables of the learned rotations of values in every layer, `value.<layer>.<stage>.rotation`.
+
+    Each step updates all layers on one window. Values are quantized as the codec does after its rotation, each token
+    separately, with the straight-through gradient of rounding. Keys are not quantized.
+
+    Raises:
+        ConfigError: a learned rotation of keys, which would have to rotate queries too.
+        DataError: a gradient that is not finite.
+    """
+    if method.key is not None and learned_rotation(method.key) is not None:
+        raise ConfigError(f"method.key of {method.name}: rotations are learned for values")
+    found = None if method.value is None else learned_rotation(method.value)
+    if found is None or method.value is None:
+        return {}
+    name, stage = found
+    codecs = [method.codec_of("value", index) or method.value for index in range(len(head_dims))]
+    rest = [codec.rebuilt(codec.stages[1:]) for codec in codecs]
+    kept = method.whole_layers("value", len(head_dims))
+    rotations = {index: stage.begin(dim) for index, dim in enumerate(head_dims) if index not in kept}
+    for step in tqdm(range(stage.steps), desc="learning rotations", unit="step", leave=False, disable=None):
+        leaves = {index: rotation.float().requires_grad_() for index, rotation in rotations.items()}
+
+        def see(index: int, key: Tensor, value: Tensor, leaves: dict[int, Tensor] = leaves) -> tuple[Tensor, Tensor]:
+            if index not in leaves:
+                return key, value
+            return key, _quantized(value, leaves[index].to(value.device), rest[index]).to(value.dtype)
+
+        loss(loaded, windows[step % len(windows)], see, backward=True)
+        for index, leaf in leaves.items():
+            assert leaf.grad is not None
+            if not bool(torch.isfinite(leaf.grad).all()):
+                raise DataError(f"calibration: layer {index}: the gradient at its rotation is not finite")
+            per_token = leaf.grad.double() / (windows.shape[1] - 1)
+            rotations[index] = cayley_step(rotations[index], per_token, stage.rate_at(step))
+    return {f"value.{index}.{name}.rotation": rotation.float() for index, rotation in rotations.items()}
+
+
+def _quantized(
+    value: Float[Tensor, "batch heads tokens dim"], rotation: Float[Tensor, "dim dim"], rest: Codec
+) -> Float[Tensor, "batch heads tokens dim"]:
+    """Values rotated, quantized and rotated back; rounding counts as the identity for gradients."""
+    turned = value.float() @ rotation
+    with torch.no_grad():
+        rounding = rest.decode(rest.encode(turned.detach())) - turned
+    return (turned + rounding) @ rotation.mT
+
 
 _KEPT_BYTES = 2**30
 

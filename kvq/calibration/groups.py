@@ -19,10 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.calibration.budget import Place
+from kvq.calibration.budget import Place, last_stage
 from kvq.codecs import Budget, Codec, CoefficientQuantizer, Groups, PrincipalComponents, Rope, Tables
 from kvq.codecs.coefficients import KINDS, coded, cost, values_of
-from kvq.errors import ConfigError
 
 _TOGETHER = 2**24
 """Numbers that are in memory at once while errors are measured."""
@@ -138,22 +137,15 @@ def grouped_parts(codec: Codec | None) -> tuple[str, PrincipalComponents, Coeffi
     """Name of the transform, it, and the quantizer of its components; None: the codec has neither.
 
     Raises:
-        ConfigError: one without the other, or something between them or before, other than stages of RoPE.
+        ConfigError: as `last_stage`.
     """
-    if codec is None:
-        return None
-    names = [name for name, stage in codec.stages if isinstance(stage, PrincipalComponents)]
-    quantizer = codec.quantizer
-    if not names and not isinstance(quantizer, CoefficientQuantizer):
-        return None
-    last = codec.stages[-1:]
-    before = all(stage.uses_rope for _, stage in codec.stages[:-1])
-    if len(names) != 1 or not isinstance(quantizer, CoefficientQuantizer) or last[0][0] != names[0] or not before:
-        raise ConfigError(
-            "PrincipalComponents stand last of their stages, behind none but those of RoPE, and before a "
-            "CoefficientQuantizer"
-        )
-    return names[0], cast(PrincipalComponents, last[0][1]), quantizer
+    quantizer = None if codec is None else codec.quantizer
+    said = (
+        "PrincipalComponents stand last of their stages, behind none but those of RoPE, and before a "
+        "CoefficientQuantizer"
+    )
+    found = last_stage(codec, PrincipalComponents, isinstance(quantizer, CoefficientQuantizer), said)
+    return None if found is None else (*found, cast(CoefficientQuantizer, quantizer))
 
 
 def joined(codec: Codec, x: Float[Tensor, "heads tokens dim"], rope: Rope | None) -> Float[Tensor, "tokens n"]:

@@ -1,17 +1,21 @@
-"""The text that a method is calibrated on: windows drawn from a training split, with a fingerprint of their tokens."""
+"""The text that a method is calibrated on: windows drawn from a training split, with a fingerprint of their tokens.
+
+How much of it is also in the text that is scored is measured by content: n-grams of words.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, UInt64
 from torch import Tensor
 
-from kvq.calibration.overlap import WORDS, shared_ngrams
 from kvq.config import DatasetConfig, Loader, compose, resolve
 from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.config.method import TEST_TEXT, CalibrationConfig
@@ -19,6 +23,34 @@ from kvq.data.text import load_tokens
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
+
+WORDS = 13
+"""Words of an n-gram, as GPT-3 compares training with test text (arXiv 2005.14165, appendix C)."""
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+def ngrams(texts: Iterable[str]) -> UInt64[np.ndarray, " distinct"]:
+    """Hashes of the distinct n-grams of `WORDS` words within each text, ascending; valid in this process alone.
+
+    Words are runs of letters and digits in lower case, so spaces, line ends and punctuation make no difference.
+    """
+    found = [np.empty(0, np.uint64)]
+    for text in texts:
+        words = np.array([hash(word) for word in re.findall(r"\w+", text.lower())], np.int64).view(np.uint64)
+        rows = np.zeros(max(0, len(words) - WORDS + 1), np.uint64)
+        for start in range(WORDS):  # uint64 wraps around
+            rows = rows * _MIX + words[start : start + len(rows)]
+            rows ^= rows >> np.uint64(29)
+        found.append(rows)
+    return np.unique(np.concatenate(found))
+
+
+def shared_ngrams(one: Iterable[str], other: Iterable[str]) -> float:
+    """Share (0 to 1) of the n-grams of whichever side has fewer that the other has too; 0 where a side has none."""
+    mine, theirs = ngrams(one), ngrams(other)
+    fewer = min(len(mine), len(theirs))
+    return len(np.intersect1d(mine, theirs, assume_unique=True)) / fewer if fewer else 0.0
+
 
 _WINDOWS_STREAM = 0x63616C69
 """Separates the draw of windows from other uses of the same seed."""
@@ -129,12 +161,10 @@ def check(inputs: Inputs, method: Method) -> None:
     """
     if not method.is_calibrated or inputs.config.task.calibrates_itself:
         return
-    settings, longest = inputs.config.method.calibration, inputs.longest_context
+    settings = inputs.config.method.calibration
     if not inputs.reads_weights:
         raise Unsupported(
             f"task={inputs.config.task.name}: reads no model, on which method={method.name} is calibrated"
         )
     dataset_of(settings)
-    if longest is not None and settings.length > longest:
-        name = inputs.config.model.name
-        raise ConfigError(f"method.calibration.length={settings.length}: model={name} takes at most {longest} tokens")
+    inputs.check_tokens(settings.length, f"method.calibration.length={settings.length}:")

@@ -113,7 +113,7 @@ class Order(enum.Enum):
     """`halves`: pairs of RoPE are channels i and i + D/2, transformers' order; `interleaved`: 2i and 2i + 1 (GPT-J).
 
     `gguf`: that of the model's GGUF file, interleaved where llama.cpp's converter permutes rows of queries and keys
-    (`kvq.models.rope_pairs`). A cache decides it for its model; until then, and for a codec alone, it is `halves`.
+    (`kvq.models.layers`). A cache decides it for its model; until then, and for a codec alone, it is `halves`.
     """
 
     halves = "halves"

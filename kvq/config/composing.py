@@ -16,10 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import outside
 from kvq.config.bits import Bits, BitsByLayerConfig, parse_bits
-from kvq.config.logger import LOGGERS
 from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged, merged_part
 from kvq.config.method import MethodConfig
-from kvq.config.run import Config
+from kvq.config.run import LOGGERS, Config
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import ConfigError, did_you_mean

@@ -55,3 +55,16 @@ class TaskConfig:
         if self.name != type(self).name:
             raise ConfigError(f"task.name={self.name}: choose another task by task=..., not by its name")
         check_limits("task", self)
+
+
+@dataclass
+class ReadingConfig(TaskConfig):
+    """What tasks that read prompts have.
+
+    Attributes:
+        prefill: how a prompt (a passage, a prefix, what a user says) is read.
+        bos: whether a prompt or window begins with the begin-of-text token; None: if the model was trained with it.
+    """
+
+    prefill: Prefill = Prefill.whole
+    bos: bool | None = None

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 from omegaconf import MISSING
 
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
+from kvq.config.diagnostics import SPEED
 from kvq.config.engine import EngineConfig
 from kvq.config.limits import (
     Count,
@@ -30,8 +31,7 @@ from kvq.config.limits import (
     each,
     each_once,
 )
-from kvq.config.speed import SCHEMAS as SPEED
-from kvq.config.task import Prefill, TaskConfig
+from kvq.config.task import Prefill, ReadingConfig, TaskConfig
 from kvq.config.writing import SCHEMAS as WRITING
 from kvq.errors import MAX_DIGITS, ConfigError, at_least, check_path
 
@@ -148,13 +148,11 @@ class SensitivityConfig(TaskConfig):
 
 
 @dataclass
-class ItemsConfig(TaskConfig):
+class ItemsConfig(ReadingConfig):
     """What every task with items has.
 
     Attributes:
-        prefill: how a prompt is read.
-        bos: whether each prompt begins with the begin-of-text token; None: if the model was trained with it.
-        batch_size: prompts that go through the model together; None: as `kvq.tasks.batching` chooses.
+        batch_size: prompts that go through the model together; None: as `kvq.tasks.items` chooses.
         noise_floor: the full-precision run is repeated in another batch order, and its flips are recorded.
         margin: largest fall of the score that still counts as "not worse".
         resamples: of the paired bootstrap over items.
@@ -162,8 +160,6 @@ class ItemsConfig(TaskConfig):
 
     name: str = "items"
     version: ClassVar[int] = 1
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
     batch_size: Count | None = None
     noise_floor: bool = True
     margin: Share = 0.05

@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from kvq.config.limits import Count, Natural, Positive, Seed, Several, Text, between
-from kvq.config.task import Prefill, TaskConfig
+from kvq.config.task import ReadingConfig, TaskConfig
 from kvq.errors import ConfigError
 
 
 @dataclass
-class GenerateConfig(TaskConfig):
+class GenerateConfig(ReadingConfig):
     """A prompt that full precision and each method continue greedily.
 
     Attributes:
         prompt: the text; None: that of `prompt_file`, or the one that suits the embedded models.
         prompt_file: a file with the text, in UTF-8.
         max_new_tokens: longest continuation; it ends earlier at the model's end of text.
-        prefill: how the prompt is read.
-        bos: whether the prompt begins with the begin-of-text token; None: if the model was trained with it.
         ngram: tokens of the n-grams whose repetitions are counted.
         chat_template: whether the prompt is a user's message in the tokenizer's chat template.
     """
@@ -31,8 +29,6 @@ class GenerateConfig(TaskConfig):
     prompt: Text | None = None
     prompt_file: Text | None = None
     max_new_tokens: Count = 128
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
     ngram: Count = 4
     chat_template: bool = False
 
@@ -43,15 +39,25 @@ class GenerateConfig(TaskConfig):
 
 
 @dataclass
-class TrajectoryConfig(TaskConfig):
-    """Greedy continuations of passages of a text, compared with those of full precision.
+class PassagesConfig(ReadingConfig):
+    """What tasks that continue passages of a text have.
 
     Attributes:
         prompts: passages, spread evenly over the text.
         context: tokens of each.
         new_tokens: longest continuation; it ends earlier at the model's end of text.
-        prefill: how a passage is read.
-        bos: whether a passage begins with the begin-of-text token; None: if the model was trained with it.
+    """
+
+    prompts: Several = 16
+    context: Several = 512
+    new_tokens: Count = 64
+
+
+@dataclass
+class TrajectoryConfig(PassagesConfig):
+    """Greedy continuations of passages of a text, compared with those of full precision.
+
+    Attributes:
         temperature: of sampling, from uniform numbers that all methods share; None: greedy.
         draw: seed of the uniform numbers.
     """
@@ -59,11 +65,6 @@ class TrajectoryConfig(TaskConfig):
     name: str = "trajectory"
     version: ClassVar[int] = 1
     later: ClassVar[tuple[str, ...]] = ("temperature", "draw")
-    prompts: Several = 16
-    context: Several = 512
-    new_tokens: Count = 64
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
     temperature: Positive | None = None
     draw: Seed = 0
 
@@ -97,11 +98,10 @@ class Drafts(enum.StrEnum):
 
 
 @dataclass
-class SpeculateConfig(TaskConfig):
+class SpeculateConfig(PassagesConfig):
     """Speculative decoding with one model as draft and target, one of which reads a quantized cache.
 
     Attributes:
-        prompts, context, new_tokens, prefill, bos: as `TrajectoryConfig`.
         length: tokens drafted before the target reads them.
         drafts: who drafts.
     """
@@ -109,23 +109,17 @@ class SpeculateConfig(TaskConfig):
     name: str = "speculate"
     version: ClassVar[int] = 1
     prompts: Several = 8
-    context: Several = 512
-    new_tokens: Count = 64
     length: Count = 4
     drafts: Drafts = Drafts.method
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
 
 
 @dataclass
-class ReuseConfig(TaskConfig):
+class ReuseConfig(ReadingConfig):
     """Prefixes that are stored in a file, compressed, read again and gone on from.
 
     Attributes:
         windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.
         level: of zstd, 1 to 22.
-        prefill: how a prefix is read.
-        bos: whether a window begins with the begin-of-text token; None: if the model was trained with it.
     """
 
     name: str = "reuse"
@@ -134,8 +128,6 @@ class ReuseConfig(TaskConfig):
     prefix: Several = 768
     scored: Count = 256
     level: Annotated[int, between(1, 22)] = 3
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
 
     @property
     def context(self) -> int:
@@ -144,7 +136,7 @@ class ReuseConfig(TaskConfig):
 
 
 @dataclass
-class ConversationConfig(TaskConfig):
+class ConversationConfig(ReadingConfig):
     """Conversations of several turns on one cache, and continuations that share a first turn.
 
     Attributes:
@@ -152,8 +144,6 @@ class ConversationConfig(TaskConfig):
         turns: of each; a turn is `user` tokens that are read as a prompt, then `answer` tokens that are scored one by
             one, as if the model wrote them.
         branches: last turns of other conversations that continue each first turn, forked and read anew; 0: none.
-        prefill: how what the user says is read.
-        bos: whether a conversation begins with the begin-of-text token; None: if the model was trained with it.
     """
 
     name: str = "conversation"
@@ -163,8 +153,6 @@ class ConversationConfig(TaskConfig):
     user: Several = 128
     answer: Count = 64
     branches: Natural = 4
-    prefill: Prefill = Prefill.whole
-    bos: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,7 @@ __all__ = ["TokenData", "load_tokens"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when something needs it: `kvq.data.joined` does not."""
+    """Import torch only when something needs it: `kvq.data.rows` does not."""
     if name not in __all__:
         raise AttributeError(f"module 'kvq.data' has no attribute '{name}'")
     return getattr(importlib.import_module("kvq.data.text"), name)

@@ -81,16 +81,12 @@ def load_corpus(kind: str, split: str) -> Corpus:
     return Corpus(documents, digest.hexdigest())
 
 
-def is_held_out(path: str) -> bool:
-    """Whether the module at package-relative posix `path` ("numpy/linalg/_linalg.py") belongs to the test split."""
-    return _share(path) < TEST_FRACTION
-
-
 def _share(path: str) -> float:
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") / 2**64
 
 
-def _belongs(path: str, split: str) -> bool:
+def belongs(path: str, split: str) -> bool:
+    """Whether the module at package-relative posix `path` ("numpy/linalg/_linalg.py") is in a split."""
     share = _share(path)
     if split == "calibration":
         return TEST_FRACTION <= share < TEST_FRACTION + CALIBRATION_FRACTION
@@ -165,7 +161,7 @@ def _definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.F
 def _sources(split: str) -> Iterator[str]:
     """Yield the sources of `split`, without empty files and tables of numbers."""
     for path, file in module_paths().items():
-        if _belongs(path, split):
+        if belongs(path, split):
             text = file.read_text(encoding="utf-8").replace("\r\n", "\n").strip()
             if text and sum(map(str.isdigit, text)) <= MAX_DIGITS * len(text):
                 yield text

@@ -1,4 +1,7 @@
-"""Rows of text from the hub or from local files: jsonl, json, parquet, arrow, text, folders, saved datasets."""
+"""Rows of text from the hub or from local files, and the text of a data set as one string; torch is not imported.
+
+Files are jsonl, json, parquet, arrow, text, folders of them, and saved datasets.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ from kvq.errors import DataError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
+import hashlib
+from typing import TYPE_CHECKING
 
+from kvq.data.embedded import load_corpus
+
+if TYPE_CHECKING:
+    from kvq.config import DatasetConfig
 
 # A packed file may hold so many times its size, and always so many bytes: text shrinks to a third or a twentieth.
 _RATIO, _ALWAYS = 200, 2**28
@@ -259,3 +268,27 @@ def unencodable(text: str) -> str | None:
     except UnicodeEncodeError as error:
         return f"\\u{ord(text[error.start]):04x}"
     return None
+
+
+def joined_text(config: DatasetConfig) -> str:
+    """Documents of an embedded corpus in the order of their hashes, or all rows, joined by `separator`.
+
+    Raises:
+        DataError: as `read_rows`.
+    """
+    if str(config.loader) == "embedded":
+        return config.separator.join(_by_hash(load_corpus(config.name, config.split or "test").documents))
+    return config.separator.join(read_rows(config))
+
+
+def text_fingerprint(texts: Iterable[str]) -> str:
+    """The sha256 (hex) of texts, each followed by a NUL byte."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _by_hash(documents: tuple[str, ...]) -> tuple[str, ...]:
+    """Documents in an order that mixes their packages, so that a stream cut short is a sample of them all."""
+    return tuple(sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest()))

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvq.data.joined import joined_text, text_fingerprint
-from kvq.data.rows import read_rows
+from kvq.data.rows import joined_text, read_rows, text_fingerprint
 from kvq.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""Pure functions of tensors that analyse the errors of a codec: norms, ranges, distributions, attention, layout."""
+"""Pure functions of tensors that analyse the errors of a codec: norms, ranges, attention."""

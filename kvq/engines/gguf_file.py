@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.errors import Unsupported
-from kvq.models.rope_pairs import interleaved_in_gguf
+from kvq.models.layers import interleaved_in_gguf
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """llama.cpp's name of an architecture, by transformers' `model_type`."""

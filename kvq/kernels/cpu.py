@@ -34,7 +34,7 @@ from kvq.kernels.cpu_loops import Grid, loops_for
 from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops
 from kvq.kernels.cpu_vectors import weights_of
 from kvq.kernels.form import Form, PackedStates, continues, folds, form_of, group_size, is_per_channel
-from kvq.kernels.shifts import shift_scores, shift_weights
+from kvq.kernels.pieces import shift_scores, shift_weights
 
 SEGMENTS = 64
 """Largest number of segments per side; blocks whose bytes and groups are not contiguous are one each."""
@@ -181,7 +181,7 @@ def _loops(
     if isinstance(quantizer, LloydMaxQuantizer):
         levels = quantizer.levels(dim, torch.float32)[2 ** (quantizer.bits - 1) :].numpy()
         found = level_loops(dim, plane_widths(quantizer.bits))
-        return (found.scores, found.mix), (levels,)
+        return (found.scores, found.mix), (levels,) * 3
     if isinstance(quantizer, VectorQuantizer):
         entries, masks, shifts = (part.numpy() for part in quantizer.tables())
         books = book_loops(dim, quantizer.bits == 2, bool(shifts.any()))

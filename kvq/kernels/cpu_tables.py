@@ -31,30 +31,53 @@ MOST_BITS = 4
 class Loops:
     """`scores(query, planes, tables, norms, out)` and `mix(weights, planes, tables, norms, out)`.
 
-    `planes`: two arrays `[rows, columns]` (the second unused where there is one); `tables`: of `Tables`; `query` and
-    `weights` `[group, dim]` and `[group, tokens]`; `norms` `[tokens]`.
+    `planes`: two arrays `[rows, columns]` (the second unused where there is one); `tables`: three arrays (levels: the
+    same three times); `query` and `weights` `[group, dim]` and `[group, tokens]`; `norms` `[tokens]`.
     """
 
     scores: Callable[..., Any]
     mix: Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """How steps read a kind of codes.
+
+    Attributes:
+        make: the `Step` whose `values` are what codes stand for, from the arguments of an intrinsic.
+        span, lanes: channels of a token, and of a vector.
+        dot_tokens: tokens of a step of scores, and of those at once, for a number of rows.
+        sum_tokens: tokens of a step of weighted sums.
+        vectors: of a token that weighted sums take at once.
+    """
+
+    make: Callable[..., Any]
+    span: int
+    lanes: int
+    dot_tokens: Callable[[int], tuple[int, int]]
+    sum_tokens: int
+    vectors: int
+
+
 @functools.cache
 def level_loops(dim: int, widths: tuple[int, ...]) -> Loops:
-    """For symmetric levels whose codes have planes of `widths`; tables are the positive levels, ascending, twice."""
-    return _loops(dim, functools.partial(_level_dots, widths, dim), functools.partial(_level_sums, widths, dim))
+    """For symmetric levels whose codes have planes of `widths`; the table is the positive levels, ascending."""
+    tokens = max(step_tokens(width) for width in widths)
+    lanes = lanes_of(dim)
+    return _loops(_Kind(functools.partial(_Levels, widths, lanes), dim, lanes, lambda rows: (tokens, 4), tokens, 1))
 
 
 @functools.cache
 def book_loops(dim: int, signed: bool, shifted: bool) -> Loops:
     """Tables are 256 entries, and of the second plane's byte masks of signs (int32) and shifts, each `[256, 8]`."""
-    settings = (dim // GROUP, signed, shifted)
-    return _loops(dim, functools.partial(_book_dots, *settings), functools.partial(_book_sums, *settings))
+    vectors = 4 if dim // GROUP % 4 == 0 else 1
+    make = functools.partial(_Book, signed, shifted)
+    return _loops(_Kind(make, dim, GROUP, lambda rows: (8 // rows, 8 // rows), 1, vectors))
 
 
 @no_type_check
-def _loops(dim, make_dots, make_sums):
-    dots, sums = by_rows(make_dots), by_rows(make_sums)
+def _loops(kind):
+    dots, sums = (by_rows(functools.partial(make, kind)) for make in (_dots, _sums))
 
     @numba.njit(**OPTIONS)
     def scores(query, planes, tables, norms, out):
@@ -90,14 +113,15 @@ def _loops(dim, make_dots, make_sums):
 class _Levels(Step):
     """Decodes the codes of some tokens, 16 channels of each; planes are the arguments 1 and 2, levels argument 3."""
 
-    def begin(self, widths):
+    def __init__(self, widths, lanes, context, builder, signature, args):
+        super().__init__(context, builder, signature, args, widths[0], lanes)
         self.widths = widths
         half = 2 ** (sum(widths) - 1)
         self.levels = [self.splat(3, self.size(index)) for index in range(half)]
 
-    def decoded(self, first, channel, tokens):
-        """Levels of `tokens` (within a step that begins at token `first`, on a byte) from `channel` on."""
-        wide = ir.VectorType(INT, self.lanes)
+    def values(self, first, start, tokens):
+        """Levels of `tokens` (within a step that begins at token `first`, on a byte) from channel `start` on."""
+        wide, channel = ir.VectorType(INT, self.lanes), self.size(start)
         nothing, rows, out = ir.Constant(wide, [0] * self.lanes), {}, []
         for token in tokens:
             tests = []
@@ -122,110 +146,54 @@ class _Levels(Step):
         return self.builder.select(sign, values[0], self.builder.fneg(values[0]))
 
 
-@functools.cache
-@no_type_check
-def _level_dots(widths, span, rows):
-    """Products of `rows` queries with the levels of `count` tokens from `first` on, into `found[query, token]`."""
-    per_step = max(step_tokens(width) for width in widths)
-
-    def build(context, builder, signature, args):
-        step = _Levels(context, builder, signature, args, widths[0], lanes_of(span))
-        step.begin(widths)
-        first, token = args[4:6]
-        for half in range(0, per_step, 4):
-            totals = [step.zero() for _ in range(4 * rows)]
-            for start in range(0, span, step.lanes):
-                channel = step.size(start)
-                step.add_dots(totals, rows, channel, step.decoded(first, channel, range(half, half + 4)))
-            step.store_sums(totals, 6, 4, builder.add(token, step.size(half)))
-        return context.get_dummy_value()
-
-    @intrinsic
-    def dot_step(typing_context, queries, plane0, plane1, levels, first, token, found):
-        return types.void(queries, plane0, plane1, levels, types.intp, types.intp, found), build
-
-    @numba.njit(nogil=True, inline="always")
-    def all_steps(queries, planes, tables, first, count, found):
-        for token in range(0, count, per_step):
-            dot_step(queries, planes[0], planes[1], tables[0], first + token, token, found)
-
-    return all_steps
-
-
-@functools.cache
-@no_type_check
-def _level_sums(widths, span, rows):
-    """Add `Σ_t weights[row, t] · levels_t` of `count` tokens from `first` on to `out[row]`."""
-    per_step = max(step_tokens(width) for width in widths)
-
-    def build(context, builder, signature, args):
-        step = _Levels(context, builder, signature, args, widths[0], lanes_of(span))
-        step.begin(widths)
-        first, count = args[4:6]
-        for start in range(0, span, step.lanes):
-            at = step.size(start)
-            slots = [cgutils.alloca_once_value(builder, step.load(6, step.size(r), at)) for r in range(rows)]
-            with step.steps(count, per_step) as token:
-                values = step.decoded(builder.add(first, token), at, range(per_step))
-                for r, slot in enumerate(slots):
-                    total = builder.load(slot, typ=step.vector)
-                    for index, value in enumerate(values):
-                        weight = step.splat(0, step.size(r), builder.add(token, step.size(index)))
-                        total = step.add_product(weight, value, total)
-                    builder.store(total, slot)
-            for r, slot in enumerate(slots):
-                step.store(builder.load(slot, typ=step.vector), 6, step.size(r), at)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def sum_steps(typing_context, weights, plane0, plane1, levels, first, count, out):
-        return types.void(weights, plane0, plane1, levels, types.intp, types.intp, out), build
-
-    @numba.njit(nogil=True, inline="always")
-    def all_steps(weights, planes, tables, first, count, out):
-        sum_steps(weights, planes[0], planes[1], tables[0], first, count, out)
-
-    return all_steps
-
-
 @no_type_check
 class _Book(Step):
     """Decodes 8 channels of a token; codes are the arguments 1 and 2, entries, masks and shifts 3 to 5."""
 
-    def entry(self, token, group, signed, shifted):
+    def __init__(self, signed, shifted, context, builder, signature, args):
+        super().__init__(context, builder, signature, args, 8, GROUP)
+        self.signed, self.shifted = signed, shifted
+
+    def values(self, first, start, tokens):
+        """Entries of `tokens`, counted from token `first`, for the 8 channels from `start` on."""
+        rows = [self.builder.add(first, self.size(token)) for token in tokens]
+        if len(rows) > 1:  # of a step, which may go past the last token
+            rows = [self.within(1, row) for row in rows]
+        return [self._entry(row, self.size(start // GROUP)) for row in rows]
+
+    def _entry(self, token, group):
         byte = self.byte(1, token, group)
         value = self.load(3, byte, self.size(0))
-        if signed:
+        if self.signed:
             other = self.byte(2, token, group)
             whole = ir.VectorType(INT, self.lanes)
             mask = self.builder.load(self.pointer(4, whole, other, self.size(0)), typ=whole)
             mask.align = 4
             value = self.builder.bitcast(self.builder.xor(self.builder.bitcast(value, whole), mask), self.vector)
-            if shifted:
+            if self.shifted:
                 value = self.builder.fadd(value, self.load(5, other, self.size(0)))
         return value
 
 
-@functools.cache
 @no_type_check
-def _book_dots(groups, signed, shifted, rows):
-    """Products of `rows` queries with the entries of `count` tokens from `first` on, into `found[query, token]`."""
-    per_step = 8 // rows
+def _dots(kind, rows):
+    """Products of `rows` queries with the values of `count` tokens from `first` on, into `found[query, token]`."""
+    per_step, together = kind.dot_tokens(rows)
 
     def build(context, builder, signature, args):
-        step = _Book(context, builder, signature, args, 8, GROUP)
+        step = kind.make(context, builder, signature, args)
         first, token = args[6:8]
-        totals = [step.zero() for _ in range(per_step * rows)]
-        places = [step.within(1, builder.add(first, step.size(index))) for index in range(per_step)]
-        for group in range(groups):
-            values = [step.entry(place, step.size(group), signed, shifted) for place in places]
-            step.add_dots(totals, rows, step.size(GROUP * group), values)
-        step.store_sums(totals, 8, per_step, token)
+        for begin in range(0, per_step, together):
+            totals = [step.zero() for _ in range(together * rows)]
+            for start in range(0, kind.span, kind.lanes):
+                values = step.values(first, start, range(begin, begin + together))
+                step.add_dots(totals, rows, step.size(start), values)
+            step.store_sums(totals, 8, together, builder.add(token, step.size(begin)))
         return context.get_dummy_value()
 
     @intrinsic
-    def dot_step(typing_context, queries, codes, signs, entries, masks, shifts, first, token, found):
-        kinds = (queries, codes, signs, entries, masks, shifts, types.intp, types.intp, found)
+    def dot_step(typing_context, queries, plane0, plane1, table0, table1, table2, first, token, found):
+        kinds = (queries, plane0, plane1, table0, table1, table2, types.intp, types.intp, found)
         return types.void(*kinds), build
 
     @numba.njit(nogil=True, inline="always")
@@ -236,35 +204,36 @@ def _book_dots(groups, signed, shifted, rows):
     return all_steps
 
 
-@functools.cache
 @no_type_check
-def _book_sums(groups, signed, shifted, rows):
-    """Add `Σ_t weights[row, t] · entries_t` of `count` tokens from `first` on to `out[row]`."""
-    together = 4 if groups % 4 == 0 else 1
+def _sums(kind, rows):
+    """Add `Σ_t weights[row, t] · values_t` of `count` tokens from `first` on to `out[row]`."""
 
     def build(context, builder, signature, args):
-        step = _Book(context, builder, signature, args, 8, GROUP)
+        step = kind.make(context, builder, signature, args)
         first, count = args[6:8]
-        for start in range(0, groups, together):
-            ats = [step.size(GROUP * (start + part)) for part in range(together)]
+        for begin in range(0, kind.span, kind.vectors * kind.lanes):
+            starts = range(begin, begin + kind.vectors * kind.lanes, kind.lanes)
             slots = [
-                [cgutils.alloca_once_value(builder, step.load(8, step.size(r), at)) for at in ats] for r in range(rows)
+                [cgutils.alloca_once_value(builder, step.load(8, step.size(r), step.size(start))) for start in starts]
+                for r in range(rows)
             ]
-            with step.steps(count, 1) as token:
-                row = builder.add(first, token)
-                values = [step.entry(row, step.size(start + part), signed, shifted) for part in range(together)]
+            with step.steps(count, kind.sum_tokens) as token:
+                at = builder.add(first, token)
+                vectors = [step.values(at, start, range(kind.sum_tokens)) for start in starts]
                 for r in range(rows):
-                    weight = step.splat(0, step.size(r), token)
-                    for value, slot in zip(values, slots[r], strict=True):
-                        builder.store(step.add_product(weight, value, builder.load(slot, typ=step.vector)), slot)
+                    for index in range(kind.sum_tokens):
+                        weight = step.splat(0, step.size(r), builder.add(token, step.size(index)))
+                        for values, slot in zip(vectors, slots[r], strict=True):
+                            total = builder.load(slot, typ=step.vector)
+                            builder.store(step.add_product(weight, values[index], total), slot)
             for r in range(rows):
-                for at, slot in zip(ats, slots[r], strict=True):
-                    step.store(builder.load(slot, typ=step.vector), 8, step.size(r), at)
+                for start, slot in zip(starts, slots[r], strict=True):
+                    step.store(builder.load(slot, typ=step.vector), 8, step.size(r), step.size(start))
         return context.get_dummy_value()
 
     @intrinsic
-    def sum_steps(typing_context, weights, codes, signs, entries, masks, shifts, first, count, out):
-        kinds = (weights, codes, signs, entries, masks, shifts, types.intp, types.intp, out)
+    def sum_steps(typing_context, weights, plane0, plane1, table0, table1, table2, first, count, out):
+        kinds = (weights, plane0, plane1, table0, table1, table2, types.intp, types.intp, out)
         return types.void(*kinds), build
 
     @numba.njit(nogil=True, inline="always")

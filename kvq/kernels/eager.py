@@ -19,8 +19,7 @@ from kvq.codecs.packing import unpack_parts
 from kvq.codecs.quantizers import Axis
 from kvq.codecs.uniform import ZeroPoint
 from kvq.kernels.form import Form, PackedStates, Shift, folds, form_of, turned_scores
-from kvq.kernels.pieces import TILE, Piece, pieces
-from kvq.kernels.shifts import shift_of
+from kvq.kernels.pieces import TILE, Piece, pieces, shift_of
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
 Step = Callable[[str], AbstractContextManager[None]]

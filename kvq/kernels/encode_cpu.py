@@ -1,7 +1,18 @@
-"""Encoding in one pass on a CPU: `encode_loops` over slices of blocks that fit a core's second-level cache."""
+"""Encoding in one pass on a CPU: loops compiled by numba for one head dim, over slices that fit a second-level cache.
+
+Divisions and roundings are IEEE operations in the codec's order, so that codes are the same; only sums may be computed
+in another order.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, no_type_check
+
+import numba
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -9,7 +20,212 @@ from torch import Tensor
 from kvq.codecs.quantizers import Parts, to_stored
 from kvq.kernels.chain import Chain, Grids, gain_of, grids
 from kvq.kernels.cpu import pool
-from kvq.kernels.encode_loops import Loops, loops_for
+
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+_EXACT = _OPTIONS | {"fastmath": False}
+_SUMS = _OPTIONS | {"fastmath": True}
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Compiled for one head dim and one size of group along channels; see the functions that make them."""
+
+    rotate: Callable[..., Any]
+    normalize: Callable[..., Any]
+    channel_ranges: Callable[..., Any]
+    token_ranges: Callable[..., Any]
+    channel_codes: Callable[..., Any]
+    token_codes: Callable[..., Any]
+    pack: Callable[..., Any]
+    gains: Callable[..., Any]
+
+
+@functools.cache
+def loops_for(dim: int, channels: int) -> Loops:
+    """Compile (each at its first call) the loops for `dim` channels, per token in groups of `channels`."""
+    of_channels, of_tokens = _ranges(dim, channels)
+    channel_codes, token_codes = _codes(dim, channels)
+    pack, gains = _packer(dim), _gain(dim, channels)
+    return Loops(_rotation(dim), _norms(dim), of_channels, of_tokens, channel_codes, token_codes, pack, gains)
+
+
+@no_type_check
+def _rotation(dim):
+    """Multiply rows by Sylvester's Hadamard matrix over `sqrt(dim)`, in place, after a sign per channel.
+
+    A step interleaves sums and differences of the first and the second half. All steps are equal, and after log2(dim)
+    of them the channels are in order.
+    """
+    half, steps, root = dim // 2, dim.bit_length() - 1, np.float32(dim**-0.5)
+
+    @numba.njit(**_EXACT)
+    def step(source, target):
+        for i in range(half):
+            a, b = source[i], source[i + half]
+            target[2 * i] = a + b
+            target[2 * i + 1] = a - b
+
+    @numba.njit(**_EXACT)
+    def rotate(rows, signs):
+        one, two = np.empty(dim, np.float32), np.empty(dim, np.float32)
+        for t in range(rows.shape[0]):
+            for c in range(dim):
+                one[c] = rows[t, c] * signs[c]
+            for _ in range(steps // 2):
+                step(one, two)
+                step(two, one)
+            if steps % 2:
+                step(one, two)
+                one, two = two, one
+            for c in range(dim):
+                rows[t, c] = one[c] * root
+
+    return rotate
+
+
+@no_type_check
+def _norms(dim):
+    @numba.njit(**_SUMS)
+    def squares(row):
+        total = np.float32(0)
+        for c in range(dim):
+            total += row[c] * row[c]
+        return total
+
+    @numba.njit(**_EXACT)
+    def normalize(rows, norms, root):
+        """Divide rows by their norms over `root`, which go to `norms`."""
+        for t in range(rows.shape[0]):
+            norm = np.sqrt(squares(rows[t])) / root
+            norms[t] = norm
+            by = norm if norm != 0 else np.float32(1)
+            for c in range(dim):
+                rows[t, c] = rows[t, c] / by
+
+    return normalize
+
+
+@no_type_check
+def _ranges(dim, channels):
+    groups = (dim + channels - 1) // channels
+
+    @numba.njit(**_EXACT)
+    def channel_ranges(blocks, size, low, high):
+        """Least and greatest values of groups of `size` tokens, into `[blocks, groups, dim]`."""
+        for block in range(blocks.shape[0]):
+            for t in range(blocks.shape[1]):
+                row, group = blocks[block, t], t // size
+                least, most = low[block, group], high[block, group]
+                if t % size == 0:
+                    least[:] = row
+                    most[:] = row
+                for c in range(dim):
+                    x = row[c]
+                    least[c] = x if x < least[c] else least[c]
+                    most[c] = x if x > most[c] else most[c]
+
+    @numba.njit(**_SUMS)
+    def token_ranges(blocks, size, low, high):
+        """Least and greatest values of groups of channels, into `[blocks, tokens, groups]`."""
+        for block in range(blocks.shape[0]):
+            for t in range(blocks.shape[1]):
+                row = blocks[block, t]
+                for group in range(groups):
+                    part = row[group * channels : min(dim, (group + 1) * channels)]
+                    least, most = part[0], part[0]
+                    for c in range(part.shape[0]):
+                        least = min(least, part[c])
+                        most = max(most, part[c])
+                    low[block, t, group], high[block, t, group] = least, most
+
+    return channel_ranges, token_ranges
+
+
+@no_type_check
+def _codes(dim, channels):
+    groups = (dim + channels - 1) // channels
+
+    @numba.njit(**_EXACT)
+    def channel_codes(blocks, size, step, base, zero, top, codes):
+        """Codes of blocks, by statistics per group of `size` tokens."""
+        for block in range(blocks.shape[0]):
+            for t in range(blocks.shape[1]):
+                group, row, out = t // size, blocks[block, t], codes[block, t]
+                near, a, z = step[block, group], base[block, group], zero[block, group]
+                for c in range(dim):
+                    code = np.rint((row[c] - a[c]) / near[c]) + z[c]
+                    code = code if code > 0 else np.float32(0)
+                    out[c] = np.uint8(np.int32(code if code < top else top))
+
+    @numba.njit(**_EXACT)
+    def token_codes(blocks, size, step, base, zero, top, codes):
+        """Codes of blocks, by statistics per token and group of channels."""
+        for block in range(blocks.shape[0]):
+            for t in range(blocks.shape[1]):
+                for group in range(groups):
+                    near, a, z = step[block, t, group], base[block, t, group], zero[block, t, group]
+                    row = blocks[block, t, group * channels : min(dim, (group + 1) * channels)]
+                    out = codes[block, t, group * channels : min(dim, (group + 1) * channels)]
+                    for c in range(row.shape[0]):
+                        code = np.rint((row[c] - a) / near) + z
+                        code = code if code > 0 else np.float32(0)
+                        out[c] = np.uint8(np.int32(code if code < top else top))
+
+    return channel_codes, token_codes
+
+
+@no_type_check
+def _packer(dim):
+    @numba.njit(**_EXACT)
+    def pack(codes, shift, width, plane):
+        """One plane of the codes of blocks, which are padded with rows of zeros after their tokens."""
+        per_byte, mask = 8 // width, np.uint8((1 << width) - 1)
+        for block in range(plane.shape[0]):
+            for r in range(plane.shape[1]):
+                out = plane[block, r]
+                out[:] = 0
+                for k in range(per_byte):
+                    row, place = codes[block, r * per_byte + k], np.uint8(width * k)
+                    for c in range(dim):
+                        out[c] |= ((row[c] >> shift) & mask) << place
+
+    return pack
+
+
+@no_type_check
+def _gain(dim, channels):
+    @numba.njit(**_SUMS)
+    def channel_gain(row, codes, low, scale, zero):
+        a, b, c = np.float32(0), np.float32(0), np.float32(0)
+        for d in range(dim):
+            x, y = row[d], low[d] + (np.float32(codes[d]) - zero[d]) * scale[d]
+            a, b, c = a + x * x, b + x * y, c + y * y
+        return a, b, c
+
+    @numba.njit(**_SUMS)
+    def token_gain(row, codes, low, scale, zero):
+        a, b, c = np.float32(0), np.float32(0), np.float32(0)
+        for d in range(dim):
+            group, x = d // channels, row[d]
+            y = low[group] + (np.float32(codes[d]) - zero[group]) * scale[group]
+            a, b, c = a + x * x, b + x * y, c + y * y
+        return a, b, c
+
+    @numba.njit(**_SUMS)
+    def gains(blocks, codes, size, per_channel, low, scale, zero, found):
+        """Inner products of each token with itself and with its decoded form, and of the decoded form with itself."""
+        for block in range(blocks.shape[0]):
+            for t in range(blocks.shape[1]):
+                row, code = blocks[block, t], codes[block, t]
+                if per_channel:
+                    at = t // size
+                    out = channel_gain(row, code, low[block, at], scale[block, at], zero[block, at])
+                else:
+                    out = token_gain(row, code, low[block, t], scale[block, t], zero[block, t])
+                found[0, block, t], found[1, block, t], found[2, block, t] = out
+
+    return gains
+
 
 ROWS = 2048
 """Tokens of a head that are encoded together: 1 MiB at 128 channels."""
@@ -60,7 +276,7 @@ def _encode(chain: Chain, loops: Loops, matrix: Tensor | None, blocks: Float[Ten
         parts[f"codes.{index}"] = plane = torch.empty(count, -(-tokens * width // 8), dim, dtype=torch.uint8)
         loops.pack(codes.numpy(), shift, width, plane.numpy())
         shift += width
-    gain = None if chain.gain_name is None else _gain(chain, loops, y, codes, size, grid)
+    gain = None if chain.gain_name is None else _gains(chain, loops, y, codes, size, grid)
     if chain.norm is not None:
         parts[f"{chain.norm}.scale"] = to_stored(norms if gain is None else norms * gain, torch.float16)
     elif gain is not None:
@@ -68,7 +284,7 @@ def _encode(chain: Chain, loops: Loops, matrix: Tensor | None, blocks: Float[Ten
     return parts
 
 
-def _gain(chain: Chain, loops: Loops, y: Tensor, codes: Tensor, size: int, grid: Grids) -> Tensor:
+def _gains(chain: Chain, loops: Loops, y: Tensor, codes: Tensor, size: int, grid: Grids) -> Tensor:
     found = torch.empty(3, *y.shape[:2])
     low, scale, zero = (part.numpy() for part in (grid.low, grid.scale, grid.zero))
     loops.gains(y.numpy(), codes.numpy(), size, chain.per_channel, low, scale, zero, found.numpy())

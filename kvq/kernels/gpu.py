@@ -24,7 +24,7 @@ from kvq.codecs.quantizers import Quantizer
 from kvq.errors import Unsupported
 from kvq.kernels import triton_loops
 from kvq.kernels.form import Form, PackedStates, continues, folds, form_of, group_size, is_per_channel
-from kvq.kernels.shifts import shift_scores, shift_terms
+from kvq.kernels.pieces import shift_scores, shift_terms
 
 TILE = 32
 """Tokens that a program holds in registers."""

@@ -1,17 +1,27 @@
-"""Cutting a packed prefix into pieces of a few thousand tokens that fit a core's cache, for any block size."""
+"""A packed prefix as the kernels take it: in pieces of some thousand tokens that fit a core's cache, and its shifts.
+
+NSNQuant's shifts are one vector per block, outside the loops over codes: they add `q · o` times a factor of each token
+to its scores, and the sum of a block's weights times `o` to the output. RoPE that follows a shift turns it by each
+token's angle, for which all heads share one matrix product.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Packed, Rope, UniformQuantizer
+from kvq.codecs.packed import BlockRun
 from kvq.codecs.packing import plane_widths
 from kvq.codecs.quantizers import Axis
-from kvq.kernels.form import Form, PackedStates
+from kvq.codecs.stages import restored
+from kvq.kernels.form import Form, PackedStates, Shift, turned_scores
 
 TILE = 2048
 """Tokens per piece."""
@@ -110,3 +120,86 @@ def _cut(form: Form, name: str, part: Tensor, inner: slice, head_dim: int) -> Te
         size = quantizer.group_size
         return part[..., inner.start // size : -(-inner.stop // size), :]
     return part[..., inner, :]
+
+
+_Blocks = tuple[int, BlockRun, dict[str, Tensor]]
+
+
+def shift_scores(
+    states: PackedStates, form: Form, query: Float[Tensor, "batch heads group dim"]
+) -> Float[Tensor, "batch heads group tokens"] | None:
+    """What the shifts add to the scores of the packed tokens, in fp32; None: there are none."""
+    found = None
+    for shift in form.shifts:
+        seen = form.rotate(query, shift.rotations)[:, None]
+        pieces = []
+        for start, run, blocks in _blocks(states):
+            offset = shift_of(shift, blocks, states.shape[2], torch.float32)
+            if shift.turned and states.rope is not None:
+                rope = states.rope.narrow(start, run.tokens * run.count).blocks(run.tokens, run.count)
+                more = turned_scores(seen, offset, rope)
+            else:
+                more = (seen @ offset.mT).expand(*offset.shape[:3], query.shape[2], run.tokens)
+            if (norms := form.factors(blocks, shift.norms, run.tokens, torch.float32)) is not None:
+                more = more * norms[..., None, :]
+            pieces.append(more.permute(0, 2, 3, 1, 4).flatten(-2))
+        moved = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        found = moved if found is None else found + moved
+    return found
+
+
+@dataclass(frozen=True)
+class ShiftMix:
+    """By run: start, block length, vectors `[batch, blocks, heads, dim]`, factors `[batch, heads or 1, tokens]`."""
+
+    runs: list[tuple[int, int, Any, Any]]
+
+    def mix(self, weights: Any, place: tuple[int, int], out: Any) -> None:
+        """Add the weighted sum of one head's shifts to `out` `[group, dim]`. `weights`: `[group, tokens]`."""
+        batch, head = place
+        for start, length, offsets, norms in self.runs:
+            own = weights[:, start : start + offsets.shape[1] * length]
+            if norms is not None:
+                own = own * norms[batch, min(head, norms.shape[1] - 1)]
+            out += own.reshape(len(own), -1, length).sum(-1) @ offsets[batch, :, head]
+
+
+def shift_weights(states: PackedStates, form: Form) -> list[ShiftMix]:
+    """The shifts of values, in the order of `form.shifts`."""
+    found = []
+    for shift in form.shifts:
+        runs = []
+        for start, run, blocks in _blocks(states):
+            offset, norms = shift_terms(form, shift, blocks, run, states.shape[2])
+            flat = None if norms is None else norms.numpy()
+            runs.append((start, run.tokens, offset.contiguous().numpy(), flat))
+        found.append(ShiftMix(runs))
+    return found
+
+
+def shift_terms(
+    form: Form, shift: Shift, blocks: dict[str, Tensor], run: BlockRun, dim: int
+) -> tuple[Float[Tensor, "batch blocks heads dim"], Float[Tensor, "batch _heads tokens"] | None]:
+    """The vectors of a run's blocks, and the factor of each token (None: 1), contiguous, in fp32."""
+    offset = shift_of(shift, blocks, dim, torch.float32)[..., 0, :]
+    norms = form.factors(blocks, shift.norms, run.tokens, torch.float32)
+    return offset, None if norms is None else norms.transpose(1, 2).flatten(2).contiguous()
+
+
+def shift_of(
+    shift: Shift, blocks: dict[str, Tensor], dim: int, dtype: torch.dtype
+) -> Float[Tensor, "batch blocks heads 1 dim"]:
+    """The vector of each block."""
+    prefix = f"{shift.name}."
+    side = {name.removeprefix(prefix): part for name, part in blocks.items() if name.startswith(prefix)}
+    side = {name: part.to(dtype) if part.is_floating_point() else part for name, part in side.items()}
+    return restored("offset", side, shift.stage.double_quant, 1, dim, dtype)
+
+
+def _blocks(states: PackedStates) -> Iterator[_Blocks]:
+    """Each run of blocks: its first token, and its parts cut into blocks."""
+    start = 0
+    for packed in states.packed:
+        for run, parts in packed.by_run():
+            yield start, run, run.blocks(parts)
+            start += run.tokens * run.count

@@ -26,8 +26,7 @@ from kvq.methods.merged import MergedRotation
 from kvq.methods.plan import MixedPrecision
 from kvq.methods.sinks import side_of
 from kvq.methods.transformers_caches import TransformersLayer
-from kvq.models.layers import KvLayer
-from kvq.models.rope_pairs import interleaved_in_gguf
+from kvq.models.layers import KvLayer, interleaved_in_gguf
 from kvq.results.tensor_files import digest
 
 
@@ -49,7 +48,7 @@ class Method:
         full_precision_layers: `key` and `value` -> layers whose keys or values stay in full precision.
         backend: a cache of transformers that replaces the codecs.
         sink_tokens: number of first tokens that stay in full precision.
-        bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.bind.bind`); empty
+        bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.files.bind`); empty
             for a method without calibration.
         kept_keys: tokens whose keys stay in full precision.
         sink_detection: finds tokens that stay in full precision.

@@ -76,9 +76,13 @@ class Inputs:
 
     def check_context(self, context: int) -> None:
         """Raise `ConfigError` for windows of `context` tokens that are longer than the model takes."""
+        self.check_tokens(context, f"task.context={context}:")
+
+    def check_tokens(self, tokens: int, said: str, after: str = " tokens") -> None:
+        """Raise `ConfigError` for more tokens than the model takes, with `said` before and `after` behind that."""
         longest = self.longest_context
-        if longest is not None and context > longest:
-            raise ConfigError(f"task.context={context}: model={self.config.model.name} takes at most {longest} tokens")
+        if longest is not None and tokens > longest:
+            raise ConfigError(f"{said} model={self.config.model.name} takes at most {longest}{after}")
 
     @property
     def _shape(self) -> tuple[list[int], int | None]:

@@ -21,14 +21,21 @@ from transformers.utils import logging as transformers_logging
 from kvq.config.run import Latent
 from kvq.data import hub
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models.delta import apply_delta
-from kvq.models.files import files_read, weight_files
-from kvq.models.folder import delta_folder, folder_fingerprint, model_folder
+from kvq.models.folder import delta_folder, files_read, folder_fingerprint, model_folder, weight_files
 from kvq.models.gguf import gguf_support
 from kvq.models.layers import head_dims_of, state_layers_of
-from kvq.models.outliers import implant_outliers
-from kvq.models.placing import base_of, device_of, is_quantized, loading
-from kvq.models.stored import Stored, check_amount, check_stored, is_old_buffer, stored_in
+from kvq.models.placing import (
+    Stored,
+    base_of,
+    check_amount,
+    check_stored,
+    device_of,
+    is_old_buffer,
+    is_quantized,
+    loading,
+    stored_in,
+)
+from kvq.models.weights import apply_delta, implant_outliers
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig

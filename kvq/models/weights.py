@@ -1,17 +1,38 @@
-"""The name of the weights of a model in memory, and weights rounded to few bits."""
+"""The weights of a model in memory: their name, and what changes them: rounding, outlier channels, a stored delta.
+
+Outlier channels are implanted without changing a model's function. Scaling a RoPE pair of `k_proj` rows by alpha and
+the matching `q_proj` rows by 1/alpha leaves every attention score as it was; scaling rows of `v_proj` by beta and the
+matching columns of `o_proj` by 1/beta leaves every output as it was. The cached keys and values then have channel
+outliers, as those of 7B models do (KIVI, arXiv 2402.02750, figure 2). A sink can lack them only where its key is next
+to nothing in the scaled pairs anyway: a query meets every key with the same 1/alpha, so a key left unscaled would lose
+the pair's part of its score, and no other pair rotates as that one does, which could make up for it. So `sink: false`
+takes the channels in which the sink has least.
+
+A delta is what a model differs in from another: low-rank changes of matrices, rows of the embedding, norm weights. Its
+folder has `delta.json` ({"base": <model.path>}) and `delta.safetensors`, all in fp16: `W.left` [out, rank] and
+`W.right` [rank, in] for a weight W that becomes W + left @ right, `W.columns` [in] where W's columns are scaled first,
+`W.row.I` for its row I and `W` itself for a weight that is replaced. The metadata has the sha256 of the base's weights
+under `base_sha256`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float16
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kvq.errors import Unsupported
+from kvq.config import OutliersConfig
+from kvq.config.files import file_hash
+from kvq.errors import DataError, Unsupported
+from kvq.models.layers import head_dims_of
 
 _SAMPLED = 1024  # entries of each weight that enter its name
 _GROUP = 128  # input channels that share a scale and a zero point
@@ -79,3 +100,147 @@ def rounded(weight: Float[Tensor, "out in"], bits: int) -> Float[Tensor, "out in
         step = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(torch.float32).tiny)
         groups.append(((group - low) / step).round() * step + low)
     return torch.cat(groups, 1).to(weight.dtype)
+
+
+@torch.no_grad()
+def implant_outliers(model: nn.Module, settings: OutliersConfig) -> None:
+    """Implant outlier channels in every layer and KV head of a llama-shaped model, in place.
+
+    Powers of two as scales are exact in fp16. Channels are drawn from `settings.seed`, a stream of their own, or are
+    those in which the begin-of-text token has least.
+
+    Raises:
+        Unsupported: attention without separate q, k, v and o projections, or with a norm between projection and RoPE;
+            no begin-of-text token, which `settings.sink=False` asks for.
+    """
+    attentions = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    for attention in attentions or [model]:
+        plain = all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        if not plain or hasattr(attention, "k_norm"):
+            raise Unsupported(f"model.outliers: {type(attention).__name__} has no plain q, k, v and o projections")
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    heads, kv_heads, (head_dim, *others) = config.num_attention_heads, config.num_key_value_heads, head_dims_of(config)
+    if set(others) - {head_dim}:
+        raise Unsupported(f"model.outliers: {type(model).__name__} has several head dims")
+    if settings.key_pairs > head_dim // 2 or settings.value_channels > head_dim:
+        raise Unsupported(f"model.outliers: head_dim={head_dim} has {head_dim // 2} pairs and {head_dim} channels")
+    begin, sinks = config.bos_token_id, None
+    if not settings.sink:
+        if begin is None:
+            raise Unsupported(f"model.outliers.sink=false: {type(model).__name__} has no begin-of-text token")
+        sinks = _first_keys_and_values(model, begin)
+    generator = torch.Generator().manual_seed(settings.seed)
+    for layer, attention in enumerate(attentions):
+        for kv_head in range(kv_heads):
+            if sinks is None:
+                pairs = torch.randperm(head_dim // 2, generator=generator)[: settings.key_pairs]
+                channels = torch.randperm(head_dim, generator=generator)[: settings.value_channels]
+            else:
+                key, value = (each[kv_head] for each in sinks[layer])
+                pairs = key.view(2, -1).norm(dim=0).argsort()[: settings.key_pairs]
+                channels = value.abs().argsort()[: settings.value_channels]
+            key_rows = torch.cat([pairs, pairs + head_dim // 2])  # RoPE rotates channel i with i + head_dim/2
+            _scale_rows(attention.k_proj, kv_head * head_dim + key_rows, settings.key_scale)
+            _scale_rows(attention.v_proj, kv_head * head_dim + channels, settings.value_scale)
+            for head in range(kv_head * heads // kv_heads, (kv_head + 1) * heads // kv_heads):
+                _scale_rows(attention.q_proj, head * head_dim + key_rows, 1 / settings.key_scale)
+                attention.o_proj.weight[:, head * head_dim + channels] /= settings.value_scale
+
+
+def _first_keys_and_values(model: Any, token: int) -> list[tuple[Float[Tensor, "kv_heads head_dim"], ...]]:
+    """What each layer's cache holds of `token` at position 0 before whatever text; RoPE turns it by nothing."""
+    found = model(torch.tensor([[token]], device=model.get_input_embeddings().weight.device), use_cache=True)
+    return [(layer.keys[0, :, 0].cpu(), layer.values[0, :, 0].cpu()) for layer in found.past_key_values.layers]
+
+
+def _scale_rows(linear: nn.Linear, rows: Tensor, scale: float) -> None:
+    linear.weight[rows] *= scale
+    if linear.bias is not None:
+        linear.bias[rows] *= scale
+
+
+WEIGHTS, DELTA = "model.safetensors", "delta.safetensors"
+"""The files of a whole model's weights, and of a delta."""
+_FACTORS = (".left", ".right", ".columns")
+
+
+def add_low_rank(
+    weight: Float16[Tensor, "out in"],
+    left: Float16[Tensor, "out rank"],
+    right: Float16[Tensor, "rank in"],
+    columns: Float16[Tensor, " in"] | None = None,
+) -> Float16[Tensor, "out in"]:
+    """weight x columns + left @ right, added up in fp32 one rank after the other and rounded to fp16.
+
+    The same bits on every machine: a product of two fp16 numbers is exact in fp32, with a fused addition or without,
+    and the order of the sums is given.
+    """
+    total = weight.float() if columns is None else weight.float() * columns.float()
+    for column, row in zip(left.float().unbind(1), right.float().unbind(0), strict=True):
+        total.addcmul_(column[:, None], row)
+    return total.half()
+
+
+def save_delta(changes: dict[str, Tensor], base: Path, folder: Path) -> None:
+    """Write `delta.safetensors` of the weights in `base`; `changes` by the names above."""
+    metadata = {"format": "pt", "base_sha256": file_hash(base / WEIGHTS)}
+    save_file({name: change.half().contiguous() for name, change in changes.items()}, folder / DELTA, metadata)
+
+
+@torch.no_grad()
+def apply_delta(path: str, model: nn.Module, base: Path, folder: Path) -> None:
+    """Change the weights of `model`, loaded from `base` in any dtype, as the delta in `folder` says.
+
+    The sums are of the weights as stored, so a dtype rounds once, as it would those of a whole model.
+
+    Args:
+        path: the setting `model.path`, for errors.
+        model: what transformers loaded; its parameters are changed in place.
+        base: the folder with the base's `model.safetensors`.
+        folder: the folder with `delta.safetensors`.
+
+    Raises:
+        DataError: the file cannot be read, is of other weights than the base's, or names weights that are not there.
+    """
+    where = f"model.path={path}: {folder.name}/{DELTA}"
+    parameters = dict(model.named_parameters())
+    try:
+        with safe_open(folder / DELTA, framework="pt") as delta, safe_open(base / WEIGHTS, framework="pt") as weights:
+            known, own = (delta.metadata() or {}).get("base_sha256"), file_hash(base / WEIGHTS)
+            if known != own:
+                raise DataError(f"{where}: is of weights with sha256={known}, not of {base.name}'s, sha256={own}")
+            changes = {name: delta.get_tensor(name) for name in delta.keys()}  # noqa: SIM118 - no mapping
+            for name in sorted({_weight(change) for change in changes}):
+                new = _changed(name, weights.get_tensor(name), changes)
+                parameters[name].copy_(new)
+    except (OSError, SafetensorError, KeyError, ValueError, IndexError, RuntimeError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{where}: cannot be applied: {said[:200]}") from error
+
+
+def _weight(change: str) -> str:
+    """The name of the weight that an entry of the file changes."""
+    for kind in _FACTORS:
+        change = change.removesuffix(kind)
+    return change.split(".row.")[0]
+
+
+def _changed(name: str, weight: Tensor, changes: dict[str, Tensor]) -> Tensor:
+    """The weight as its entries say; an entry of another shape is refused, as torch would stretch some."""
+
+    def entry(suffix: str, *shape: int) -> Tensor:
+        found = changes[f"{name}{suffix}"]
+        if found.dtype is not torch.float16 or list(found.shape) != list(shape):
+            raise ValueError(f"{name}{suffix} is {found.dtype} {list(found.shape)}, not float16 {list(shape)}")
+        return found
+
+    if name in changes:
+        return entry("", *weight.shape)
+    for change in changes:
+        if change.startswith(f"{name}.row."):
+            weight[int(change.rpartition(".")[2])] = entry(change.removeprefix(name), *weight.shape[1:])
+    if not any(f"{name}{factor}" in changes for factor in _FACTORS):
+        return weight
+    (outputs, inputs), rank = weight.shape, changes[f"{name}.left"].shape[-1]
+    columns = entry(".columns", inputs) if f"{name}.columns" in changes else None
+    return add_low_rank(weight, entry(".left", outputs, rank), entry(".right", rank, inputs), columns)

@@ -29,7 +29,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
 from kvq.tasks.memory import rows_of
-from kvq.tasks.stepwise import check_codecs_alone, check_layers_alike
+from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
 
 MOST = 3
 """Choices that are printed."""

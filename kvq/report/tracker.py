@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from kvq.config.logger import WandbLogger, WandbMode
+from kvq.config.run import WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError
 from kvq.report.figures.every import run_figures
 from kvq.report.figures.style import png_of

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from kvq.config.logger import Logger, WandbLogger, WandbMode
+from kvq.config.run import Logger, WandbLogger, WandbMode
 from kvq.errors import KvqError, printable
 from kvq.report import command
 from kvq.report.labels import labelled

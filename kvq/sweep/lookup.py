@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvq.config import Config, Loader, PplConfig, full_precision
 from kvq.config.identity import canonical
 from kvq.config.run import trained_with_bos
-from kvq.data.joined import joined_text, text_fingerprint
+from kvq.data.rows import joined_text, text_fingerprint
 from kvq.errors import KvqError
 from kvq.models.folder import folder_fingerprint, folder_writes_bos
 from kvq.results import Record, Store, is_stale, run_key

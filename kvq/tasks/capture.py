@@ -1,20 +1,21 @@
-"""Queries, keys and values of a forward, layer by layer; only one layer is in memory at a time."""
+"""Queries, keys and values of a forward: seen layer by layer, one in memory at a time, or changed as in an engine."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvq.cache.hooks import attentions, named_arguments
-from kvq.cache.observe import INTERFACE, Hooked
+from kvq.cache.hooks import attentions, layer_number, told_before
+from kvq.cache.observe import INTERFACE, Hooked, hook_interface
 from kvq.cache.rotary import angles, styles_of
-from kvq.codecs import Rope
+from kvq.codecs import Axis, Codec, Rope, UniformQuantizer
 from kvq.config.diagnostics import CaptureConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.diagnostics.fidelity import Attention
@@ -24,7 +25,7 @@ from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.models.layers import places_of
 from kvq.models.placing import base_of
-from kvq.tasks.stepwise import check_codecs_alone
+from kvq.tasks.scoring import check_codecs_alone
 from kvq.tasks.windows import cut_windows
 
 
@@ -64,8 +65,8 @@ def capture(
     tables: dict[int, tuple[Tensor, Tensor] | None] = {}
     seen: set[int] = set()
 
-    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tables[module.layer_idx] = angles(module, named_arguments(module, args, kwargs))
+    def keep(module: Any, arguments: dict[str, Any]) -> None:
+        tables[module.layer_idx] = angles(module, arguments)
 
     def see(module: Any, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> None:
         if not hasattr(module, "layer_idx"):  # it looks at an image
@@ -80,18 +81,13 @@ def capture(
         rope = None if style is None or table is None else style.rope(table[0][:1], table[1][:1])
         visit(Layer(index, query, key, value, _attention_of(module, query, given), rope))
 
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
-    sources = {sys.modules[type(module).__module__] for module in modules}
-    held = {source: getattr(source, INTERFACE) for source in sources if hasattr(source, INTERFACE)}
-    try:
-        for source, functions in held.items():
-            setattr(source, INTERFACE, Hooked(functions, see))
+    families = {type(module).__module__: module for module in modules}
+    with ExitStack() as hooked:
+        hooked.enter_context(told_before(modules, keep))
+        for name, module in families.items():
+            if hasattr(sys.modules[name], INTERFACE):
+                hooked.callback(hook_interface(module, see))
         base(input_ids=tokens[None].to(loaded.device), use_cache=False, **media)
-    finally:
-        for source, functions in held.items():
-            setattr(source, INTERFACE, functions)
-        for hook in hooks:
-            hook.remove()
     if len(seen) < len(styles):
         raise Unsupported(
             f"model: {type(loaded.model).__name__} has attentions outside of transformers' attention interface, whose "
@@ -138,3 +134,74 @@ def block_of(side: ResidualSide) -> int | None:
     if side.prefill_block is PrefillBlock.whole:
         return None
     return 1 if side.policy is Policy.block and not side.size else side.size
+
+
+Q8_0 = UniformQuantizer(8, Axis.per_token, 32, symmetric=True, reciprocal=True)
+"""ggml's 8-bit blocks of 32 channels as its vector kernels round them, halves to the even code."""
+
+States = tuple[Float[Tensor, "heads tokens dim"], Float[Tensor, "heads tokens dim"]]
+"""Keys and values of a layer."""
+
+
+def unstaged(codec: Codec, y: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor, "*lead tokens dim"]:
+    """States before the stages of a codec (orders and rotations alone), from those after them."""
+    for _, stage in reversed(codec.stages):
+        y = stage.inverse(y, {})
+    return y
+
+
+class _Changed(Hooked):
+    """Attention functions that read other queries, keys and values than they are given."""
+
+    def __init__(self, functions: Any, key: Codec | None, stored: Sequence[States] | None) -> None:
+        super().__init__(functions, lambda *_: None)
+        self._key, self._stored = None if key is None else key.rebuilt(key.stages, Q8_0), stored
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found = self._functions.get_interface(name, default)
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._stored is not None:
+                held = self._stored[layer_number(module, kwargs)]
+                key, value = (own[None].to(query) for own in held)
+            if self._key is not None:
+                query = self._key.decode(self._key.encode(query))
+            return found(module, query, key, value, *args, **kwargs)
+
+        return attend
+
+
+@contextmanager
+def engine_attention(model: nn.Module, key: Codec | None, stored: Sequence[States] | None = None) -> Iterator[None]:
+    """All attentions of a model read what an engine's read while the context lasts.
+
+    Args:
+        key: codec of the keys, whose stages precede the rounding of queries to 8 bits; None: queries as they are.
+        stored: keys and values of each layer, in the place of the model's; None: the model's.
+
+    Raises:
+        Unsupported: attention that does not go through transformers' attention interface.
+    """
+    source = sys.modules[type(attentions(model)[0]).__module__]
+    undo = hook_interface(attentions(model)[0], lambda *_: None)
+    setattr(source, INTERFACE, _Changed(getattr(source, INTERFACE)._functions, key, stored))
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextmanager
+def rounding_error(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Token embeddings are off by a unit in the last place of fp32 (normal, relative) while the context lasts."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def nudge(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        noise = torch.randn(out.shape, generator=generator).to(out.device)
+        return out * (1 + torch.finfo(torch.float32).eps * noise).to(out.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(nudge)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -15,24 +15,19 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from kvq.cache import KVCache
 from kvq.cache.counted import bytes_together
 from kvq.config.writing import ConversationConfig
-from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.results.statistics import delta_nll_of_samples
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, delta_metrics, scored_rows, storage_metrics
 from kvq.tasks.ppl import without_codecs
 from kvq.tasks.reader import Reader, check_prefill
-from kvq.tasks.result import divergence
 from kvq.tasks.scoring import log_probabilities
-from kvq.tasks.storage import storage_metrics
-from kvq.tasks.windows import cut_windows, evenly
+from kvq.tasks.windows import cut_windows, divergence, evenly
 
 Row = dict[str, Any]
 Tokens = Int[Tensor, "1 tokens"]
@@ -45,12 +40,9 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a residual without order, `ConfigError` for conversations longer than the model takes."""
     task: ConversationConfig = inputs.config.task
     check_prefill(method, task.prefill)
-    turns, longest = max(task.turns, 2 if task.branches else 1), inputs.longest_context
-    if longest is not None and turns * task.turn > longest:
-        raise ConfigError(
-            f"task.turns={task.turns}: {turns} turns of task.user={task.user} and task.answer={task.answer} tokens; "
-            f"model={inputs.config.model.name} takes at most {longest} together"
-        )
+    turns = max(task.turns, 2 if task.branches else 1)
+    said = f"task.turns={task.turns}: {turns} turns of task.user={task.user} and task.answer={task.answer} tokens;"
+    inputs.check_tokens(turns * task.turn, said, " together")
 
 
 class Speaker:
@@ -140,17 +132,15 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     speaker = Speaker(inputs, method)
     full = None if baseline is None else Speaker(inputs, without_codecs(method))
     tokens = [speaker.reader.tensor([window.tokens.tolist()]) for window in chosen]
-    for index, own in enumerate(tqdm(tokens, desc="conversations", leave=False, disable=None)):
-        item = f"conversation {index}"
-        if item in journal.rows:
-            continue
-        rows, cache = turns_of(speaker, full, own, task.turn)
+
+    def score(index: int) -> Row:
+        rows, cache = turns_of(speaker, full, tokens[index], task.turn)
         others = [tokens[(index + place + 1) % len(tokens)][:, -task.turn :] for place in range(task.branches)]
-        branches = branches_of(speaker, own[:, : task.turn], others) if others else {}
+        branches = branches_of(speaker, tokens[index][:, : task.turn], others) if others else {}
         scored = {"window": index, "tokens": task.turns * task.answer, "nll": sum(row["nll"] for row in rows)}
-        journal.add([{"item": item, **scored, "turns": rows, **branches, "storage": storage_metrics(cache, 1)}])
-    found = [journal.rows[f"conversation {index}"] for index in range(len(tokens))]
-    samples = [{name: value for name, value in row.items() if name != "storage"} for row in found]
+        return {**scored, "turns": rows, **branches, "storage": storage_metrics(cache, 1)}
+
+    found, samples = scored_rows(journal, "conversation", len(tokens), score)
     metrics = dict(found[-1]["storage"]) | metrics_of(found, task.answer)
     if baseline is not None:
         metrics |= _differences(samples, baseline.samples, task.answer)
@@ -186,13 +176,8 @@ def _differences(rows: Sequence[Row], baseline: Sequence[Row], answer: int) -> d
             for run in (rows, baseline)
         )
         pairs[f"[turn={turn + 1}]"] = own, full
-    metrics = {}
-    for part, pair in pairs.items():
-        delta = delta_nll_of_samples(*pair, block=1)
-        metrics[f"delta_nll{part}"] = delta.value
-        if delta.standard_error is not None:
-            metrics[f"delta_nll_se{part}"] = delta.standard_error
-    return metrics
+    found = (delta_metrics(*pair, part, block=1) for part, pair in pairs.items())
+    return {name: value for metrics in found for name, value in metrics.items()}
 
 
 TASK = Task(check, measure, lambda inputs: inputs.tokens.fingerprint)

@@ -42,10 +42,9 @@ from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.statistics import delta_nll_of_samples
-from kvq.tasks.queries import States, engine_attention, rounding_error, unstaged
-from kvq.tasks.result import PplResult, divergence
+from kvq.tasks.capture import States, engine_attention, rounding_error, unstaged
 from kvq.tasks.scoring import log_probabilities, parallel_method, score
-from kvq.tasks.windows import Window
+from kvq.tasks.windows import PplResult, Window, divergence
 
 LLAMACPP_TYPES = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -181,10 +180,7 @@ class Agreement:
 
     def metrics(self, samples: Sequence[dict[str, Any]], task: PplConfig) -> dict[str, float]:
         """Loss of the preset, its difference from the engine's with a standard error, divergences and correlations."""
-        settings = task.bootstrap
-        off = delta_nll_of_samples(
-            self.rows, samples, block=settings.block, resamples=settings.resamples, seed=settings.seed
-        )
+        off = delta_nll_of_samples(self.rows, samples, **vars(task.bootstrap))
         out = {
             "preset_nll": sum(row["nll"] for row in self.rows) / sum(row["tokens"] for row in self.rows),
             "preset_off": off.value,

@@ -29,10 +29,10 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
 
 QUANTITIES = ("rel_mse", "cosine", "weight_kl", "output_error")
-_UNITS = {"rel_mse": "1", "cosine": "1", "weight_kl": "nats/query", "output_error": "1"}
+_UNITS = {"*_weight_kl": "nats/query", "windows": "windows", "context": "tokens"}
 
 
 @dataclass(frozen=True)
@@ -150,18 +150,14 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         for tokens in windows:
             capture(inputs.model, tokens, errors.add)
     rows = errors.samples()
-    metrics, units = (
-        {"windows": float(len(windows)), "context": float(task.context)},
-        {"windows": "windows", "context": "tokens"},
-    )
+    metrics = {"windows": float(len(windows)), "context": float(task.context)}
     for side in ("key", "value", "both"):
         chosen = [r for r in rows if (r["kind"], r["side"], r["complete"], r["rope"]) == ("error", side, True, "after")]
         for quantity in QUANTITIES:
             values = [row[quantity] for row in chosen if quantity in row]
             if values and (side, quantity) != ("value", "weight_kl"):
                 metrics[f"{side}_{quantity}"] = sum(values) / len(values)
-                units[f"{side}_{quantity}"] = _UNITS[quantity]
-    return Measurement(metrics, units, rows)
+    return Measurement(metrics, units_like(metrics, _UNITS), rows)
 
 
 TASK = Task(check, measure, fingerprint)

@@ -9,14 +9,13 @@ from typing import Any
 
 from kvq.config.writing import GenerateConfig
 from kvq.data.text import begun, conversation, encode
-from kvq.errors import ConfigError, DataError
+from kvq.errors import DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, storage_metrics
 from kvq.tasks.reader import Reader, answer_text, check_prefill, end_tokens, shared, stop_at
-from kvq.tasks.storage import storage_metrics
 
 PROMPT = """Return the rows of a table of measurements that are complete, in the order of their time.
 
@@ -91,12 +90,9 @@ def check(inputs: Inputs, method: Method) -> None:
     """
     task: GenerateConfig = inputs.config.task
     check_prefill(method, task.prefill)
-    prompt, longest = len(prompt_of(inputs)), inputs.longest_context
-    if longest is not None and prompt + task.max_new_tokens > longest:
-        raise ConfigError(
-            f"task.max_new_tokens={task.max_new_tokens}: after a prompt of {prompt} tokens; "
-            f"model={inputs.config.model.name} takes at most {longest} together"
-        )
+    prompt = len(prompt_of(inputs))
+    said = f"task.max_new_tokens={task.max_new_tokens}: after a prompt of {prompt} tokens;"
+    inputs.check_tokens(prompt + task.max_new_tokens, said, " together")
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:

@@ -1,4 +1,10 @@
-"""Tasks made of items: each item is scored, stored at once, and compared with the same item at full precision."""
+"""Tasks made of items: each item is scored, stored at once, and compared with the same item at full precision.
+
+One rule says which prompts go through a model together. A batch has `task.batch_size` prompts; by default (null) as
+many as `ROWS`, and no more tokens than `TOKENS`. Prompts of unequal length share a batch where method and model hold
+sequences apart; elsewhere those of equal length do. Equal or not, the answers are those of each prompt alone, up to the
+last bits of what a batch rounds.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +18,79 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from tqdm import tqdm
 
-from kvq.config.tasks import ItemsConfig
+from kvq.cache import KVCache
+from kvq.config.tasks import ItemsConfig, Prefill
 from kvq.errors import DataError
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.noise import judge_items
 from kvq.results.statistics import paired_mean
-from kvq.tasks import storage
-from kvq.tasks.measurement import Baseline, Measurement
+from kvq.tasks.measurement import RECOMPRESSED, STATES, STORED, Baseline, Measurement, storage_metrics
+from kvq.tasks.reader import Ends, Pick, Reader
+
+ROWS = 8
+"""Prompts of a batch where `task.batch_size` is null."""
+TOKENS = 16_384
+"""Tokens of a batch of several prompts, padding included, where `task.batch_size` is null."""
+
+
+def has_room(prompts: int, longest: int, rows: int | None) -> bool:
+    """Whether a batch may have so many prompts, the longest of so many tokens; `rows`: as `task.batch_size`."""
+    if rows is not None:
+        return prompts <= rows
+    return prompts == 1 or (prompts <= ROWS and prompts * longest <= TOKENS)
+
+
+def batches_of(lengths: Sequence[int], rows: int | None, unequal: bool) -> list[list[int]]:
+    """Indices of the prompts of each batch, by length.
+
+    Args:
+        lengths: tokens of each prompt.
+        rows: `task.batch_size`.
+        unequal: whether lengths in a batch may differ.
+    """
+    out: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda one: lengths[one]):  # little padding
+        same = bool(out) and (unequal or lengths[out[-1][0]] == lengths[index])
+        if same and has_room(len(out[-1]) + 1, lengths[index], rows):
+            out[-1].append(index)
+        else:
+            out.append([index])
+    return out
+
+
+def read_in_batches(
+    reader: Reader, prompts: Sequence[Sequence[int]], rows: int | None
+) -> Iterator[tuple[list[int], KVCache, Float[Tensor, "batch vocab"]]]:
+    """All prompts in batches: their indices, the cache that holds them, and the logits after each.
+
+    Under `prefill=chunked`, prompts are read one after the other, what they share once, and answered together.
+    """
+    if reader.prefill is Prefill.whole or not reader.joins:
+        for batch in batches_of([len(prompt) for prompt in prompts], rows, reader.unequal):
+            yield batch, *reader.begin_together([prompts[index] for index in batch])
+        return
+    waiting: list[tuple[int, KVCache, Tensor]] = []
+    longest = 0
+    for found in reader.each(prompts):
+        tokens = len(prompts[found[0]])
+        if waiting and not has_room(len(waiting) + 1, max(longest, tokens), rows):
+            yield _joined(waiting)
+            waiting, longest = [], 0
+        waiting.append(found)
+        longest = max(longest, tokens)
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(read: Sequence[tuple[int, KVCache, Tensor]]) -> tuple[list[int], KVCache, Tensor]:
+    indices, caches, logits = zip(*read, strict=True)
+    return list(indices), *Reader.join(caches, logits)
+
 
 T = TypeVar("T")
 Sample = dict[str, Any]
@@ -69,6 +138,52 @@ class Clock:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The new tokens of an answer, up to and with the one that ended it, and its `cost` as `Scored` has it."""
+
+    tokens: list[int]
+    cost: dict[str, float]
+
+
+def write_answers(
+    reader: Reader,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    ends: Ends,
+    pick: Pick | None = None,
+    stay: bool = False,
+) -> list[Answer]:
+    """Answers of at most `most` tokens to prompts that are read together.
+
+    An answer that has ended leaves its batch, so that its storage is its own; with `stay` all rows go on until the last
+    has ended, and each has its part of what the cache then holds.
+
+    Raises:
+        DataError: states that are not finite.
+    """
+    clock, before, held = Clock(reader.loaded.device), reader.tokens_read, {}
+    with clock.phase("prefill"):
+        cache, logits = reader.begin_together(prompts)
+    read = (reader.tokens_read - before) / len(prompts)
+
+    def leave(row: int, own: KVCache) -> None:
+        own.check_finite()
+        held[row] = storage_metrics(own, 1)
+
+    with clock.phase("decode"):
+        rows = reader.write(cache, logits, most, ends, pick, None if stay else leave)
+    if stay:
+        cache.check_finite()
+        held = dict.fromkeys(range(len(rows)), storage_metrics(cache, len(rows)))
+    spent = {phase: seconds / len(rows) for phase, seconds in clock.seconds.items()}
+    costs = ({"prompt_tokens": float(len(prompt)), "read_tokens": read} for prompt in prompts)
+    return [
+        Answer(row, cost | {"new_tokens": float(len(row)), **spent, **held[index]})
+        for index, (row, cost) in enumerate(zip(rows, costs, strict=True))
+    ]
 
 
 def score_items(
@@ -163,7 +278,7 @@ def costs(scored: Sequence[Scored]) -> dict[str, float]:
     for phase, tokens in (("prefill", "read_tokens"), ("decode", "new_tokens")):
         if total[phase] > 0 and total[tokens] > 0:
             out[f"{phase}_tokens_per_second"] = total[tokens] / total[phase]
-    for name in (*storage.STORED, *storage.RECOMPRESSED, *storage.STATES):
+    for name in (*STORED, *RECOMPRESSED, *STATES):
         held = [one.cost[name] for one in scored if name in one.cost]
         if held:
             out[name] = float(np.mean(held))

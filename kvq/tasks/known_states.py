@@ -1,34 +1,100 @@
-"""Errors of the codecs of one or two methods on known states; what two tasks share.
+"""`task=random_states`, `task=model_states`: errors of the codecs of one or two methods on known states.
 
-All tokens of a draw or of a layer are one block, whatever the residual.
+Random states are drawn from a known distribution, as kvquant-plus-plus does (sections 2.2, 3.2, 3.4 and 9.6); no model
+is read. A model's states are those of a block, layer by layer: its last query ranks its tokens, the queries behind it
+are held out (sections 3.1-3.3). All tokens of a draw or of a layer are one block, whatever the residual.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import Codec, HuffmanCodec, LowRankCorrection, Packed
+from kvq.codecs import Codec, HuffmanCodec, LowRankCorrection, Packed, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.split import PlannedCodec, TokenSplit
-from kvq.config.diagnostics import KnownStatesConfig
-from kvq.diagnostics.drawn import Known
+from kvq.config.diagnostics import Drawn, KnownStatesConfig, ModelStatesConfig, RandomStatesConfig
 from kvq.diagnostics.fidelity import relative_mse, weighted_mse
-from kvq.errors import Unsupported
+from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.methods.plan import MixedPrecision, Saliency
+from kvq.methods.tiers import AdaptiveTiers, TierStore
 from kvq.models.inputs import Inputs
 from kvq.results import run_key
+from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.versions import versions_of_method
-from kvq.tasks.measurement import Measurement
-from kvq.tasks.stepwise import check_codecs_alone
+from kvq.tasks.capture import Layer, capture, windows_of
+from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
+
+_STREAM = 3_141_592_653  # rotations, sketches and starts have small seeds: no state is drawn from the same generator
+_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Known:
+    """States of one place (a draw, a layer) and what attends to them.
+
+    `ranking`: the weights of the query that may rank tokens; `held_out`: those of others, each summing to 1 over the
+    tokens; `queries`: what keys are multiplied with.
+    """
+
+    key: Float[Tensor, "1 heads tokens dim"]
+    value: Float[Tensor, "1 heads tokens dim"]
+    ranking: Float[Tensor, "1 heads tokens"]
+    held_out: Float[Tensor, "1 heads tokens"]
+    queries: Float[Tensor, "1 heads queries dim"]
+
+
+def stream(seed: int, draw: int, part: int = 0) -> torch.Generator:
+    """The generator of one part of a draw."""
+    return torch.Generator().manual_seed(_STREAM + (seed * _DRAWS + draw) * 8 + part)
+
+
+def walk(
+    kind: Drawn,
+    shape: tuple[int, int, int],
+    generator: torch.Generator,
+    drift: float = 0.0,
+    jumps: Collection[int] = (),
+) -> Float[Tensor, "1 heads tokens dim"]:
+    """States of `shape` `(heads, tokens, dim)`.
+
+    A drifting token is the one before it plus `drift` times a Gaussian step, so that |k_t - k_(t-1)| begins at `drift`
+    times |k|; the tokens `jumps` are drawn anew (kvquant-plus-plus, sections 2.2.9, 3.2 and 9.6).
+    """
+    heads, tokens, dim = shape
+    steps = torch.randn(1, heads, tokens, dim, generator=generator)
+    if kind is Drawn.sphere:
+        return torch.nn.functional.normalize(steps, dim=-1)
+    if kind is Drawn.gaussian:
+        return steps
+    starts = [0, *sorted(at for at in jumps if 0 < at < tokens), tokens]
+    pieces = []
+    for start, end in itertools.pairwise(starts):
+        piece = steps[:, :, start:end].clone()
+        piece[:, :, 1:] *= drift
+        pieces.append(piece.cumsum(2))
+    return torch.cat(pieces, 2)
+
+
+def attended(
+    query: Float[Tensor, "1 heads queries dim"], key: Float[Tensor, "1 heads tokens dim"], scaling: float | None = None
+) -> Float[Tensor, "1 heads tokens"]:
+    """Attention weights that each token gets from the queries of its head, which see all tokens, as a mean."""
+    scale = 1 / math.sqrt(key.shape[-1]) if scaling is None else scaling
+    return torch.softmax(query @ key.mT * scale, -1).mean(2)
+
 
 SIDES = ("key", "value")
 COMPARED = ("key_mse", "key_ranking_error", "key_held_out_error", "value_mse")
@@ -187,3 +253,130 @@ def measurement(rows: list[dict[str, Any]]) -> Measurement:
     if sides:
         metrics["bits_per_element"] = sum(sides) / len(sides)
     return Measurement(metrics, units_of(metrics, dict.fromkeys(("key_rel_mse", "value_rel_mse"), "1")), rows)
+
+
+def drawn(task: RandomStatesConfig, draw: int) -> Known:
+    """The states of one draw; each part has a generator of its own, and none is a rotation's."""
+    shape = (task.heads, task.tokens, task.head_dim)
+    key, value = (walk(task.states, shape, stream(task.seed, draw, part), task.drift, task.jumps) for part in (0, 1))
+    queries = torch.randn(1, task.heads, task.queries + 1, task.head_dim, generator=stream(task.seed, draw, 2))
+    ranking, others = task.sharpness * queries[:, :, :1], task.sharpness * queries[:, :, 1:2]
+    return Known(key, value, attended(ranking, key), attended(others, key), queries[:, :, 1:])
+
+
+def ready(codec: Codec | None, task: RandomStatesConfig, draw: int, side: str) -> Fitted | None:
+    """The codec, its tables or codebooks fitted to `task.fit_tokens` tokens that are drawn apart."""
+    if codec is None:
+        return None
+    shape = (task.heads, task.fit_tokens, task.head_dim)
+    apart = walk(task.states, shape, stream(task.seed, draw, 3 + SIDES.index(side)), task.drift, task.jumps)
+    if calibrated_parts(codec):
+        tables = fit_codec(codec, apart[0], None, None, task.seed)
+        codec = bind_codec(codec, tables, task.heads, task.head_dim)
+    if not codec.fits_first_tokens:
+        return Fitted(codec)
+    first = codec.encode(apart)
+    return Fitted(codec.behind(first), first)
+
+
+def moved(codec: Codec, x: Float[Tensor, "1 heads tokens dim"]) -> dict[str, float]:
+    """Relative errors of keys in the first tier, then in the second, then in the first, each from what was decoded."""
+    store, found = TierStore(codec, False), {}
+    for name, tier, states in (("tier", 0, x), ("demoted", 1, x[:, :, :0]), ("promoted", 0, x[:, :, :0])):
+        store.revise(states, torch.full(x.shape[:3], tier, dtype=torch.uint8))
+        found[f"key_{name}_error"] = float(relative_mse(x, store.past(None)).mean())
+    return found
+
+
+@torch.no_grad()
+def measure_random(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """Errors and bits of the method's codecs, draw by draw; full precision has none."""
+    task: RandomStatesConfig = inputs.config.task
+    found, other = Found(), against(inputs, task.head_dim)
+    for draw in range(0 if method.is_full_precision else task.draws):
+        known = drawn(task, draw)
+        if isinstance(method.plan, AdaptiveTiers):
+            assert method.key is not None
+            found.add(draw, known, {}, {})
+            found.note(draw, moved(method.key, known.key))
+            continue
+        own = {side: ready(getattr(method, side), task, draw, side) for side in SIDES}
+        beside = {} if other is None else {side: ready(getattr(other, side), task, draw, side) for side in SIDES}
+        found.add(draw, known, own, beside)
+    return measurement(found.rows())
+
+
+def check_random(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for more than codecs, parts that a model fits, or a head dim that the method cannot do."""
+    task: RandomStatesConfig = inputs.config.task
+    check_known(inputs, method, (AdaptiveTiers,), apart=True)
+    if method.by_layer:
+        check_layers_alike(method, task.name)
+    for side in SIDES:
+        codec = getattr(method, side)
+        if codec is None:
+            continue
+        codec.check(task.head_dim)
+        for name, part in calibrated_parts(codec).items():
+            if part.learned or part.wants_gradients or part.wants_moments:
+                needed = "queries" if part.wants_moments else "loss"
+                raise Unsupported(f"task={task.name}: {side} of {method.name}: '{name}' needs a model's {needed}")
+
+
+def known_of(layer: Layer, held_out: int) -> Known:
+    """A layer's states but those of the last `held_out` tokens, whose queries are held out.
+
+    Query heads that share a KV head count as its queries. The weights are those among the block's tokens.
+    """
+    key, value = (x[:, :, :-held_out].float() for x in (layer.key, layer.value))
+    heads = key.shape[1]
+
+    def of(query: Float[Tensor, "1 query_heads queries dim"]) -> Float[Tensor, "1 heads shared dim"]:
+        return query.float().unflatten(1, (heads, -1)).flatten(2, 3)
+
+    queries, last = of(layer.query[:, :, -held_out:]), of(layer.query[:, :, -held_out - 1 : -held_out])
+    scaling = layer.attention.scaling
+    return Known(key, value, attended(last, key, scaling), attended(queries, key, scaling), queries)
+
+
+def measure_model(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """Errors and bits of the method's codecs by layer, means over windows; full precision has none."""
+    task: ModelStatesConfig = inputs.config.task
+    found, other = Found(), None
+    seen: set[int] = set()
+
+    def codec_of(side: str, layer: int) -> Fitted | None:
+        codec: Codec | None = method.bound[side][layer] if side in method.bound else method.codec_of(side, layer)
+        return None if codec is None else Fitted(codec)
+
+    def visit(layer: Layer) -> None:
+        nonlocal other
+        seen.add(layer.index)
+        if task.layers is not None and layer.index not in task.layers:
+            return
+        known = known_of(layer, task.held_out)
+        other = other or against(inputs, known.key.shape[-1])
+        beside = {} if other is None else {s: None if (c := getattr(other, s)) is None else Fitted(c) for s in SIDES}
+        found.add(layer.index, known, {side: codec_of(side, layer.index) for side in SIDES}, beside)
+
+    for tokens in [] if method.is_full_precision else windows_of(inputs):
+        capture(inputs.model, tokens, visit)
+        if outside := set(task.layers or ()) - seen:
+            name = inputs.config.model.name
+            raise ConfigError(f"task.layers={task.layers}: model={name} has no layer {min(outside)}; 0 to {max(seen)}")
+    return measurement(found.rows())
+
+
+def check_model(inputs: Inputs, method: Method) -> None:
+    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with more than codecs."""
+    task: ModelStatesConfig = inputs.config.task
+    inputs.check_context(task.context)
+    check_known(inputs, method)
+    if any(method.full_precision_layers.get(side) for side in SIDES):
+        raise Unsupported(f"task={task.name}: {method.name} keeps layers in full precision, which have no error")
+
+
+TASKS = {
+    "random_states": Task(check_random, measure_random, lambda inputs: fingerprint_of(inputs, "drawn states")),
+    "model_states": Task(check_model, measure_model, lambda inputs: fingerprint_of(inputs, inputs.tokens.fingerprint)),
+}

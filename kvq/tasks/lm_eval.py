@@ -1,8 +1,6 @@
 """`task=lm_eval`: tasks of lm-eval, by name or as local YAML files, through the quantized cache.
 
-`python -m kvq.tasks.lm_eval` is lm-eval's own command line with one model more, `kvq`:
-
-    python -m kvq.tasks.lm_eval run --model kvq --model_args model=tiny,method=kivi,bits=2 --tasks ...
+`python -m kvq.tasks.lm_eval` is the command line of `kvq.tasks.lm_eval_command`.
 """
 
 from __future__ import annotations
@@ -26,11 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvq.config import Config, Loader, compose, resolve
-from kvq.config.tasks import LmEvalConfig, Prefill
+from kvq.config import Loader
+from kvq.config.tasks import LmEvalConfig
 from kvq.data import hub
 from kvq.errors import ConfigError, DataError
-from kvq.methods.build import method_of
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
@@ -348,38 +345,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-class KvqLM(CacheLM):
-    """The model `kvq` for lm-eval's command line; `model_args` are settings of a run, such as method=kivi,bits=2."""
-
-    def __init__(
-        self,
-        batch_size: int | str | None = 1,
-        device: str | None = None,
-        prefill: str = "chunked",
-        max_batch_size: int | None = None,
-        **settings: Any,
-    ) -> None:
-        given = [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
-        # lm-eval's default is cuda, whatever the machine has.
-        place = ["device=cpu"] if device == "cpu" else []
-        config: Config = resolve(compose([*given, *place]))
-        inputs = Inputs(config)
-        method = method_of(config, *inputs.head_dims)
-        check_prefill(method, Prefill(prefill))
-        reader = Reader(inputs.model, method, Prefill(prefill), config.cache.keep_decoded)
-        rows = None if str(batch_size).startswith("auto") else int(batch_size or 1)
-        longest = inputs.longest_context
-        super().__init__(reader, inputs.tokenizer, rows, longest, seed=config.seed, bos=inputs.bos)
-
-
-def register() -> None:
-    """Register the model `kvq` with lm-eval in this process."""
-    from lm_eval.api.registry import model_registry
-
-    if "kvq" not in model_registry:
-        model_registry.register("kvq", target=f"{KvqLM.__module__}:{KvqLM.__qualname__}")
-
-
 def texts(inputs: Inputs) -> list[str]:
     """What the documents say, one string each."""
     limit = inputs.config.task.limit
@@ -390,9 +355,8 @@ def texts(inputs: Inputs) -> list[str]:
 TASK = Task(check, measure, fingerprint, texts=texts)
 
 
-def main() -> None:
-    """Run lm-eval's own command line with the model `kvq`."""
-    from lm_eval.__main__ import cli_evaluate
+def main() -> int:
+    """Run lm-eval's own command line with the model `kvq`, and return its exit status."""
+    from kvq.tasks import lm_eval_command
 
-    register()
-    cli_evaluate()
+    return lm_eval_command.main()

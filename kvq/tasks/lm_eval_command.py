@@ -30,15 +30,16 @@ from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.reader import Reader, check_prefill
 
 
-def config_of(pretrained: str, method: str = "fp16", bits: Any = None, **settings: Any) -> Config:
-    """The run that the arguments of the model stand for.
+def config_of(pretrained: str | None = None, method: str = "fp16", bits: Any = None, **settings: Any) -> Config:
+    """The run that the arguments of the model stand for; `pretrained` None: `settings` name the model.
 
     Raises:
         ConfigError: a setting that is unknown or out of range.
     """
-    known = pretrained in choices()["model"]
-    words = [f"model={pretrained}"] if known else ["model=hf", f"model.path={pretrained}"]
-    words += [f"method={method}", *([] if bits is None else [f"bits={bits}"])]
+    words = [f"method={method}", *([] if bits is None else [f"bits={bits}"])]
+    if pretrained is not None:
+        known = pretrained in choices()["model"]
+        words += [f"model={pretrained}"] if known else ["model=hf", f"model.path={pretrained}"]
     words += [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
     return composed(words)
 
@@ -48,12 +49,12 @@ class MethodLM(CacheLM):
     """The model `kvq` of lm-eval.
 
     Args:
-        pretrained: hub id or folder, or a model of `conf/model`.
+        pretrained: hub id or folder, or a model of `conf/model`; None: `model` among the settings.
         method: a method of `conf/method`.
         bits: as on kvq's command line.
         prefill: `whole` or `chunked`, which is the default of `task=lm_eval` too.
         max_length: longest context in tokens; None: the model's own.
-        batch_size: contexts that are answered together; `auto`: as `kvq.tasks.batching` chooses.
+        batch_size: contexts that are answered together; `auto`: as `kvq.tasks.items` chooses.
         max_batch_size: is not needed; lm-eval gives it to every model.
         device: `cpu`, or one that torch names; lm-eval asks for `cuda:0` where nothing is said, which is then any.
         settings: any other setting of a run.
@@ -65,7 +66,7 @@ class MethodLM(CacheLM):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str | None = None,
         method: str = "fp16",
         bits: Any = None,
         prefill: str = "chunked",

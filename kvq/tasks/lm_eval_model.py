@@ -24,10 +24,9 @@ from kvq.config.tasks import Prefill
 from kvq.data.text import begun, in_embedding
 from kvq.errors import ConfigError, DataError
 from kvq.results.journal import Journal
-from kvq.tasks.batching import read_in_batches
-from kvq.tasks.items import Clock
+from kvq.tasks.items import Clock, read_in_batches
+from kvq.tasks.measurement import storage_metrics
 from kvq.tasks.reader import Pick, Reader, Sampler, end_tokens, greedy, stop_at
-from kvq.tasks.storage import storage_metrics
 
 Logits = Float[Tensor, "batch vocab"]
 Tokens = tuple[int, ...]
@@ -39,7 +38,7 @@ class CacheLM(HFLM):
     Args:
         reader: model, method and prefill.
         tokenizer: the model's.
-        batch_size: contexts that are answered together; None: as `kvq.tasks.batching` chooses.
+        batch_size: contexts that are answered together; None: as `kvq.tasks.items` chooses.
         max_length: longest context in tokens, None = the model's own.
         journal: stores every answer at once; answers in it are not computed again.
         seed: of sampled answers, each with a stream of its own.

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from kvq.cache import KVCache
 from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
 from kvq.data import hub
@@ -28,12 +27,10 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.batching import batches_of
-from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items, paired
+from kvq.tasks.items import Items, Scored, batches_of, by_part, measure_items, paired, write_answers
 from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.reader import Reader, check_prefill, end_tokens
-from kvq.tasks.storage import storage_metrics
 
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 """LongBench-E's buckets by words of the context."""
@@ -194,25 +191,13 @@ def make_items(inputs: Inputs, unequal: bool = False) -> Items[LongItem]:
 
 def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Scored]:
     """Answers to prompts of one subset, read together, scored by the subset's metric."""
-    clock, tokenizer, subset = Clock(reader.loaded.device), inputs.tokenizer, batch[0].document.subset
-    before, held = reader.tokens_read, {}
-    with clock.phase("prefill"):
-        cache, logits = reader.begin_together([item.prompt for item in batch])
-    read = (reader.tokens_read - before) / len(batch)
+    tokenizer, subset = inputs.tokenizer, batch[0].document.subset
     finish = end_tokens(reader.loaded, tokenizer)
-
-    def leave(row: int, own: KVCache) -> None:
-        own.check_finite()
-        held[row] = storage_metrics(own, 1)
-
-    with clock.phase("decode"):
-        rows = reader.write(
-            *(cache, logits, subset.max_new_tokens, subset.ends(tokenizer, finish), subset.pick(tokenizer, finish)),
-            leave,
-        )
+    ends, pick = subset.ends(tokenizer, finish), subset.pick(tokenizer, finish)
+    found = write_answers(reader, [item.prompt for item in batch], subset.max_new_tokens, ends, pick)
     out = []
-    for index, (item, row) in enumerate(zip(batch, rows, strict=True)):
-        text = subset.answer(str(tokenizer.decode(row, skip_special_tokens=True)))
+    for item, one in zip(batch, found, strict=True):
+        text = subset.answer(str(tokenizer.decode(one.tokens, skip_special_tokens=True)))
         words = int(item.document.row.get("length") or 0)
         sample = {
             "item": item.document.name,
@@ -224,9 +209,7 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
             "text": text,
             "score": subset.score(item.document.row, text),
         }
-        cost = {"prompt_tokens": float(len(item.prompt)), "read_tokens": read}
-        cost |= {"new_tokens": float(len(row)), **held[index]}
-        out.append(Scored(sample, cost | {phase: spent / len(batch) for phase, spent in clock.seconds.items()}))
+        out.append(Scored(sample, one.cost))
     return out
 
 

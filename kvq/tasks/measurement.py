@@ -1,22 +1,27 @@
-"""The interface of tasks: their inputs and outputs."""
+"""The interface of tasks: their inputs and outputs, and the storage of a cache as metrics."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from tqdm import tqdm
 
 from kvq.config import Loader, TaskConfig
 from kvq.config.tasks import is_timed
 from kvq.errors import ConfigError
+from kvq.results.statistics import delta_nll_of_samples
 
 if TYPE_CHECKING:
     from kvq.methods.method import Method
     from kvq.models.inputs import Inputs
     from kvq.results.journal import Journal
+from kvq.cache import KVCache
+from kvq.codecs import HuffmanCodec
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,11 @@ class Measurement:
     units: dict[str, str] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     engine: str | None = None
+
+
+def units_like(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+    """The unit of each metric, by the first pattern (as of `fnmatch`) that its name has; "1" where it has none."""
+    return {name: next((unit for like, unit in known.items() if fnmatchcase(name, like)), "1") for name in names}
 
 
 def decoded(inputs: Inputs, tokens: Iterable[Tensor]) -> list[str]:
@@ -69,20 +79,113 @@ class Task:
     texts: Callable[[Inputs], list[str]] = text_of_dataset
 
 
+_HOMES = {
+    **dict.fromkeys(("latency", "throughput"), "speed"),
+    **dict.fromkeys(("random_states", "model_states"), "known_states"),
+    **dict.fromkeys(("trajectory", "drift"), "trajectory"),
+}
+"""Modules of this package with several tasks, which are in their `TASKS`; another has the name of its one `TASK`."""
+
+
 def task_of(settings: TaskConfig) -> Task:
-    """The task of these settings: the module of its name in this package, or outside it the one that defines them.
+    """The task of these settings: in the module of its name in this package, or outside it in the one of its settings.
 
     So a process that was handed settings, as a launcher's workers are, finds the task by them alone.
 
     Raises:
         ConfigError: a package that the task needs is not installed.
     """
-    home = type(settings).__module__
-    module = f"kvq.tasks.{settings.name}" if home.startswith("kvq.") else home
+    name, home = settings.name, type(settings).__module__
     try:
-        task: Task = importlib.import_module(module).TASK
+        found = importlib.import_module(f"kvq.tasks.{_HOMES.get(name, name)}" if home.startswith("kvq.") else home)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvq":
             raise
-        raise ConfigError(f"task={settings.name}: needs {error.name}; pip install -e '.[eval]'") from error
+        raise ConfigError(f"task={name}: needs {error.name}; pip install -e '.[eval]'") from error
+    task: Task = getattr(found, "TASKS", {}).get(name) or found.TASK
     return task
+
+
+def delta_metrics(
+    samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]], part: str = "", **settings: int
+) -> dict[str, float]:
+    """The loss over the baseline's, paired by window, and its standard error where there is one.
+
+    Args:
+        samples, baseline, settings: as `kvq.results.statistics.delta_nll_of_samples`.
+        part: ends the names, such as `[turn=1]`.
+    """
+    delta = delta_nll_of_samples(samples, baseline, **settings)
+    out = {f"delta_nll{part}": delta.value}
+    return out if delta.standard_error is None else out | {f"delta_nll_se{part}": delta.standard_error}
+
+
+def scored_rows(
+    journal: Journal, kind: str, count: int, score: Callable[[int], Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The journal's rows `<kind> <index>`, of which those that it lacks are scored and added to it at once.
+
+    Returns:
+        The rows, and the samples of a record: the rows without what their caches hold (`storage`).
+    """
+    for index in tqdm(range(count), desc=f"{kind}s", unit=kind, leave=False, disable=None):
+        if (item := f"{kind} {index}") not in journal.rows:
+            journal.add([{"item": item, **score(index)}])
+    rows = [journal.rows[f"{kind} {index}"] for index in range(count)]
+    return rows, [{name: value for name, value in row.items() if name != "storage"} for row in rows]
+
+
+STORED = (
+    "bits_per_element",
+    "key_bits",
+    "value_bits",
+    "effective_bits",
+    "packed_bytes",
+    "total_bytes",
+    "cached_tokens",
+    "expanded_bits",
+    "index_bits",
+    "index_entropy",
+)
+
+
+RECOMPRESSED = ("recompressed_tokens", "recompression_error")
+"""Of methods that encode packed tokens again with other bits."""
+STATES = ("state_bytes", "state_bits")
+"""Of models some of whose layers keep a state of fixed size; both are part of total bytes and effective bits."""
+
+
+def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
+    """Measured bits of a cache in its present state, and bytes of one of its sequences.
+
+    Where indices have Huffman codes, also the mean length of their code words and the Shannon entropy of their
+    frequencies in each block, over keys and values. Where packed tokens are encoded again: how many were (each of a
+    head, and as often as it was), and the relative squared difference between their decoded forms before and after.
+    Where layers keep states of fixed size: their bytes, and their part of the effective bits. Where a latent is cached
+    in expanded form, effective bits count against the numbers of the latent, and `expanded_bits` against those cached.
+    """
+    stored = {
+        "bits_per_element": cache.bits_per_element,
+        "key_bits": cache.side_bits("key"),
+        "value_bits": cache.side_bits("value"),
+        "effective_bits": cache.effective_bits,
+        "packed_bytes": cache.packed_bytes / sequences,
+        "total_bytes": cache.nbytes / sequences,
+        "cached_tokens": cache.get_seq_length() - sum(cache.padding or ()) / sequences,
+    }
+    sides = [(getattr(side, "codec", None), side) for layer in cache.kv_layers for side in (layer.key, layer.value)]
+    rates = [codec.rate(part) for codec, side in sides if isinstance(codec, HuffmanCodec) for part in side.packed]
+    if indices := sum(rate.indices for rate in rates):
+        stored["index_bits"] = sum(rate.coded for rate in rates) / indices
+        stored["index_entropy"] = sum(rate.entropy for rate in rates) / indices
+    if (latent := cache.latent_bits) is not None:
+        stored |= {"expanded_bits": cache.effective_bits, "effective_bits": latent}
+    if cache.state_bytes:
+        stored["state_bytes"] = cache.state_bytes / sequences
+        stored["state_bits"] = stored["effective_bits"] * cache.state_bytes / cache.nbytes
+    if (done := cache.recompression) is not None:
+        stored |= {
+            "recompressed_tokens": done.moves / sequences,
+            "recompression_error": done.lost / done.energy if done.energy else 0.0,
+        }
+    return stored

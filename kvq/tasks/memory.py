@@ -15,20 +15,94 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvq.cache.store import UNIT, BlockStore, TokenStore
 from kvq.cache.window import in_common, outside
 from kvq.codecs import Codec, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
-from kvq.diagnostics.layout import KINDS, by_kind, layout, plain_bytes
-from kvq.errors import ConfigError
+from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, LayerKind, cache_shape
 from kvq.results.journal import Journal
+from kvq.results.metrics import metric_of
 from kvq.tasks.measurement import Baseline, Measurement, Task
-from kvq.tasks.stepwise import check_codecs_alone, check_layers_alike
+from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
+
+KINDS = ("codes", "scales", "norms", "shift", "other", "residual")
+
+
+def kind_of(part: str) -> str:
+    """Which of `KINDS` a stored part belongs to, by its name (`kvq.codecs.packed`) and its stage's."""
+    first, *rest = [piece for piece in part.split(".") if piece not in ("high", "low", "base")]
+    if first == "residual":
+        return first
+    if first in ("codes", "signs", "values"):
+        return "codes"
+    if first in ("scale", "zero_point", "gain"):
+        return "scales"
+    if first.startswith("norm") or first == "rest":
+        return "norms"
+    if rest and rest[0] == "offset":
+        return "shift"
+    return "scales" if rest and rest[0] == "scale" else "other"
+
+
+def stored_parts(codec: Codec, states: Tensor, block: int | None, rope: Rope | None = None) -> dict[str, int]:
+    """Bytes of every part that `codec` stores of `[batch, heads, tokens, head_dim]` states.
+
+    On the `meta` device no values are computed, only shapes and dtypes.
+    """
+    if not states.shape[2]:
+        return {}
+    packed = codec.encode(states, block, rope if codec.uses_rope else None)
+    return {name: part.numel() * part.element_size() for name, part in packed.parts.items()}
+
+
+def layout(
+    codec: Codec, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, block: int | None
+) -> dict[str, int]:
+    """Bytes of every part of `tokens` tokens without storing them: the bytes of one block times the number of blocks.
+
+    Raises:
+        Unsupported: one block (`block=None`) under a codebook whose search looks at values; bytes that follow values.
+    """
+    if codec.stores_lists:
+        raise Unsupported(f"{type(codec).__name__}: its bytes follow the values, of which shapes say nothing")
+
+    def of(count: int, device: str) -> dict[str, int]:
+        states = torch.zeros(1, heads, count, head_dim, dtype=dtype, device=device)
+        nothing = torch.zeros(1, count, 0, device=device)
+        return stored_parts(codec, states, None, Rope(nothing, nothing))
+
+    if block is None:
+        try:
+            return of(tokens, "meta") if tokens else {}
+        except RuntimeError as error:
+            raise Unsupported("residual.prefill_block=whole: this quantizer's layout needs values") from error
+    count, tail = divmod(tokens, block)
+    out: dict[str, int] = {}
+    for size, number in ((block, count), (tail, 1)):
+        if size and number:
+            for name, held in of(size, "cpu").items():
+                out[name] = out.get(name, 0) + held * number
+    return out
+
+
+def by_kind(parts: dict[str, int]) -> dict[str, int]:
+    """Bytes by `KINDS`."""
+    out = dict.fromkeys(KINDS, 0)
+    for name, size in parts.items():
+        out[kind_of(name)] += size
+    return out
+
+
+def plain_bytes(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of keys or values of one layer in full precision."""
+    return tokens * heads * head_dim * dtype.itemsize
+
 
 FP16 = torch.float16
 """Dtype of the papers' reference and of the residual here, whatever the model's dtype."""
@@ -149,7 +223,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     task: MemoryConfig = inputs.config.task
     shape = cache_shape(inputs.config.model, method.latent)
     rows = [row for tokens in sorted(task.lengths) for row in rows_of(shape, method, tokens, tokens <= task.measured)]
-    metrics, units = {}, {}
+    metrics: dict[str, float] = {}
     for tokens in sorted(task.lengths):
         here = [row for row in rows if row["tokens"] == tokens]
         total, plain = (sum(row[name] for row in here) for name in ("total", "fp16"))
@@ -158,15 +232,14 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             held.kind.count * plain_bytes(held.packed, held.kind.heads, held.kind.dim(held.side), FP16)
             for held in _held(shape, method, tokens)
         )
-        found = {"total_bytes": (float(total), "bytes"), "compression": (plain / total, "x") if total else (0.0, "x")}
+        found = {"total_bytes": float(total), "compression": plain / total if total else 0.0}
         if total > plain_parts:
-            found["compression_without_residual"] = (in_packed / (total - plain_parts), "x")
-            found["bits_without_residual"] = (16 * (total - plain_parts) / in_packed, "bits")
+            found["compression_without_residual"] = in_packed / (total - plain_parts)
+            found["bits_without_residual"] = 16 * (total - plain_parts) / in_packed
         if shape.state_bytes:
-            found["state_bytes"] = (float(shape.state_bytes), "bytes")
-        for name, (value, unit) in found.items():
-            metrics[f"{name}_{tokens}"], units[f"{name}_{tokens}"] = value, unit
-    return Measurement(metrics, units, rows)
+            found["state_bytes"] = float(shape.state_bytes)
+        metrics |= {f"{name}_{tokens}": value for name, value in found.items()}
+    return Measurement(metrics, {name: metric_of(name).unit for name in metrics}, rows)
 
 
 def check(inputs: Inputs, method: Method) -> None:
@@ -183,11 +256,7 @@ def check(inputs: Inputs, method: Method) -> None:
     for kind, side in itertools.product(shape.layers, ("key", "value")):
         if (codec := getattr(method, side)) is not None:
             codec.check(kind.dim(side))
-    longest = shape.context
-    if longest is not None and max(task.lengths) > longest:
-        raise ConfigError(
-            f"task.lengths={task.lengths}: model={inputs.config.model.name} takes at most {longest} tokens"
-        )
+    inputs.check_tokens(max(task.lengths), f"task.lengths={task.lengths}:")
 
 
 def fingerprint(inputs: Inputs) -> str:

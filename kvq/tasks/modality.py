@@ -23,7 +23,7 @@ from kvq.models.load import load_processor
 from kvq.models.media import MODALITIES, MediaModel, modalities
 from kvq.results.journal import Journal
 from kvq.tasks.capture import Layer, capture
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
 from kvq.tasks.multimodal import fingerprint, make_items, with_media
 
 SIDES = ("query", "key", "value")
@@ -118,16 +118,15 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     if not rows:
         reasons = next(iter(items.skipped.values()), "no items")
         raise DataError(f"task=modality: no prompt can be read: {reasons}")
-    metrics, units = summary(rows)
+    metrics = summary(rows)
     rows += [{"kind": "skipped", "item": name, "skipped": reason} for name, reason in items.skipped.items()]
     metrics |= {"items": float(len(items.batches)), "skipped_items": float(len(items.skipped))}
-    return Measurement(metrics, units | {"items": "items", "skipped_items": "items"}, rows)
+    return Measurement(metrics, units_like(metrics, {"*_tokens": "tokens", "*items": "items"}), rows)
 
 
-def summary(rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Means over prompts and layers with units: spreads of norms by side, and by modality with its relative median."""
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over prompts and layers: spreads of norms by side, and by modality with its relative median."""
     out: dict[str, float] = {}
-    units: dict[str, str] = {}
     found = [row for row in rows if row["kind"] == "modality"]
     for side in SIDES:
         for name in (ALL, *MODALITIES):
@@ -137,12 +136,11 @@ def summary(rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str
             end = "" if name == ALL else f"[modality={name}]"
             for metric, key in (*_SPREADS.items(), *([] if name == ALL else [("relative", "relative")])):
                 out[f"{side}_{metric}{end}"] = sum(row[key] for row in part) / len(part)
-                units[f"{side}_{metric}{end}"] = "1"
     first = found[0]["layer"]
     for name in MODALITIES[:2]:
         counts = [r["tokens"] for r in found if (r["side"], r["layer"], r["modality"]) == ("key", first, name)]
-        out[f"{name}_tokens"], units[f"{name}_tokens"] = float(sum(counts)), "tokens"
-    return out, units
+        out[f"{name}_tokens"] = float(sum(counts))
+    return out
 
 
 def check(inputs: Inputs, method: Method) -> None:

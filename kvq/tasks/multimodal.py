@@ -23,10 +23,9 @@ from kvq.models.load import load_processor
 from kvq.models.media import MODALITIES, MediaModel, modalities
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.items import Clock, Items, Scored, by_part, measure_items
+from kvq.tasks.items import Items, Scored, by_part, measure_items, write_answers
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.reader import Reader, answer_text, end_tokens, stop_at
-from kvq.tasks.storage import storage_metrics
 
 _BESIDE = ("input_ids", "attention_mask")
 
@@ -90,18 +89,13 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
     task: MultimodalConfig = inputs.config.task
     tokenizer = inputs.tokenizer
     loaded, tokens = with_media(inputs.model, processor, item)
-    reader, clock = Reader(loaded, method, task.prefill, inputs.config.cache.keep_decoded), Clock(loaded.device)
+    reader = Reader(loaded, method, task.prefill, inputs.config.cache.keep_decoded)
+    ends = stop_at(tokenizer, end_tokens(loaded, tokenizer), [])
     try:
-        with clock.phase("prefill"):
-            cache, logits = reader.begin(tokens)
-        with clock.phase("decode"):
-            (row,) = reader.write(
-                cache, logits, task.max_new_tokens, stop_at(tokenizer, end_tokens(loaded, tokenizer), [])
-            )
+        (found,) = write_answers(reader, tokens.tolist(), task.max_new_tokens, ends)
     finally:
         loaded.forget()
-    cache.check_finite()
-    text, labels = answer_text(tokenizer, row, []), modalities(loaded.model.config, tokens)
+    text, labels = answer_text(tokenizer, found.tokens, []), modalities(loaded.model.config, tokens)
     right = choice_score(item.answers[0], item.choices, text) if item.choices else None
     sample = {
         "item": item.name,
@@ -110,12 +104,7 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
         "score": ocrbench_score(item.source, item.answers, text) if right is None else right,
         **{f"{name}_tokens": int((labels == index).sum()) for index, name in enumerate(MODALITIES[:2])},
     }
-    cost = {
-        "prompt_tokens": float(tokens.shape[1]),
-        "read_tokens": float(tokens.shape[1]),
-        "new_tokens": float(len(row)),
-    }
-    return Scored(sample, cost | storage_metrics(cache, 1) | clock.seconds)
+    return Scored(sample, found.cost)
 
 
 def make_items(inputs: Inputs, processor: Any, answer: int) -> Items[MediaItem]:

@@ -24,11 +24,9 @@ from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import flips, mcnemar
-from kvq.tasks.batching import batches_of
-from kvq.tasks.items import Clock, Items, Sample, Scored, by_part, measure_items, paired
+from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, paired, write_answers
 from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
 from kvq.tasks.reader import Reader, answer_text, check_prefill, end_tokens, stop_at
-from kvq.tasks.storage import storage_metrics
 
 # Added to the seed of the items' generator, so that no other use of the same seed draws the same numbers.
 _ITEMS_STREAM = 0x6E696168
@@ -183,25 +181,11 @@ def answer_tokens(item: NiahItem, task: NiahConfig, inputs: Inputs) -> int:
 def ask(reader: Reader, inputs: Inputs, batch: Sequence[NiahItem]) -> list[Scored]:
     """Answers to prompts of equal length, as one batch."""
     task: NiahConfig = inputs.config.task
-    clock, tokenizer = Clock(reader.loaded.device), inputs.tokenizer
-    most = max(answer_tokens(item, task, inputs) for item in batch)
-    with clock.phase("prefill"):
-        cache, logits = reader.begin(reader.tensor([item.prompt for item in batch]))
-    with clock.phase("decode"):
-        rows = reader.write(cache, logits, most, stop_at(tokenizer, end_tokens(reader.loaded, tokenizer), ["\n"]))
-    cache.check_finite()
-    held = storage_metrics(cache, len(batch))
-    out = []
-    for item, row in zip(batch, rows, strict=True):
-        cost = {
-            "prompt_tokens": float(len(item.prompt)),
-            "read_tokens": float(len(item.prompt)),
-            "new_tokens": float(len(row)),
-            **{phase: seconds / len(batch) for phase, seconds in clock.seconds.items()},
-            **held,
-        }
-        out.append(Scored(_sample(item, answer_text(tokenizer, row, ["\n"])), cost))
-    return out
+    tokenizer, most = inputs.tokenizer, max(answer_tokens(item, task, inputs) for item in batch)
+    ends = stop_at(tokenizer, end_tokens(reader.loaded, tokenizer), ["\n"])
+    found = write_answers(reader, [item.prompt for item in batch], most, ends, stay=True)
+    texts = [answer_text(tokenizer, one.tokens, ["\n"]) for one in found]
+    return [Scored(_sample(item, text), one.cost) for item, text, one in zip(batch, texts, found, strict=True)]
 
 
 def _sample(item: NiahItem, text: str) -> Sample:

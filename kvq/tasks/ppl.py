@@ -24,14 +24,28 @@ from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks import engine
-from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
-from kvq.tasks.result import PplResult, WindowScore, summed_positions
-from kvq.tasks.scoring import ScoredChunk, holding_method, log_probabilities, parallel_method, score, score_continuation
-from kvq.tasks.stepwise import check_at_once, scoring_bounds
-from kvq.tasks.storage import storage_metrics
-from kvq.tasks.windows import ReferenceLogProbs, Window, batches, cut_windows, stack
+from kvq.tasks.measurement import Baseline, Measurement, Task, decoded, delta_metrics, storage_metrics
+from kvq.tasks.scoring import (
+    ScoredChunk,
+    check_at_once,
+    holding_method,
+    log_probabilities,
+    parallel_method,
+    score,
+    score_continuation,
+    scoring_bounds,
+)
+from kvq.tasks.windows import (
+    PplResult,
+    ReferenceLogProbs,
+    Window,
+    WindowScore,
+    batches,
+    cut_windows,
+    stack,
+    summed_positions,
+)
 
 
 def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[Window]:
@@ -248,15 +262,8 @@ def _writer(task: PplConfig, windows: Sequence[Window], loaded: LoadedModel) -> 
 def _differences(
     metrics: dict[str, float], samples: list[dict[str, Any]], baseline: Baseline, task: PplConfig
 ) -> dict[str, float]:
-    settings = task.bootstrap
-    delta = delta_nll_of_samples(
-        samples, baseline.samples, block=settings.block, resamples=settings.resamples, seed=settings.seed
-    )
-    out = {
-        "delta_nll": delta.value,
-        "delta_perplexity": metrics["perplexity"] - baseline.metrics["perplexity"],
-    }
-    out |= {} if delta.standard_error is None else {"delta_nll_se": delta.standard_error}
+    out = delta_metrics(samples, baseline.samples, **vars(task.bootstrap))
+    out["delta_perplexity"] = metrics["perplexity"] - baseline.metrics["perplexity"]
     return out | _differences_by_position(samples, baseline, task)
 
 
@@ -265,19 +272,15 @@ def _differences_by_position(samples: list[dict[str, Any]], baseline: Baseline, 
     out: dict[str, float] = {}
     rows = [[row.get("by_position", {}) for row in run] for run in (samples, baseline.samples)]
     for start in summed_positions(rows[0]):
-        parts = [
+        own, full = (
             [
                 {"window": i, "tokens": row[str(start)][0], "nll": row[str(start)][1]}
                 for i, row in enumerate(run)
                 if str(start) in row
             ]
             for run in rows
-        ]
-        settings = task.bootstrap
-        delta = delta_nll_of_samples(*parts, block=settings.block, resamples=settings.resamples, seed=settings.seed)
-        out[f"delta_nll[position={start}]"] = delta.value
-        if delta.standard_error is not None:
-            out[f"delta_nll_se[position={start}]"] = delta.standard_error
+        )
+        out |= delta_metrics(own, full, f"[position={start}]", **vars(task.bootstrap))
     return out
 
 

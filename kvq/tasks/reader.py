@@ -25,8 +25,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.eviction import When
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
-from kvq.tasks.scoring import FULL_PRECISION_CHUNK, log_probabilities
-from kvq.tasks.stepwise import steps
+from kvq.tasks.scoring import FULL_PRECISION_CHUNK, log_probabilities, steps
 
 Logits = Float[Tensor, "batch vocab"]
 Pick = Callable[[Logits], Int[Tensor, " batch"]]

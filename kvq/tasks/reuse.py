@@ -21,7 +21,6 @@ import torch
 from jaxtyping import UInt8
 from safetensors.torch import load_file
 from torch import Tensor
-from tqdm import tqdm
 
 from kvq.cache import KVCache
 from kvq.config.writing import ReuseConfig
@@ -30,10 +29,8 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.results.statistics import delta_nll_of_samples
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, delta_metrics, scored_rows, storage_metrics
 from kvq.tasks.reader import Reader, check_prefill
-from kvq.tasks.storage import storage_metrics
 from kvq.tasks.windows import Window, cut_windows
 
 Row = dict[str, Any]
@@ -130,17 +127,12 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     task: ReuseConfig = inputs.config.task
     windows = cut_windows(inputs.tokens.streams, task.context, limit=task.windows, bos=inputs.bos)
     with tempfile.TemporaryDirectory(prefix="kvq-") as folder:
-        for index, window in enumerate(tqdm(windows, desc="stored prefixes", unit="window", leave=False, disable=None)):
-            if f"window {index}" not in journal.rows:
-                found = row_of(inputs, method, window, Path(folder))
-                journal.add([{"item": f"window {index}", "window": index, **found}])
-    rows = [journal.rows[f"window {index}"] for index in range(len(windows))]
-    samples = [{name: value for name, value in row.items() if name != "storage"} for row in rows]
-    metrics = _metrics(rows)
-    if baseline is not None:
-        delta = delta_nll_of_samples(samples, baseline.samples)
-        metrics["delta_nll"] = delta.value
-        metrics |= {} if delta.standard_error is None else {"delta_nll_se": delta.standard_error}
+
+        def score(index: int) -> Row:
+            return {"window": index, **row_of(inputs, method, windows[index], Path(folder))}
+
+        rows, samples = scored_rows(journal, "window", len(windows), score)
+    metrics = _metrics(rows) | ({} if baseline is None else delta_metrics(samples, baseline.samples))
     return Measurement(metrics, units_of(metrics), samples)
 
 

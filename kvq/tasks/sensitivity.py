@@ -24,8 +24,7 @@ from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.ppl import check_scoring, fingerprint, ppl_windows, reference_of, run_ppl, window_texts, without_codecs
-from kvq.tasks.result import PplResult
-from kvq.tasks.windows import ReferenceLogProbs, Window
+from kvq.tasks.windows import PplResult, ReferenceLogProbs, Window
 
 SIDES = ("key", "value")
 Place = tuple[str, int]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from kvq.cache import KVCache
 from kvq.config.writing import Drafts, SpeculateConfig
@@ -21,10 +20,9 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
 from kvq.tasks.ppl import without_codecs
 from kvq.tasks.reader import Ends, Reader, end_tokens, shared, stop_at
-from kvq.tasks.storage import storage_metrics
 from kvq.tasks.trajectory import check, passages
 
 Row = dict[str, Any]
@@ -105,20 +103,19 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     readers = [Reader(loaded, one, task.prefill, keep) for one in (method, without_codecs(method))]
     draft, target = readers if task.drafts is Drafts.method else readers[::-1]
     prompts = passages(inputs)
-    for index, prompt in enumerate(tqdm(prompts, desc="speculation", unit="passage", leave=False, disable=None)):
-        if f"passage {index}" in journal.rows:
-            continue
-        cache, logits = target.begin(target.tensor([prompt]))
+
+    def score(index: int) -> Row:
+        cache, logits = target.begin(target.tensor([prompts[index]]))
         (alone,) = target.write(cache, logits, task.new_tokens, ends)
-        sides = Side(target, prompt), Side(draft, prompt)
+        sides = Side(target, prompts[index]), Side(draft, prompts[index])
         rounds = speculate(*sides, task.new_tokens, task.length, ends)
         quantized = sides[1 if task.drafts is Drafts.method else 0].cache
         quantized.check_finite()
-        made: Row = {"item": f"passage {index}", "tokens": rounds.tokens, "equal": rounds.tokens == alone}
+        made: Row = {"tokens": rounds.tokens, "equal": rounds.tokens == alone}
         made |= {"drafted": rounds.drafted, "accepted": rounds.accepted, "per_forward": rounds.per_forward}
-        journal.add([made | {"storage": storage_metrics(quantized, 1)}])
-    rows = [journal.rows[f"passage {index}"] for index in range(len(prompts))]
-    samples = [{name: value for name, value in row.items() if name != "storage"} for row in rows]
+        return made | {"storage": storage_metrics(quantized, 1)}
+
+    rows, samples = scored_rows(journal, "passage", len(prompts), score)
     metrics = dict(rows[-1]["storage"]) | metrics_of(rows)
     return Measurement(metrics, units_of(metrics), samples)
 

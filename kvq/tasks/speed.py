@@ -1,11 +1,13 @@
-"""Shared by timed tasks: one cell of a grid, timed with its references in a process of its own.
+"""`task=latency`, `task=throughput`: time and memory by batch and context, with references.
 
-A cell is a batch of random prompts. In every repeat the method and its references each make a new cache, read the
-prompts and decode. They alternate, so that drift of the machine's speed affects all of them; ratios are of pairs.
+A cell of their grid is a batch of random prompts, timed in a process of its own. In every repeat the method and its
+references each make a new cache, read the prompts and decode. They alternate, so that drift of the machine's speed
+affects all of them; ratios are of pairs.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import statistics
 import time
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,18 +25,20 @@ from transformers.cache_utils import DynamicCache
 from kvq.cache import KVCache
 from kvq.cache.preallocated import PreallocatedCache
 from kvq.config import Attention, Config
-from kvq.config.speed import References, SpeedConfig
+from kvq.config.diagnostics import LatencyConfig, References, Regime, SpeedConfig, ThroughputConfig
 from kvq.entry import apart
-from kvq.errors import ConfigError
+from kvq.errors import Unsupported
 from kvq.methods.build import method_of
 from kvq.methods.method import Method
 from kvq.models import LoadedModel, load_model
 from kvq.models.inputs import Inputs, with_cache_dtype
 from kvq.models.layers import head_dims_of
 from kvq.models.load import pick_device
+from kvq.results.journal import Journal
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
 from kvq.tasks import steps
-from kvq.tasks.regimes import cache_maker
+from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
+from kvq.tasks.steps import cache_maker, check_decode_steps, check_regimes, check_steps, decode_metrics, step_metrics
 
 SUBJECT = "method"
 """Name of the run's method among the subjects of a cell."""
@@ -41,10 +46,7 @@ SUBJECT = "method"
 
 def check_length(inputs: Inputs, setting: str, tokens: int, method: Method) -> None:
     """Raise `ConfigError` for more tokens than the model takes, `Unsupported` for codes that attention cannot read."""
-    longest = inputs.longest_context
-    if longest is not None and tokens > longest:
-        name = inputs.config.model.name
-        raise ConfigError(f"{setting} and task.new_tokens: {tokens} tokens; model={name} takes at most {longest}")
+    inputs.check_tokens(tokens, f"{setting} and task.new_tokens: {tokens} tokens;", "")
     if inputs.config.cache.attention is Attention.packed and not method.is_full_precision:
         method.check_packed()
 
@@ -209,3 +211,144 @@ def paired_ratios(
         mine = {row["repeat"]: value(row) for row in rows if row["subject"] == subject}
         out[reference] = statistics.median(mine[repeat] / pairs[repeat] for repeat in mine)
     return out
+
+
+Row = dict[str, Any]
+"""One repeat of a subject, as `kvq.tasks.speed.cell` gives it."""
+_UNITS = {
+    "overhead_*": "%",
+    "cache_bytes_*": "bytes",
+    "prefill_share_*": "fraction",
+    "decode_share_*": "fraction",
+    "largest_batch": "requests",
+    "*over_*": "x",
+    "*tokens_per_second*": "tokens/s",
+    "*": "s",
+}
+
+
+def timed_measurement(metrics: dict[str, float], rows: list[Row]) -> Measurement:
+    """The metrics of a task of time, with their units, and every repeat as a sample."""
+    return Measurement(metrics, units_like(metrics, _UNITS), rows)
+
+
+def measure_latency(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """Medians and means for every cell, ratios to the references, and every repeat as a sample."""
+    task: LatencyConfig = inputs.config.task
+    grid = list(itertools.product(sorted(task.batches), sorted(task.contexts)))
+    rows = cells(inputs.config, grid)
+    metrics: dict[str, float] = {}
+    for batch, context in grid:
+        here = [row for row in rows if (row["batch"], row["tokens"]) == (batch, context)]
+        name = f"b{batch}_t{context}"
+        if not all(row["fits"] for row in here if row["subject"] not in set(References)):
+            raise Unsupported(f"task.batches={batch} at task.contexts={context}: does not fit the memory of the device")
+        prefill, step = itemgetter("prefill_seconds"), itemgetter("step_seconds_median")
+        metrics |= _times("prefill", name, here, SUBJECT, prefill, prefill)
+        metrics |= _times("decode", name, here, SUBJECT, step, partial(_mean_step, task.new_tokens))
+        for regime in () if method.is_full_precision else task.regimes:
+            metrics |= _regime(regime, name, here, task.new_tokens)
+        metrics |= step_metrics(name, here) | decode_metrics(name, here, SUBJECT)
+        metrics[f"cache_bytes_{name}"] = float(here[0]["cache_bytes"])
+    return timed_measurement(metrics, rows)
+
+
+def _mean_step(new_tokens: int, row: Row) -> float:
+    return float(row["decode_seconds"]) / new_tokens
+
+
+def _times(
+    part: str, cell: str, rows: list[Row], subject: str, middle: Callable[[Row], float], mean: Callable[[Row], float]
+) -> dict[str, float]:
+    """Seconds of a part and their ratio to each reference: medians, and as `<part>_mean` means over repeats.
+
+    A median step has no flush of a residual in it, of which there is one in `residual.size` steps; the mean has them.
+    """
+    metrics = {f"{part}_{cell}": median_of(rows, subject, middle), f"{part}_mean_{cell}": mean_of(rows, subject, mean)}
+    for reference, ratio in paired_ratios(rows, middle, subject).items():
+        of_means = metrics[f"{part}_mean_{cell}"] / mean_of(rows, reference, mean)
+        metrics |= {f"{part}_over_{reference}_{cell}": ratio, f"{part}_mean_over_{reference}_{cell}": of_means}
+    return metrics
+
+
+def _regime(regime: Regime, cell: str, rows: list[Row], new_tokens: int) -> dict[str, float]:
+    """As `_times` of a decoded token in one regime, and its overhead over each reference."""
+    step, part = itemgetter("step_seconds_median"), f"decode_{regime}"
+    metrics = _times(part, cell, rows, regime, step, partial(_mean_step, new_tokens))
+    over = [name for name in metrics if name.startswith(f"{part}_over_")]
+    return metrics | {f"overhead_{name.removeprefix('decode_')}": 100 * (metrics[name] - 1) for name in over}
+
+
+def check_latency(inputs: Inputs, method: Method) -> None:
+    """Raise for contexts that the model does not take, or a method that `cache.attention` cannot serve."""
+    task: LatencyConfig = inputs.config.task
+    check_length(inputs, f"task.contexts={task.contexts}", max(task.contexts) + task.new_tokens, method)
+    check_regimes(method, task.regimes)
+    packed = inputs.config.cache.attention is Attention.packed
+    if task.prefill_steps and not method.is_full_precision:
+        check_steps(method, packed)
+    if task.decode_steps and not method.is_full_precision:
+        check_decode_steps(method, packed)
+
+
+def measure_throughput(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """Generated tokens per second for every batch, and every repeat as a sample.
+
+    Raises:
+        Unsupported: not even the smallest batch fits the memory of the device.
+    """
+    task: ThroughputConfig = inputs.config.task
+    rows = cells(inputs.config, [(batch, task.prompt) for batch in sorted(task.batches)], growing=True)
+    return timed_measurement(rates_of(rows, task.new_tokens), rows)
+
+
+def rates_of(rows: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
+    """Rates and ratios of every batch that fits, and of the largest ones.
+
+    `tokens_per_second` is over prefill and decoding, `decode_tokens_per_second` over decoding alone. `largest_batch` is
+    the largest of `task.batches` that fits. `over_<reference>_largest` and `largest_batch_over_<reference>` compare
+    each at its own largest batch; they exist only where a larger batch did not fit the reference, else its largest
+    batch would not be known.
+
+    Raises:
+        Unsupported: nothing fits.
+    """
+
+    def rate(row: dict[str, Any]) -> float:
+        return row["batch"] * new_tokens / (row["prefill_seconds"] + row["decode_seconds"])
+
+    def decoding(row: dict[str, Any]) -> float:
+        return row["batch"] * new_tokens / row["decode_seconds"]
+
+    metrics: dict[str, float] = {}
+    rates: dict[str, dict[int, float]] = {}
+    for batch in sorted({row["batch"] for row in rows if row["subject"] == SUBJECT and row["fits"]}):
+        here = [row for row in rows if row["batch"] == batch]
+        for subject in dict.fromkeys(row["subject"] for row in here if row["fits"]):
+            rates.setdefault(subject, {})[batch] = median_of(here, subject, rate)
+        metrics[f"tokens_per_second_b{batch}"] = rates[SUBJECT][batch]
+        metrics[f"decode_tokens_per_second_b{batch}"] = median_of(here, SUBJECT, decoding)
+        for reference, ratio in paired_ratios(here, rate).items():
+            metrics[f"over_{reference}_b{batch}"] = ratio
+        metrics[f"cache_bytes_b{batch}"] = float(next(row for row in here if row["subject"] == SUBJECT)["cache_bytes"])
+    if SUBJECT not in rates:
+        raise Unsupported(f"task.batches={rows[0]['batch']}: does not fit the memory of the device")
+    mine = max(rates[SUBJECT])
+    metrics["largest_batch"] = float(mine)
+    for reference in sorted({row["subject"] for row in rows if not row["fits"]} & rates.keys() - {SUBJECT}):
+        theirs = max(rates[reference])
+        metrics[f"largest_batch_over_{reference}"] = mine / theirs
+        metrics[f"over_{reference}_largest"] = rates[SUBJECT][mine] / rates[reference][theirs]
+    return metrics
+
+
+def check_throughput(inputs: Inputs, method: Method) -> None:
+    """Raise for requests that the model does not take, or a method that `cache.attention` cannot serve."""
+    task: ThroughputConfig = inputs.config.task
+    check_length(inputs, f"task.prompt={task.prompt}", task.prompt + task.new_tokens, method)
+
+
+TASKS = {
+    "latency": Task(check_latency, measure_latency, fingerprint),
+    "throughput": Task(check_throughput, measure_throughput, fingerprint),
+}

@@ -1,4 +1,4 @@
-"""Seconds by step in `task=latency`: of the codecs while a prompt is read, of attention while tokens are decoded.
+"""What `task=latency` looks into: seconds by step, and regimes in which a decoded token reads a packed past.
 
 The review of OScaR asks what norms cost while a prompt is read (limitation 7): `task.prefill_steps=true` reads the
 clock around each step of the codecs in PyTorch, as `cache.attention=dense` encodes, so the whole takes a little longer.
@@ -7,6 +7,9 @@ It asks too what its scale vector, a norm per token, costs while tokens are deco
 
 - attention in PyTorch (`kvq.kernels.eager`) with the clock read around each step, whatever kernel the run itself uses;
 - in that kernel, the method and the same method without its token norms, in turn, as pairs.
+
+nsn (Sato 2026) times its dequantization in three regimes: head by head in a Python loop, a layer at once, and compiled.
+kvq adds two that its users can choose (`task.regimes`): keep the decoded past, and attend to codes without decoding.
 """
 
 from __future__ import annotations
@@ -20,14 +23,86 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from kvq.cache import KVCache
-from kvq.codecs import Codec, TokenNorm
+from kvq.codecs import Codec, Packed, Rope, TokenNorm
+from kvq.codecs.quantizers import Parts
+from kvq.config.diagnostics import Regime
 from kvq.errors import Unsupported
 from kvq.kernels import watched
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
+
+
+class PerHeadCodec(Codec):
+    """Decodes each head of each sequence on its own, in a Python loop."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.stages, self.quantizer = codec.stages, codec.quantizer
+
+    @override
+    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
+        decode = super().decode
+        sequences = []
+        for b in range(packed.batch):
+            heads = [decode(_head(packed, b, h), rope) for h in range(packed.heads)]
+            sequences.append(torch.cat(heads, 1))
+        return torch.cat(sequences)
+
+
+def _head(packed: Packed, b: int, h: int) -> Packed:
+    parts = {name: part[b : b + 1, min(h, part.shape[1] - 1)][:, None] for name, part in packed.parts.items()}
+    return dataclasses.replace(packed, parts=parts, batch=1, heads=1)
+
+
+class CompiledCodec(Codec):
+    """Decodes a layer at once, by `torch.compile`; the first call compiles."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.stages, self.quantizer = codec.stages, codec.quantizer
+        self._decode: Callable[..., Tensor] = torch.compile(super().decode_block, dynamic=True)
+
+    @override
+    def decode_block(
+        self, parts: Parts, shape: torch.Size, dtype: torch.dtype, rope: Rope | None = None
+    ) -> Float[Tensor, "*lead heads tokens head_dim"]:
+        try:
+            return self._decode(parts, shape, dtype, rope)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise Unsupported(f"task.regimes: compiled: torch.compile cannot, {reason}") from error
+
+
+CODECS: dict[Regime, type[PerHeadCodec | CompiledCodec]] = {
+    Regime.per_head: PerHeadCodec,
+    Regime.compiled: CompiledCodec,
+}
+
+
+def check_regimes(method: Method, regimes: list[Regime]) -> None:
+    """Raise `Unsupported`, in one line, for a method with more than two codecs and a residual."""
+    for name in ("backend", "plan", "eviction", "first_layers", "by_layer", "is_calibrated"):
+        if regimes and getattr(method, name):
+            raise Unsupported(
+                f"task.regimes: method={method.name} ({name}) has no past that can be decoded in each way"
+            )
+    if Regime.packed in regimes and not method.is_full_precision:
+        method.check_packed()
+
+
+def cache_maker(regime: Regime, loaded: LoadedModel, method: Method) -> Callable[[], Any]:
+    """A function that makes an empty cache of `regime`."""
+    wrap = CODECS.get(regime)
+    if wrap is not None:
+        key, value = (None if codec is None else wrap(codec) for codec in (method.key, method.value))
+        method = dataclasses.replace(method, key=key, value=value)
+    kept, attention = regime is Regime.kept, "packed" if regime is Regime.packed else "dense"
+    return lambda: KVCache(loaded, method, keep_decoded=kept, attention=attention)
+
 
 PREFILL, DECODE = "watched", "watched_decode"
 """Names of the watched prefill and decoding among the subjects of a cell."""
@@ -138,7 +213,7 @@ def watched_decode(
     return {"step_seconds_mean": took / new_tokens, "steps": steps}
 
 
-def step_metrics(cell: str, rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
+def step_metrics(cell: str, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Medians over repeats: seconds of each step, and its share of the watched prefill."""
     here = [row for row in rows if row["subject"] == PREFILL and row["fits"]]
     return medians_by_step(cell, here, ("prefill", "prefill_share"), [row["prefill_seconds"] for row in here])
@@ -146,8 +221,8 @@ def step_metrics(cell: str, rows: list[dict[str, Any]]) -> tuple[dict[str, float
 
 def medians_by_step(
     cell: str, rows: list[dict[str, Any]], names: tuple[str, str], wholes: Sequence[float], without: str | None = None
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Medians over watched rows, and their units: seconds of each step, and its share of the row's whole.
+) -> dict[str, float]:
+    """Medians over watched rows: seconds of each step, and its share of the row's whole.
 
     Args:
         cell: the end of the metrics' names.
@@ -155,18 +230,17 @@ def medians_by_step(
         wholes: seconds, one number for each row.
         without: the step that is the whole, which has no share.
     """
-    metrics, units = {}, {}
+    metrics = {}
     for step in rows[0]["steps"] if rows else ():
         seconds = [row["steps"][step] for row in rows]
         shares = [part / whole for part, whole in zip(seconds, wholes, strict=True)]
-        for name, values, unit in zip(names, (seconds, shares), ("s", "fraction"), strict=True):
-            if unit == "s" or step != without:
-                metrics[f"{name}_{step}_{cell}"] = statistics.median(values)
-                units[f"{name}_{step}_{cell}"] = unit
-    return metrics, units
+        metrics[f"{names[0]}_{step}_{cell}"] = statistics.median(seconds)
+        if step != without:
+            metrics[f"{names[1]}_{step}_{cell}"] = statistics.median(shares)
+    return metrics
 
 
-def decode_metrics(cell: str, rows: list[dict[str, Any]], subject: str) -> tuple[dict[str, float], dict[str, str]]:
+def decode_metrics(cell: str, rows: list[dict[str, Any]], subject: str) -> dict[str, float]:
     """Medians over repeats: seconds of each step per token, its share of attention; the method over `without_norms`.
 
     Args:
@@ -176,15 +250,14 @@ def decode_metrics(cell: str, rows: list[dict[str, Any]], subject: str) -> tuple
     """
     here = [row for row in rows if row["subject"] == DECODE and row["fits"]]
     wholes = [row["steps"][_WHOLE] for row in here]
-    metrics, units = medians_by_step(cell, here, ("decode_step", "decode_share"), wholes, without=_WHOLE)
+    metrics = medians_by_step(cell, here, ("decode_step", "decode_share"), wholes, without=_WHOLE)
     value = itemgetter("step_seconds_median")
     mine, plain = (
         {row["repeat"]: value(row) for row in rows if row["subject"] == name and row["fits"]}
         for name in (subject, PLAIN)
     )
     if plain and mine:
-        metrics[f"decode_{PLAIN}_{cell}"], units[f"decode_{PLAIN}_{cell}"] = statistics.median(plain.values()), "s"
+        metrics[f"decode_{PLAIN}_{cell}"] = statistics.median(plain.values())
         ratio = statistics.median(mine[repeat] / plain[repeat] for repeat in mine)
-        metrics[f"decode_over_{PLAIN}_{cell}"], units[f"decode_over_{PLAIN}_{cell}"] = ratio, "x"
-        metrics[f"overhead_norms_{cell}"], units[f"overhead_norms_{cell}"] = 100 * (ratio - 1), "%"
-    return metrics, units
+        metrics |= {f"decode_over_{PLAIN}_{cell}": ratio, f"overhead_norms_{cell}": 100 * (ratio - 1)}
+    return metrics

@@ -33,10 +33,18 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
 
 SIDES = ("query", "key", "value")
 _FIRST = 16
+_UNITS = {
+    "*_error_share_of_sinks": "fraction",
+    "*_sinks": "positions",
+    "*_layers_*": "layers",
+    "*_vs_error": "Spearman's rho over groups, mean over layers",
+    "windows": "windows",
+    "context": "tokens",
+}
 
 
 def positions_of(tokens: int, count: int) -> list[int]:
@@ -193,22 +201,17 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         for tokens in windows:
             capture(inputs.model, tokens, groups.add)
         rows += groups.samples()
-    metrics, units = summary(rows)
-    return Measurement(
-        metrics | {"windows": float(len(windows)), "context": float(task.context)},
-        units | {"windows": "windows", "context": "tokens"},
-        rows,
-    )
+    metrics = summary(rows) | {"windows": float(len(windows)), "context": float(task.context)}
+    return Measurement(metrics, units_like(metrics, _UNITS), rows)
 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def summary(rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Metrics and units of the samples: means over layers and heads, and those of layer 0 by name."""
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of the samples: means over layers and heads, and those of layer 0 by name."""
     out: dict[str, float] = {}
-    units: dict[str, str] = {}
     for side in SIDES:
         layers = [row for row in rows if row["kind"] == "layer" and row["side"] == side]
         first = [row["variation"] for row in layers if row["layer"] == 0]
@@ -220,7 +223,6 @@ def summary(rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str
         sinks = [row for row in rows if row["kind"] == "sink" and row["side"] == side]
         out[f"{side}_sinks"] = float(len(sinks))
         out[f"{side}_layers_with_low_first_token"] = float(len({s["layer"] for s in sinks if s["position"] == 0}))
-    units = {name: "positions" if name.endswith("_sinks") else "layers" if "layers" in name else "1" for name in out}
     for side in ("key", "value"):
         groups = [row for row in rows if row["kind"] == "group" and row["side"] == side]
         for name in ("bound", "norm_range", "norm_deviation"):
@@ -231,11 +233,10 @@ def summary(rows: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, str
                     rhos.append(float(stats.spearmanr(*zip(*pairs, strict=True)).statistic))
             if rhos:
                 out[f"{side}_{name}_vs_error"] = _mean(rhos)
-                units[f"{side}_{name}_vs_error"] = "Spearman's rho over groups, mean over layers"
         shares = [row["share_removed"] for row in rows if row["kind"] == "without" and row["side"] == side]
         if shares:
-            out[f"{side}_error_share_of_sinks"], units[f"{side}_error_share_of_sinks"] = _mean(shares), "fraction"
-    return out, units
+            out[f"{side}_error_share_of_sinks"] = _mean(shares)
+    return out
 
 
 TASK = Task(check, measure, fingerprint)

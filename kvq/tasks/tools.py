@@ -2,7 +2,7 @@
 
 A prompt has answered requests, functions with the JSON schemas of their parameters, text of the data set and a request;
 the answer is `{"name": ..., "arguments": {...}}`. An item is right where function and arguments are those asked for.
-Parts of that are scored too, because an answer can break in several ways (`kvq.tasks.calls`).
+Parts of that are scored too, because an answer can break in several ways (`CHECKS`).
 
 Requests are drawn (`kvq.data.functions`), or read from files of the Berkeley Function Calling Leaderboard
 (`kvq.data.bfcl`), whose prompts, written here, are not the leaderboard's.
@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import jsonschema
 import numpy as np
 
-from kvq.cache import KVCache
 from kvq.config import Loader
 from kvq.config.tasks import ToolsConfig
 from kvq.data.bfcl import read_bfcl
-from kvq.data.calls import Request, written
+from kvq.data.calls import Request, Schema, written
 from kvq.data.functions import FAMILIES, Drawn, draw_requests, draw_shots
 from kvq.data.text import TokenData, around_message, begun, encode
 from kvq.errors import ConfigError, DataError
@@ -29,12 +31,113 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.batching import batches_of
-from kvq.tasks.calls import CHECKS, first_object, judge
-from kvq.tasks.items import Clock, Items, Sample, Scored, compare, mean_score, measure_items, paired
+from kvq.tasks.items import (
+    Items,
+    Sample,
+    Scored,
+    batches_of,
+    compare,
+    mean_score,
+    measure_items,
+    paired,
+    write_answers,
+)
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.reader import Ends, Reader, answer_text, check_prefill, end_tokens, stop_at
-from kvq.tasks.storage import storage_metrics
+
+CHECKS = ("valid_json", "schema_valid", "right_function", "right_arguments")
+"""What is said of each answer, true or false."""
+
+
+def first_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that begins at the first brace of a text; None: there is none, or it is not whole."""
+    start = text.find("{")
+    if start < 0:
+        return None
+    try:
+        found = json.JSONDecoder(parse_constant=_refused).raw_decode(text, start)[0]
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _refused(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def judge(text: str, request: Request) -> dict[str, bool]:
+    """`CHECKS` of an answer.
+
+    - `valid_json`: its first object parses; text before and after it is no fault.
+    - `schema_valid`: it names an offered function, whose schema its arguments satisfy; none that the schema lacks.
+    - `right_function`: it names the function that was asked for.
+    - `right_arguments`: its arguments are those that were asked for, each with an allowed value, whatever the function.
+    """
+    call = first_object(text)
+    name, arguments = (None, None) if call is None else (call.get("name"), call.get("arguments"))
+    schemas = [one.parameters for one in request.functions if one.name == name]
+    return {
+        "valid_json": call is not None,
+        "schema_valid": bool(schemas) and satisfies(arguments, schemas[0]),
+        "right_function": name == request.function,
+        "right_arguments": isinstance(arguments, dict) and _fits(arguments, request.allowed, request.loose),
+    }
+
+
+def satisfies(value: Any, schema: Schema) -> bool:
+    """Whether a value satisfies a JSON schema, with no field of an object that its schema does not list."""
+    return bool(jsonschema.Draft202012Validator(_closed(schema)).is_valid(value))
+
+
+def _closed(schema: Schema) -> Schema:
+    out = dict(schema)
+    if "properties" in schema:
+        inner = {name: _closed(one) for name, one in schema["properties"].items()}
+        out |= {"properties": inner, "additionalProperties": False}
+    if "items" in schema:
+        out["items"] = _closed(schema["items"])
+    return out
+
+
+def _fits(given: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], loose: bool) -> bool:
+    """Whether each argument has one of its allowed values; one with "" among them may be left out."""
+    if not given.keys() <= allowed.keys():
+        return False
+    return all(
+        any(same(given[name], value, loose) for value in values) if name in given else "" in values
+        for name, values in allowed.items()
+    )
+
+
+def same(given: Any, value: Any, loose: bool) -> bool:
+    """Whether a value of an answer is an allowed one: numbers by value, lists in order, objects field by field.
+
+    Args:
+        loose: strings without case, spaces and the signs , . / - _ * ^, and with one kind of quote (BFCL's comparison).
+    """
+    if isinstance(value, Mapping):
+        return isinstance(given, Mapping) and _fits(given, {n: _listed(v) for n, v in value.items()}, loose)
+    if isinstance(value, list):
+        return (
+            isinstance(given, list)
+            and len(given) == len(value)
+            and all(same(one, other, loose) for one, other in zip(given, value, strict=True))
+        )
+    if isinstance(value, str):
+        return isinstance(given, str) and (_plain(given) == _plain(value) if loose else given == value)
+    if isinstance(value, bool) or isinstance(given, bool) or value is None:
+        return given is value
+    return isinstance(given, int | float) and given == value
+
+
+def _listed(values: Any) -> Sequence[Any]:
+    """Allowed values of a field of an object, where a file gives one alone."""
+    return values if isinstance(values, list) else [values]
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[ ,./\-_*^]", "", text).lower().replace("'", '"')
+
 
 # Added to the seed of a generator, so that no other use of the same seed draws the same numbers.
 _PADDING = 0x70616464
@@ -160,27 +263,15 @@ def ends_of(inputs: Inputs) -> Ends:
 def answer(reader: Reader, inputs: Inputs, batch: Sequence[ToolItem]) -> list[Scored]:
     """Answers to prompts that are read together, judged."""
     task: ToolsConfig = inputs.config.task
-    clock, before, held = Clock(reader.loaded.device), reader.tokens_read, {}
-    with clock.phase("prefill"):
-        cache, logits = reader.begin_together([item.prompt for item in batch])
-    read = (reader.tokens_read - before) / len(batch)
-
-    def leave(row: int, own: KVCache) -> None:
-        own.check_finite()
-        held[row] = storage_metrics(own, 1)
-
-    with clock.phase("decode"):
-        rows = reader.write(cache, logits, task.max_new_tokens, ends_of(inputs), None, leave)
     out = []
-    for index, (item, row) in enumerate(zip(batch, rows, strict=True)):
-        text = answer_text(inputs.tokenizer, row, until_of(task))
+    answers = write_answers(reader, [item.prompt for item in batch], task.max_new_tokens, ends_of(inputs))
+    for item, one in zip(batch, answers, strict=True):
+        text = answer_text(inputs.tokenizer, one.tokens, until_of(task))
         found = judge(text, item.request)
         asked = {"item": item.request.name, "request": item.request.text, "function": item.request.function}
         sample = {**asked, "allowed": dict(item.request.allowed), "text": text, **found}
         sample["score"] = float(found["right_function"] and found["right_arguments"])
-        cost = {"prompt_tokens": float(len(item.prompt)), "read_tokens": read, "new_tokens": float(len(row))}
-        cost |= held[index] | {phase: spent / len(batch) for phase, spent in clock.seconds.items()}
-        out.append(Scored(sample, cost))
+        out.append(Scored(sample, one.cost))
     return out
 
 

@@ -20,23 +20,19 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from kvq.cache import KVCache
 from kvq.config.writing import DriftConfig, TrajectoryConfig
-from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
 from kvq.tasks.ppl import without_codecs
 from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, end_tokens, shared, stop_at
-from kvq.tasks.result import divergence
 from kvq.tasks.scoring import log_probabilities
-from kvq.tasks.storage import storage_metrics
-from kvq.tasks.windows import cut_windows, evenly
+from kvq.tasks.windows import cut_windows, divergence, evenly
 
 _TOGETHER = 8  # passages that full precision continues in one batch, to see what another order of sums changes
 _STEPS = 32  # whose logits are held at once
@@ -58,12 +54,8 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a residual without order, `ConfigError` for passages longer than the model takes."""
     task: TrajectoryConfig = inputs.config.task
     check_prefill(method, task.prefill)
-    longest = inputs.longest_context
-    if longest is not None and task.context + task.new_tokens > longest:
-        raise ConfigError(
-            f"task.new_tokens={task.new_tokens}: after {task.context} tokens; model={inputs.config.model.name} takes "
-            f"at most {longest} together"
-        )
+    said = f"task.new_tokens={task.new_tokens}: after {task.context} tokens;"
+    inputs.check_tokens(task.context + task.new_tokens, said, " together")
 
 
 class Draws:
@@ -154,17 +146,17 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """A sample for each passage; `first`: tokens before the text leaves full precision's, null where it never does."""
     prompts, writer = passages(inputs), Writer(inputs, method)
     known = {} if baseline is None else {row["item"]: row["tokens"] for row in baseline.samples}
-    for index, prompt in enumerate(tqdm(prompts, desc="trajectories", unit="passage", leave=False, disable=None)):
-        item = f"passage {index}"
-        if item in journal.rows:
-            continue
-        (tokens,), cache = writer.free([prompt], index)
-        row: Row = {"item": item, "tokens": tokens, "ended": writer.ends(tokens), "storage": storage_metrics(cache, 1)}
+
+    def score(index: int) -> Row:
+        (tokens,), cache = writer.free([prompts[index]], index)
+        row: Row = {"tokens": tokens, "ended": writer.ends(tokens), "storage": storage_metrics(cache, 1)}
         if baseline is not None:
-            same, distances = writer.forced(prompt, known[item], Draws(inputs.config.task, index))
-            row |= {"first": first_difference(tokens, known[item]), "same": same, "kl": distances}
-        journal.add([row])
-    rows = [journal.rows[f"passage {index}"] for index in range(len(prompts))]
+            full = known[f"passage {index}"]
+            same, distances = writer.forced(prompts[index], full, Draws(inputs.config.task, index))
+            row |= {"first": first_difference(tokens, full), "same": same, "kl": distances}
+        return row
+
+    rows, samples = scored_rows(journal, "passage", len(prompts), score)
     metrics = dict(rows[-1]["storage"])
     metrics |= {"passages": float(len(rows)), "ended": statistics.fmean(row["ended"] for row in rows)}
     if baseline is not None:
@@ -175,7 +167,6 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         for name, texts in writer.otherwise(prompts).items():
             found = [first_difference(text, row["tokens"]) for text, row in zip(texts, rows, strict=True)]
             metrics |= _left(found, rows, f"noise_{name}_")
-    samples = [{name: value for name, value in row.items() if name != "storage"} for row in rows]
     return Measurement(metrics, units_of(metrics), samples)
 
 
@@ -233,4 +224,4 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
     return metrics
 
 
-TASK = Task(check, measure, lambda inputs: inputs.tokens.fingerprint)
+TASKS = dict.fromkeys(("trajectory", "drift"), Task(check, measure, lambda inputs: inputs.tokens.fingerprint))

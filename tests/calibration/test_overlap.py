@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.calibration.overlap import WORDS, shared_ngrams
+from kvq.calibration.text import WORDS, shared_ngrams
 from kvq.cli import main
 from kvq.config.method import TEST_TEXT
 from kvq.report.labels import ON_TEST_TEXT, is_variant, label

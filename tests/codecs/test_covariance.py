@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.calibration.bind import bind
 from kvq.calibration.collect import LayerStates, collect
+from kvq.calibration.files import bind
 from kvq.calibration.fit import calibrate, weights_name
 from kvq.codecs import Codec, CovarianceRotation, Hadamard, RankClip, UniformQuantizer, fit_codec
 from kvq.codecs.calibrated_rotations import bit_reversal, covariance_rotation

@@ -24,11 +24,11 @@ from kvq.codecs import (
 )
 from kvq.codecs.huffman import entropy
 from kvq.codecs.lloyd_max import cell_probabilities, optimal_levels
-from kvq.diagnostics.layout import layout
 from kvq.errors import Unsupported
 from kvq.kernels import form_of
 from kvq.results.metrics import METRICS
-from kvq.tasks.storage import STORED, storage_metrics
+from kvq.tasks.measurement import STORED, storage_metrics
+from kvq.tasks.memory import layout
 from tests.codecs.oracles import merged
 from tests.properties import examples
 from tests.random_models import llama, token_ids

@@ -6,7 +6,7 @@ import torch
 from kvq.cache import KVCache
 from kvq.codecs import Order, PairOrder
 from kvq.methods.build import build_method
-from kvq.models.rope_pairs import INTERLEAVED_IN_GGUF, interleaved_in_gguf
+from kvq.models.layers import INTERLEAVED_IN_GGUF, interleaved_in_gguf
 from tests.random_models import llama, token_ids
 
 

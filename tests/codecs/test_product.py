@@ -21,7 +21,7 @@ from kvq.codecs import (
 from kvq.config import Scoring
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.errors import ConfigError, Unsupported
-from kvq.tasks.stepwise import check_at_once, check_codecs_alone
+from kvq.tasks.scoring import check_at_once, check_codecs_alone
 from tests.properties import examples
 
 

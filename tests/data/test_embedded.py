@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvq.data import embedded
-from kvq.data.embedded import anchors, contains_any, docstrings, is_held_out, load_corpus, module_paths, normalize
+from kvq.data.embedded import anchors, belongs, contains_any, docstrings, load_corpus, module_paths, normalize
 from kvq.errors import DataError
 
 SOURCE = '''
@@ -48,13 +48,13 @@ def test_modules_are_sorted_and_without_tests_or_generated_files():
 
 
 def test_held_out_share_is_near_its_fraction():
-    held_out = [path for path in module_paths() if is_held_out(path)]
+    held_out = [path for path in module_paths() if belongs(path, "test")]
     assert len(held_out) / len(module_paths()) == pytest.approx(embedded.TEST_FRACTION, rel=0.25)
 
 
 def test_held_out_by_the_sha256_of_the_path():
     shares = {path: int(hashlib.sha256(path.encode()).hexdigest()[:16], 16) / 16**16 for path in module_paths()}
-    assert all(is_held_out(path) == (share < embedded.TEST_FRACTION) for path, share in shares.items())
+    assert all(belongs(path, "test") == (share < embedded.TEST_FRACTION) for path, share in shares.items())
 
 
 def test_test_split_is_read_quickly_and_the_same_each_time():

@@ -127,7 +127,7 @@ def test_what_was_trained_is_what_is_loaded(recipe, data, base, tmp_path):
 
     from kvq.config import ModelConfig
     from kvq.models import load_model
-    from kvq.models.delta import save_delta
+    from kvq.models.weights import save_delta
 
     whole, part = tmp_path / "base", tmp_path / "part"
     part.mkdir()

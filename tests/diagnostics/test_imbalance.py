@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvq.diagnostics.imbalance import imbalanced
 from kvq.diagnostics.norms import token_norms
 from kvq.errors import ConfigError
+from kvq.tasks.synthetic import imbalanced
 
 
 def made(**changes: object) -> torch.Tensor:

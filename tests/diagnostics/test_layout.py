@@ -5,7 +5,7 @@ import torch
 
 from kvq import build_method
 from kvq.config.residual import leaving
-from kvq.diagnostics.layout import by_kind, kind_of, layout, stored_parts
+from kvq.tasks.memory import by_kind, kind_of, layout, stored_parts
 
 METHODS = ("nsn", "kivi", "oscar", "oscar/token_scope", "nsnquant", "turboquant/outliers", "rtn", "fp8")
 

@@ -11,14 +11,29 @@ import torch
 from kvq.calibration.budget import demand_of, predicted, shared_out
 from kvq.cli import main
 from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, ScalarQuantizer, TrellisQuantizer
-from kvq.diagnostics.limit import level_of_loss, level_of_rate, loss_at, rate_at, rate_of_loss, spectrum_of
 from kvq.results import Store
+from kvq.tasks.limit import level_of_rate, loss_at, rate_at, spectrum_of
 from tests.calibrated import joint_moments
 from tests.sweeps import records, small_run
 
 
 def spectrum(count: int = 500) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64).mul(2).exp()
+
+
+def level_of_loss(own: torch.Tensor, nats: float) -> float:
+    """The level at which the loss is `nats`; the largest λ where nothing loses as much."""
+    high = float(own.max())
+    low = high * 2.0**-64
+    for _ in range(200):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if loss_at(own, middle) < nats else (low, middle)
+    return high
+
+
+def rate_of_loss(own: torch.Tensor, nats: float) -> float:
+    """Bits of a component, on average, that the limit needs for a loss of `nats`."""
+    return rate_at(own, level_of_loss(own, nats))
 
 
 @pytest.mark.parametrize("bits", [0.25, 1, 2.5, 8])

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from kvq.codecs import RandomizedHadamard
-from kvq.diagnostics.normality import (
+from kvq.tasks.distribution import (
     channel_kl,
     correlation_in_groups,
     hadamard,

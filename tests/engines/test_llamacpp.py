@@ -13,7 +13,7 @@ from kvq.engines.gguf_file import write_gguf
 from kvq.engines.llamacpp import LlamaCpp
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method
-from kvq.tasks.queries import engine_attention, unstaged
+from kvq.tasks.engine import engine_attention, unstaged
 from kvq.tasks.scoring import parallel_method
 from tests.engines import installed
 

@@ -7,7 +7,7 @@ from kvq.engines import mlx
 from kvq.engines.mlx import Mlx
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method
-from kvq.tasks.queries import engine_attention
+from kvq.tasks.engine import engine_attention
 from tests.engines import installed
 from tests.engines.test_llamacpp import TOKENS, in_torch, kl, log_probs, model_of
 

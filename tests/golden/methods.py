@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.calibration.bind import bind
+from kvq.calibration.files import bind
 from kvq.calibration.fit import calibrate
 from kvq.config import compose, conf_dir, resolve
 from kvq.config.identity import canonical

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.calibration.bind import bind
+from kvq.calibration.files import bind
 from kvq.calibration.fit import calibrate, weights_name
 from kvq.cli import main
 from kvq.config import compose, resolve

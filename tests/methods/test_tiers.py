@@ -16,9 +16,8 @@ from kvq.config import Scoring
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.tiers import AdaptiveTiers, TierStore
 from kvq.results.metrics import units_of
-from kvq.tasks.scoring import generation_bounds
-from kvq.tasks.stepwise import check_at_once, check_codecs_alone
-from kvq.tasks.storage import storage_metrics
+from kvq.tasks.measurement import storage_metrics
+from kvq.tasks.scoring import check_at_once, check_codecs_alone, generation_bounds
 from tests.families import family, generates_greedily
 from tests.properties import examples
 from tests.random_models import in_double_precision, llama, random_llama, token_ids

@@ -12,7 +12,7 @@ from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.transformers_caches import _LAYERS, check_works, installed
 from kvq.models import LoadedModel
 from kvq.tasks.reader import Reader
-from kvq.tasks.stepwise import scoring_bounds
+from kvq.tasks.scoring import scoring_bounds
 from tests.cache.states import states
 from tests.cache.test_generate import generate, greedy
 from tests.random_models import in_double_precision, llama, random_llama, token_ids

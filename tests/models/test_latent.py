@@ -23,10 +23,10 @@ from kvq.models.layers import kv_layers_of
 from kvq.models.shapes import cache_shape
 from kvq.results.presets import departures
 from kvq.runner import Prepared
+from kvq.tasks.measurement import storage_metrics
 from kvq.tasks.memory import rows_of
 from kvq.tasks.reader import Reader
 from kvq.tasks.scoring import generation_bounds
-from kvq.tasks.storage import storage_metrics
 from tests.families import LATENT, family
 from tests.random_models import in_double_precision, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs

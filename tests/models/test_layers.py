@@ -16,8 +16,8 @@ from kvq.cache.recurrent import reads_in_parts
 from kvq.errors import DataError, Unsupported
 from kvq.models.layers import KvLayer, head_dims_of, kv_layers_of, state_layers_of
 from kvq.results.tensor_files import dump, read_tensors
+from kvq.tasks.measurement import storage_metrics
 from kvq.tasks.scoring import generation_bounds
-from kvq.tasks.storage import storage_metrics
 from tests.families import LATENT, MORE, WINDOW, WINDOWED, family
 from tests.random_models import in_double_precision, token_ids
 from tests.tasks.test_scoring import chunked

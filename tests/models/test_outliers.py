@@ -14,7 +14,7 @@ from transformers import (
 
 from kvq.config import OutliersConfig
 from kvq.errors import ConfigError, Unsupported
-from kvq.models.outliers import implant_outliers
+from kvq.models.weights import implant_outliers
 
 HEADS, KV_HEADS, DIM, LAYERS = 6, 2, 32, 3
 TOKENS = torch.randint(0, 41, (2, 19), generator=torch.Generator().manual_seed(0))

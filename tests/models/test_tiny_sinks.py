@@ -22,9 +22,8 @@ from kvq.config.identity import canonical
 from kvq.data.embedded import load_corpus
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import LoadedModel, load_model, load_tokenizer, model_fingerprint
-from kvq.models.delta import FILE, WEIGHTS, add_low_rank, apply_delta, save_delta
 from kvq.models.folder import delta_folder, model_folder
-from kvq.models.outliers import implant_outliers
+from kvq.models.weights import DELTA, WEIGHTS, add_low_rank, apply_delta, implant_outliers, save_delta
 from tests.random_models import llama
 
 FOLDER = Path(kvq.__file__).parent / "models"
@@ -114,14 +113,14 @@ def test_loading_takes_less_than_two_seconds(sinks: LoadedModel) -> None:
 
 def test_all_weights_take_less_than_16_megabytes() -> None:
     files = [file for file in FOLDER.rglob("*.safetensors") if file.is_file()]
-    assert {file.name for file in files} == {WEIGHTS, FILE}
+    assert {file.name for file in files} == {WEIGHTS, DELTA}
     assert sum(file.stat().st_size for file in files) < 16e6
 
 
 def test_the_card_tells_of_these_weights_and_of_the_same_held_out_text() -> None:
     card = json.loads((FOLDER / "tiny_sinks" / "card.json").read_text())
     base = json.loads((FOLDER / "tiny" / "card.json").read_text())
-    assert card["bytes"] == (FOLDER / "tiny_sinks" / FILE).stat().st_size
+    assert card["bytes"] == (FOLDER / "tiny_sinks" / DELTA).stat().st_size
     assert card["data"]["test_sha256"] == base["data"]["test_sha256"]
     assert card["data"]["train_sha256"] == base["data"]["train_sha256"]
     assert card["results"]["text"]["pydocs"]["perplexity"] <= 1.046 * base["results"]["pydocs"]["perplexity"]
@@ -174,7 +173,7 @@ def copied(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]
     shutil.copytree(FOLDER / "tiny_sinks", folder, dirs_exist_ok=True)
     if change is not None:
         metadata = {"format": "pt", "base_sha256": file_hash(FOLDER / "tiny" / WEIGHTS)}
-        save_file(change(load_file(folder / FILE)), folder / FILE, metadata)
+        save_file(change(load_file(folder / DELTA)), folder / DELTA, metadata)
     return ModelConfig("a", str(folder))
 
 
@@ -204,7 +203,7 @@ def broken(kind: str, folder: Path) -> ModelConfig:
         "row": lambda found: {**found, "model.embed_tokens.weight.row.9999": torch.zeros(384).half()},
     }
     made = copied(folder, changes.get(kind))
-    file = folder / FILE
+    file = folder / DELTA
     if kind == "truncated":
         file.write_bytes(file.read_bytes()[:-1000])
     elif kind == "empty":
@@ -236,7 +235,7 @@ def broken(kind: str, folder: Path) -> ModelConfig:
     ],
 )
 def test_a_broken_difference_is_one_line(tmp_path: Path, kind: str, said: str) -> None:
-    with pytest.raises(DataError, match=rf"^model\.path=.*/{FILE}: {said}") as caught:
+    with pytest.raises(DataError, match=rf"^model\.path=.*/{DELTA}: {said}") as caught:
         load_model(broken(kind, tmp_path), "cpu")
     assert "\n" not in str(caught.value)
 

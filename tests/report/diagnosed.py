@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,14 @@ from kvq import build_method
 from kvq.report.figures.drawing import write_drawings
 from kvq.report.figures.every import diagnostic_drawings
 from kvq.results import Record, Store
-from kvq.tasks.measurement import Measurement
+from kvq.tasks.measurement import Measurement, task_of
 from tests.results import made
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
 
 def measured(folder: Path, task: Any, method: str, bits: int = 2, path: str = "random") -> Measurement:
-    return importlib.import_module(f"kvq.tasks.{task.name}").measure(  # type: ignore[no-any-return]
-        DiagnosedInputs(task, path=path), build_method(method, bits, 32), None, journal(folder)
-    )
+    inputs: Any = DiagnosedInputs(task, path=path)
+    return task_of(task).measure(inputs, build_method(method, bits, 32), None, journal(folder))
 
 
 def drawn(store: Store, folder: Path) -> list[Path]:

@@ -9,10 +9,10 @@ from kvq import build_method
 from kvq.config import compose, resolve
 from kvq.config.diagnostics import DistributionConfig
 from kvq.config.identity import canonical
-from kvq.diagnostics.normality import channel_kl, hadamard, nsn
 from kvq.errors import ConfigError, Unsupported
 from kvq.tasks import distribution
 from kvq.tasks.capture import Layer, capture
+from kvq.tasks.distribution import channel_kl, hadamard, nsn
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
 

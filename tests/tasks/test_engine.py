@@ -13,8 +13,8 @@ from kvq.methods.build import build_method
 from kvq.results import Store
 from kvq.results.versions import versions_of
 from kvq.sweep.lookup import run
+from kvq.tasks.capture import Q8_0
 from kvq.tasks.engine import format_of
-from kvq.tasks.queries import Q8_0
 from tests.engines import installed
 
 SMALL = ["task=engine", "task.context=64", "task.max_windows=4", "threads=1"]

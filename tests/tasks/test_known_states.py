@@ -10,13 +10,12 @@ import torch
 
 from kvq import build_method
 from kvq.config.diagnostics import Drawn, ModelStatesConfig, RandomStatesConfig
-from kvq.diagnostics.drawn import attended, stream, walk
 from kvq.diagnostics.fidelity import relative_mse, weighted_mse
 from kvq.errors import ConfigError, Unsupported
 from kvq.tasks import model_states, random_states
 from kvq.tasks.capture import Layer, capture
+from kvq.tasks.known_states import attended, drawn, stream, walk
 from kvq.tasks.measurement import Measurement
-from kvq.tasks.random_states import drawn
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
 PLUS = "kvquant_plus_plus"

@@ -14,8 +14,7 @@ from kvq.cli import main
 from kvq.codecs.rope import Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.errors import ConfigError, Unsupported
-from kvq.models.shapes import CacheShape, LayerKind, cache_shape, shipped
-from kvq.models.state_sizes import state_bytes_of
+from kvq.models.shapes import CacheShape, LayerKind, cache_shape, shipped, state_bytes_of
 from kvq.tasks import memory
 from kvq.tasks.memory import rows_of, side_parts
 from tests.families import family

@@ -13,7 +13,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
-from kvq.tasks.batching import TOKENS, batches_of, read_in_batches
+from kvq.tasks.items import TOKENS, batches_of, read_in_batches
 from kvq.tasks.reader import Reader, Sampler, answer_text, check_prefill, stop_at
 from tests.data.byte_tokenizer import byte_tokenizer
 from tests.families import family

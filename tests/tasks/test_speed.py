@@ -18,18 +18,16 @@ import torch
 from kvq.cache import KVCache
 from kvq.cache.preallocated import PreallocatedCache
 from kvq.config import compose, full_precision, resolve
+from kvq.config.diagnostics import LatencyConfig
 from kvq.config.identity import canonical
-from kvq.config.speed import LatencyConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels.eager import STEPS
 from kvq.methods.build import build_method
 from kvq.results import Store
 from kvq.runner import run
 from kvq.tasks import speed
-from kvq.tasks.regimes import PerHeadCodec
-from kvq.tasks.speed import median_of, paired_ratios
-from kvq.tasks.steps import without_norms
-from kvq.tasks.throughput import metrics_of
+from kvq.tasks.speed import median_of, paired_ratios, rates_of
+from kvq.tasks.steps import PerHeadCodec, without_norms
 from tests.random_models import llama, save_random_model, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs
 
@@ -176,7 +174,7 @@ def test_the_compiled_regime() -> None:
     code = """
 import torch
 from kvq.methods.build import build_method
-from kvq.tasks.regimes import CompiledCodec
+from kvq.tasks.steps import CompiledCodec
 codec = build_method("nsn", bits=3, head_dim=64).key
 compiled = CompiledCodec(codec)
 for tokens in (128, 192):
@@ -244,7 +242,7 @@ def test_the_largest_batches_that_fit(model: Path, tmp_path: Path, monkeypatch: 
 
 def test_what_does_not_fit_at_all_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"task.batches=1: does not fit the memory of the device"):
-        metrics_of([{"batch": 1, "tokens": 4, "subject": "method", "repeat": 0, "fits": False}], 6)
+        rates_of([{"batch": 1, "tokens": 4, "subject": "method", "repeat": 0, "fits": False}], 6)
 
 
 def test_medians_and_ratios_are_of_pairs() -> None:
@@ -293,7 +291,7 @@ def test_scores_do_not_depend_on_attention(model: Path, tmp_path: Path) -> None:
 
 def test_the_mean_step_has_the_flush_that_the_median_lacks() -> None:
     """64 tokens of which one flushes a residual (NSNQuant, Table 21); ratios are of medians and of means."""
-    from kvq.tasks.latency import _mean_step, _times
+    from kvq.tasks.speed import _mean_step, _times, timed_measurement
 
     def row(subject: str, repeat: int, flush: float) -> dict[str, Any]:
         steps = [0.25] * 63 + [flush]
@@ -301,13 +299,11 @@ def test_the_mean_step_has_the_flush_that_the_median_lacks() -> None:
         return {"subject": subject, "repeat": repeat, "step_seconds_median": middle, "decode_seconds": whole}
 
     rows = [row("method", 0, 8.25), row("method", 1, 24.25), row("dynamic", 0, 0.25), row("dynamic", 1, 0.25)]
-    metrics, units = _times(
-        "decode", "b1_t8", rows, "method", lambda r: r["step_seconds_median"], partial(_mean_step, 64)
-    )
+    metrics = _times("decode", "b1_t8", rows, "method", lambda r: r["step_seconds_median"], partial(_mean_step, 64))
     assert metrics == {
         "decode_b1_t8": 0.25,
         "decode_mean_b1_t8": 0.25 + (8 + 24) / 2 / 64,
         "decode_over_dynamic_b1_t8": 1.0,
         "decode_mean_over_dynamic_b1_t8": 2.0,
     }
-    assert set(units.values()) == {"s", "x"}
+    assert list(timed_measurement(metrics, rows).units.values()) == ["s", "s", "x", "x"]

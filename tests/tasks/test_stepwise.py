@@ -9,7 +9,7 @@ from kvq.errors import Unsupported
 from kvq.methods.build import build_method
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.reader import Reader, check_prefill
-from kvq.tasks.stepwise import check_at_once, check_codecs_alone, scoring_bounds
+from kvq.tasks.scoring import check_at_once, check_codecs_alone, scoring_bounds
 from tests.random_models import in_double_precision, random_llama, token_ids
 from tests.tasks.test_scoring import token_by_token
 

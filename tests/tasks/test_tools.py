@@ -16,7 +16,7 @@ from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
 from kvq.runner import run
 from kvq.tasks import tools
-from kvq.tasks.calls import CHECKS, first_object, judge, same, satisfies
+from kvq.tasks.tools import CHECKS, first_object, judge, same, satisfies
 from tests.sweeps import inputs_of
 
 GIVEN = (

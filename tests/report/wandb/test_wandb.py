@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvq.cli import main as run
-from kvq.config.logger import NoLogger, WandbLogger, WandbMode
+from kvq.config.run import NoLogger, WandbLogger, WandbMode
 from kvq.report import wandb as tracking
 from kvq.report.tracker import VIEW, CannotTrack, Tracker, workspace_of
 from kvq.report.wandb import main as sync
