@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from kvq.codecs.machine_code import compiled
 from kvq.kernels.cpu_loops import by_rows
 from kvq.kernels.cpu_vectors import INT, OPTIONS, TILE, Step, lanes_of, step_tokens
 
@@ -56,7 +57,7 @@ def book_loops(dim: int, signed: bool, shifted: bool) -> Loops:
 def _loops(dim, make_dots, make_sums):
     dots, sums = by_rows(make_dots), by_rows(make_sums)
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS, keep=True)
     def scores(query, planes, tables, norms, out):
         rows, tokens = out.shape
         found = np.empty((rows, TILE + 8), np.float32)
@@ -69,7 +70,7 @@ def _loops(dim, make_dots, make_sums):
                 for t in range(count):
                     line[t] = here[t] * near[t]
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS, keep=True)
     def mix(weights, planes, tables, norms, out):
         rows, tokens = weights.shape
         near = np.zeros((rows, TILE + 8), np.float32)
