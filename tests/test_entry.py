@@ -99,7 +99,12 @@ def closed_pipe() -> int:
     return writer
 
 
-PRINTING = [["run.py", "--help"], ["run.py", "ls", "methods"], ["-m", "kvq", "report", "--help"], ["run.py", "diff"]]
+PRINTING = [
+    ["run.py", "--help"],
+    ["run.py", "diff"],
+    pytest.param(["run.py", "ls", "methods"], marks=pytest.mark.long),
+    pytest.param(["-m", "kvq", "report", "--help"], marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("words", PRINTING, ids=lambda words: " ".join(words))

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
-import numba
 import numpy as np
+
+from kvq.codecs.machine_code import compiled
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 _WIDEST = 8
@@ -41,7 +42,7 @@ def _step(memory, width):
     """
     prefixes, choices = 1 << (memory - width), 1 << width
 
-    @numba.njit(**_OPTIONS)
+    @compiled(_OPTIONS)
     def step(cost, best, least, back, book, x, weight):
         for p in range(prefixes):
             best[p] = cost[p]
@@ -67,7 +68,7 @@ def _search(memory):
     steps = tuple(_step(memory, min(width, memory)) for width in range(1, _WIDEST + 1))
     one, two, three, four, five, six, seven, eight = steps
 
-    @numba.njit(**_OPTIONS)
+    @compiled(_OPTIONS, keep=True)
     def search(x, widths, weights, books, codes):
         rows, components = x.shape
         cost, best = np.empty(states, np.float32), np.empty(states, np.float32)
@@ -110,7 +111,7 @@ def _search(memory):
 @functools.cache
 @no_type_check
 def _write():
-    @numba.njit(**_OPTIONS)
+    @compiled(_OPTIONS, keep=True)
     def write(codes, widths, strings):
         rows, components = codes.shape
         for row in range(rows):
@@ -133,7 +134,7 @@ def _write():
 def _read(memory):
     mask = np.int64((1 << memory) - 1)
 
-    @numba.njit(**_OPTIONS)
+    @compiled(_OPTIONS, keep=True)
     def read(strings, widths, books, out):
         rows, components = out.shape
         starts, shifts = np.empty(components, np.int64), np.empty(components, np.int64)

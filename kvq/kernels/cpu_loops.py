@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
-import numba
 import numpy as np
 
+from kvq.codecs.machine_code import compiled
 from kvq.kernels import cpu_integers, cpu_vectors
 from kvq.kernels.cpu_vectors import OPTIONS, TILE, largest
 
@@ -52,7 +52,7 @@ def by_rows(make):
     """A step's loop over any number of rows (its first and last arguments), four, two or one at a time."""
     four, two, one = (make(rows) for rows in (4, 2, 1))
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def loop(rows_in, codes, tables, first, count, rows_out):
         rows = rows_in.shape[0]
         for h in range(0, rows - 3, 4):
@@ -79,21 +79,21 @@ def _planes(grid, span):
     (dots0, sums0, weigh0), (dots1, sums1, weigh1), (dots2, sums2, weigh2) = made
     f0, f1, f2 = (cpu_vectors.factors(grid.widths, index, TILE) for index in indices)
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def put(raw, factors, count, found):
         for h in range(raw.shape[0]):
             line, out = raw[h], found[h]
             for t in range(count):
                 out[t] = line[t] * factors[t]
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def add(raw, factors, count, found):
         for h in range(raw.shape[0]):
             line, out = raw[h], found[h]
             for t in range(count):
                 out[t] += line[t] * factors[t]
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def products(queries, planes, first, channel, count, raw, found):
         dots0(queries, planes[0], channel, first, count, raw)
         put(raw, f0, count, found)
@@ -104,7 +104,7 @@ def _planes(grid, span):
             dots2(queries, planes[2 if number > 2 else 0], channel, first, count, raw)
             add(raw, f2, count, found)
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def mixed(weights, tops, most, planes, first, channel, count, ready, out):
         weigh0(weights, tops, most, ready)
         sums0(ready, planes[0], channel, first, count, out)
@@ -127,7 +127,7 @@ def _plane(grid, index, span):
         return dots, sums, rounded(TILE, width, float(2 ** sum(grid.widths[:index])))
     factors = cpu_vectors.factors(grid.widths, index, TILE)
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def weigh(weights, tops, most, ready):
         for h in range(weights.shape[0]):
             line, out = weights[h], ready[h]
@@ -150,7 +150,7 @@ def rounded(count, width=None, factor=1.0):
     """
     digits = cpu_integers.digits(count, width, factor)
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def round_rows(numbers, tops, most, ready):
         for h in range(numbers.shape[0]):
             digits(numbers, h, tops[h] * most, ready)
@@ -162,15 +162,15 @@ def rounded(count, width=None, factor=1.0):
 def _queries(grid, span):
     """What puts `span` channels of queries into the form that products read, and what picks that form."""
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def fill(queries, tops, most, ready):
         pass
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def rounded_ones(queries, ready):
         return ready
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def themselves(queries, ready):
         return queries
 
@@ -185,7 +185,7 @@ def _statistics(grid, groups):
     """
     many, one = (cpu_vectors.statistics(groups, grid.low, grid.top, lanes) for lanes in (cpu_vectors.LANES, 1))
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS)
     def read(scale, low, start, count, floats):
         whole = count // cpu_vectors.LANES * cpu_vectors.LANES
         for i in range(0, whole, cpu_vectors.LANES):
@@ -208,7 +208,7 @@ def _channel_scores(grid):
     dim, read, (products, _) = grid.dim, _statistics(grid, 1), _planes(grid, grid.dim)
     (fill, pick), columns = _queries(grid, dim), _columns(grid, dim)
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS, keep=True)
     def scores(query, planes, scale, low, size, norms, out):
         rows, tokens = out.shape
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
@@ -245,7 +245,7 @@ def _channel_mix(grid):
     dim, read, (_, mixed) = grid.dim, _statistics(grid, 1), _planes(grid, grid.dim)
     columns = _columns(grid, TILE)
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS, keep=True)
     def mix(weights, planes, scale, low, size, norms, out):
         rows, tokens = weights.shape
         near, ready = np.zeros((rows, TILE), np.float32), np.zeros((rows, columns), np.float32)
@@ -283,7 +283,7 @@ def _token_scores(grid):
     read, (products, _) = _statistics(grid, groups), _planes(grid, span)
     (fill, pick), columns = _queries(grid, span), _columns(grid, span)
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS, keep=True)
     def scores(query, planes, scale, low, size, norms, out):
         rows, tokens = out.shape
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
@@ -320,7 +320,7 @@ def _token_mix(grid):
     span, groups = grid.channels, grid.dim // grid.channels
     read, (_, mixed), columns = _statistics(grid, groups), _planes(grid, span), _columns(grid, TILE)
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS, keep=True)
     def mix(weights, planes, scale, low, size, norms, out):
         rows, tokens = weights.shape
         near, stepped = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)

@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from kvq.codecs.machine_code import compiled
 from kvq.kernels.cpu_loops import by_rows
 from kvq.kernels.cpu_vectors import INT, OPTIONS, TILE, Step, lanes_of, step_tokens
 
@@ -79,7 +80,7 @@ def book_loops(dim: int, signed: bool, shifted: bool) -> Loops:
 def _loops(kind):
     dots, sums = (by_rows(functools.partial(make, kind)) for make in (_dots, _sums))
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS, keep=True)
     def scores(query, planes, tables, norms, out):
         rows, tokens = out.shape
         found = np.empty((rows, TILE + 8), np.float32)
@@ -92,7 +93,7 @@ def _loops(kind):
                 for t in range(count):
                     line[t] = here[t] * near[t]
 
-    @numba.njit(**OPTIONS)
+    @compiled(OPTIONS, keep=True)
     def mix(weights, planes, tables, norms, out):
         rows, tokens = weights.shape
         near = np.zeros((rows, TILE + 8), np.float32)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import no_type_check
 
-import numba
 import torch
 from jaxtyping import Float
 from llvmlite import ir
@@ -20,6 +19,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kvq.codecs import Rope, VectorQuantizer
+from kvq.codecs.machine_code import compiled
 from kvq.codecs.quantizers import Parts
 from kvq.kernels.chain import book_columns, searched
 from kvq.kernels.cpu import pool
@@ -103,7 +103,7 @@ def _search(signed):
     def two(typing_context, rows, columns, codes, signs, scores, first):
         return types.void(rows, columns, codes, signs, scores, types.intp), build
 
-    @numba.njit(nogil=True, boundscheck=False, error_model="numpy")
+    @compiled({"nogil": True, "boundscheck": False, "error_model": "numpy"}, keep=True)
     def loop(rows, columns, codes, signs, scores):
         for first in range(0, rows.shape[0], TOGETHER):
             two(rows, columns, codes, signs, scores, first)

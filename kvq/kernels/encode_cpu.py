@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
-import numba
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvq.codecs.machine_code import compiled
 from kvq.codecs.quantizers import Parts, to_stored
 from kvq.kernels.chain import Chain, Grids, gain_of, grids
 from kvq.kernels.cpu import pool
@@ -58,14 +58,14 @@ def _rotation(dim):
     """
     half, steps, root = dim // 2, dim.bit_length() - 1, np.float32(dim**-0.5)
 
-    @numba.njit(**_EXACT)
+    @compiled(_EXACT)
     def step(source, target):
         for i in range(half):
             a, b = source[i], source[i + half]
             target[2 * i] = a + b
             target[2 * i + 1] = a - b
 
-    @numba.njit(**_EXACT)
+    @compiled(_EXACT, keep=True)
     def rotate(rows, signs):
         one, two = np.empty(dim, np.float32), np.empty(dim, np.float32)
         for t in range(rows.shape[0]):
@@ -85,14 +85,14 @@ def _rotation(dim):
 
 @no_type_check
 def _norms(dim):
-    @numba.njit(**_SUMS)
+    @compiled(_SUMS)
     def squares(row):
         total = np.float32(0)
         for c in range(dim):
             total += row[c] * row[c]
         return total
 
-    @numba.njit(**_EXACT)
+    @compiled(_EXACT, keep=True)
     def normalize(rows, norms, root):
         """Divide rows by their norms over `root`, which go to `norms`."""
         for t in range(rows.shape[0]):
@@ -109,7 +109,7 @@ def _norms(dim):
 def _ranges(dim, channels):
     groups = (dim + channels - 1) // channels
 
-    @numba.njit(**_EXACT)
+    @compiled(_EXACT, keep=True)
     def channel_ranges(blocks, size, low, high):
         """Least and greatest values of groups of `size` tokens, into `[blocks, groups, dim]`."""
         for block in range(blocks.shape[0]):
@@ -124,7 +124,7 @@ def _ranges(dim, channels):
                     least[c] = x if x < least[c] else least[c]
                     most[c] = x if x > most[c] else most[c]
 
-    @numba.njit(**_SUMS)
+    @compiled(_SUMS, keep=True)
     def token_ranges(blocks, size, low, high):
         """Least and greatest values of groups of channels, into `[blocks, tokens, groups]`."""
         for block in range(blocks.shape[0]):
@@ -145,7 +145,7 @@ def _ranges(dim, channels):
 def _codes(dim, channels):
     groups = (dim + channels - 1) // channels
 
-    @numba.njit(**_EXACT)
+    @compiled(_EXACT, keep=True)
     def channel_codes(blocks, size, step, base, zero, top, codes):
         """Codes of blocks, by statistics per group of `size` tokens."""
         for block in range(blocks.shape[0]):
@@ -157,7 +157,7 @@ def _codes(dim, channels):
                     code = code if code > 0 else np.float32(0)
                     out[c] = np.uint8(np.int32(code if code < top else top))
 
-    @numba.njit(**_EXACT)
+    @compiled(_EXACT, keep=True)
     def token_codes(blocks, size, step, base, zero, top, codes):
         """Codes of blocks, by statistics per token and group of channels."""
         for block in range(blocks.shape[0]):
@@ -176,7 +176,7 @@ def _codes(dim, channels):
 
 @no_type_check
 def _packer(dim):
-    @numba.njit(**_EXACT)
+    @compiled(_EXACT, keep=True)
     def pack(codes, shift, width, plane):
         """One plane of the codes of blocks, which are padded with rows of zeros after their tokens."""
         per_byte, mask = 8 // width, np.uint8((1 << width) - 1)
@@ -194,7 +194,7 @@ def _packer(dim):
 
 @no_type_check
 def _gain(dim, channels):
-    @numba.njit(**_SUMS)
+    @compiled(_SUMS)
     def channel_gain(row, codes, low, scale, zero):
         a, b, c = np.float32(0), np.float32(0), np.float32(0)
         for d in range(dim):
@@ -202,7 +202,7 @@ def _gain(dim, channels):
             a, b, c = a + x * x, b + x * y, c + y * y
         return a, b, c
 
-    @numba.njit(**_SUMS)
+    @compiled(_SUMS)
     def token_gain(row, codes, low, scale, zero):
         a, b, c = np.float32(0), np.float32(0), np.float32(0)
         for d in range(dim):
@@ -211,7 +211,7 @@ def _gain(dim, channels):
             a, b, c = a + x * x, b + x * y, c + y * y
         return a, b, c
 
-    @numba.njit(**_SUMS)
+    @compiled(_SUMS, keep=True)
     def gains(blocks, codes, size, per_channel, low, scale, zero, found):
         """Inner products of each token with itself and with its decoded form, and of the decoded form with itself."""
         for block in range(blocks.shape[0]):

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from kvq.codecs import Codec
-from kvq.config import compose, resolve
 from kvq.config.method import BITS
+from tests.presets import preset
 
 
 @functools.cache
 def nearest_bits(name: str) -> int:
     """3 bits, or the nearest that the method can do."""
-    method = resolve(compose([f"method={name}", "bits=1"])).method
+    method = preset(name, "bits=2")
     if method.backend is not None:
         return min(BITS[method.backend.name], key=lambda bits: abs(bits - 3))
     lowest, highest = method.bits_range or (3, 3)
@@ -25,7 +25,7 @@ def nearest_bits(name: str) -> int:
 @functools.cache
 def quantizes(name: str) -> bool:
     """The method has codecs; the others keep or evict tokens as they are."""
-    method = resolve(compose([f"method={name}"])).method
+    method = preset(name, "bits=2")
     return method.key is not None or method.value is not None
 
 

@@ -179,7 +179,9 @@ def _beams(loaded: LoadedModel, one: Method, tokens: Tensor, mask: Tensor, given
     return out[:, tokens.shape[1] :]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next", "zamba2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3_next", *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "zamba2"))]
+)
 def test_caches_that_were_filled_apart_go_on_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method that takes padding, in the form that it has: tokens, logits and bytes of each cache alone."""
     loaded, done = in_double_precision(family(name), monkeypatch), 0

@@ -73,6 +73,7 @@ def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: 
     assert one.stat().st_mtime_ns == stamp
 
 
+@pytest.mark.long
 def test_killed_and_repeated(given: list[str], tmp_path: Path) -> None:
     """A process that dies while it fits leaves nothing that a later one would take for a calibration."""
     run = [*given, "method=cq", "method.key.quantizer.iterations=2", "method.value.quantizer.iterations=2"]

@@ -95,7 +95,13 @@ def test_what_is_asked_for_is_measured_and_marked(run: list[str], tmp_path: Path
     assert is_variant(found)  # no part in the frontier
 
 
-@pytest.mark.parametrize(("calibration", "tested"), list(itertools.product(("pydocs", "pysource"), repeat=2)))
+@pytest.mark.parametrize(
+    ("calibration", "tested"),
+    [
+        pytest.param(one, other, marks=[pytest.mark.long] * (one != other))
+        for one, other in itertools.product(("pydocs", "pysource"), repeat=2)
+    ],
+)
 def test_the_embedded_corpora_are_apart(calibration: str, tested: str) -> None:
     from kvq.runner import Prepared
 

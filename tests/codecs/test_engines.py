@@ -228,6 +228,7 @@ def test_every_preset_has_an_oracle_and_its_bits():
     assert {f"engine/{name}" for name in BITS} == {name for name in PRESETS if name.count("/") == 1}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("name", ORACLES)
 def test_stored_and_decoded_are_the_oracles(name, side):

@@ -31,20 +31,17 @@ from kvq.codecs import (
 )
 from kvq.codecs.packing import pack
 from kvq.codecs.vector import VectorQuantizer
-from kvq.config import compose, conf_dir, resolve
 from kvq.errors import Unsupported
 from tests.calibrated import build
+from tests.presets import FILES, preset
 from tests.properties import examples, mostly_quick
 
-METHODS = sorted(
-    str(path.relative_to(conf_dir() / "method").with_suffix("")) for path in (conf_dir() / "method").rglob("*.yaml")
-)
+METHODS = sorted(FILES)
 SIDES = ("key", "value")
 
 
-@functools.cache
 def config(name):
-    return resolve(compose([f"method={name}", "bits=2"])).method
+    return preset(name, "bits=2")
 
 
 def bits_range(name):

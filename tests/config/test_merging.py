@@ -58,6 +58,7 @@ def _assert_equal(overrides: list[str]) -> None:
     assert _plain(quick.config) == _plain(whole.config)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("choice", FEW)
 def test_a_choice_with_another_and_with_values_is_what_hydra_composes(choice: str) -> None:
     _assert_equal([choice, *_beside(choice), *MORE])

@@ -138,10 +138,8 @@ DAMAGES = [
 """A case, the one line of the package that is damaged, and how: what a hash of some files, once, did not see."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "line", "old", "new"), [DAMAGES[0], *(pytest.param(*each, marks=pytest.mark.long) for each in DAMAGES[1:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "line", "old", "new"), DAMAGES)
 def test_damage_is_seen(name: str, line: str, old: str, new: str, tmp_path: Path) -> None:
     for part in ("kvq", "conf", "tests", "pyproject.toml"):
         source = ROOT / part

@@ -20,6 +20,7 @@ from kvq.kernels.pieces import TILE
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
 from tests.kernels import oracle
+from tests.presets import one_of_each
 from tests.properties import examples
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3}
@@ -104,7 +105,7 @@ def check(keys, values, *, group=2, dtype=torch.float32, **settings):
     assert oracle.error(found, oracle.attend(q, keys, values, dim**-0.5, **settings)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", one_of_each(METHODS))
 def test_every_method_or_its_reason(name):
     """Blocks, a short last one, full-precision tokens behind them; keys and values leave at different times."""
     dim = 128 if "octave" in name else 64  # its keys need channels beside the 64 with RoPE

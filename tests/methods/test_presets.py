@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from kvq.codecs import Passthrough, rope_table
-from kvq.config import compose, conf_dir, resolve
+from kvq.config import compose, resolve
 from kvq.config.bits import Bits
 from kvq.config.identity import canonical
 from kvq.config.method import BITS
@@ -15,11 +15,8 @@ from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
+from tests.presets import FILES, one_of_each
 
-FILES = {
-    str(path.relative_to(conf_dir() / "method").with_suffix("")): path
-    for path in sorted((conf_dir() / "method").rglob("*.yaml"))
-}
 EXPECTED = {"fp16", "identity", "zero", "rtn", "kivi", "kivi/nsnquant_setting", "kivi_had", "nsn", "quarot", "oscar"}
 EXPECTED |= {f"oscar/{name}" for name in ("token_scope", "released", "cr_only", "ots_only", "swapped_order")}
 EXPECTED |= {"q8_0", "q4_0", "fp8"}
@@ -94,7 +91,7 @@ def test_it_is_named_by_its_path_and_described(name):
     }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", one_of_each(FILES))  # every one of them has a golden
 def test_it_builds_and_decodes(name):
     if name in BITS and not installed(name):
         pytest.skip(f"needs the extra [{name}]")

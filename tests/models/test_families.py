@@ -38,7 +38,7 @@ def method(name: str, *overrides: str, size: int = 8) -> Method:
     return kvq.build_method(name, bits=nearest_bits(name), head_dim=32, overrides=given)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generate_with_every_method(name: str) -> None:
     """The tokens of decoding by hand, past the window that some layers have."""
@@ -84,6 +84,7 @@ def test_full_precision_and_identity_are_the_plain_forward(name: str) -> None:
     assert torch.equal(*logs)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_canaries_in_both_windows_and_scorings(name: str) -> None:
     loaded = family(name)
@@ -103,6 +104,7 @@ def test_canaries_in_both_windows_and_scorings(name: str) -> None:
 NAMED = ("llama", "qwen3", "gemma2", "gpt_neox", "gptj")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("name", "chosen"), [*((name, "kivi") for name in FAMILIES), *((name, "oscar") for name in NAMED)]
 )

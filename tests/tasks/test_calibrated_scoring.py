@@ -13,8 +13,8 @@ from tests.calibrated import bound, random_states
 from tests.random_models import in_double_precision, random_llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
-CALIBRATED = ["kvquant", "kvquant/dense", "kvquant/qnorm", "kvquant/sink", "cq", "cq/8c10b", "spinquant", "rotatekv"]
-CALIBRATED += ["block_gtq", "block_gtq/buffer"]
+CALIBRATED = ["kvquant", "kvquant/sink", "cq", "spinquant", "rotatekv", "block_gtq"]
+VARIANTS = ["kvquant/dense", "kvquant/qnorm", "cq/8c10b", "block_gtq/buffer"]
 
 
 def method_of(name: str, *overrides: str) -> Method:
@@ -22,7 +22,7 @@ def method_of(name: str, *overrides: str) -> Method:
     return bound(method, random_states(2, 32), 2)
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("name", [*CALIBRATED, *(pytest.param(name, marks=pytest.mark.long) for name in VARIANTS)])
 def test_generation_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = in_double_precision(random_llama(), monkeypatch)
     method = method_of(name, "residual.size=16")

@@ -19,7 +19,7 @@ FEW, MANY = (24, 10), (384, 50)
     ("windows", "scoring", "measured"),
     [
         ("sliding", "generation", FEW),
-        ("disjoint", "parallel", FEW),
+        pytest.param("disjoint", "parallel", FEW, marks=pytest.mark.long),
         *(
             pytest.param(windows, scoring, MANY, marks=pytest.mark.long)
             for windows in ("sliding", "disjoint")
