@@ -4,7 +4,7 @@ A place is `{{nsnquant 2}}`: a method, bits (`-`: none), then words that narrow 
 a field of the record (`model`) or of its configuration (`task.scoring`); `a|b` allows both; a word alone is an alias.
 `metric=` names what is read, `as=` its format, `else=` what stands where no run was measured. The metric `rows.error`
 is the mean of a column of the run's samples, over the rows that `row.side=key` leaves; `within_noise` is 1 or 0, as
-tables judge it. Where several runs fit, the one that departs from no preset is read. `a minus b`, `a over b` and `a
+tables judge it. Where several runs fit, the one that departs least from presets is read. `a minus b`, `a over b` and `a
 paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`.
 `{{stand-in tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a model and a scoring, and
 `{{texts tiny_hard rho}}` one of the order of methods by loss and by texts. Lines of their own, which the page does not
@@ -30,7 +30,7 @@ import pandas as pd
 
 from kvq.report.comparisons import judge_losses
 from kvq.report.figures.over_models import stand_in_table, text_order_table
-from kvq.report.labels import method_departures
+from kvq.report.labels import method_departures, protocol_departures
 from kvq.results import Record, Store, is_stale
 from kvq.results.noise import family
 from kvq.results.statistics import delta_nll_of_samples, losses
@@ -179,6 +179,9 @@ class Findings:
             found = [run for run in found if not is_stale(run)] or found
         if len(found) > 1:
             found = [run for run in found if not method_departures(run)] or found
+        if len(found) > 1:
+            fewest = min(len(protocol_departures(run)) for run in found)
+            found = [run for run in found if len(protocol_departures(run)) == fewest]
         if len(found) != 1:
             raise (NoSuchRun if found else NotMeasured)(f"{wanted}: {len(found)} records; one is needed")
         return found[0]
