@@ -24,10 +24,10 @@ X = states()
 NUMBERS = X[0].numpy()
 
 
-def kvarn(name: str, bits: tuple[int, int], iterations: int, variances: bool) -> Pairs:
+def kvarn(name: str, bits: tuple[int, ...], iterations: int, variances: bool) -> Pairs:
     """The alternating scales of its code or of its paper, and the grid that takes one of them in."""
     method = kvq.build_method(name, bits=2, head_dim=DIM)
-    for side, width in zip(("key", "value"), bits, strict=True):
+    for side, width in zip(("key", "value"), bits, strict=False):
         codec, settings = getattr(method, side), {"iterations": iterations, "variances": variances}
         expected = np.stack([rival_oracles.kvarn(head, side, width, **settings)[0][1] for head in NUMBERS])
         yield codec.decode(codec.encode(X)), expected

@@ -266,6 +266,7 @@ MEASURES: dict[str, Callable[[], float]] = {
     "rotatekv": lambda: rotatekv("rotatekv"),
     "rotatekv/released": lambda: rotatekv("rotatekv/released"),
     "kvarn": lambda: worst(rivals.kvarn("kvarn", (4, 2), 8, variances=False)),
+    "kvarn/mla_k5_g64": lambda: worst(rivals.kvarn("kvarn/mla_k5_g64", (5,), 8, variances=False)),
     "kvarn/paper": lambda: worst(rivals.kvarn("kvarn/paper", (2, 2), 16, variances=True)),
     "kitty": lambda: worst(rivals.kitty("kitty", 16, kernel=False)),
     "kitty/kernel": lambda: worst(rivals.kitty("kitty/kernel", 16, kernel=True)),
