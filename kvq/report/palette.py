@@ -28,6 +28,7 @@ _OTHERS = {
     "kvtc": "#5D4037",
     "nova_kv": "#9C2F5A",
     "block_gtq": "#00838F",
+    "spectralquant": "#3D7A6B",
     "tcq": "#2E6F95",
     "octopus": "#D17A22",
     "planarquant": "#6C8EAD",

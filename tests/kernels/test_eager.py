@@ -58,6 +58,7 @@ FAMILIES = {
     "nova_kv": "stage '(transform|rotation)'",
     "octopus": "codes of OctahedralQuantizer",
     "oscar_covariance": "stage 'rotation'",
+    "spectralquant": "stage 'rotation'",
     "tcq": "codes of TrellisQuantizer",
     "waterfill": "stage 'transform'",
     "polarquant": "codes of PolarQuantizer",

@@ -229,3 +229,19 @@ def nova_kv() -> Pairs:
         matrix = rotation_of(moment_of(head)).astype(np.float32).astype(np.float64)
         values.append([matrix @ stored(clipped(row @ matrix, 0.92), 2, np.float16) for row in head])
     yield method.value.decode(method.value.encode(X)), np.array(values)
+
+
+def spectralquant(name: str, bits: int) -> Pairs:
+    """Each head calibrated and decoded by its own loops; keys before RoPE."""
+    method, rope = build(name, X, bits), rope_table(TOKENS, DIM)
+    for side, codec in (("key", method.key), ("value", method.value)):
+        assert codec is not None
+        single = X.float().double()
+        seen, given = (turned(x, rope, back=True) if side == "key" else x.numpy() for x in (single, X))
+        rows = [
+            triplet_oracles.spectral(fitted, own, bits, not name.endswith("uniform"))[0]
+            for fitted, own in zip(seen[0], given[0], strict=True)
+        ]
+        back = torch.from_numpy(np.array(rows))[None]
+        found = codec.decode(codec.encode(X, rope=rope), rope)
+        yield found, turned(back, rope)[0] if side == "key" else back[0].numpy()
