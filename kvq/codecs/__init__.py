@@ -52,5 +52,6 @@ from kvq.codecs.stages import (
     TokenNorm,
     VarianceBalance,
 )
+from kvq.codecs.subspace import SubspaceQuantizer
 from kvq.codecs.uniform import ClippedQuantizer, UniformQuantizer, ZeroPoint
 from kvq.codecs.vector import VectorQuantizer, codebook_for

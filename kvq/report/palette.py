@@ -29,6 +29,7 @@ _OTHERS = {
     "nova_kv": "#9C2F5A",
     "block_gtq": "#00838F",
     "spectralquant": "#3D7A6B",
+    "squat": "#B5651D",
     "tcq": "#2E6F95",
     "octopus": "#D17A22",
     "planarquant": "#6C8EAD",

@@ -1,4 +1,4 @@
-"""Block rotations, OCTOPUS, NexusQuant, NOVA-KV's keys and SpectralQuant from their definitions, one number at a time, in doubles."""
+"""Rivals of TurboQuant from their definitions, one number at a time, in doubles."""
 
 from __future__ import annotations
 
@@ -156,3 +156,29 @@ def spectral(fitted: np.ndarray, states: np.ndarray, bits: int, water_filling: b
     books = [book.astype(np.float32).astype(np.float64) for book in [*books, *[tail] * (dim - split)]]
     rows = [[books[i][np.abs(books[i] - value).argmin()] for i, value in enumerate(row)] for row in states @ basis]
     return np.array(rows) @ basis.T, widths + [low] * (dim - split)
+
+
+def grid_per_channel(tile: np.ndarray, bits: int, group: int = 32) -> np.ndarray:
+    """KIVI's keys, one group of a channel at a time, decoded with 16-bit scales and offsets."""
+    out = np.empty_like(tile)
+    for start in range(0, len(tile), group):
+        for channel in range(tile.shape[1]):
+            values = tile[start : start + group, channel]
+            low, scale = values.min(), (values.max() - values.min()) / (2**bits - 1)
+            codes = [round((v - low) / scale) if scale else 0 for v in values]
+            kept = float(np.float16(scale)), float(np.float16(low))
+            out[start : start + group, channel] = [code * kept[0] + kept[1] for code in codes]
+    return out
+
+
+def squat(tile: np.ndarray, moment: np.ndarray, bits: int, rank: int, factor: float) -> np.ndarray:
+    """Two groups of channels: the second is moved to the minimizer of |e|² + factor eᵀ M e, given the first's error."""
+    half = tile.shape[1] // 2
+    energies, vectors = np.linalg.eigh(moment)
+    metric = np.eye(len(moment))
+    for energy, vector in sorted(zip(energies, vectors.T, strict=True), key=lambda pair: -pair[0])[:rank]:
+        metric = metric + factor * energy * np.outer(vector, vector)
+    first = grid_per_channel(tile[:, :half], bits)
+    # The gradient over the second part of the error is zero where metric[r, r] e_r = -metric[r, s] e_s.
+    carried = [np.linalg.solve(metric[half:, half:], -metric[half:, :half] @ row) for row in first - tile[:, :half]]
+    return np.hstack([first, grid_per_channel(tile[:, half:] + np.array(carried), bits)])

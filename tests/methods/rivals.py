@@ -245,3 +245,11 @@ def spectralquant(name: str, bits: int) -> Pairs:
         back = torch.from_numpy(np.array(rows))[None]
         found = codec.decode(codec.encode(X, rope=rope), rope)
         yield found, turned(back, rope)[0] if side == "key" else back[0].numpy()
+
+
+def squat(bits: int) -> Pairs:
+    """Keys by the minimizer for the second half of the channels; values are KIVI's, which have their own row."""
+    codec = build("squat", X, bits).key
+    assert codec is not None
+    rows = [triplet_oracles.squat(keys, moment_of(keys), bits, 60, 0.001 * 8192) for keys in NUMBERS]
+    yield codec.decode(codec.encode(X)), np.array(rows)

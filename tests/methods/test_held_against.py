@@ -281,6 +281,7 @@ MEASURES: dict[str, Callable[[], float]] = {
     "nexusquant": lambda: worst(rivals.nexusquant(3)),
     "nova_kv": lambda: worst(rivals.nova_kv()),
     "spectralquant": lambda: worst(pair for bits in (2, 3) for pair in rivals.spectralquant("spectralquant", bits)),
+    "squat": lambda: worst(pair for bits in (2, 4) for pair in rivals.squat(bits)),
     "spectralquant/uniform": lambda: worst(rivals.spectralquant("spectralquant/uniform", 2)),
     "oscar_covariance/served": lambda: worst(rivals.oscar_covariance("oscar_covariance/served", 2, np.float32)),
 }
