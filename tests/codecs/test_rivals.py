@@ -124,6 +124,7 @@ def test_kvarns_balance_is_not_its_start():
         ("kvarn/k4v4_g128", (4.375, 4.375)),
         ("kvarn/k4v2_g64", (4.625, 2.5)),
         ("kvarn/k4v4_g64", (4.625, 4.5)),
+        ("kvarn/mla_k5_g64", (5 + 16 / 128 + 32 / 64, 16.0)),
         ("kvarn/paper", (2.375, 2.375)),
         ("kitty", (2 + 2 * 16 / 128 + 32 / 128 + 8 / 128, 2.25)),
         ("kitty/boost_32", (2.8125, 2.25)),
