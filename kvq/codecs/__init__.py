@@ -13,6 +13,7 @@ from kvq.codecs.calibrated import Calibrated, LayerScale, Tables, bind_codec, ca
 from kvq.codecs.calibrated_rotations import (
     ChannelOrder,
     CovarianceRotation,
+    EigenRotation,
     GroupedHadamard,
     LearnedRotation,
     RankClip,
@@ -38,6 +39,7 @@ from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, Zero
 from kvq.codecs.rope import ApplyRope, Order, PairOrder, Rope, UndoRope, rope_table
 from kvq.codecs.rotations import BlockRotation, Hadamard, RandomizedHadamard, RandomRotation
 from kvq.codecs.sketches import InnerProductQuantizer, Sketch, SketchQuantizer
+from kvq.codecs.spectral import SpectralQuantizer
 from kvq.codecs.split import ChannelRoot, PlannedCodec, TokenSplit, TokenTiers
 from kvq.codecs.stages import (
     Center,
@@ -50,5 +52,6 @@ from kvq.codecs.stages import (
     TokenNorm,
     VarianceBalance,
 )
+from kvq.codecs.subspace import SubspaceQuantizer
 from kvq.codecs.uniform import ClippedQuantizer, UniformQuantizer, ZeroPoint
 from kvq.codecs.vector import VectorQuantizer, codebook_for

@@ -1,4 +1,4 @@
-"""4-bit floating point with a scale for each group of channels: NVFP4, its form "four over six", and SGLang's FP4."""
+"""4-bit floating point with a scale per group of channels: NVFP4, "four over six", FP4 of SGLang and UltraQuant."""
 
 from __future__ import annotations
 
@@ -22,14 +22,21 @@ _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _NEGATIVE = 8  # the bit of the sign
 _LEAST = 1e-10  # of a scale that is a power of two
 _LEAST_E4M3 = 2.0**-9  # the smallest positive number of e4m3
+_NEAR = 0.156  # of the largest magnitude: least squared error for UltraQuant's authors
+_LEAST_E8M0 = 2.0**-126  # of byte 1; byte 0 is a group of zeros
 
 
 class BlockScale(enum.Enum):
-    """The byte of a group's scale: e4m3, the same rounded up, or an exponent of 2 with bias 127 (e8m0)."""
+    """The byte of a group's scale: e4m3, the same rounded up, or an exponent of 2 with bias 127 (e8m0), up or near."""
 
     e4m3 = "e4m3"
     e4m3_up = "e4m3_up"
     e8m0 = "e8m0"
+    e8m0_near = "e8m0_near"
+
+    @property
+    def is_exponent(self) -> bool:
+        return self in (BlockScale.e8m0, BlockScale.e8m0_near)
 
 
 class BlockFloatQuantizer(CodeQuantizer):
@@ -37,19 +44,21 @@ class BlockFloatQuantizer(CodeQuantizer):
 
     e4m3: S = e4m3(max|x| (1/6)), code = e2m1(x (1 / S)), all 0 where S is 0. e4m3_up: S is the least e4m3 number not
     below max|x| / 6 and 2^-9, so that no value is clipped. e8m0: S = 2^ceil(log2(max|x| / 6)), with a quotient of at
-    least 1e-10. Groups of 16 take 4 + 8/16 bits. NVFP4's number per layer is the stage `LayerScale`.
+    least 1e-10. e8m0_near: S = 2^floor(log2(.156 max|x|) + 1/2), which clips where it is below max|x| / 6; a group of
+    zeros has byte 0. Groups of 16 take 4 + 8/16 bits. NVFP4's number per layer is the stage `LayerScale`.
 
     Args:
         group_size: channels that share a scale. A short last group has its own.
         scale: see `BlockScale`.
-        halves: of codes halfway between two: `even` (the even code, IEEE) or `up` (the larger magnitude).
+        halves: of codes halfway between two: `even` (the even code, IEEE), `up` (the larger magnitude) or `down` (the
+            lower number, and no negative zero).
         four_over_six: also try S = e4m3(max|x| / 4) and keep it where the sum of squared errors is smaller.
 
     Raises:
         ConfigError: an unknown name, a group size below 1, settings that do not belong together.
 
     Source: NVFP4 as in vLLM's nvfp4_kv_cache_kernels.cu, rounded up as in its nvfp4_ds_mla_cache_kernels.cu, FP4 as in
-    SGLang's `kvfp4_tensor`.
+    SGLang's `kvfp4_tensor`; e8m0_near and `down` as in `ultraquant_store` of vLLM's pull request 57057.
     """
 
     version: ClassVar[int] = 2
@@ -66,8 +75,8 @@ class BlockFloatQuantizer(CodeQuantizer):
         at_least("group_size", group_size, 1)
         self.group_size, self.four_over_six = group_size, four_over_six
         self.scale, self.halves = choice(BlockScale, scale, "scale"), choice(Halves, halves, "halves")
-        if self.halves not in (Halves.even, Halves.up):
-            raise ConfigError(f"halves={self.halves.name}: even or up")
+        if self.halves not in (Halves.even, Halves.up, Halves.down):
+            raise ConfigError(f"halves={self.halves.name}: even, up or down")
         if four_over_six and self.scale is not BlockScale.e4m3:
             raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale.name}")
 
@@ -79,6 +88,9 @@ class BlockFloatQuantizer(CodeQuantizer):
         if self.scale is BlockScale.e8m0:
             exponent = (largest / 6).clamp_min_(_LEAST).log2_().ceil_()
             scale, stored = torch.exp2(exponent), exponent.add(127).to(torch.uint8)
+        elif self.scale is BlockScale.e8m0_near:
+            exponent = (largest * _NEAR).clamp_min_(_LEAST_E8M0).log2_().add_(0.5).floor_()
+            scale, stored = torch.exp2(exponent), exponent.add(127).masked_fill_(largest == 0, 0).to(torch.uint8)
         elif self.scale is BlockScale.e4m3_up:
             stored = _e4m3_up((largest / 6).clamp_min_(_LEAST_E4M3))
             scale = stored.to(x.dtype)
@@ -97,7 +109,7 @@ class BlockFloatQuantizer(CodeQuantizer):
         """`scale * number`."""
         groups = in_groups(_numbers(unpack_parts(parts, self.bits, shape[-2]), dtype), self.group_size)
         scale = parts["scale"].to(dtype).unsqueeze(-1)
-        if self.scale is BlockScale.e8m0:
+        if self.scale.is_exponent:
             scale = torch.exp2(scale - 127)
         return (groups * scale).flatten(-2)[..., : shape[-1]]
 
@@ -119,10 +131,16 @@ def _codes(x: Tensor, scale: Tensor, halves: Halves) -> UInt8[Tensor, "*shape"]:
     """Index of the nearest e2m1 number to the magnitude of x / scale, 8 more where x < 0; 0 where the scale is 0."""
     magnitude = x.abs().mul_(scale.masked_fill(scale == 0, torch.inf).reciprocal_())
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    negative = (x < 0) & (scale != 0)
     for index, middle in enumerate(_MIDDLES):
+        if halves is Halves.down:
+            codes += (magnitude > middle) | (negative & (magnitude == middle))
+            continue
         up = halves is Halves.up or index % 2  # the even neighbour is the higher one
         codes += magnitude >= middle if up else magnitude > middle
-    return codes + _NEGATIVE * ((x < 0) & (scale != 0)).to(torch.uint8)
+    if halves is Halves.down:
+        negative &= codes != 0
+    return codes + _NEGATIVE * negative.to(torch.uint8)
 
 
 def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -240,6 +240,30 @@ class CovarianceRotation(_TableRotation):
         return {"rotation": covariance_rotation(moments.mean(0, keepdim=True) if self.shared else moments).float()}
 
 
+class EigenRotation(_TableRotation):
+    """Rotates each KV head to the eigenvectors of its states' second moment, by eigenvalue, descending.
+
+    The largest entry of an eigenvector is positive, because a sign is free and mirrors a coordinate.
+
+    Table: `rotation` `[heads, head_dim, head_dim]` in fp32.
+
+    Source: SpectralQuant's released `calibration.py` and `spectral_rotation.py`.
+    """
+
+    version: ClassVar[int] = 1
+
+    @override
+    def check(self, head_dim: int) -> None:
+        Calibrated.check(self, head_dim)
+
+    @override
+    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
+        wide = x.double()
+        vectors = torch.linalg.eigh(wide.mT @ wide / wide.shape[1]).eigenvectors.flip(-1)
+        largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+        return {"rotation": (vectors * torch.sign(largest)).float()}
+
+
 class RankClip(Stage):
     """Clips each token and head at ± an order statistic of its magnitudes; nothing is stored, nothing is undone.
 

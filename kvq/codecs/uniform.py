@@ -21,12 +21,13 @@ _FP16_TINY = 2.0**-24  # the smallest positive number
 class Halves(enum.Enum):
     """The whole number that a value becomes.
 
-    `even`, `up` and `away` are the nearest one, and differ where a value is halfway between two: IEEE's default,
-    floor(x + 1/2), and C's `roundf`. `truncate` drops the fraction, as a cast to an integer does.
+    `even`, `up`, `down` and `away` are the nearest one, and differ where a value is halfway between two: IEEE's
+    default, floor(x + 1/2), ceil(x - 1/2), and C's `roundf`. `truncate` drops the fraction, as a cast to an integer.
     """
 
     even = "even"
     up = "up"
+    down = "down"
     away = "away"
     truncate = "truncate"
 
@@ -68,6 +69,8 @@ def whole(steps: Tensor, halves: Halves) -> Tensor:
         return steps.round_()
     if halves is Halves.up:
         return steps.add_(0.5).floor_()
+    if halves is Halves.down:
+        return steps.sub_(0.5).ceil_()
     cut = steps.trunc()
     if halves is Halves.truncate:
         return cut

@@ -29,6 +29,7 @@ REFUSED |= dict.fromkeys(
 REFUSED |= dict.fromkeys(["hqq", "quanto"], "method=.* has backend")
 REFUSED |= dict.fromkeys(["h2o", "snapkv", "streamingllm"], "method=.* has eviction")
 REFUSED |= {name: f"method={name} has sink_tokens" for name in ("kvtc", "nova_kv", "oscar_covariance", "waterfill")}
+REFUSED |= {"spectralquant": "stage .rotation.", "squat": "codes of"}
 REFUSED |= {"nexusquant": "stage .hadamard.", "octopus": "codes of", "tcq": "codes of"}
 REFUSED |= {"ott": "method=ott has plan", "qjl": "method=qjl has first_layers", "zipcache": "method=zipcache has plan"}
 

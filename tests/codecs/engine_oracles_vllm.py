@@ -31,6 +31,18 @@ def nvfp4_up(group):
     return {"codes": codes, "scale": [scale]}, values
 
 
+def ultraquant(group):
+    """The power of two next to .156 max|x|, e2m1 with halves down."""
+    most = max(abs(v) for v in group)
+    if not most:
+        return {"codes": [0] * len(group), "scale": [0]}, [0.0] * len(group)
+    exponent = math.floor(math.log2(0.156 * most) + 0.5)
+    numbers = sorted({sign * number for number in FLOATS["e2m1"] for sign in (-1, 1)})
+    values = [min(numbers, key=lambda number: (abs(number - v / 2.0**exponent), number)) for v in group]
+    codes = [FLOATS["e2m1"].index(abs(v)) + 8 * (v < 0) for v in values]
+    return {"codes": codes, "scale": [exponent + 127]}, [v * 2.0**exponent for v in values]
+
+
 OCTAVE = {
     3: ((-127, -79, -45, -14, 14, 45, 79, 127), 59),
     4: ((-126, -95, -74, -58, -43, -30, -18, -6, 6, 18, 30, 43, 58, 74, 95, 126), 46),

@@ -19,6 +19,7 @@ def one_way(name, x, side="key"):
     "name",
     [
         *("vllm_fp8_ds_mla", "vllm_nvfp4_ds_mla", "vllm_octave_k3v4", "vllm_octave_k3v3", "vllm_octave_k3v3_compact"),
+        "vllm_ultraquant_4bit",
         *("openvino_u8", "openvino_u4", "lmdeploy_fp8", "lmdeploy_fp8/e5m2"),
     ],
 )
@@ -58,6 +59,14 @@ def test_octave_keeps_the_inner_product_and_sends_a_tie_to_the_lower_level():
     pair = torch.tensor([[[[1.0, -1.0, 0.0, 0.0]]]])  # 0 is halfway between -14 and 14
     codes = unpack([quantizer.encode(pair, pair.dtype)[f"codes.{i}"] for i in range(2)], 3, 1).flatten().tolist()
     assert codes == [6, 1, 3, 3]
+
+
+def test_ultraquant_sends_ties_to_the_lower_number_and_may_clip_the_largest():
+    x = torch.tensor([7.0, 0.25, -0.25, 2.5, -2.5, 5.0, -5.0, 0.0]).view(1, 1, 1, 8)
+    quantizer = BlockFloatQuantizer(32, "e8m0_near", "down")
+    parts = quantizer.encode(x, x.dtype)  # .156 * 7 is next to 1
+    assert parts["scale"].flatten().tolist() == [127]
+    assert quantizer.decode(parts, x.shape, x.dtype).flatten().tolist() == [6, 0, -0.5, 2, -3, 4, -6, 0]
 
 
 def test_sglangs_nvfp4_is_vllms():

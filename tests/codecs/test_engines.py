@@ -101,6 +101,10 @@ ORACLES = {
         "value": by.by_group(DIM, vllm.as_it_is),
     },
     "engine/vllm_nvfp4_ds_mla": {"key": by.by_group(16, vllm.nvfp4_up), "value": by.by_group(DIM, by.cast("e4m3"))},
+    "engine/vllm_ultraquant_4bit": {
+        "key": by.rotated(by.by_group(32, vllm.ultraquant), DIM),
+        "value": by.by_group(32, vllm.ultraquant),
+    },
     "engine/vllm_octave_k3v4": {"key": OCTAVE_KEYS, "value": octave_value(4)},
     "engine/vllm_octave_k3v3": {"key": OCTAVE_KEYS, "value": octave_value(3)},
     "engine/vllm_octave_k3v3_compact": both(octave_value(3)),
@@ -155,6 +159,7 @@ BITS = {
     "lmdeploy_fp8": (8, 8),
     "vllm_fp8_ds_mla": (8 + 32 / 128, 16),
     "vllm_nvfp4_ds_mla": (4 + 8 / 16, 8),
+    "vllm_ultraquant_4bit": (4 + 8 / 32,) * 2,
     "vllm_octave_k3v4": ((4 + 3) / 2 + 2 * 16 / 128, 4 + 16 / 128),
     "vllm_octave_k3v3": ((4 + 3) / 2 + 2 * 16 / 128, 3 + 16 / 128),
     "vllm_octave_k3v3_compact": (3 + 16 / 128,) * 2,
@@ -305,6 +310,7 @@ def test_ties_are_the_engines():
     for halves, wanted in {
         "even": [15, 0, 2, 2, 3, 0],
         "up": [15, 1, 2, 3, 3, 0],
+        "down": [15, 0, 1, 2, 3, 0],
         "away": [15, 1, 2, 3, 3, 0],
         "truncate": [15, 0, 1, 2, 3, 0],
     }.items():

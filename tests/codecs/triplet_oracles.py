@@ -1,4 +1,4 @@
-"""Block rotations, OCTOPUS, NexusQuant and NOVA-KV's keys from their definitions, one number at a time, in doubles."""
+"""Rivals of TurboQuant from their definitions, one number at a time, in doubles."""
 
 from __future__ import annotations
 
@@ -106,3 +106,79 @@ def query_basis(keys: np.ndarray, moment: np.ndarray) -> tuple[np.ndarray, np.nd
     spectrum, turned = np.linalg.eigh(root @ (centered.T @ centered / len(keys)) @ root)
     turned = turned[:, np.argsort(spectrum)[::-1]]
     return root @ turned, turned.T @ np.linalg.inv(root)
+
+
+def spectral_levels(values: np.ndarray, bits: int) -> np.ndarray:
+    """Lloyd's steps, cell by cell, from even levels between the extremes."""
+    if not bits:
+        return np.array([values.mean()])
+    levels = np.linspace(values.min(), values.max(), 2**bits)
+    for _ in range(200):
+        cell = np.abs(values.reshape(-1, 1) - levels).argmin(1)
+        found = np.array([values[cell == i].mean() if (cell == i).any() else v for i, v in enumerate(levels)])
+        moved, levels = np.abs(found - levels).max(), found
+        if moved < 1e-6:
+            break
+    return levels
+
+
+def spectral(fitted: np.ndarray, states: np.ndarray, bits: int, water_filling: bool) -> tuple[np.ndarray, list[int]]:
+    """Rows of one head, decoded, and the bits of each coordinate, by a calibration on `fitted`."""
+    moment = sum(np.outer(row, row) for row in fitted) / len(fitted)
+    energies, vectors = np.linalg.eigh(moment)
+    order = np.argsort(energies)[::-1]
+    basis = vectors[:, order]
+    basis = basis * np.sign(basis[np.abs(basis).argmax(0), np.arange(len(basis))])
+    basis = basis.astype(np.float32).astype(np.float64)
+    seen, dim = fitted @ basis, len(basis)
+    energies = (seen**2).mean(0)
+    split = min(max(round(energies.sum() ** 2 / (energies**2).sum()), 1), dim - 1)
+    best = None
+    for high in range(8, 0, -1):
+        for low in range(high, 0, -1):
+            off = abs(split * high + (dim - split) * low - bits * dim)
+            if best is None or off < best[0]:
+                best = off, high, low
+    assert best is not None
+    _, high, low = best
+    widths = [high] * split
+    if water_filling:
+        widths = [0] * split
+        while sum(widths) < high * split:
+            gains = [energies[i] / 4.0**width if width < 8 else -1.0 for i, width in enumerate(widths)]
+            widths[gains.index(max(gains))] += 1
+    tail = spectral_levels(seen[:, split:].ravel(), low)
+    books = (
+        [spectral_levels(seen[:, i], width) for i, width in enumerate(widths)]
+        if water_filling
+        else [spectral_levels(seen[:, :split].ravel(), high)] * split
+    )
+    books = [book.astype(np.float32).astype(np.float64) for book in [*books, *[tail] * (dim - split)]]
+    rows = [[books[i][np.abs(books[i] - value).argmin()] for i, value in enumerate(row)] for row in states @ basis]
+    return np.array(rows) @ basis.T, widths + [low] * (dim - split)
+
+
+def grid_per_channel(tile: np.ndarray, bits: int, group: int = 32) -> np.ndarray:
+    """KIVI's keys, one group of a channel at a time, decoded with 16-bit scales and offsets."""
+    out = np.empty_like(tile)
+    for start in range(0, len(tile), group):
+        for channel in range(tile.shape[1]):
+            values = tile[start : start + group, channel]
+            low, scale = values.min(), (values.max() - values.min()) / (2**bits - 1)
+            codes = [round((v - low) / scale) if scale else 0 for v in values]
+            kept = float(np.float16(scale)), float(np.float16(low))
+            out[start : start + group, channel] = [code * kept[0] + kept[1] for code in codes]
+    return out
+
+
+def squat(tile: np.ndarray, moment: np.ndarray, bits: int, rank: int, factor: float) -> np.ndarray:
+    """Two groups of channels: the second is moved to the minimizer of |e|² + factor eᵀ M e, given the first's error."""
+    half = tile.shape[1] // 2
+    energies, vectors = np.linalg.eigh(moment)
+    metric = np.eye(len(moment))
+    for energy, vector in sorted(zip(energies, vectors.T, strict=True), key=lambda pair: -pair[0])[:rank]:
+        metric = metric + factor * energy * np.outer(vector, vector)
+    first = grid_per_channel(tile[:, :half], bits)
+    # The gradient over the second part of the error is zero where metric[r, r] e_r = -metric[r, s] e_s.
+    carried = [np.linalg.solve(metric[half:, half:], -metric[half:, :half] @ row) for row in first - tile[:, :half]]
+    return np.hstack([first, grid_per_channel(tile[:, half:] + np.array(carried), bits)])

@@ -59,6 +59,8 @@ FAMILIES = {
     "nova_kv": "stage '(transform|rotation)'",
     "octopus": "codes of OctahedralQuantizer",
     "oscar_covariance": "stage 'rotation'",
+    "spectralquant": "stage 'rotation'",
+    "squat": "codes of SubspaceQuantizer",
     "tcq": "codes of TrellisQuantizer",
     "waterfill": "stage 'transform'",
     "polarquant": "codes of PolarQuantizer",

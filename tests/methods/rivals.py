@@ -24,10 +24,10 @@ X = states()
 NUMBERS = X[0].numpy()
 
 
-def kvarn(name: str, bits: tuple[int, int], iterations: int, variances: bool) -> Pairs:
+def kvarn(name: str, bits: tuple[int, ...], iterations: int, variances: bool) -> Pairs:
     """The alternating scales of its code or of its paper, and the grid that takes one of them in."""
     method = kvq.build_method(name, bits=2, head_dim=DIM)
-    for side, width in zip(("key", "value"), bits, strict=True):
+    for side, width in zip(("key", "value"), bits, strict=False):
         codec, settings = getattr(method, side), {"iterations": iterations, "variances": variances}
         expected = np.stack([rival_oracles.kvarn(head, side, width, **settings)[0][1] for head in NUMBERS])
         yield codec.decode(codec.encode(X)), expected
@@ -229,3 +229,27 @@ def nova_kv() -> Pairs:
         matrix = rotation_of(moment_of(head)).astype(np.float32).astype(np.float64)
         values.append([matrix @ stored(clipped(row @ matrix, 0.92), 2, np.float16) for row in head])
     yield method.value.decode(method.value.encode(X)), np.array(values)
+
+
+def spectralquant(name: str, bits: int) -> Pairs:
+    """Each head calibrated and decoded by its own loops; keys before RoPE."""
+    method, rope = build(name, X, bits), rope_table(TOKENS, DIM)
+    for side, codec in (("key", method.key), ("value", method.value)):
+        assert codec is not None
+        single = X.float().double()
+        seen, given = (turned(x, rope, back=True) if side == "key" else x.numpy() for x in (single, X))
+        rows = [
+            triplet_oracles.spectral(fitted, own, bits, not name.endswith("uniform"))[0]
+            for fitted, own in zip(seen[0], given[0], strict=True)
+        ]
+        back = torch.from_numpy(np.array(rows))[None]
+        found = codec.decode(codec.encode(X, rope=rope), rope)
+        yield found, turned(back, rope)[0] if side == "key" else back[0].numpy()
+
+
+def squat(bits: int) -> Pairs:
+    """Keys by the minimizer for the second half of the channels; values are KIVI's, which have their own row."""
+    codec = build("squat", X, bits).key
+    assert codec is not None
+    rows = [triplet_oracles.squat(keys, moment_of(keys), bits, 60, 0.001 * 8192) for keys in NUMBERS]
+    yield codec.decode(codec.encode(X)), np.array(rows)

@@ -266,6 +266,7 @@ MEASURES: dict[str, Callable[[], float]] = {
     "rotatekv": lambda: rotatekv("rotatekv"),
     "rotatekv/released": lambda: rotatekv("rotatekv/released"),
     "kvarn": lambda: worst(rivals.kvarn("kvarn", (4, 2), 8, variances=False)),
+    "kvarn/mla_k5_g64": lambda: worst(rivals.kvarn("kvarn/mla_k5_g64", (5,), 8, variances=False)),
     "kvarn/paper": lambda: worst(rivals.kvarn("kvarn/paper", (2, 2), 16, variances=True)),
     "kitty": lambda: worst(rivals.kitty("kitty", 16, kernel=False)),
     "kitty/kernel": lambda: worst(rivals.kitty("kitty/kernel", 16, kernel=True)),
@@ -279,6 +280,9 @@ MEASURES: dict[str, Callable[[], float]] = {
     "octopus": lambda: worst(rivals.octopus(2)),
     "nexusquant": lambda: worst(rivals.nexusquant(3)),
     "nova_kv": lambda: worst(rivals.nova_kv()),
+    "spectralquant": lambda: worst(pair for bits in (2, 3) for pair in rivals.spectralquant("spectralquant", bits)),
+    "squat": lambda: worst(pair for bits in (2, 4) for pair in rivals.squat(bits)),
+    "spectralquant/uniform": lambda: worst(rivals.spectralquant("spectralquant/uniform", 2)),
     "oscar_covariance/served": lambda: worst(rivals.oscar_covariance("oscar_covariance/served", 2, np.float32)),
 }
 

@@ -193,7 +193,7 @@ def test_experiments_of_embedded_models_need_no_stand_ins(experiments: list[Expe
         "embedded/methods": 140,
         "embedded/nsnquant_steps": 24,
         "embedded/reuse": 15,
-        "embedded/rivals": 26,
+        "embedded/rivals": 31,
         "embedded/round_weights": 12,
         "embedded/speculate": 13,
         "embedded/tools": 14,
