@@ -31,7 +31,7 @@ COMMANDS = {
     "export": "kvq.recommend.export",
     "leaderboard": "kvq.recommend.leaderboard",
     "submit": "kvq.recommend.submit",
-    "lm_eval": "kvq.tasks.lm_eval_command",
+    "lm_eval": "kvq.tasks.lm_eval_model",
     "wandb": "kvq.report.wandb",
 }
 """Commands by the word that follows `kvq`, `python -m kvq` or `python run.py`; anything else is a run's settings."""

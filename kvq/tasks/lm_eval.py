@@ -1,6 +1,6 @@
 """`task=lm_eval`: tasks of lm-eval, by name or as local YAML files, through the quantized cache.
 
-`python -m kvq.tasks.lm_eval` is the command line of `kvq.tasks.lm_eval_command`.
+`python -m kvq.tasks.lm_eval` is the command line of `kvq.tasks.lm_eval_model`.
 """
 
 from __future__ import annotations
@@ -357,6 +357,6 @@ TASK = Task(check, measure, fingerprint, texts=texts)
 
 def main() -> int:
     """Run lm-eval's own command line with the model `kvq`, and return its exit status."""
-    from kvq.tasks import lm_eval_command
+    from kvq.tasks import lm_eval_model
 
-    return lm_eval_command.main()
+    return lm_eval_model.main()

@@ -12,9 +12,8 @@ from kvq import build_method
 from kvq.config.diagnostics import Drawn, ModelStatesConfig, RandomStatesConfig
 from kvq.diagnostics.fidelity import relative_mse, weighted_mse
 from kvq.errors import ConfigError, Unsupported
-from kvq.tasks import model_states, random_states
 from kvq.tasks.capture import Layer, capture
-from kvq.tasks.known_states import attended, drawn, stream, walk
+from kvq.tasks.known_states import TASKS, attended, drawn, stream, walk
 from kvq.tasks.measurement import Measurement
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
@@ -30,8 +29,8 @@ def inputs_of(task: Any, bits: int = 2) -> DiagnosedInputs:
 def on_drawn(folder: Path, name: str, bits: int = 2, **settings: Any) -> Measurement:
     task = RandomStatesConfig(**settings)
     inputs, method = inputs_of(task, bits), build_method(name, bits, task.head_dim)
-    random_states.check(inputs, method)
-    found = random_states.measure(inputs, method, None, journal(folder))
+    TASKS["random_states"].check(inputs, method)
+    found = TASKS["random_states"].measure(inputs, method, None, journal(folder))
     assert found.units.keys() == found.metrics.keys()
     assert len(found.samples) == found.metrics["places"]
     return found
@@ -149,8 +148,8 @@ def test_a_block_of_a_models_states(tmp_path: Path) -> None:
     task = ModelStatesConfig(context=96, windows=1, held_out=16, against="turboquant/prod_keys", bos=False)
     inputs = inputs_of(task, 3)
     method = build_method(f"{PLUS}/attention", 3, 32)
-    model_states.check(inputs, method)
-    found = model_states.measure(inputs, method, None, journal(tmp_path))
+    TASKS["model_states"].check(inputs, method)
+    found = TASKS["model_states"].measure(inputs, method, None, journal(tmp_path))
     layers: list[Layer] = []
     capture(inputs.model, inputs.ids[:96], layers.append)
     assert [row["place"] for row in found.samples] == [0, 1]
@@ -169,12 +168,12 @@ def test_a_block_of_a_models_states(tmp_path: Path) -> None:
             assert row[f"key_{name}_error"] == pytest.approx(own, rel=1e-4)
             assert row[f"key_{name}_error_reduction"] == pytest.approx(1 - own / beside, rel=1e-3, abs=1e-4)
     alone = ModelStatesConfig(context=96, windows=1, held_out=16, layers=[1], bos=False)
-    part = model_states.measure(inputs_of(alone), method, None, journal(tmp_path))
+    part = TASKS["model_states"].measure(inputs_of(alone), method, None, journal(tmp_path))
     assert [row["key_mse"] for row in part.samples] == pytest.approx([found.samples[1]["key_mse"]])
     missing = ModelStatesConfig(context=96, windows=1, held_out=16, layers=[1, 5], bos=False)
     with pytest.raises(ConfigError, match=r"task.layers=\[1, 5\]: model=random has no layer 5; 0 to 1$"):
-        model_states.measure(inputs_of(missing), method, None, journal(tmp_path))
-    full = model_states.measure(inputs_of(task), build_method("fp16"), None, journal(tmp_path))
+        TASKS["model_states"].measure(inputs_of(missing), method, None, journal(tmp_path))
+    full = TASKS["model_states"].measure(inputs_of(task), build_method("fp16"), None, journal(tmp_path))
     assert full.metrics == {"places": 0.0}
 
 
@@ -193,21 +192,21 @@ def test_a_block_of_a_models_states(tmp_path: Path) -> None:
 def test_what_random_states_refuses(name: str, settings: dict[str, Any], said: str) -> None:
     task = RandomStatesConfig(**settings)
     with pytest.raises(Unsupported, match=said):
-        random_states.check(inputs_of(task), build_method(name, 2, 128))
+        TASKS["random_states"].check(inputs_of(task), build_method(name, 2, 128))
 
 
 def test_drawn_states_have_no_layers() -> None:
     method = build_method("rtn", 2, 128, overrides=["bits_by_layer.key=[2,3]"])
     with pytest.raises(Unsupported, match=r"^task=random_states: takes every layer alike; method\.bits_by_layer gives"):
-        random_states.check(inputs_of(RandomStatesConfig()), method)
+        TASKS["random_states"].check(inputs_of(RandomStatesConfig()), method)
 
 
 def test_what_model_states_refuses() -> None:
     inputs = inputs_of(ModelStatesConfig(context=96, windows=1, held_out=16, bos=False))
     with pytest.raises(Unsupported, match="tries codecs on tokens that kvquant_plus_plus/product would be fitted to"):
-        model_states.check(inputs, build_method(f"{PLUS}/product", head_dim=32))
+        TASKS["model_states"].check(inputs, build_method(f"{PLUS}/product", head_dim=32))
     with pytest.raises(Unsupported, match="turboquant_plus keeps layers in full precision"):
-        model_states.check(inputs, build_method("turboquant_plus", 3, 32))
+        TASKS["model_states"].check(inputs, build_method("turboquant_plus", 3, 32))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +229,7 @@ def test_settings(make: Any, said: str) -> None:
 def test_the_other_method_is_in_the_name_of_what_is_measured() -> None:
     """Its settings and versions are, so that a change of its preset or code makes another run."""
     names = {
-        random_states.fingerprint(inputs_of(RandomStatesConfig(against=against, against_bits=bits)))
+        TASKS["random_states"].fingerprint(inputs_of(RandomStatesConfig(against=against, against_bits=bits)))
         for against, bits in ((None, None), ("rtn", None), ("rtn", 2), ("rtn", 3), ("kivi", 2))
     }
     assert len(names) == 4

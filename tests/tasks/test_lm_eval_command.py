@@ -12,7 +12,7 @@ pytest.importorskip("lm_eval")
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, Unsupported
 from kvq.runner import run
-from kvq.tasks.lm_eval_command import MethodLM, config_of, main
+from kvq.tasks.lm_eval_model import MethodLM, config_of, main
 from tests.tasks.test_lm_eval import write_tasks
 
 ARGUMENTS = "pretrained=tiny,method=kivi,bits=2,residual.size=16"
