@@ -197,15 +197,15 @@ def _job(cfg: DictConfig) -> None:
     """One job. A failure is printed and counts for the exit code; the next job of a sweep starts all the same."""
     hydra_config = HydraConfig.get()
     sweep = hydra_config.mode == RunMode.MULTIRUN
-    words = list(hydra_config.overrides.task)
-    _attempt(lambda: _measure(cfg, words, sweep), " ".join(words) + ": " if sweep else "")
+    _attempt(lambda: _measure(cfg, sweep), " ".join(hydra_config.overrides.task) + ": " if sweep else "")
 
 
-def _alone(words: Sequence[str], config: Config) -> list[str] | None:
+def _alone(config: Config) -> list[str] | None:
     """Overrides of a run without the experiment that asked for it, which would run all of its table; None: none do."""
+    words = list(HydraConfig.get().overrides.task)
     group = [word.lstrip("+").partition("=")[0] for word in words]
     if "experiment" not in group:
-        return list(words)
+        return words
     names = ("model", "task", "dataset", "method")
     chosen = [f"{name}={HydraConfig.get().runtime.choices[name]}" for name in names]
     rest = [word for word, name in zip(words, group, strict=True) if name not in (*names, "experiment")]
@@ -215,19 +215,19 @@ def _alone(words: Sequence[str], config: Config) -> list[str] | None:
     return None
 
 
-def _measure(cfg: DictConfig, words: Sequence[str], sweep: bool) -> None:
+def _measure(cfg: DictConfig, sweep: bool) -> None:
     config = _within_bits(resolve(cfg))
     runner, shown = _measuring()
     if not _session.here:
         if not config.plan:
-            runner.run(config, _alone(words, config))
+            runner.run(config, _alone(config))
         return
     if _planned(config, shown):
         return
     _session.sweep = _session.sweep or shown.Sweep(len(_session.jobs) or 1)
     record = None
     try:
-        record = runner.run(config, _alone(words, config))
+        record = runner.run(config, _alone(config))
     finally:
         _session.sweep.add(config, record)
     # In a sweep the table shows an unsupported run; a single run fails with the reason.

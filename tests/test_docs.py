@@ -198,13 +198,15 @@ def test_every_file_and_command_of_the_page_is_tried() -> None:
         "method/rotated_norm.yaml",
         "channel_scale.py",
         "method/channel_scaled.yaml",
+        "key_norm.py",
+        "method/key_norm.yaml",
         "agreement.py",
         "task/agreement.yaml",
         "notes.jsonl",
         "dataset/notes.yaml",
         "experiment/mine/agreement.yaml",
     ]
-    titles = ("A method", "A stage", "A task", "A data set", "An experiment")
+    titles = ("A method", "A stage", "An eviction policy", "A task", "A data set", "An experiment")
     assert COMMAND.findall(PAGE) == [found for title in titles for found in COMMAND.findall(section(title))]
 
 

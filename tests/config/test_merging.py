@@ -201,6 +201,6 @@ def test_the_jobs_of_a_sweep_are_those_of_hydras_own_loader(sweep: list[str], mo
         return found
 
     monkeypatch.setattr(SweepLoader, "load_sweep_config", compared)
-    monkeypatch.setattr("kvq.cli._measure", lambda config, words, sweep: None)
+    monkeypatch.setattr("kvq.cli._measure", lambda config, sweep: None)
     assert main(["-m", *sweep]) == 0
     assert len(jobs) >= 2
