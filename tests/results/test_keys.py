@@ -78,8 +78,9 @@ def before_rope(record: Record) -> list[str]:
 
 
 def quoted(value: str) -> str:
-    """A value as an override: a template in quotes, because braces are Hydra's."""
-    return f"'{value}'" if "{" in value else value
+    """A value as an override: a template in quotes, because braces are Hydra's; a text with line breaks as it is."""
+    text = json.loads(value) if value.startswith('"') else value
+    return f"'{text}'" if "{" in text else value
 
 
 APART = ("task.name", "task.engine.file")
