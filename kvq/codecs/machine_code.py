@@ -108,7 +108,7 @@ def _stamp(folder: Path) -> str | None:
 
 @functools.cache
 def _folder(sources: Path) -> Path | None:
-    """Where code of these sources is kept: `NUMBA_CACHE_DIR`, else beside them, else in the user's cache, else nowhere.
+    """Where code of these sources is kept: `NUMBA_CACHE_DIR`, else next to them, else in the user cache, else nowhere.
 
     The first of these that can be written; where the variable is set, no other.
     """

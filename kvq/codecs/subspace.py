@@ -20,7 +20,7 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
     """Rounds channels in groups, first to last, and moves the later ones against the error that queries would see.
 
     With Q the queries of a KV head, `rows` of them, Q̂ᵀQ̂ the `rank` largest eigenpairs of QᵀQ, and A = I + `weight`
-    Q̂ᵀQ̂: after a group s is rounded with error e (decoded less given), the channels r behind it become
+    Q̂ᵀQ̂: after a group s is rounded with error e (decoded less given), the channels r after it become
     k_r - A_rr⁻¹ A_rs e, which minimizes |k̂ - k|² + `weight` |Q̂ (k̂ - k)|² over k_r. Codes are those of the grid, and
     decoding is.
 
@@ -29,7 +29,7 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
         channels: of a group; None: half of the head dim.
         rank, weight, rows: as above. Queries of a calibration stand for those of a prompt: their moment is QᵀQ / rows.
 
-    Table: `carry` `[heads, dim, dim]` in fp32: rows of a group take its error to the channels behind it.
+    Table: `carry` `[heads, dim, dim]` in fp32: rows of a group take its error to the channels after it.
 
     Raises:
         ConfigError: a number out of range.
@@ -64,7 +64,7 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
         super().check(head_dim)
 
     def _ends(self, dim: int) -> list[int]:
-        """Where groups end that have others behind them."""
+        """Where groups end that have others after them."""
         size = self.channels or -(-dim // 2)
         return list(range(size, dim, size))
 

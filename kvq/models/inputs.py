@@ -79,7 +79,7 @@ class Inputs:
         self.check_tokens(context, f"task.context={context}:")
 
     def check_tokens(self, tokens: int, said: str, after: str = " tokens") -> None:
-        """Raise `ConfigError` for more tokens than the model takes, with `said` before and `after` behind that."""
+        """Raise `ConfigError` for more tokens than the model takes, with `said` before that and `after` after it."""
         longest = self.longest_context
         if longest is not None and tokens > longest:
             raise ConfigError(f"{said} model={self.config.model.name} takes at most {longest}{after}")
