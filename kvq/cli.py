@@ -220,14 +220,14 @@ def _measure(cfg: DictConfig, sweep: bool) -> None:
     runner, shown = _measuring()
     if not _session.here:
         if not config.plan:
-            runner.run(config, _alone(config))
+            runner.run(config, partial(_alone, config))
         return
     if _planned(config, shown):
         return
     _session.sweep = _session.sweep or shown.Sweep(len(_session.jobs) or 1)
     record = None
     try:
-        record = runner.run(config, _alone(config))
+        record = runner.run(config, partial(_alone, config))
     finally:
         _session.sweep.add(config, record)
     # In a sweep the table shows an unsupported run; a single run fails with the reason.

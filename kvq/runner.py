@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -141,12 +141,16 @@ class Prepared:
         return self.method.is_calibrated and not self.config.task.calibrates_itself
 
 
-def run(config: Config, words: Sequence[str] | None = None) -> Record:
+Words = Callable[[], Sequence[str] | None]
+"""Asks for the overrides from which a run was composed; None: no command line composes it."""
+
+
+def run(config: Config, words: Words = lambda: None) -> Record:
     """The record of this run: the stored one if it is usable, else a new measurement after its baseline.
 
     Args:
         config: the run.
-        words: the overrides from which it was composed, which the record keeps as a command; None: it has none.
+        words: its overrides, which a new record keeps as a command; not called for a run that is on record.
 
     The record's status is `done`, or `unsupported` where the method cannot do this run.
 
@@ -196,27 +200,28 @@ def _usable(prepared: Prepared) -> Record | None:
     return None if state.name != "done" or repeats else state.record
 
 
-def _baseline(config: Config, store: Store, words: Sequence[str] | None) -> Baseline:
+def _baseline(config: Config, store: Store, words: Words) -> Baseline:
     """The full-precision run; only `method=fp16 force=true` or unreadable samples repeat it."""
     config = replace(full_precision(config), force=False)
     if getattr(config.task, "save_logits", None) is not None:
         config = replace(config, task=replace(config.task, save_logits=None))
-    words = None if words is None else full_precision_words(words)
-    record = run(config, words)
+
+    def its_own() -> Sequence[str] | None:
+        return None if (given := words()) is None else full_precision_words(given)
+
+    record = run(config, its_own)
     if record.status == "unsupported":
         raise Unsupported(f"full precision: {record.reason}")
     try:
         samples = store.samples(record.key)
     except RecordError as error:
         print(printable(f"{error}; measuring again"), file=sys.stderr)
-        record = run(replace(config, force=True), words)
+        record = run(replace(config, force=True), its_own)
         samples = store.samples(record.key)
     return Baseline(record.key, record.metrics, samples)
 
 
-def _measure(
-    prepared: Prepared, baseline: Baseline | None, refused: Unsupported | None, words: Sequence[str] | None
-) -> Record:
+def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported | None, words: Words) -> Record:
     config, inputs = prepared.config, prepared.inputs
     started, journal, result = utc_now(), Journal(), Measurement()
     clock: dict[str, float] = {}
@@ -261,7 +266,7 @@ def _measure(
             units=result.units,
             versions=prepared.versions,
             provenance=_provenance(prepared, started, memory, clock, result.engine),
-            command=None if words is None else single_command(words),
+            command=None if (given := words()) is None else single_command(given),
         )
     )
     prepared.store.put(record, result.samples)

@@ -17,12 +17,12 @@ from kvq.models.folder import folder_fingerprint, folder_writes_bos
 from kvq.results import Record, Store, is_stale, run_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvq.config import DatasetConfig
 
 
-def run(config: Config, words: Sequence[str] | None = None) -> Record:
+def run(config: Config, words: Callable[[], Sequence[str] | None] = lambda: None) -> Record:
     """As `kvq.runner.run`, which is imported only where `known` finds no record."""
     found = known(config)
     if found is not None:

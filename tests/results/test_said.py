@@ -32,7 +32,9 @@ def records() -> list[Record]:
 
 
 def test_a_run_keeps_its_words_and_the_command_that_measures_it_alone(tmp_path: Path) -> None:
-    record = runner.run(resolve(compose([*WORDS, f"results_dir={tmp_path}"])), [*WORDS, f"results_dir={tmp_path}"])
+    record = runner.run(
+        resolve(compose([*WORDS, f"results_dir={tmp_path}"])), lambda: [*WORDS, f"results_dir={tmp_path}"]
+    )
     assert record.label == label(record) == "kivi, sink tokens 1"
     assert record.from_presets == found_of(record)
     assert record.command == f"python run.py {' '.join(WORDS)}"
