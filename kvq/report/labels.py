@@ -114,12 +114,13 @@ FEWEST = 10
 
 
 def main_model(records: Iterable[Record]) -> str | None:
-    """The first of `PREFERRED` with `FEWEST` runs of perplexity, else the model with most; None: no records."""
+    """The first of `PREFERRED` with `FEWEST` runs of perplexity, else that with most, by name; None: no records."""
     records = list(records)
     counts = Counter(model_name(record.model) for record in records if record.task == "ppl" and record.status == "done")
     counts = counts or Counter(model_name(record.model) for record in records)
     return next(
-        (name for name in PREFERRED if counts[name] >= FEWEST), max(counts, key=counts.__getitem__, default=None)
+        (name for name in PREFERRED if counts[name] >= FEWEST),
+        min(counts, key=lambda name: (-counts[name], name), default=None),
     )
 
 

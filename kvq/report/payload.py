@@ -63,6 +63,7 @@ def png_uri(content: bytes) -> str | None:
 LONGEST_PART = 32 * 1024
 MOST_METRICS = 200
 _OF_A_RUN = ("started", "wall_seconds", "peak_memory_bytes")
+_SAID = {"label", "from_presets", "command"}
 
 
 class Pool:
@@ -189,6 +190,7 @@ def _whole(record: Record, pool: Pool) -> dict[str, Any]:
         "baseline_key": record.baseline_key,
         "samples_sha256": record.samples_sha256,
         "schema_version": record.schema_version,
+        "said": pool.add_parts(record.model_dump(mode="json", include=_SAID, exclude_unset=True)),
         "left_out": max(len(record.metrics) - MOST_METRICS, 0),
     }
 

@@ -10,7 +10,7 @@ function recordOf(run) {
     dataset: run.dataset, key: run.key, method: run.method, metrics: Object.fromEntries(run.metrics), model: run.model,
     provenance: { ...parts(record.provenance), ...record.own }, reason: run.reason || null, samples_sha256: record.samples_sha256,
     schema_version: record.schema_version, status: run.status, task: run.task,
-    units: data.pool[record.units], versions: data.pool[record.versions] };
+    units: data.pool[record.units], versions: data.pool[record.versions], ...parts(record.said) };
   if (record.left_out) whole["(left out)"] = `${record.left_out} more metrics; the record has them`;
   return whole;
 }
@@ -91,7 +91,7 @@ function fillDetail(run) {
   const json = () => `${JSON.stringify(record, null, 2)}\n`;
   const baseline = run.record.baseline_key;
   $("detail-title").textContent = run.baseline ? run.name : `${run.name} · ${run.bits}`;
-  const command = String(record.provenance.command ?? "");
+  const command = String(record.command ?? record.provenance.command ?? "");
   const settings = Object.entries(record.config).map(([name, part]) => block(name, pairs(leaves(part).map(([leaf, value]) => [leaf || name, value]))));
   $("detail-body").replaceChildren(
     chips(run),
