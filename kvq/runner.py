@@ -17,7 +17,7 @@ from kvq.calibration import files, text
 from kvq.calibration.fit import fitted
 from kvq.config import Config, full_precision
 from kvq.config.identity import canonical, names
-from kvq.config.run import Latent
+from kvq.config.run import CpuLinear, Latent
 from kvq.config.tasks import is_timed
 from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported, printable
@@ -26,6 +26,7 @@ from kvq.methods.method import Method, bind_kept_keys
 from kvq.models.inputs import Inputs
 from kvq.models.layers import latent_numbers
 from kvq.models.load import text_config_of
+from kvq.models.placing import onednn_linear
 from kvq.models.shapes import cache_shape
 from kvq.models.weights import rounded_weights
 from kvq.results import Provenance, Record, Store, run_key
@@ -187,6 +188,8 @@ def _weights(inputs: Inputs, method: Method) -> Iterator[None]:
             changed.enter_context(method.merged.in_weights(inputs.model.model))
         if (bits := inputs.config.model.round_weights) is not None and inputs.reads_weights:
             changed.enter_context(rounded_weights(inputs.model.model, bits))
+        if inputs.config.cpu_linear is CpuLinear.onednn:
+            changed.enter_context(onednn_linear())
         yield
 
 
@@ -281,6 +284,7 @@ def _provenance(
 ) -> Provenance:
     return collect(
         engine=engine,
+        cpu_linear=prepared.config.cpu_linear.value,
         dtype=prepared.config.model.dtype.value,
         seed=prepared.config.seed,
         started=started,

@@ -29,7 +29,7 @@ def canonical(
     """The settings that decide a run's numbers, as plain JSON values; the run's key is a hash of them.
 
     Left out are names, labels and notes, `bits` itself (the codecs have theirs, those of the
-    first layer where layers have bits of their own), device, threads, folders, batch size,
+    first layer where layers have bits of their own), device, threads, `cpu_linear`, folders, batch size,
     `plan` and `force`, null stages, settings without effect (a stride between disjoint windows) and the residual of a
     side that is not quantized. So an alias is the same run, and full precision is one run whatever `bits` and
     `residual` say. Fingerprints replace weights and text, and `calibration_fingerprint` the calibration text (None: not

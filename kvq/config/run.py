@@ -102,6 +102,13 @@ class Device(enum.StrEnum):
     cuda = "cuda"
 
 
+class CpuLinear(enum.StrEnum):
+    """The library that multiplies by a model's float32 weights on a CPU."""
+
+    torch = "torch"
+    onednn = "onednn"
+
+
 class Dtype(enum.StrEnum):
     """Dtype of weights and activations, by torch's name."""
 
@@ -317,6 +324,7 @@ class Config:
     results_dir: str = "results"
     device: Device = Device.auto
     threads: int | None = None
+    cpu_linear: CpuLinear = CpuLinear.torch
     method: MethodConfig = field(default_factory=MethodConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     residual: ResidualConfig = field(default_factory=ResidualConfig)
@@ -339,6 +347,8 @@ class Config:
             raise ConfigError(
                 f"cache.attention=packed: task={name} scores with dense attention; packed is for {' and '.join(TIMED)}"
             )
+        if self.cpu_linear is not CpuLinear.torch and self.task is not None and is_timed(self.task):
+            raise ConfigError(f"cpu_linear={self.cpu_linear}: {' and '.join(TIMED)} measure the time of torch's own")
         if self.cache.dtype is not None and isinstance(self.task, DiagnosticConfig):
             raise ConfigError(f"cache.dtype={self.cache.dtype}: task={self.task.name} fills no cache; leave it null")
         check_folder("results_dir", self.results_dir)

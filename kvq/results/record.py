@@ -98,6 +98,7 @@ class Provenance(_Frozen):
     device: str = Field(description="'cpu', or the name of the accelerator")
     threads: int
     dtype: str = Field(description="compute dtype of the model")
+    cpu_linear: str = Field(default="torch", description="library of the model's float32 linear layers on a CPU")
     engine: str | None = Field(default=None, description="version and build of task.engine; null: transformers")
     dataset_fingerprint: str | None = Field(description="null when the run ended before the data was loaded")
     dataset_source: str | None = Field(

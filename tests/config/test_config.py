@@ -100,6 +100,7 @@ def test_papers_protocols():
         (["model=tiny_outliers", "model.outliers.key_scale=3"], "key_scale=3.0: a power of two"),
         (["bits=k2"], "bits=k2: whole numbers"),
         (["threads=0"], "threads=0: at least 1"),
+        (["task=latency", "cpu_linear=onednn"], "cpu_linear=onednn: "),
         (["method.bits_range=[3]"], r"method.bits_range=\[3\]"),
         (["+nonsense=1"], "nonsense: unknown setting"),
         (["+task.contxt=1"], "task.contxt: unknown setting. Did you mean 'context'"),
@@ -116,6 +117,7 @@ def test_values_are_checked_when_a_run_enters(overrides, says):
 SAME = [
     ["device=cpu"],
     ["threads=1"],
+    ["cpu_linear=onednn"],
     ["results_dir=elsewhere"],
     ["plan=true"],
     ["force=true"],

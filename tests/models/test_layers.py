@@ -15,6 +15,7 @@ from kvq.cache.files import FORMAT
 from kvq.cache.recurrent import reads_in_parts
 from kvq.errors import DataError, Unsupported
 from kvq.models.layers import KvLayer, head_dims_of, kv_layers_of, state_layers_of
+from kvq.models.placing import onednn_linear
 from kvq.results.tensor_files import dump, read_tensors
 from kvq.tasks.measurement import storage_metrics
 from kvq.tasks.scoring import generation_bounds
@@ -320,3 +321,18 @@ def test_layers_of_configurations() -> None:
     assert state_layers_of(config) == [0, 1]
     assert [layer.window for layer in kv_layers_of(family("gpt_oss").text_config)] == [WINDOW, None]
     assert state_layers_of(family("llama").text_config) == []
+
+
+def test_linear_layers_by_onednn_equal_torchs() -> None:
+    """To the rounding of float32; a layer that is to have a gradient, or other numbers, is torch's own."""
+    layer, states = torch.nn.Linear(96, 40), torch.randn(2, 7, 96)
+    plain, torchs = torch.nn.Linear.forward, layer(states)
+    with onednn_linear():
+        with torch.no_grad():
+            torch.testing.assert_close(layer(states), torchs)
+            torch.testing.assert_close(layer(states[:, :1]), torchs[:, :1])
+            doubled = layer.double()(states.double())
+        layer.float()(states).sum().backward()
+    assert doubled.dtype is torch.float64
+    assert layer.weight.grad is not None
+    assert torch.nn.Linear.forward is plain
