@@ -13,7 +13,9 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +35,19 @@ _EXPERIMENT = "experiment"  # a group whose files set every part
 _KEPT = 256  # compositions, of some 100 kB each
 
 
+_still: ContextVar[dict[tuple[Path, Path | None], Files] | None] = ContextVar("_still", default=None)
+
+
+@contextmanager
+def unchanging() -> Iterator[None]:
+    """Configuration files are taken to stay as they are: one look at their state serves every composition."""
+    token = _still.set({})
+    try:
+        yield
+    finally:
+        _still.reset(token)
+
+
 @dataclass(frozen=True)
 class Files:
     """A folder of configuration groups, perhaps a further one, and a hash of the state of both.
@@ -46,7 +61,15 @@ class Files:
 
     @classmethod
     def of(cls, folder: Path, further: Path | None = None) -> Files:
-        """These folders as they are now."""
+        """These folders as they are now, or were when `unchanging` began."""
+        if (still := _still.get()) is not None:
+            if (folder, further) not in still:
+                still[folder, further] = cls._now(folder, further)
+            return still[folder, further]
+        return cls._now(folder, further)
+
+    @classmethod
+    def _now(cls, folder: Path, further: Path | None) -> Files:
         return cls(folder, further, hash(tuple(_state(root) for root in (folder, further) if root is not None)))
 
 
@@ -208,7 +231,8 @@ def _assembled_part(files: Files, part: str, choices: tuple[str, ...]) -> DictCo
             node = None
     if node is None:
         return None
-    config = OmegaConf.create({"bits": base.bits, part: node})
+    config = OmegaConf.create({"bits": base.bits})
+    config.__dict__["_content"][part] = node  # not copied: `config` is only read through copies of it
     OmegaConf.set_struct(config, True)
     return config
 
@@ -220,7 +244,7 @@ def _node(files: Files, given: Override) -> Node | None:
         return None
     layers = _layers(files, group, name)
     if layers is not None:
-        root = ConfigStore.instance().load("config_schema.yaml").node
+        root = copy.deepcopy(_schema(group))
         for layer in layers:
             root.merge_with({group: layer})
         return root._get_node(group)
@@ -229,6 +253,16 @@ def _node(files: Files, given: Override) -> Node | None:
     base, own = _composed_once(files, ()), _composed_once(files, (str(given.input_line),))
     alone = _apart_from(base.config, group) == _apart_from(own.config, group)
     return own.config._get_node(group) if alone and own.choices == base.choices | {group: name} else None
+
+
+@functools.cache
+def _schema(group: str) -> DictConfig:
+    """The empty settings of a group, with their types, without those of other groups, which take time to copy."""
+    root: DictConfig = ConfigStore.instance().load("config_schema.yaml").node
+    content = root.__dict__["_content"]
+    for other in content.keys() - {group}:
+        del content[other]
+    return root
 
 
 @functools.lru_cache(maxsize=4096)

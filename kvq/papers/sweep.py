@@ -142,6 +142,12 @@ def stand_in_of(layout: LayoutConfig, model: str) -> dict[str, str] | None:
 
 
 def _path_of(model: str) -> str:
+    return _path_with(model, outside.folder_of())
+
+
+@functools.cache
+def _path_with(model: str, own: Path | None) -> str:
+    """A model's path; empty where it does not compose. `own`: the further folder of configurations."""
     try:
         return written("model", model, "path") or str(compose([f"model={model}"]).model.path)
     except COMPOSE_ERRORS:
