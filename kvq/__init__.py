@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvq import methods
     from kvq.cache import KVCache
     from kvq.calibration import bind_calibration
     from kvq.calibration.fit import calibrate_on_text as calibrate
@@ -24,6 +25,7 @@ __all__ = [
     "calibrate",
     "load_results",
     "method_for",
+    "methods",
     "quantize",
 ]
 
@@ -42,9 +44,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when something needs them."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvq' has no attribute '{name}'")
     import importlib
 
+    if name == "methods":
+        return importlib.import_module("kvq.methods")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvq' has no attribute '{name}'")
     module, _, other = _HOMES[name].partition(":")
     return getattr(importlib.import_module(module), other or name)

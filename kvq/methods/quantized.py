@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -33,10 +34,33 @@ def method_for(model: nn.Module, name: str, bits: Any = 3, overrides: Sequence[s
     return method.in_order_of(config) if method.asks_for_order else method
 
 
+@dataclass(frozen=True)
+class Preset:
+    """A method with settings of its own, not yet built for a model; `kvq.quantize` takes it.
+
+    Attributes:
+        name: of the method's file, such as `"kivi"`.
+        bits: as `kvq.build_method`.
+        overrides: what departs from the file, as `kvq.build_method` takes it.
+    """
+
+    name: str
+    bits: Any = 3
+    overrides: tuple[str, ...] = ()
+
+    def build(self, head_dim: int = 128) -> Method:
+        """The method for heads of `head_dim` channels. Raises: as `kvq.build_method`."""
+        return build_method(self.name, self.bits, head_dim, self.overrides)
+
+    def build_for(self, model: nn.Module) -> Method:
+        """The method for a model of transformers. Raises: as `kvq.method_for`."""
+        return method_for(model, self.name, self.bits, self.overrides)
+
+
 @contextmanager
 def quantize(
     model: nn.Module,
-    method: str | Method,
+    method: str | Preset | Method,
     bits: Any = 3,
     *,
     overrides: Sequence[str] = (),
@@ -50,8 +74,9 @@ def quantize(
 
     Args:
         model: a causal LM of transformers (docs/models.md).
-        method: a name, or a method that is built, such as one with its calibration (`kvq.calibrate`,
-            `kvq.bind_calibration`), then without `bits` and `overrides`.
+        method: a name; a call of a method (`kvq.methods.KIVI(bits=2)`), which has its own bits; or a method that is
+            built, such as one with its calibration (`kvq.calibrate`, `kvq.bind_calibration`). The last two come without
+            `overrides`.
         bits, overrides: as `kvq.build_method`.
         attention, dtype: as `KVCache`.
 
@@ -61,11 +86,12 @@ def quantize(
     Raises:
         ConfigError, Unsupported: as `kvq.build_method` and `KVCache`, such as for a calibrated method without tables.
     """
+    if overrides and not isinstance(method, str):
+        raise ConfigError("quantize: overrides belong to a method by name, not to a call or to one that is built")
     if isinstance(method, str):
-        method = method_for(model, method, bits, overrides)
-    elif overrides:
-        raise ConfigError("quantize: overrides belong to a method by name, not to one that is built")
-    chosen, config = method, model.config.get_text_config()  # type: ignore[union-attr, operator]
+        method = Preset(method, bits, tuple(overrides))
+    chosen = method.build_for(model) if isinstance(method, Preset) else method
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     make = partial(KVCache, model, chosen, attention=attention, dtype=dtype)
     make()  # what cannot work is refused here, not at the first token
 
@@ -80,9 +106,9 @@ def quantize(
 
     plain: Any = model.generate
     hook = model.register_forward_pre_hook(give, with_kwargs=True)
-    merged = nullcontext() if method.merged is None else method.merged.in_weights(model)
+    merged = nullcontext() if chosen.merged is None else chosen.merged.in_weights(model)
     try:
         with merged, patch.object(model, "generate", generate):
-            yield method
+            yield chosen
     finally:
         hook.remove()

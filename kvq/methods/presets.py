@@ -1,0 +1,183 @@
+"""Methods as Python calls, made from the files of `conf/method`: `kvq.methods.KIVI(bits=2, group_size=64)`.
+
+A keyword is a setting of the quantizers of keys and values; `key={"group_size": 128}` is of one side. A stage's
+settings have its name in front (`rotation_seed`), and a stage's own name with None leaves it out (`hadamard=None`).
+`kvq/methods/__init__.pyi` has the signatures for editors and type checkers; `python experiments/presets.py` writes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from kvq.config import compose_part, conf_dir
+from kvq.errors import ConfigError, did_you_mean
+from kvq.methods.quantized import Preset
+
+_SIDES = ("key", "value")
+_SIMPLE = re.compile(r"(bool|int|float|str)( \| None)?")
+_OF_THE_METHOD = {"sink_tokens": "sink_tokens", "residual_policy": "residual.policy", "residual_size": "residual.size"}
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A setting by side (`""`: of the method): its path in the configuration, its type and its default there."""
+
+    paths: dict[str, str]
+    annotation: str
+    default: Any
+
+
+class Maker:
+    """Makes presets of one method; its signature lists the method's settings with their defaults."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.called = name, names()[name]
+        self._settings = _settings_of(_file(name))
+        self.__doc__ = f"`method={name}`; settings that are not given are as in `conf/method/{name}.yaml`."
+        self.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter("bits", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=3, annotation="Any"),
+                *(
+                    inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+                    for one, annotation, default in self.keywords()
+                ),
+            ],
+            return_annotation="Preset",
+        )
+
+    def keywords(self) -> Iterator[tuple[str, str, Any]]:
+        """Name, type and default of each keyword; `...`: keys and values differ, or the stage is there."""
+        for one, setting in self._settings.items():
+            yield one, setting.annotation, setting.default
+        for side in _SIDES:
+            if any(side in setting.paths for setting in self._settings.values()):
+                yield side, "Mapping[str, Any]", {}
+
+    def __call__(self, bits: Any = 3, **given: Any) -> Preset:
+        """A preset.
+
+        Raises:
+            ConfigError: a setting that the method has not.
+        """
+        words = []
+        apart = {side: given.pop(side, {}) for side in _SIDES}
+        for one, value in given.items():
+            words += [f"{path}={_written(value)}" for path in self._setting(one).paths.values()]
+        for side, settings in apart.items():
+            for one, value in settings.items():
+                paths = self._setting(one, side).paths
+                words.append(f"{paths[side]}={_written(value)}")
+        return Preset(self.name, bits, tuple(words))
+
+    def _setting(self, name: str, side: str | None = None) -> _Setting:
+        known = [one for one, found in self._settings.items() if side is None or side in found.paths]
+        if name not in known:
+            of = "" if side is None else f"{side}="
+            raise ConfigError(
+                f"{self.called}({of}{name}): its settings are {', '.join(known)}.{did_you_mean(name, known)}"
+            )
+        return self._settings[name]
+
+    def __repr__(self) -> str:
+        return f"kvq.methods.{self.called}{inspect.signature(self)}".replace("Ellipsis", "...").replace("'", "")
+
+
+@functools.cache
+def names() -> dict[str, str]:
+    """File of each method -> name of its call: the label where it is the file's name but for letters' case."""
+    return {name: _called(name, str(_file(name).get("label"))) for name in sorted(_files())}
+
+
+def _called(name: str, label: str) -> str:
+    word = re.sub(r"\W", "", label)
+    return word if word.lower() == name.replace("_", "") else name
+
+
+def _files() -> list[str]:
+    return [path.stem for path in (conf_dir() / "method").glob("*.yaml")]
+
+
+def maker(called: str) -> Maker:
+    """The call of a name, such as `KIVI`.
+
+    Raises:
+        AttributeError: no method has this name.
+    """
+    name = next((name for name, other in names().items() if other == called), None)
+    if name is None:
+        raise AttributeError(
+            f"module 'kvq.methods' has no attribute '{called}'.{did_you_mean(called, names().values())}"
+        )
+    return _maker(name)
+
+
+_maker = functools.cache(Maker)
+
+
+@functools.cache
+def _file(name: str) -> dict[str, Any]:
+    """The composed settings of a method, where interpolations are text."""
+    config = compose_part("method", [f"method={name}"])
+    assert config is not None
+    found = OmegaConf.to_container(config.method, resolve=False, enum_to_str=True)
+    assert isinstance(found, dict)
+    return {str(setting): value for setting, value in found.items()}
+
+
+def _settings_of(file: Mapping[str, Any]) -> dict[str, _Setting]:
+    found: dict[str, _Setting] = {}
+    for side in _SIDES:
+        for one, setting in _of_codec(side, file.get(side) or {}):
+            other = found.get(one)
+            same = other is None or other.default == setting.default
+            paths = setting.paths if other is None else other.paths | setting.paths
+            found[one] = _Setting(paths, setting.annotation, setting.default if same else ...)
+    for one, path in (_OF_THE_METHOD if found else {}).items():
+        place, _, last = path.rpartition(".")
+        values = file if not place else file.get(place) or {}
+        if last in values:
+            found[one] = _Setting({"": path}, type(values[last]).__name__, values[last])
+    return found
+
+
+def _of_codec(side: str, codec: Mapping[str, Any]) -> Iterator[tuple[str, _Setting]]:
+    """The settings of a codec: its quantizer's, whose names stand alone, and those of its stages."""
+    yield from _of_part(side, f"{side}.quantizer.", "", codec.get("quantizer") or {})
+    for stage, part in (codec.get("stages") or {}).items():
+        if part is not None:
+            yield stage, _Setting({side: f"{side}.stages.{stage}"}, "None", ...)
+            yield from _of_part(side, f"{side}.stages.{stage}.", f"{stage}_", part)
+
+
+def _of_part(side: str, place: str, prefix: str, part: Mapping[str, Any]) -> Iterator[tuple[str, _Setting]]:
+    known = inspect.signature(pkgutil.resolve_name(part["_target_"])).parameters if "_target_" in part else {}
+    for one, default in part.items():
+        if one not in ("_target_", "bits") and not isinstance(default, Mapping | list) and "${" not in str(default):
+            said = str(known[one].annotation) if one in known else ""
+            annotation = said if _SIMPLE.fullmatch(said) else "str" if isinstance(default, str) else "Any"
+            yield f"{prefix}{one}", _Setting({side: f"{place}{one}"}, annotation, default)
+
+
+def _written(value: Any) -> str:
+    """A value as an override has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def stub() -> str:
+    """The text of `kvq/methods/__init__.pyi`."""
+    lines = ["# Written by experiments/presets.py from conf/method: the calls that kvq.methods.presets makes.", ""]
+    lines += ["from collections.abc import Mapping", "from typing import Any", ""]
+    lines += ["from kvq.methods.quantized import Preset", ""]
+    for name, called in names().items():
+        keywords = [f"{one}: {annotation} = ..." for one, annotation, _ in maker(called).keywords()]
+        given = ["bits: Any = ...", *(["*", *keywords] if keywords else [])]
+        lines += [f"def {called}({', '.join(given)}) -> Preset: ...  # {name}"]
+    return "\n".join(lines) + "\n"
