@@ -128,9 +128,11 @@ class SensitivityConfig(TaskConfig):
         scoring: as `task=ppl` has it.
         bos: as `task=ppl` has it.
         maps: random sets of sides and layers whose cost is compared with the sum of their parts.
+        heads: also each KV head of each side of each layer alone.
         seed: of these sets.
     """
 
+    later: ClassVar[tuple[str, ...]] = ("heads",)
     name: str = "sensitivity"
     version: ClassVar[int] = 1
     context: Several = 512
@@ -139,6 +141,7 @@ class SensitivityConfig(TaskConfig):
     scoring: Scoring = Scoring.parallel
     batch_size: Count = 4
     maps: Natural = 20
+    heads: bool = False
     seed: Seed = 0
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
 """`task=sensitivity`: what each layer's keys and values cost when they alone are quantized, and whether costs add up.
 
 Each side of each layer is quantized alone while all others stay in full precision; then all at once; then random sets
-of them, whose cost is compared with the sum of their parts. `kvq allocate` gives layers bits by these costs.
+of them, whose cost is compared with the sum of their parts; where asked, each KV head alone. `kvq allocate` gives
+layers bits by these costs.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
+from typing_extensions import override
 
+from kvq.codecs import Codec, Rope, calibrated_parts, rope_table
+from kvq.codecs.quantizers import Parts
 from kvq.config.tasks import PplConfig, SensitivityConfig, Windows
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
@@ -51,6 +57,54 @@ def check(inputs: Inputs, method: Method) -> None:
         if getattr(method, part) is not None:
             raise Unsupported(f"task=sensitivity: method={method.name} has {part}, which no layer can have alone")
     check_scoring(method, protocol(task))
+    if task.heads:
+        check_heads(inputs, method)
+
+
+def check_heads(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a codec that does not encode each head by itself."""
+    for layer in kv_layers_of(inputs.model.text_config, inputs.config.cache.latent):
+        for side, dim in zip(SIDES, (layer.head_dim, layer.value_dim), strict=True):
+            codec = method.codec_of(side, layer.index)
+            if codec is not None and not _each_head_by_itself(codec, dim):
+                told = f"method={method.name} encodes heads of {side}s together, or by a calibration"
+                raise Unsupported(f"task.heads=true: {told}")
+
+
+def _each_head_by_itself(codec: Codec, head_dim: int) -> bool:
+    """Whether the codec stores of one head alone what it stores of that head among others; tried on drawn states."""
+    if type(codec) is not Codec or codec.stores_lists or codec.fits_first_tokens or calibrated_parts(codec):
+        return False
+    states = torch.randn(1, 2, 64, head_dim, generator=torch.Generator().manual_seed(0))
+    rope = rope_table(64, head_dim)
+    both, one = (codec.decode(codec.encode(part, rope=rope), rope) for part in (states, states[:, :1]))
+    return torch.equal(both[:, :1], one)
+
+
+class OneHead(Codec):
+    """A codec for one head; the others are stored as they are. Its parts are those of `codec`, and `others`."""
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, codec: Codec, head: int) -> None:
+        super().__init__(dict(codec.stages), [name for name, _ in codec.stages], codec.quantizer)
+        self.codec, self.head = codec, head
+
+    @override
+    def encode_block(self, blocks: Tensor, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
+        before, own, after = self._split(blocks)
+        others = torch.cat([before, after], -3)
+        return {**self.codec.encode_block(own, rope, dtype), "others": others.to(dtype or blocks.dtype, copy=True)}
+
+    @override
+    def decode_block(self, parts: Parts, shape: torch.Size, dtype: torch.dtype, rope: Rope | None = None) -> Tensor:
+        of_one = {name: part for name, part in parts.items() if name != "others"}
+        own = self.codec.decode_block(of_one, torch.Size([*shape[:-3], 1, *shape[-2:]]), dtype, rope)
+        others = parts["others"].to(dtype)
+        return torch.cat([others[..., : self.head, :, :], own, others[..., self.head :, :, :]], -3)
+
+    def _split(self, blocks: Tensor) -> tuple[Tensor, ...]:
+        return blocks.split([self.head, 1, blocks.shape[-3] - self.head - 1], -3)
 
 
 def layers_of(inputs: Inputs) -> int:
@@ -69,10 +123,46 @@ def only(method: Method, places: Collection[Place], layers: int) -> Method:
     return replace(method, full_precision_layers=whole)
 
 
+def only_head(method: Method, place: Place, head: int, layers: int) -> Method:
+    """The method for one head of a place; all other heads and places stay in full precision."""
+    side, layer = place
+    codec = method.codec_of(side, layer)
+    assert codec is not None
+    own: Any = {side: OneHead(codec, head)}
+    return only(replace(method, by_layer=(), first_layers=None, **own), [place], layers)
+
+
 def random_sets(places: list[Place], count: int, seed: int) -> list[list[Place]]:
     """Sets of at least two places, their sizes evenly drawn, each a sample without replacement."""
     draw = random.Random(f"sensitivity maps {seed}")
     return [sorted(draw.sample(places, draw.randint(2, len(places)))) for _ in range(count if len(places) > 1 else 0)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one pass quantizes: places, or one head of one place."""
+
+    places: list[Place]
+    head: int | None = None
+
+    def named(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row with its places: a side and a layer, a head of them, or lists of layers by side."""
+        if self.head is not None:
+            return {**row, "head": self.head, "of": list(self.places[0])}
+        if len(self.places) == 1:
+            return {**row, "side": self.places[0][0], "layer": self.places[0][1]}
+        return {**row, "layers": {side: [layer for own, layer in self.places if own == side] for side in SIDES}}
+
+
+def jobs_of(inputs: Inputs, method: Method) -> dict[str, Job]:
+    """Every pass by its name."""
+    task: SensitivityConfig = inputs.config.task
+    places = places_of(method, layers_of(inputs))
+    heads = range(inputs.model.text_config.num_key_value_heads if task.heads else 0)
+    jobs = {f"layer {layer} {side}": Job([(side, layer)]) for side, layer in places}
+    jobs["all"] = Job(places)
+    jobs |= {f"map {index}": Job(own) for index, own in enumerate(random_sets(places, task.maps, task.seed))}
+    return jobs | {f"layer {layer} {side} head {h}": Job([(side, layer)], h) for side, layer in places for h in heads}
 
 
 @dataclass
@@ -85,10 +175,14 @@ class Pass:
     reference: ReferenceLogProbs
     full: float
 
-    def row(self, item: str, places: Collection[Place]) -> dict[str, Any]:
+    def row(self, item: str, job: Job) -> dict[str, Any]:
         """KL and loss over full precision, in nats per token, and what is stored of the places."""
         loaded, keep = self.inputs.model, self.inputs.config.cache.keep_decoded
-        method = only(self.method, places, layers_of(self.inputs))
+        layers = layers_of(self.inputs)
+        if job.head is None:
+            method = only(self.method, job.places, layers)
+        else:
+            method = only_head(self.method, job.places[0], job.head, layers)
         result = run_ppl(loaded, method, self.windows, protocol(self.inputs.config.task), self.reference, False, keep)
         found = result.metrics()
         kept = {name: found[name] for name in ("kl_mean", "key_bits", "value_bits", "bits_per_element", "packed_bytes")}
@@ -103,18 +197,14 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     full = full or run_ppl(inputs.model, without_codecs(method), windows, protocol(task))
     if method.is_full_precision:
         return _full_precision(full)
-    layers = layers_of(inputs)
-    places = places_of(method, layers)
-    sets = random_sets(places, task.maps, task.seed)
-    jobs: dict[str, list[Place]] = {f"layer {layer} {side}": [(side, layer)] for side, layer in places}
-    jobs |= {"all": places} | {f"map {index}": own for index, own in enumerate(sets)}
+    jobs = jobs_of(inputs, method)
     one = Pass(inputs, method, windows, reference, full.nll)
     with tqdm(total=len(jobs), desc=f"{method.label}: one at a time", unit="pass", leave=False, disable=None) as bar:
-        for item, own in jobs.items():
+        for item, job in jobs.items():
             if item not in journal.rows:
-                journal.add([one.row(item, own)])
+                journal.add([one.row(item, job)])
             bar.update()
-    rows = [_named(journal.rows[item], own) for item, own in jobs.items()]
+    rows = [job.named(journal.rows[item]) for item, job in jobs.items()]
     metrics = _metrics({row["item"]: row for row in rows}, jobs)
     return Measurement(metrics, units_of(metrics), rows)
 
@@ -124,21 +214,21 @@ def _full_precision(full: PplResult) -> Measurement:
     return Measurement(metrics, units_of(metrics), full.samples())
 
 
-def _named(row: Mapping[str, Any], places: list[Place]) -> dict[str, Any]:
-    """The row with its places: a side and a layer, or lists of layers by side."""
-    if len(places) == 1:
-        return {**row, "side": places[0][0], "layer": places[0][1]}
-    return {**row, "layers": {side: [layer for own, layer in places if own == side] for side in SIDES}}
-
-
-def _metrics(rows: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, list[Place]]) -> dict[str, float]:
-    alone = {own[0]: rows[item]["kl_mean"] for item, own in jobs.items() if len(own) == 1}
+def _metrics(rows: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) -> dict[str, float]:
+    whole = {item: job.places for item, job in jobs.items() if job.head is None}
+    alone = {places[0]: rows[item]["kl_mean"] for item, places in whole.items() if len(places) == 1}
     together, total = rows["all"], sum(alone.values())
     keys = sum(kl for (side, _), kl in alone.items() if side == "key")
     names = ("kl_mean", "delta_nll", "key_bits", "value_bits", "bits_per_element")
     metrics = {name: float(together[name]) for name in names}
     metrics |= {"kl_sum": total, "kl_sum_keys": keys}
-    maps = [(sum(alone[place] for place in own), rows[item]["kl_mean"]) for item, own in jobs.items() if "map" in item]
+    if of_heads := [rows[item]["kl_mean"] for item, job in jobs.items() if job.head is not None]:
+        metrics["kl_sum_heads"] = sum(of_heads)
+    maps = [
+        (sum(alone[place] for place in places), rows[item]["kl_mean"])
+        for item, places in whole.items()
+        if item.startswith("map")
+    ]
     if len(maps) > 2:
         metrics["sum_correlation"] = _rank_correlation(maps)
     return metrics

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import kvq
+from kvq.codecs import rope_table
 from kvq.config import compose, resolve
+from kvq.config.identity import canonical
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import method_of
 from kvq.models.inputs import Inputs
@@ -14,7 +18,7 @@ from kvq.report.figures.error import costs_figure, costs_table, sums_figure, sum
 from kvq.results import Record, Store
 from kvq.results.journal import Journal
 from kvq.runner import Prepared, run
-from kvq.tasks.sensitivity import check, measure, random_sets
+from kvq.tasks.sensitivity import OneHead, check, measure, random_sets
 
 WINDOWS = "task.windows=2 task.context=96".split()
 GIVEN = ["model=tiny", "task=sensitivity", "task.maps=5", *WINDOWS, "threads=1"]
@@ -107,3 +111,50 @@ def test_figures(made: tuple[Store, Record]) -> None:
     assert len(sums) == 6
     assert costs_figure(costs, "a title").get_axes()
     assert sums_figure(sums, "a title").get_axes()
+
+
+HEADS = [*GIVEN[:2], "task.maps=0", *WINDOWS, "threads=1", "task.heads=true"]
+
+
+def test_each_head_alone(tmp_path: Path) -> None:
+    """A head's pass changes that head of that layer alone; of rounding per token the costs of heads nearly add up."""
+    record = run(resolve(compose([*HEADS, "method=turboquant", "bits=3", f"results_dir={tmp_path}"])))
+    rows = {row["item"]: row for row in Store(tmp_path).samples(record.key)}
+    heads = [row for row in rows.values() if "head" in row]
+    places = [row for row in rows.values() if "side" in row]
+    assert len(heads) == 2 * len(places)  # of a model with two KV heads
+    assert {tuple(row["of"]) for row in heads} == {(row["side"], row["layer"]) for row in places}
+    assert record.metrics["kl_sum_heads"] == pytest.approx(sum(row["kl_mean"] for row in heads))
+    assert record.metrics["kl_sum_heads"] == pytest.approx(record.metrics["kl_sum"], rel=0.25)
+    table = costs_table([Store(tmp_path).get(record.key)], Store(tmp_path))
+    assert set(table["side"]) == {
+        "keys",
+        "values",
+        *(f"{side}s, head {h}" for side in ("key", "value") for h in (0, 1)),
+    }
+    assert costs_figure(table, "a title").get_axes()
+
+
+def test_one_head_is_encoded_and_the_others_kept() -> None:
+    codec = kvq.build_method("nsnquant", 2, 64).key
+    states, rope = torch.randn(2, 3, 150, 64), rope_table(150, 64)
+    whole, own = codec.encode(states, 64, rope), OneHead(codec, 1)
+    found = own.decode(own.encode(states, 64, rope), rope)
+    assert torch.equal(found[:, [0, 2]], states[:, [0, 2]])
+    assert torch.equal(found[:, 1], codec.decode(whole, rope)[:, 1])
+
+
+@pytest.mark.parametrize("method", ["oscar/token_scope", "kvquant", "waterfill"])
+def test_heads_that_are_encoded_together_are_refused(method: str) -> None:
+    config = resolve(compose([*HEADS, f"method={method}", "bits=2"]))
+    with pytest.raises(Unsupported, match=r"task.heads=true: method=.* heads of keys together"):
+        check(Inputs(config), method_of(config, 64))
+
+
+def test_records_from_before_heads_keep_their_key() -> None:
+    plain, off, on = (
+        canonical(resolve(compose([*GIVEN, *METHOD, *more])), "m", "d")
+        for more in ([], ["task.heads=false"], ["task.heads=true"])
+    )
+    assert plain == off != on
+    assert "heads" not in plain["task"]

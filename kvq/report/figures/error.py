@@ -269,22 +269,34 @@ _DECADES = 4
 
 
 def costs_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """One line per run, side and layer: KL to full precision when it alone is quantized, in nats per token."""
+    """One line per run, side (or head of it) and layer: KL when it alone is quantized, in nats per token."""
     lines = [
         {"method": named(record), "side": f"{row['side']}s", "layer": row["layer"], "kl": row["kl_mean"]}
         for record in records
         for row in store.samples_of(record)
         if "side" in row
     ]
+    lines += [
+        {
+            "method": named(record),
+            "side": f"{row['of'][0]}s, head {row['head']}",
+            "layer": row["of"][1],
+            "kl": row["kl_mean"],
+        }
+        for record in records
+        for row in store.samples_of(record)
+        if "head" in row
+    ]
     return pd.DataFrame(lines, columns=["method", "side", "layer", "kl"])
 
 
 @titled
 def costs_figure(table: pd.DataFrame) -> Figure:
-    """A line of cells for the keys and one for the values of each run; layers from left to right."""
+    """A line of cells for the keys, one for the values of each run and one for each head; layers from left to right."""
     from matplotlib.colors import LogNorm
 
-    rows = [(method, side) for method in dict.fromkeys(table["method"]) for side in ("keys", "values")]
+    sides = sorted(table["side"].unique(), key=lambda side: (side.partition(",")[0], len(side), side))
+    rows = [(method, side) for method in dict.fromkeys(table["method"]) for side in sides]
     once = table.drop_duplicates(["method", "side", "layer"])  # of two runs with one label, the first
     grid = once.pivot(index=["method", "side"], columns="layer", values="kl").reindex(rows)
     most = max(float(table["kl"].max()), 10 * _LEAST)
