@@ -15,6 +15,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from kvq.config import Config, compose, resolve
@@ -28,6 +29,7 @@ from kvq.report.labels import BY_ENGINE
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
+from kvq.results.statistics import fewest_to_differ
 from kvq.tasks.memory import rows_of
 from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
 
@@ -124,6 +126,7 @@ class Advisor:
 
     def __init__(self, question: Question) -> None:
         self.question, self.store = question, Store(question.results)
+        self._comparisons = Comparisons(lambda record: samples_of(record, self.store, {}))
         self.model = composed(question.model).model
         self.shape: CacheShape = cache_shape(self.model)
         longest = self.shape.context
@@ -142,13 +145,27 @@ class Advisor:
             RecordError: no run of a format that may be chosen is on record.
         """
         rows = {row.record.key: row for row in self._evidence()}
-        records = [row.record for row in rows.values()]
-        verdicts = Verdicts(records, Comparisons(lambda record: samples_of(record, self.store, {})))
-        fitting = [record for record in unbeaten(records, verdicts, self._bytes_of) if self._fits(record)]
-        chosen = fitting[:MOST] if self.question.loss is not None else fitting[: -MOST - 1 : -1]
+        found = self._ranked([row.record for row in rows.values() if self._fits(row.record)])
+        chosen = found[:MOST] if self.question.loss is not None else found[: -MOST - 1 : -1]
         return [
             Choice(rows[one.key], self._bytes_of(one) or 0.0, self._line(one), self._rests_on(one)) for one in chosen
         ]
+
+    def _ranked(self, records: Sequence[Record]) -> list[Record]:
+        """Runs, smallest first, each of which is better than the smaller one before it beyond noise.
+
+        Judged are those that no run of at most their bytes undercuts: among all pairs of a long table a correction for
+        their number leaves no difference standing.
+        """
+        sized = [
+            (size, record.metrics["delta_nll"], record.key) for record in records if (size := self._bytes_of(record))
+        ]
+        lowest = dict(zip(sorted(sized), accumulate((loss for _, loss, _ in sorted(sized)), min), strict=True))
+        kept = {key for (_, loss, key), least in lowest.items() if loss == least}
+        of_frontier = [record for record in records if record.key in kept]
+        if len(of_frontier) < 2:
+            return of_frontier
+        return unbeaten(of_frontier, Verdicts(of_frontier, self._comparisons), self._bytes_of)
 
     def _fits(self, record: Record) -> bool:
         memory, loss, size = self.question.memory, self.question.loss, self._bytes_of(record)
@@ -158,10 +175,17 @@ class Advisor:
     def _is_candidate(self, row: Row) -> bool:
         prefix = "" if self.question.engine is None else f"engine/{self.question.engine}"
         known = not (row.baseline or row.stale or row.variant) and "delta_nll" in row.record.metrics
-        return known and row.record.status == "done" and row.record.method.startswith(prefix)
+        if not known or row.record.status != "done" or not row.record.method.startswith(prefix):
+            return False
+        losses = self._comparisons.losses(row.record)
+        return losses is not None and len(losses.windows) >= fewest_to_differ()
 
     def _evidence(self) -> list[Row]:
-        """Formats in the table of decoding that says most: of this model, its family, the real model, any other."""
+        """Formats of the nearest table of decoding: of this model, its family, the real model, any other.
+
+        Raises:
+            RecordError: none has losses of as many windows as a verdict needs.
+        """
 
         def nearness(rows: list[Row]) -> tuple[int, int]:
             model = rows[0].record.model
