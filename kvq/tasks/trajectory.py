@@ -119,8 +119,13 @@ class Writer:
         }
 
     @torch.no_grad()
-    def forced(self, prompt: Sequence[int], text: Sequence[int], draws: Draws) -> tuple[list[bool], list[float]]:
-        """For each step of a text: whether the method would write its token, and KL(full precision || method), nats."""
+    def forced(
+        self, prompt: Sequence[int], text: Sequence[int], draws: Draws
+    ) -> tuple[list[bool], list[float], KVCache]:
+        """For each step of a text: whether the method would write its token, and KL(full precision || method), nats.
+
+        At the end the method's cache, which holds the text.
+        """
         given, tokens = self.full.tensor([prompt]), self.full.tensor([text])
         (cache, logits), (plain, expected) = self.reader.begin(given), self.full.begin(given)
         same, distances = [], []
@@ -134,7 +139,7 @@ class Writer:
             same += (draws.chosen(found[0, :-1], start) == piece[0]).tolist()
             distances += divergence(log_probabilities(right[0, :-1]), log_probabilities(found[0, :-1])).tolist()
         cache.check_finite()
-        return same, distances
+        return same, distances, cache
 
 
 def first_difference(tokens: Sequence[int], full: Sequence[int]) -> int | None:
@@ -144,25 +149,34 @@ def first_difference(tokens: Sequence[int], full: Sequence[int]) -> int | None:
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """A sample for each passage; `first`: tokens before the text leaves full precision's, null where it never does."""
+    task: TrajectoryConfig = inputs.config.task
     prompts, writer = passages(inputs), Writer(inputs, method)
     known = {} if baseline is None else {row["item"]: row["tokens"] for row in baseline.samples}
 
     def score(index: int) -> Row:
-        (tokens,), cache = writer.free([prompts[index]], index)
-        row: Row = {"tokens": tokens, "ended": writer.ends(tokens), "storage": storage_metrics(cache, 1)}
+        row: Row = {}
+        if baseline is None or task.free:
+            (tokens,), cache = writer.free([prompts[index]], index)
+            row = {"tokens": tokens, "ended": writer.ends(tokens), "storage": storage_metrics(cache, 1)}
         if baseline is not None:
             full = known[f"passage {index}"]
-            same, distances = writer.forced(prompts[index], full, Draws(inputs.config.task, index))
-            row |= {"first": first_difference(tokens, full), "same": same, "kl": distances}
+            same, distances, cache = writer.forced(prompts[index], full, Draws(task, index))
+            if task.free:
+                row["first"] = first_difference(tokens, full)
+            else:
+                row |= {"storage": storage_metrics(cache, 1), "first": None if all(same) else same.index(False)}
+            row |= {"same": same, "kl": distances}
         return row
 
     rows, samples = scored_rows(journal, "passage", len(prompts), score)
     metrics = dict(rows[-1]["storage"])
-    metrics |= {"passages": float(len(rows)), "ended": statistics.fmean(row["ended"] for row in rows)}
+    metrics |= {"passages": float(len(rows))}
+    if "ended" in rows[0]:
+        metrics["ended"] = statistics.fmean(row["ended"] for row in rows)
     if baseline is not None:
         metrics |= _compared(rows)
-        if isinstance(inputs.config.task, DriftConfig):
-            metrics |= drift(rows, inputs.config.task.parts)
+        if isinstance(task, DriftConfig):
+            metrics |= drift(rows, task.parts)
     elif method.is_full_precision:
         for name, texts in writer.otherwise(prompts).items():
             found = [first_difference(text, row["tokens"]) for text, row in zip(texts, rows, strict=True)]
@@ -177,7 +191,8 @@ def _left(found: Sequence[int | None], rows: Sequence[Row], prefix: str = "") ->
 
 
 def _kept(found: Sequence[int | None], rows: Sequence[Row]) -> list[int]:
-    return [len(row["tokens"]) if first is None else first for first, row in zip(found, rows, strict=True)]
+    texts = [row["tokens"] if "tokens" in row else row["same"] for row in rows]
+    return [len(text) if first is None else first for first, text in zip(found, texts, strict=True)]
 
 
 def _compared(rows: Sequence[Row]) -> dict[str, float]:

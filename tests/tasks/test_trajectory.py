@@ -155,6 +155,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, 
         "full": ["method=fp16"],
         "identity": ["method=identity"],
         "rtn": ["method=rtn", "bits=2"],
+        "read": ["method=rtn", "bits=2", "task.free=false"],
         "other": ["method=fp16", "task.draw=1"],
     }
     runs = {
@@ -166,7 +167,8 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, 
 
 def test_sampled_texts_share_their_numbers(sampled: tuple[Store, dict[str, Record]]) -> None:
     store, runs = sampled
-    texts = {name: [row["tokens"] for row in store.samples(record.key)] for name, record in runs.items()}
+    written = {name: store.samples(record.key) for name, record in runs.items() if name != "read"}
+    texts = {name: [row["tokens"] for row in rows] for name, rows in written.items()}
     assert texts["identity"] == texts["full"]
     assert texts["other"] != texts["full"]
     assert runs["identity"].metrics["same_share"] == 1
@@ -191,3 +193,21 @@ def test_drift_is_the_slope_of_logarithms(sampled: tuple[Store, dict[str, Record
     assert found["kl_mean[part=64]"] == pytest.approx(0.08)
     metrics = sampled[1]["rtn"].metrics
     assert {"drift", "drift_se", *(f"kl_mean[part={end}]" for end in (4, 8, 12, 16))} <= metrics.keys()
+
+
+def test_texts_that_are_only_read(sampled: tuple[Store, dict[str, Record]]) -> None:
+    """A method leaves where it would choose another token; the full precision of both is one run."""
+    store, runs = sampled
+    read, free = runs["read"], runs["rtn"]
+    assert read.key != free.key
+    assert read.baseline_key == free.baseline_key == runs["full"].key
+    assert read.metrics.keys() == free.metrics.keys() - {"ended"}
+    for mine, other in zip(store.samples(read.key), store.samples(free.key), strict=True):
+        assert (mine["kl"], mine["same"], mine["first"]) == (other["kl"], other["same"], other["first"])
+        assert "tokens" not in mine
+    assert {name for name in read.metrics if read.metrics[name] != free.metrics[name]} <= {
+        "cached_tokens",
+        "effective_bits",
+        "packed_bytes",
+        "total_bytes",
+    }
