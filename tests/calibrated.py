@@ -51,7 +51,7 @@ def joint_moments(codec: Codec, x: Tensor) -> JointMoments:
     """Moments of `x` `[heads, tokens, dim]` before RoPE, and a Fisher information with directions of its own."""
     heads, tokens, dim = x.shape
     wide = x.double()
-    rows = (rope_table(tokens, dim).turn(wide, back=True) if codec.uses_rope else wide).transpose(0, 1).flatten(1)
+    rows = (rope_table(tokens, dim).rotate(wide, back=True) if codec.uses_rope else wide).transpose(0, 1).flatten(1)
     root = torch.randn(rows.shape[1], rows.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     mean = rows.mean(0)
     covariance = (rows - mean).mT @ (rows - mean) / tokens

@@ -125,7 +125,7 @@ class KVCache(PaddableCache, WatchfulCache):
             check_replaceable(module)
             use_packed_attention(module)
         self.method: Any = method
-        self.enters = getattr(method, "sink_detection", None) is not None
+        self.wants_hidden = getattr(method, "sink_detection", None) is not None
         self.dtype = dtype
         self._model = weakref.ref(module)
         self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
@@ -212,7 +212,7 @@ class KVCache(PaddableCache, WatchfulCache):
         if not layer.keeps_order:
             check_distances(module, index, arguments, seen + tokens, layer.shuffled)
         if self._tables:
-            layer.turn(tokens, angles(module, arguments), hidden)
+            layer.receive_rotations(tokens, angles(module, arguments), hidden)
         known = self._columns.get(layer.window)
         found = self._columns[layer.window] = layer.columns_for(tokens, hidden.device, known)
         return found
@@ -252,7 +252,7 @@ class KVCache(PaddableCache, WatchfulCache):
             layer.record(on)
 
     @override
-    def asked(self, logits: Any) -> None:
+    def receive_logits_to_keep(self, logits: Any) -> None:
         self._told = logits if type(logits) is int and logits > 0 else None
 
     def _expect(self, layer: Layer, tokens: int) -> None:
@@ -268,7 +268,7 @@ class KVCache(PaddableCache, WatchfulCache):
         self._candidates = None if told is None else told - 1
 
     @override
-    def begin(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
+    def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
         if padding != self.padding:
             self.pad(padding)
         if input_ids is not None and self.get_seq_length():
@@ -276,12 +276,12 @@ class KVCache(PaddableCache, WatchfulCache):
         if self.recording:
             self._count_candidates()
         for layer in self._own:
-            layer.begin(input_ids)
+            layer.receive_tokens(input_ids)
 
     @override
-    def enter(self, index: int, hidden: Tensor) -> None:
+    def receive_hidden(self, index: int, hidden: Tensor) -> None:
         if index in self._held:
-            self._layer(index).enter(hidden)
+            self._layer(index).receive_hidden(hidden)
 
     @override
     def observes(self, index: int) -> bool:

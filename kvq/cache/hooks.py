@@ -33,13 +33,13 @@ _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
 class WatchfulCache(Cache, abc.ABC):
     """A cache whose `before_attention` runs before each attention (a forward pre-hook)."""
 
-    enters = False
-    """`enter` is to be called."""
+    wants_hidden = False
+    """`receive_hidden` is to be called."""
     recording = False
     """Each forward can be undone; its last tokens may be candidates, which attend as if fed one by one."""
 
     @abc.abstractmethod
-    def asked(self, logits: Any) -> None:
+    def receive_logits_to_keep(self, logits: Any) -> None:
         """Receive `logits_to_keep` of the next forward; None: not given."""
 
     @abc.abstractmethod
@@ -52,14 +52,14 @@ class WatchfulCache(Cache, abc.ABC):
         """
 
     @abc.abstractmethod
-    def begin(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
+    def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
         """Receive the token ids of a forward of the model before any layer runs; None: the model gets embeddings.
 
         `padding`: columns before the first token of each sequence; None: none.
         """
 
     @abc.abstractmethod
-    def enter(self, index: int, hidden: Tensor) -> None:
+    def receive_hidden(self, index: int, hidden: Tensor) -> None:
         """Receive the states `[batch, tokens, channels]` that enter layer `index`, before its norm and attention."""
 
     @abc.abstractmethod
@@ -144,10 +144,10 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchfulCache | 
 
 def _enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = _cache_of(args, kwargs)
-    if cache is not None and cache.enters:
+    if cache is not None and cache.wants_hidden:
         attention = next(child for child in layer.children() if hasattr(child, "layer_idx"))
         given = named_arguments(layer, args, kwargs)
-        cache.enter(layer_number(attention, given), given["hidden_states"])
+        cache.receive_hidden(layer_number(attention, given), given["hidden_states"])
 
 
 def _announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -192,7 +192,7 @@ def says_candidates(model: nn.Module) -> bool:
 def _ask(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, WatchfulCache):
-        cache.asked(kwargs.get("logits_to_keep"))
+        cache.receive_logits_to_keep(kwargs.get("logits_to_keep"))
 
 
 def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
@@ -223,7 +223,9 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise Unsupported(
             f"attention_mask: of {mask.ndim} dimensions, which hides from the cache who attends to whom; leave it out"
         )
-    cache.begin(kwargs.get("input_ids", args[0] if args else None), padding_of(mask) if mask is not None else None)
+    cache.receive_tokens(
+        kwargs.get("input_ids", args[0] if args else None), padding_of(mask) if mask is not None else None
+    )
 
 
 def padding_of(mask: Tensor) -> list[int] | None:

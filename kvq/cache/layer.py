@@ -65,7 +65,7 @@ class Layer(CacheLayerMixin):
         return self.evicted > 0
 
     @property
-    def alone(self) -> list[Layer]:
+    def of_sequences(self) -> list[Layer]:
         """The layers that hold sequences which begin together: itself, or one for each padding of a batch."""
         return [self]
 
@@ -74,13 +74,13 @@ class Layer(CacheLayerMixin):
         """Whether `observe` is to be called for the next attention."""
         return False
 
-    def begin(self, tokens: Tensor | None) -> None:
-        """Hear which tokens come next, `[batch, tokens]`, before their states do (None: nobody knows)."""
+    def receive_tokens(self, tokens: Tensor | None) -> None:
+        """Receive the ids of the next tokens, `[batch, tokens]`, before their states (None: they are not known)."""
 
-    def enter(self, hidden: Tensor) -> None:
+    def receive_hidden(self, hidden: Tensor) -> None:
         """Receive the states `[batch, tokens, channels]` that enter the layer, before `update`."""
 
-    def turn(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
+    def receive_rotations(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         """Receive the rotations of the next `tokens` tokens: cosines and sines `[rows, tokens, columns]`."""
         self.key.rope.extend(self.get_seq_length(), tokens, given, like)
 
@@ -172,13 +172,13 @@ class KVCacheLayer(Layer):
         self._recorded: Recorded | None = None
 
     @override
-    def begin(self, tokens: Tensor | None) -> None:
-        self.key.begin(tokens)
+    def receive_tokens(self, tokens: Tensor | None) -> None:
+        self.key.receive_tokens(tokens)
 
     @override
-    def enter(self, hidden: Tensor) -> None:
-        self.key.enter(hidden)
-        self.value.enter(hidden)
+    def receive_hidden(self, hidden: Tensor) -> None:
+        self.key.receive_hidden(hidden)
+        self.value.receive_hidden(hidden)
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -192,8 +192,8 @@ class KVCacheLayer(Layer):
             columns, self._columns = self._columns, None
             if columns is None and self._moving(queries):
                 raise self._not_followed()
-            keys = self.key.append_one_by_one(key_states)
-            read = _joined(columns, keys, self.value.append_one_by_one(value_states), hidden)
+            keys = self.key.append_in_steps(key_states)
+            read = _joined(columns, keys, self.value.append_in_steps(value_states), hidden)
         else:
             read = self._append(key_states, value_states, hidden)
         self._leave()

@@ -86,7 +86,7 @@ class PaddedLayer(Layer):
 
     @property
     @override
-    def alone(self) -> list[Layer]:
+    def of_sequences(self) -> list[Layer]:
         return [part.layer for part in self.parts]
 
     @property
@@ -111,22 +111,22 @@ class PaddedLayer(Layer):
         return self._seen - hidden + query_length, hidden
 
     @override
-    def begin(self, tokens: Tensor | None) -> None:
+    def receive_tokens(self, tokens: Tensor | None) -> None:
         for part in self.parts:
-            part.layer.begin(None if tokens is None else part.own(tokens, self._seen))
+            part.layer.receive_tokens(None if tokens is None else part.own(tokens, self._seen))
 
     @override
-    def enter(self, hidden: Tensor) -> None:
+    def receive_hidden(self, hidden: Tensor) -> None:
         for part in self.parts:
-            part.layer.enter(part.own(hidden, self._seen))
+            part.layer.receive_hidden(part.own(hidden, self._seen))
 
     @override
-    def turn(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
+    def receive_rotations(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         for part in self.parts:
             cos, sin = (None, None) if given is None else (part.own(one, self._seen) for one in given)
             table = None if cos is None or sin is None else (cos, sin)
             count = tokens - max(part.padding - self._seen, 0)
-            part.layer.turn(count, table, like)
+            part.layer.receive_rotations(count, table, like)
 
     @override
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
@@ -211,7 +211,7 @@ class PaddableCache(CountedCache, abc.ABC):
     @property
     @override
     def kv_layers(self) -> list[Any]:
-        return [one for layer in self._own for one in layer.alone]
+        return [one for layer in self._own for one in layer.of_sequences]
 
     @property
     def padding(self) -> Sequence[int] | None:
@@ -266,7 +266,7 @@ class PaddableCache(CountedCache, abc.ABC):
 
     def _open(self) -> None:
         """Hold the first sequences of equal padding, and no others, as a batch without padding."""
-        self._put([layer.alone[0] for layer in self._own])
+        self._put([layer.of_sequences[0] for layer in self._own])
         for layer, group in zip(self._own, self._groups, strict=False):
             self._tables[group] = layer.key.rope
 

@@ -246,8 +246,8 @@ def _style(module: Any, arguments: dict[str, Any], keys: Tensor, given: tuple[Te
         if 2 * rope.cos.shape[-1] <= keys.shape[-1] and rope.cos.shape[-1] == rope.sin.shape[-1]:
             one = Rope(rope.cos[:, None], rope.sin[:, None], rope.interleaved)
             wide = keys.to(rope.cos.dtype)
-            back = one.turn(wide, back=True)
-            if _distance(back, still) <= tolerance and _distance(one.turn(back), wide) <= tolerance:
+            back = one.rotate(wide, back=True)
+            if _distance(back, still) <= tolerance and _distance(one.rotate(back), wide) <= tolerance:
                 return style
     raise Unsupported(f"model: {type(module).__name__} turns its keys in a way that kvq does not know")
 

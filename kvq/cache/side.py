@@ -61,10 +61,10 @@ class CacheSide:
         self._full: Growable | None = None
         self._shape: tuple[int, int, int] | None = None
 
-    def begin(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
+    def receive_tokens(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
         """Receive the ids of the next tokens before their states; None: there are no ids."""
 
-    def enter(self, hidden: Float[Tensor, "batch tokens channels"]) -> None:
+    def receive_hidden(self, hidden: Float[Tensor, "batch tokens channels"]) -> None:
         """Receive the hidden states of the next tokens before their keys or values."""
 
     @property
@@ -184,7 +184,7 @@ class CacheSide:
             return Transitions(self.packed_tokens + gone, later)
         return Transitions(self.packed_tokens, (head,) * gone + later)
 
-    def append_one_by_one(self, states: States) -> tuple[States, States | None]:
+    def append_in_steps(self, states: States) -> tuple[States, States | None]:
         """Add states as if each came in an update of its own.
 
         Returns:
@@ -211,7 +211,7 @@ class CacheSide:
         """Add states: the first `head` tokens together, as in `append`, then the others one by one.
 
         Returns:
-            As `append_one_by_one`, for the tokens of `moves_behind`.
+            As `append_in_steps`, for the tokens of `moves_behind`.
 
         Raises:
             DataError, Unsupported: as `append`.
@@ -224,7 +224,7 @@ class CacheSide:
         rest = states[:, :, head:]
         if self.codec is not None and self._encodes_at_once:
             return [self.append(token) for token in rest.split(1, 2)][-1], None
-        seen, later = self.append_one_by_one(rest)
+        seen, later = self.append_in_steps(rest)
         gone = len(moves.queries) - (0 if later is None else later.shape[2])
         decoded = [seen[:, :, moves.start : moves.start + gone]] + ([] if later is None else [later])
         return torch.cat([front, rest], 2), torch.cat(decoded, 2) if moves.queries else None

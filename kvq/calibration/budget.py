@@ -167,7 +167,7 @@ class _Sums:
     def _rows(self, x: Tensor, rope: Rope | None, kept: Tensor, what: str) -> Float[Tensor, "kept n"]:
         wide = x.detach().cpu().double()
         if rope is not None:
-            wide = rope.turn(wide, back=True)
+            wide = rope.rotate(wide, back=True)
         if not bool(torch.isfinite(wide).all()):
             raise DataError(f"calibration: {self.label}: a {what} is NaN or infinite; model.dtype=float32")
         return wide[0].transpose(0, 1).flatten(1).index_select(0, kept)

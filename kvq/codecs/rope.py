@@ -53,7 +53,9 @@ class Rope:
         shape = (number, 1, length)
         return replace(self, cos=self.cos.unflatten(1, shape), sin=self.sin.unflatten(1, shape))
 
-    def turn(self, x: Float[Tensor, "*lead tokens head_dim"], back: bool = False) -> Float[Tensor, "*lead tokens dim"]:
+    def rotate(
+        self, x: Float[Tensor, "*lead tokens head_dim"], back: bool = False
+    ) -> Float[Tensor, "*lead tokens dim"]:
         """Rotate the pairs of every token forward, or `back`."""
         pairs = self.cos.shape[-1]
         if not pairs:
@@ -84,12 +86,12 @@ class _RopeStage(Stage):
     @override
     def forward(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Side]:
         assert rope is not None
-        return rope.turn(x, self.back), {}
+        return rope.rotate(x, self.back), {}
 
     @override
     def inverse(self, y: Tensor, side: Side, rope: Rope | None = None) -> Tensor:
         assert rope is not None
-        return rope.turn(y, not self.back)
+        return rope.rotate(y, not self.back)
 
 
 class UndoRope(_RopeStage):

@@ -63,7 +63,7 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, **named
     from datasets import load_dataset
 
     try:
-        with asked():
+        with one_line_errors():
             return load_dataset(hub_id, *given, **named)
     # The hub's client raises errors of several libraries; all mean that the rows cannot be downloaded.
     except Exception as error:
@@ -86,7 +86,7 @@ def folder_of(name: str, revision: str | None) -> Path | None:
 
 
 @contextmanager
-def asked() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Within the context, the hub's libraries are in offline mode if the hub does not answer."""
     if answers():
         yield

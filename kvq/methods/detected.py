@@ -64,7 +64,7 @@ class DetectedSide(KeptRows):
         super().__init__(codec, residual, label, keep_decoded)
 
     @override
-    def enter(self, hidden: Tensor) -> None:
+    def receive_hidden(self, hidden: Tensor) -> None:
         self.note(self._detection.sinks(hidden))
 
     @override

@@ -209,7 +209,7 @@ class KeptSide(KeptRows):
         super().__init__(codec, residual, label, keep_decoded)
 
     @override
-    def begin(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
+    def receive_tokens(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
         """Receive the ids of the next tokens before their keys. Raises: Unsupported: there are no ids."""
         if tokens is None:
             raise Unsupported(f"{self.label}: method.kept_keys chooses tokens by input_ids, of which there are none")

@@ -88,7 +88,7 @@ class MergedRotation:
         for pair in layers:
             for heads in pair:
                 weight: Tensor = heads.matrix.weight  # type: ignore[assignment]
-                heads.turn(self.rotations[side].matrix(head_dim, weight.double()))
+                heads.rotate(self.rotations[side].matrix(head_dim, weight.double()))
         if not torch.allclose(_logits(model), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
             raise Unsupported(f"method.{_SETTINGS[side]}: {type(model).__name__} {_MORE[side]}")
 
@@ -153,7 +153,7 @@ class Heads:
     written: bool
     channels: Int[Tensor, " channels"] | None = None
 
-    def turn(self, rotation: Float[Tensor, "dim dim"]) -> None:
+    def rotate(self, rotation: Float[Tensor, "dim dim"]) -> None:
         """Every head's channels become those times the rotation, in double precision."""
         weight: Tensor = self.matrix.weight.data  # type: ignore[assignment]
         transposed = isinstance(self.matrix, Conv1D)  # of a linear layer

@@ -280,7 +280,7 @@ class DeferredSide(CacheSide):
         return self._visible()
 
     @override
-    def append_one_by_one(self, states: States) -> tuple[States, States | None]:
+    def append_in_steps(self, states: States) -> tuple[States, States | None]:
         return self.append(states), None
 
     def leaving(self) -> list[int]:

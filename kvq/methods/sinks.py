@@ -96,11 +96,11 @@ class SinkSide(CacheSide):
         return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
 
     @override
-    def append_one_by_one(self, states: States) -> tuple[States, States | None]:
+    def append_in_steps(self, states: States) -> tuple[States, States | None]:
         rest = self._keep(states)
         if rest is None:
             return self._behind(None), None
-        visible, decoded = super().append_one_by_one(rest)
+        visible, decoded = super().append_in_steps(rest)
         return visible if visible.shape[2] == self.tokens else self._behind(visible), decoded
 
     def _keep(self, states: Tensor) -> Tensor | None:

@@ -171,7 +171,7 @@ def _turned(layer: Layer, x: Tensor, back: bool) -> Tensor:
     if layer.rope is None:
         return x
     rope = replace(layer.rope, cos=layer.rope.cos[:, None], sin=layer.rope.sin[:, None])
-    return rope.turn(x, back)
+    return rope.rotate(x, back)
 
 
 class Distributions:

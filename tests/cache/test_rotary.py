@@ -105,12 +105,12 @@ def test_turned_back_keys_are_those_of_the_projection(name: str, monkeypatch: py
     one = Rope(rope.cos[:, None], rope.sin[:, None], rope.interleaved)
     factor = getattr(model.model.rotary_emb, "attention_scaling", 1.0)
     assert (factor != 1) == (name in ("yarn", "longrope"))
-    back = one.turn(keys, back=True)
+    back = one.rotate(keys, back=True)
     turned = 2 * rope.cos.shape[-1]
     before = torch.cat([before[..., :turned] * factor, before[..., turned:]], -1)
     scale = float(keys.abs().max())
     assert float((back - before).abs().max()) < 1e-6 * scale
-    assert float((one.turn(back) - keys).abs().max()) < 1e-6 * scale
+    assert float((one.rotate(back) - keys).abs().max()) < 1e-6 * scale
     assert float((keys - before).abs().max()) > 0.1 * scale
 
 

@@ -114,7 +114,7 @@ def test_one_by_one_says_what_each_query_reads(name, start, count):
         fed.append(x[:, :, :start])
         single.append(x[:, :, :start])
     moves = fed.moves(count)
-    first, decoded = fed.append_one_by_one(x[:, :, start:])
+    first, decoded = fed.append_in_steps(x[:, :, start:])
     assert len(moves.queries) == (0 if decoded is None else decoded.shape[2])
     for query in range(count):
         expected = single.append(x[:, :, start + query : start + query + 1])

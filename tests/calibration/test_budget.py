@@ -119,7 +119,7 @@ def test_moments_are_those_of_kept_states() -> None:
         x, gradient = getattr(states, side).double(), states.gradients[side].double()
         if side == "key":
             assert states.rope is not None
-            x, gradient = states.rope.turn(x, back=True), states.rope.turn(gradient, back=True)
+            x, gradient = states.rope.rotate(x, back=True), states.rope.rotate(gradient, back=True)
         rows, slopes = (part[:, chosen].transpose(0, 1).flatten(1) for part in (x, gradient))
         assert (moments.heads, moments.tokens) == (len(x), 42)
         torch.testing.assert_close(moments.mean, rows.mean(0))

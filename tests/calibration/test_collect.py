@@ -52,8 +52,8 @@ def test_gradients_are_those_of_autograd_before_rope() -> None:
             assert layer.rope is not None
             rope = layer.rope.narrow(0, layer.rope.tokens)
             found = {
-                "key": rope.turn(layer.key, back=True),
-                "key gradient": rope.turn(layer.gradients["key"], back=True),
+                "key": rope.rotate(layer.key, back=True),
+                "key gradient": rope.rotate(layer.gradients["key"], back=True),
                 "value": layer.value,
                 "value gradient": layer.gradients["value"],
             }

@@ -142,7 +142,7 @@ def test_a_model_is_calibrated_without_its_first_tokens() -> None:
     seen = torch.arange(48).view(2, 24)[:, 4:].flatten()
     for layer, own in states.items():
         assert own.rope is not None
-        for side, x in (("key", own.rope.turn(own.key, back=True)), ("value", own.value)):
+        for side, x in (("key", own.rope.rotate(own.key, back=True)), ("value", own.value)):
             rows = x.transpose(0, 1).flatten(1)[seen].numpy()
             name = f"{side}.{layer}.components"
             mean, basis = oracle.components(rows)

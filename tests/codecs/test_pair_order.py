@@ -33,7 +33,7 @@ def test_rope_of_neighbours_is_that_of_halves_in_the_new_order():
     neighbours = Rope(halves.cos, halves.sin, interleaved=True)
     x = torch.randn(1, 2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     stage = PairOrder("interleaved")
-    torch.testing.assert_close(stage.forward(halves.turn(x))[0], neighbours.turn(stage.forward(x)[0]))
+    torch.testing.assert_close(stage.forward(halves.rotate(x))[0], neighbours.rotate(stage.forward(x)[0]))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma2"])

@@ -117,7 +117,7 @@ def test_chunked_scoring_is_exact(chunks, policy, keep_decoded):
     for token in x.split(1, 2):
         expected = single.append(token)
     for chunk in x.split(chunks, 2):
-        together.append_one_by_one(chunk)
+        together.append_in_steps(chunk)
     assert together.packed_tokens == single.packed_tokens > 0
     assert together.packed_bytes == single.packed_bytes
     assert torch.equal(together._past(), single._past())

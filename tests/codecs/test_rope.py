@@ -39,7 +39,7 @@ def test_it_turns_pairs(pairs, interleaved, back, rows, tokens):
     """Whole or part of the head dim, either layout of pairs, one table for the batch or one for each entry."""
     x = torch.cat([block(3, tokens, 16, seed) for seed in range(2)])
     rope = rotations(tokens, pairs, interleaved, rows)
-    out = rope.blocks(tokens, 1).turn(x[:, None], back)[:, 0]
+    out = rope.blocks(tokens, 1).rotate(x[:, None], back)[:, 0]
     np.testing.assert_allclose(out.numpy(), turned(x, rope, back), atol=1e-12)
     torch.testing.assert_close(out[..., 2 * pairs :], x[..., 2 * pairs :], rtol=0, atol=0)
     torch.testing.assert_close(out.norm(dim=-1), x.norm(dim=-1))
@@ -49,7 +49,7 @@ def test_a_table_knows_only_distances():
     """Scores of turned keys and queries depend on the difference of their positions."""
     x, rope = block(1, 1, 16)[0], rope_table(40, 16)
     query, key = x, x.flip(-1)
-    scores = [(rope.narrow(p + 5, 1).turn(query) * rope.narrow(p, 1).turn(key)).sum() for p in (0, 9, 30)]
+    scores = [(rope.narrow(p + 5, 1).rotate(query) * rope.narrow(p, 1).rotate(key)).sum() for p in (0, 9, 30)]
     torch.testing.assert_close(scores, [scores[0]] * 3)
     shifted = rope_table(4, 16, start=9)
     torch.testing.assert_close(shifted.cos, rope.narrow(9, 4).cos)
@@ -59,7 +59,7 @@ def test_a_table_knows_only_distances():
 def test_undone_and_redone(interleaved):
     """Between the two stages keys are what they were before their embedding; behind them all is as it was."""
     x, rope = block(2, 20, 16), rotations(20, 6, interleaved)
-    keys = rope.blocks(20, 1).turn(x[:, None])[:, 0]
+    keys = rope.blocks(20, 1).rotate(x[:, None])[:, 0]
     before, _ = UndoRope().forward(keys[:, None], rope.blocks(20, 1))
     torch.testing.assert_close(before[:, 0], x)
     codec = Codec({"undo": UndoRope()}, ["undo"], Passthrough())

@@ -139,8 +139,8 @@ def test_keys_before_rope_are_quantized_unturned() -> None:
     other = before_rope(codec)
     assert other is not None
     blocks = rope.blocks(64, 1)
-    bare = blocks.turn(x[:, None], back=True)[:, 0]
-    expected = blocks.turn(codec.decode(codec.encode(bare))[:, None])[:, 0]
+    bare = blocks.rotate(x[:, None], back=True)[:, 0]
+    expected = blocks.rotate(codec.decode(codec.encode(bare))[:, None])[:, 0]
     assert torch.allclose(reconstruct(other, x, None, rope), expected)
     assert before_rope(other) is None
 

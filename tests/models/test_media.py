@@ -119,7 +119,7 @@ def test_rope_on_several_axes_is_undone_exactly(name):
         rope = styles[index][0].rope(cos[:1], sin[:1])
         image = tokens[0] == IMAGE
         assert not torch.equal(keys[:, :, image], before[:, :, image])
-        assert float((rope.turn(keys, back=True) - before).abs().max() / before.abs().max()) < 1e-6
+        assert float((rope.rotate(keys, back=True) - before).abs().max() / before.abs().max()) < 1e-6
         if name != "llava":  # the patches of a row share one axis and differ in another
             assert int((cos[0].diff(dim=0) == 0).sum()) > 0
 

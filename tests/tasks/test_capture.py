@@ -61,7 +61,7 @@ def test_rope_turns_keys_back_to_the_projection() -> None:
         hook.remove()
     for layer, bare in zip(layers, projected[-2:], strict=True):
         assert layer.rope is not None
-        turned = layer.rope.blocks(30, 1).turn(layer.key[:, None], back=True)[:, 0]
+        turned = layer.rope.blocks(30, 1).rotate(layer.key[:, None], back=True)[:, 0]
         assert torch.allclose(turned.transpose(1, 2).flatten(2), bare, atol=1e-5)
 
 

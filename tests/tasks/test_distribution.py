@@ -69,8 +69,8 @@ def test_keys_go_through_nsn_before_rope(tmp_path: Path) -> None:
     for layer in layers:
         assert layer.rope is not None
         turns = layer.rope.blocks(128, 1)
-        bare = turns.turn(layer.key[:, None], back=True)[:, 0]
-        y = turns.turn(nsn(bare, "NS")[:, None])[:, 0]
+        bare = turns.rotate(layer.key[:, None], back=True)[:, 0]
+        y = turns.rotate(nsn(bare, "NS")[:, None])[:, 0]
         kl += [channel_kl(y[0, head]).mean() for head in range(2)]
     assert found.metrics["kl_key_NS"] == pytest.approx(float(torch.stack(kl).mean()), rel=1e-3)
 
