@@ -71,6 +71,7 @@ def build_tables(
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         groups[run_key(_protocol(record))].append(record)
+    _join_baselines(groups)
     unused: dict[Path, str] = {}
     comparisons = Comparisons(lambda record: samples_of(record, store, unused))
     limits = limits_of(records, comparisons.samples)
@@ -91,6 +92,17 @@ def build_tables(
     reasons = {file.path: file.reason for file in odd} | unused
     files = tuple(Broken(path, reason) for path, reason in reasons.items())
     return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), files)
+
+
+def _join_baselines(groups: dict[str, list[Record]]) -> None:
+    """Put a full precision without all settings of its runs (`task.free`) with them, if no other runs ask for it."""
+    asking: dict[str, set[str]] = defaultdict(set)
+    for name, group in groups.items():
+        for record in group:
+            asking[record.baseline_key or ""].add(name)
+    for name, group in list(groups.items()):
+        if len(group) == 1 and len(asked := asking[group[0].key]) == 1 and name not in asked:
+            groups[asked.pop()] += groups.pop(name)
 
 
 def told_apart(tables: Sequence[Table]) -> list[Table]:
