@@ -28,6 +28,7 @@ import batch_bench
 import bench_fits
 import bench_report
 import encode_bench
+import linear_bench
 import peers_bench
 import sweep_bench
 import threads_bench
@@ -297,6 +298,7 @@ ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "calibration_fits": lambda pairs, records: bench_fits.measure(),
     "encode_over_kivi": lambda pairs, records: encode_speed(3 * pairs),
     "one_thread_over_two": lambda pairs, records: threads_bench.measure(max(2, pairs // 2)),
+    "torch_linear_over_onednn": lambda pairs, records: linear_bench.measure(paired, pairs),
     "sweep_of_two_processes": lambda pairs, records: sweep_bench.measure(max(1, pairs // 3)),
     "peers": lambda pairs, records: peers_bench.measure(pairs),
     "tni_peak_over_forward": lambda pairs, records: norms_peak(),
@@ -332,6 +334,8 @@ def show(report: dict[str, Any]) -> None:
     for name, ways in report.get("one_thread_over_two", {}).items():
         gains = ", ".join(f"{way} {values['ratio_median']:.2f}x" for way, values in ways.items())
         print(f"{'one_thread_over_two':<34}{name:<12}{gains}")
+    for name, values in report.get("torch_linear_over_onednn", {}).items():
+        print(f"{'torch_linear_over_onednn':<34}{name:<12}{values['ratio_median']:8.2f}x")
     if swept := report.get("sweep_of_two_processes"):
         print(f"{'sweep_of_two_processes':<34}{swept['ratio_median']:8.2f}x of one process, 9 runs")
     for name, values in report.get("fused_encode", {}).get("cells", {}).items():

@@ -30,8 +30,8 @@ _ON_LOADING = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
 def onednn_linear() -> Iterator[None]:
     """Linear layers in float32 on a CPU are computed by oneDNN, but where a gradient is asked for.
 
-    torch multiplies by MKL, which on AMD processors uses half of their vector units: SmolLM2's layers take 2.1 times
-    the time there. Results differ as those of two processors do, in the last bits of float32.
+    torch multiplies by MKL, which is slow on AMD processors (`experiments/bench.py --only torch_linear_over_onednn`).
+    Results differ as those of two processors do, in the last bits of float32.
     """
     plain, product = nn.Linear.forward, torch.ops.mkldnn._linear_pointwise
 
