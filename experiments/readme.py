@@ -10,7 +10,7 @@ import re
 
 from experiments.places import ROOT, fill
 
-WORDS = re.compile(r"([\w-]+)(?: of ([\w/ ]+?))?(?: at ([\w ]+))?")
+WORDS = re.compile(r"([\w-]+)(?: of ([\w/ ]+?))?(?: at ([\w. ]+))?")
 HEAD = 3
 """Lines of a table before its methods: titles, alignment, full precision."""
 
