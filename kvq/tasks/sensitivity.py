@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,8 +83,6 @@ def _each_head_by_itself(codec: Codec, head_dim: int) -> bool:
 
 class OneHead(Codec):
     """A codec for one head; the others are stored as they are. Its parts are those of `codec`, and `others`."""
-
-    version: ClassVar[int] = 1
 
     def __init__(self, codec: Codec, head: int) -> None:
         super().__init__(dict(codec.stages), [name for name, _ in codec.stages], codec.quantizer)

@@ -83,6 +83,8 @@ def judged(ending: Ending, code: int | None, said: str) -> str | None:
     stopped = [line for line in lines if line.endswith("what is done is kept, repeat the command to go on")]
     if ending.how.startswith("SIG"):
         allowed |= {128 + signal.Signals[ending.how]}
+        if any(REASON.match(line) for line in lines):  # it was over: Python's own end has no handlers any more
+            allowed |= {-signal.Signals[ending.how]}
     if ending.how == "closed":
         allowed |= {141}
     if "Traceback" in said or "Exception ignored" in said:

@@ -106,7 +106,14 @@ def test_committed_runs_are_their_presets() -> None:
     assert all(any(name in command for name in SETTINGS) for _, command in told)
     shown = {found for _, found, _ in other} - {record.method for record in records}
     words = ("residual", "group size", "eviction budget", "prefill in one block", "packed attention")
-    words += ("merge rotation", "+ key.undo_rope", "bits by layer", "calibrated on text", "full precision layers")
+    words += (
+        "merge rotation",
+        "+ key.undo_rope",
+        "bits by layer",
+        "calibrated on text",
+        "calibration samples",
+        "full precision layers",
+    )
     assert {found for found in shown if not any(word in found for word in words)} == set()
 
 

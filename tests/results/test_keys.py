@@ -37,9 +37,11 @@ SETTINGS = (
     "embedded/round_weights",
     *(f"real/{name}" for name in ("allocated", "eviction", "layers", "niah", "residual", "round_weights")),
     "method.calibration.path=",
+    "method.calibration.samples=",
+    "method.bits_by_layer",
 )
 """Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's. Last:
-a calibration on a text that the command names."""
+a calibration, or bits by layer, that the command names."""
 
 
 def own_settings(record: Record) -> list[str]:

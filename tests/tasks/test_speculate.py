@@ -56,7 +56,7 @@ def test_counts_follow_from_single_steps(made: tuple[Store, dict[str, Record]]) 
     writer = Writer(prepared.inputs, prepared.method)
     for index, prompt in enumerate(passages(prepared.inputs)):
         row = store.samples(runs["drafts"].key)[index]
-        same, _ = writer.forced(prompt, row["tokens"], Draws(prepared.inputs.config.task, index))
+        same, _, _ = writer.forced(prompt, row["tokens"], Draws(prepared.inputs.config.task, index))
         at, expected = 1, []
         for count in row["drafted"]:
             right = next((step for step in range(count) if not same[at + step]), count)

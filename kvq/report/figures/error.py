@@ -149,6 +149,7 @@ def plane_figure(table: pd.DataFrame, quantity: str) -> Figure:
     axes = wrapped(made, len(methods), columns)
     for index, (axis, method) in enumerate(zip(axes, methods, strict=True)):
         part = table[table["method"] == method]
+        part = part.drop_duplicates(["outliers", "lowness"])  # of two runs with one label, the first
         grid = part.pivot(index="outliers", columns="lowness", values=quantity)
         image = heat(axis, grid, norm=scale, origin="lower")
         for (row, column), value in np.ndenumerate(grid.to_numpy(dtype=float)):
@@ -197,7 +198,7 @@ def bars_figure(table: pd.DataFrame) -> Figure:
     made = figure(2, 0.5 + math.ceil(len(quantities) / _ACROSS) * (0.65 + 0.17 * len(methods)))
     axes = wrapped(made, len(quantities), _ACROSS, sharey=True)
     for axis, quantity in zip(axes, quantities, strict=True):
-        part = table[table["quantity"] == quantity].set_index("method")
+        part = table[table["quantity"] == quantity].drop_duplicates("method").set_index("method")
         for place, method in enumerate(methods):
             if method in part.index:
                 mean, least, most = (float(part.loc[method, kind]) for kind in ("mean", "min", "max"))
