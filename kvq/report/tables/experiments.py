@@ -12,6 +12,7 @@ from kvq.report.labels import is_on_test_text
 from kvq.report.tables.build import is_unquantized
 from kvq.report.tables.readings import Published, Reference, read_metric, read_statistic
 from kvq.results import Record, is_stale, run_key
+from kvq.results.statistics import ALPHA
 
 NO_METRIC = "the run has no metric"
 """How the reason of a cell begins that its runs, though done, give no number."""
@@ -206,14 +207,27 @@ def _shown(asked: Asked, published: Published | None, records: _Records, machine
         error=None if error is None else abs(experiment.scale) * error,
         bits=_same(record.metrics.get("bits_per_element") for record in found),
         effective_bits=_same(record.metrics.get("effective_bits") for record in found),
-        within_noise=alone is not None
-        and alone.baseline_key is not None
-        and is_noise(alone, alone.metrics.get("p_value")),
+        within_noise=alone is not None and _within_noise(alone, asked.metric),
         unquantized=all(is_unquantized(record, records.by_key) for record in found),
         stale=any(records.stale(record) for record in found),
         on_test_text=any(map(is_on_test_text, found)),
         machine=machine,
     )
+
+
+def _within_noise(record: Record, metric: str) -> bool:
+    """Whether a run's metric is within noise of full precision: by a test of its own, else by the run's verdict.
+
+    A metric of a task with tests of several (`task=tools`) that has none is not judged.
+    """
+    if record.baseline_key is None:
+        return False
+    name = metric.removeprefix("percent of ")
+    if f"{name}_p" in record.metrics:
+        return record.metrics[f"{name}_p"] > ALPHA
+    if record.task == "tools" and name not in ("", "accuracy"):
+        return False
+    return is_noise(record, record.metrics.get("p_value"))
 
 
 def _value(records: Sequence[Record], metric: str, pool: str, known: Mapping[str, Record]) -> float | None:
