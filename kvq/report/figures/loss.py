@@ -85,7 +85,8 @@ def engines_table(table: Table) -> pd.DataFrame | None:
     rows = [row for row in table.rows if row.record.status == "done" and not row.baseline]
     if len({engine_of(row.record.method) is None for row in rows}) < 2:
         return None
-    return pareto_table(table, MEASURED)
+    found = pareto_table(table, MEASURED)
+    return None if found.empty else found
 
 
 @titled

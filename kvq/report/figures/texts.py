@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from kvq.report.figures.plots import GREY, bare, below, dress, heat, panels, titled
-from kvq.report.figures.style import COLUMN, colour, style
+from kvq.report.figures.style import COLUMN, lines_of, style
 from kvq.report.labels import by_bits, named
 from kvq.report.tables.layout import DASH, Row
 from kvq.results import Record, Store
@@ -97,6 +97,7 @@ def _grid_of(found: Mapping[tuple[str, str], pd.DataFrame], methods: Sequence[st
 
 
 _LEVEL = 0.95
+_MARKED = 8  # tokens between two markers of a line
 
 
 def survival_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -132,11 +133,13 @@ def _survival(record: Record, rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 def survival_figure(table: pd.DataFrame) -> Figure:
     """Two panels: the share of texts by tokens, with its interval, and the distance by step, a mean over 8 steps."""
     made, axes = panels(2, 3.2, 1, 2)
-    for index, (method, part) in enumerate(table.groupby("method", sort=False)):
-        look: dict[str, Any] = {"color": colour(index)}
+    looks = lines_of(table["method"])
+    for method, part in table.groupby("method", sort=False):
+        look: dict[str, Any] = {**looks[str(method)]._asdict(), "markersize": 3, "markevery": _MARKED}
         part = part.reset_index(drop=True)
         axes[0].step(part["tokens"], part["share"], where="post", label=method, **look)
-        axes[0].fill_between(part["tokens"], part["low"], part["high"], step="post", alpha=0.08, linewidth=0, **look)
+        tint = {"color": look["color"], "alpha": 0.06, "linewidth": 0}
+        axes[0].fill_between(part["tokens"], part["low"], part["high"], step="post", **tint)
         axes[1].plot(part["tokens"], part["kl"].rolling(8, min_periods=1).mean(), **look)
     axes[0].set_ylim(0, 1.02)
     axes[1].set_yscale("log")
