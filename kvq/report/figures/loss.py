@@ -113,6 +113,9 @@ def _losses(numbers: pd.DataFrame, size: Size) -> Figure:
     made, axes = panels(2, 4.2 if engines else 3.5, 1, 2)  # the legend of engines is longer
     for axis, (loss, name) in zip(axes, LOSSES, strict=True):
         known = numbers[numbers[loss].notna()].sort_values(size.column, kind="stable")
+        if known.empty:  # a task without this distance
+            axis.set_visible(False)
+            continue
         others = known[~known["method"].isin(list(looks))]
         for variant, fill in ((True, "none"), (False, _GREY)):
             some = others[others["variant"] == variant]

@@ -147,3 +147,57 @@ def survival_figure(table: pd.DataFrame) -> Figure:
     dress(axes[1], "tokens of full precision's text", "KL of the next token (nats)", "y")
     below(made, axes[0], 4)
     return made
+
+
+# By task: what a figure of its runs shows, in words.
+_SHARES = {
+    "tools": {
+        "valid_json": "answers that\nare JSON",
+        "schema_valid": "arguments that\nfit the schema",
+        "accuracy": "right calls",
+        "same_answers": "full precision's\nanswers",
+    },
+    "speculate": {
+        "acceptance": "drafted tokens\nthat are kept",
+        "tokens_per_forward": "tokens per forward\nof the target",
+    },
+    "reuse": {
+        "sent_bits": "bits per element,\npacked",
+        "zstd_bits": "bits per element,\nafter zstd",
+        "delta_nll": "loss\n(nats/token)",
+    },
+}
+
+
+def shares_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """One line per run and quantity that its task's figure shows: `value`, and `error`, its standard error or NaN."""
+    lines = [
+        {
+            "method": named(record),
+            "quantity": words,
+            "value": record.metrics[name],
+            "error": record.metrics.get(f"{name}_se", float("nan")),
+        }
+        for record in records
+        for name, words in _SHARES.get(record.task, {}).items()
+        if name in record.metrics
+    ]
+    return pd.DataFrame(lines, columns=["method", "quantity", "value", "error"])
+
+
+@titled
+def shares_figure(table: pd.DataFrame) -> Figure:
+    """A panel for each quantity, a bar for each run, with its standard error."""
+    methods, quantities = list(dict.fromkeys(table["method"])), list(dict.fromkeys(table["quantity"]))
+    looks = lines_of(methods)
+    made, axes = panels(2, 0.9 + 0.17 * len(methods), 1, len(quantities))
+    for place, (axis, quantity) in enumerate(zip(np.atleast_1d(axes), quantities, strict=True)):
+        part = table[table["quantity"] == quantity].drop_duplicates("method").set_index("method").reindex(methods)
+        colours = [looks[method].color for method in methods]
+        axis.barh(
+            range(len(methods)), part["value"], 0.7, xerr=part["error"], color=colours, error_kw={"linewidth": 0.8}
+        )
+        axis.set_yticks(range(len(methods)), methods if place == 0 else [], fontsize=6)
+        axis.set_ylim(len(methods) - 0.4, -0.6)
+        dress(axis, quantity, grid="x")
+    return made
