@@ -340,6 +340,8 @@ class LatencyConfig(SpeedConfig):
             method without its token norms.
     """
 
+    later: ClassVar[tuple[str, ...]] = ("prefill_steps", "decode_steps")
+    of_methods: ClassVar[tuple[str, ...]] = ("regimes", *later)
     name: str = "latency"
     batches: Counts = field(default_factory=lambda: [1])
     contexts: Counts = field(default_factory=lambda: [512, 1024])

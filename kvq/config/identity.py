@@ -121,11 +121,10 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
         own, asked = trained_with_bos(config.model, chat, trained_with), task.pop("bos")
         if own or asked:
             task["bos"] = own if asked is None else asked
-    if config.method.is_full_precision:
-        task.pop("free", None)  # its own text is what it writes
-    for name in ("regimes", "prefill_steps", "decode_steps"):
-        if name in task and (not task[name] or config.method.is_full_precision):
-            del task[name]  # nothing of it is timed, as before it could be
+    for name in getattr(config.task, "of_methods", ()) if config.method.is_full_precision else ():
+        task.pop(name, None)
+    if not task.get("regimes", True):
+        del task["regimes"]  # none is timed, as before one could be
     if "engine" in task and (engine := task.pop("engine")):
         task["engine"] = engine.canonical()
     return task

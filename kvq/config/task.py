@@ -46,6 +46,9 @@ class TaskConfig:
     later: ClassVar[tuple[str, ...]] = ()
     """Settings that came after the first records: at their default they are no part of a run's key."""
 
+    of_methods: ClassVar[tuple[str, ...]] = ()
+    """Settings of what a method does: they are no part of the key of full precision."""
+
     calibrates_itself: ClassVar[bool] = False
     """The task fits calibrated methods to states that it draws: they need no text."""
 

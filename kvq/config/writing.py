@@ -67,6 +67,7 @@ class TrajectoryConfig(PassagesConfig):
     name: str = "trajectory"
     version: ClassVar[int] = 1
     later: ClassVar[tuple[str, ...]] = ("temperature", "draw", "free")
+    of_methods: ClassVar[tuple[str, ...]] = ("free",)
     temperature: Positive | None = None
     free: bool = True
     draw: Seed = 0

@@ -17,7 +17,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvq.config import compose_part, conf_dir
+from kvq.config import compose_part
+from kvq.config.explain import choices
 from kvq.errors import ConfigError, did_you_mean
 from kvq.methods.quantized import Preset
 
@@ -93,16 +94,12 @@ class Maker:
 @functools.cache
 def names() -> dict[str, str]:
     """File of each method -> name of its call: the label where it is the file's name but for letters' case."""
-    return {name: _called(name, str(_file(name).get("label"))) for name in sorted(_files())}
+    return {name: _called(name, str(_file(name).get("label"))) for name in choices()["method"] if "/" not in name}
 
 
 def _called(name: str, label: str) -> str:
     word = re.sub(r"\W", "", label)
     return word if word.lower() == name.replace("_", "") else name
-
-
-def _files() -> list[str]:
-    return [path.stem for path in (conf_dir() / "method").glob("*.yaml")]
 
 
 def maker(called: str) -> Maker:

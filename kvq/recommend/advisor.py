@@ -15,7 +15,6 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 from kvq.config import Config, compose, resolve
@@ -157,12 +156,11 @@ class Advisor:
         Judged are those that no run of at most their bytes undercuts: among all pairs of a long table a correction for
         their number leaves no difference standing.
         """
-        sized = [
-            (size, record.metrics["delta_nll"], record.key) for record in records if (size := self._bytes_of(record))
-        ]
-        lowest = dict(zip(sorted(sized), accumulate((loss for _, loss, _ in sorted(sized)), min), strict=True))
-        kept = {key for (_, loss, key), least in lowest.items() if loss == least}
-        of_frontier = [record for record in records if record.key in kept]
+        sized = [(size, record) for record in records if (size := self._bytes_of(record))]
+        of_frontier: list[Record] = []
+        for _, record in sorted(sized, key=lambda pair: (pair[0], pair[1].metrics["delta_nll"], pair[1].key)):
+            if not of_frontier or record.metrics["delta_nll"] <= of_frontier[-1].metrics["delta_nll"]:
+                of_frontier.append(record)
         if len(of_frontier) < 2:
             return of_frontier
         return unbeaten(of_frontier, Verdicts(of_frontier, self._comparisons), self._bytes_of)

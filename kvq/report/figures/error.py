@@ -190,7 +190,7 @@ def bars_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
 
 @titled
 def bars_figure(table: pd.DataFrame) -> Figure:
-    """A bar for each run, a panel for each quantity; whiskers: the least and the most over draws or layers."""
+    """A bar for each run, a panel for each quantity, with whiskers: the least and the most, or the standard error."""
     bits = table.drop_duplicates("method").set_index("method")["bits_per_element"]
     methods, quantities = list(bits.index), list(dict.fromkeys(table["quantity"]))
     looks = lines_of(methods)
@@ -208,7 +208,7 @@ def bars_figure(table: pd.DataFrame) -> Figure:
             axis.set_xscale("log")
         else:
             axis.axvline(0, color=GREY, linewidth=0.6)
-        dress(axis, (_ERRORS | _REDUCTIONS)[quantity], grid="x")
+        dress(axis, (_ERRORS | _REDUCTIONS).get(quantity, quantity), grid="x")
     axes[0].set_yticks(range(len(methods)), names)
     axes[0].set_ylim(len(methods) - 0.4, -0.6)
     return made
@@ -271,23 +271,14 @@ _DECADES = 4
 
 def costs_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """One line per run, side (or head of it) and layer: KL when it alone is quantized, in nats per token."""
-    lines = [
-        {"method": named(record), "side": f"{row['side']}s", "layer": row["layer"], "kl": row["kl_mean"]}
-        for record in records
-        for row in store.samples_of(record)
-        if "side" in row
-    ]
-    lines += [
-        {
-            "method": named(record),
-            "side": f"{row['of'][0]}s, head {row['head']}",
-            "layer": row["of"][1],
-            "kl": row["kl_mean"],
-        }
-        for record in records
-        for row in store.samples_of(record)
-        if "head" in row
-    ]
+    lines = []
+    for record in records:
+        for row in store.samples_of(record):
+            if "side" in row:
+                lines.append((named(record), f"{row['side']}s", row["layer"], row["kl_mean"]))
+            elif "head" in row:
+                side, layer = row["of"]
+                lines.append((named(record), f"{side}s, head {row['head']}", layer, row["kl_mean"]))
     return pd.DataFrame(lines, columns=["method", "side", "layer", "kl"])
 
 

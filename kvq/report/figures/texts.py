@@ -169,35 +169,18 @@ _SHARES = {
 }
 
 
-def shares_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """One line per run and quantity that its task's figure shows: `value`, and `error`, its standard error or NaN."""
-    lines = [
-        {
-            "method": named(record),
-            "quantity": words,
-            "value": record.metrics[name],
-            "error": record.metrics.get(f"{name}_se", float("nan")),
-        }
-        for record in records
-        for name, words in _SHARES.get(record.task, {}).items()
-        if name in record.metrics
-    ]
-    return pd.DataFrame(lines, columns=["method", "quantity", "value", "error"])
+def shares_table(records: Sequence[Record], _: Store) -> pd.DataFrame:
+    """As `error.bars_table`: a line per run and quantity that its task's figure shows, from minus to plus its error.
 
-
-@titled
-def shares_figure(table: pd.DataFrame) -> Figure:
-    """A panel for each quantity, a bar for each run, with its standard error."""
-    methods, quantities = list(dict.fromkeys(table["method"])), list(dict.fromkeys(table["quantity"]))
-    looks = lines_of(methods)
-    made, axes = panels(2, 0.9 + 0.17 * len(methods), 1, len(quantities))
-    for place, (axis, quantity) in enumerate(zip(np.atleast_1d(axes), quantities, strict=True)):
-        part = table[table["quantity"] == quantity].drop_duplicates("method").set_index("method").reindex(methods)
-        colours = [looks[method].color for method in methods]
-        axis.barh(
-            range(len(methods)), part["value"], 0.7, xerr=part["error"], color=colours, error_kw={"linewidth": 0.8}
-        )
-        axis.set_yticks(range(len(methods)), methods if place == 0 else [], fontsize=6)
-        axis.set_ylim(len(methods) - 0.4, -0.6)
-        dress(axis, quantity, grid="x")
-    return made
+    NaN where a run lacks what others have.
+    """
+    lines = []
+    for record in records:
+        found = record.metrics
+        for name, words in _SHARES.get(record.task, {}).items():
+            if any(name in other.metrics for other in records):
+                mean, error = found.get(name, float("nan")), found.get(f"{name}_se", 0.0)
+                values = {"mean": mean, "min": mean - error, "max": mean + error}
+                bits = found.get("bits_per_element", float("nan"))
+                lines.append({"method": named(record), "bits_per_element": bits, "quantity": words, **values})
+    return pd.DataFrame(lines, columns=["method", "bits_per_element", "quantity", "mean", "min", "max"])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvq.report.figures.texts import shares_figure, shares_table
+from kvq.report.figures.error import bars_figure
+from kvq.report.figures.texts import shares_table
 from kvq.results import Store
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
@@ -19,7 +20,7 @@ def test_bars_are_the_metrics_of_committed_runs(task: str) -> None:
     table = shares_table(runs, store)
     assert len(table) > len(runs) > 10
     one = table[table["method"] == "kivi 2"].iloc[0]
-    assert one["value"] in next(run for run in runs if (run.method, run.bits) == ("kivi", "2")).metrics.values()
-    made = shares_figure(table, "a title")
+    assert one["mean"] in next(run for run in runs if (run.method, run.bits) == ("kivi", "2")).metrics.values()
+    made = bars_figure(table, "a title")
     assert [axis.get_xlabel() for axis in made.axes] == list(dict.fromkeys(table["quantity"]))
     assert all(len(axis.patches) == table["method"].nunique() for axis in made.axes)
