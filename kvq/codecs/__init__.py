@@ -25,6 +25,7 @@ from kvq.codecs.coefficients import Budget, CoefficientQuantizer, Groups, Princi
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
 from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.fisher import FisherTransform, JointMoments, Metric, QueryTransform
+from kvq.codecs.heads import HeadsCodec, check_single_heads
 from kvq.codecs.huffman import HuffmanCodec, Rate
 from kvq.codecs.kvquant import NonUniformQuantizer, SparseCodec
 from kvq.codecs.lattice import LatticeQuantizer

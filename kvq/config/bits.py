@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvq.errors import ConfigError, Unsupported
@@ -36,41 +36,85 @@ def mean_label(layers: Sequence[Bits]) -> str:
     return key if key == value else f"k{key}v{value}"
 
 
+Widths = int | list[int]
+"""Bits of a layer's keys or values: one number, or one for each KV head."""
+WHOLE = 16
+"""Among the bits of a layer's heads: that head stays in full precision."""
+
+
 @dataclass
 class BitsByLayerConfig:
     """Bits of each layer, keys and values apart, in the place of `bits`; of an empty side, `bits` holds in all layers.
 
+    A layer may have a list, a number for each KV head, of which 16 keeps the head in full precision: `[2, [2, 3, 16]]`.
     `at`: the method's settings at the bits that occur, by their labels; `kvq.config.resolve` writes them.
 
     Raises:
         ConfigError: a number outside 1-16, or sides of different lengths.
     """
 
-    key: list[int] = field(default_factory=list)
-    value: list[int] = field(default_factory=list)
+    key: list[Any] = field(default_factory=list)
+    value: list[Any] = field(default_factory=list)
     at: Any = None
 
     def __bool__(self) -> bool:
         return bool(self.key or self.value)
 
     def __post_init__(self) -> None:
-        for side in ("key", "value"):
-            given = getattr(self, side)
-            if any(not MIN_BITS <= number <= MAX_BITS for number in given):
-                raise ConfigError(
-                    f"method.bits_by_layer.{side}={given}: a whole number {MIN_BITS}-{MAX_BITS} for each layer"
-                )
+        self.key, self.value = (self._checked(side, getattr(self, side)) for side in ("key", "value"))
         if self.key and self.value and len(self.key) != len(self.value):
             raise ConfigError(
                 f"method.bits_by_layer: {len(self.key)} layers of keys and {len(self.value)} of values; as many of both"
             )
 
-    def layers(self, bits: Bits) -> list[Bits]:
-        """Bits of each layer; `bits`: of the run, for a side that has none of its own."""
+    @staticmethod
+    def _checked(side: str, given: list[Any]) -> list[Widths]:
+        """The numbers of a side; heads that all have the same are one number."""
+        found: list[Widths] = []
+        for own in given:
+            widths = list(own) if isinstance(own, Sequence) and not isinstance(own, str) else [own]
+            if not widths or not all(type(width) is int and MIN_BITS <= width <= MAX_BITS for width in widths):
+                told = f"a whole number {MIN_BITS}-{MAX_BITS} for each layer, or a list of one for each KV head"
+                raise ConfigError(f"method.bits_by_layer.{side}={given}: {told}")
+            found.append(widths[0] if len(set(widths)) == 1 else widths)
+        return found
+
+    def widths(self, bits: Bits) -> list[tuple[Any, Any]]:
+        """Bits of each layer's keys and values, `Widths`; `bits`: of the run, for a side that has none of its own."""
         count = len(self.key or self.value)
-        keys: Sequence[float | int] = self.key or [bits.key] * count
-        values: Sequence[float | int] = self.value or [bits.value] * count
-        return [Bits(*pair) for pair in zip(keys, values, strict=True)]
+        return list(zip(self.key or [bits.key] * count, self.value or [bits.value] * count, strict=True))
+
+    def layers(self, bits: Bits) -> list[Bits]:
+        """Bits of each layer, means where its heads have bits of their own."""
+        return [Bits(*(mean_width(widths) for widths in pair)) for pair in self.widths(bits)]
+
+    def occurring(self, bits: Bits) -> list[Bits]:
+        """The bits at which the method is needed: see `at_heads`."""
+        asked = (at for pair in self.widths(bits) for side in at_heads(*pair) for at in side if at is not None)
+        return list({at.label: at for at in asked}.values())
+
+
+def at_heads(key: Widths, value: Widths) -> tuple[list[Bits | None], list[Bits | None]]:
+    """The bits of the method whose codec is that of a head of keys and of values; None: it stays in full precision.
+
+    A layer without heads of their own has one of each.
+    """
+    keys, values = (own if isinstance(own, list) else [own] for own in (key, value))
+    first = Bits(first_width(key), first_width(value))
+    return (
+        [None if len(keys) > 1 and own == WHOLE else replace(first, key=own) for own in keys],
+        [None if len(values) > 1 and own == WHOLE else replace(first, value=own) for own in values],
+    )
+
+
+def first_width(widths: Any) -> Any:
+    """The bits of a layer; where its heads have their own, of the first that is quantized."""
+    return next(own for own in widths if own != WHOLE) if isinstance(widths, Sequence) else widths
+
+
+def mean_width(widths: Any) -> float | int:
+    """Mean bits of a layer."""
+    return sum(widths) / len(widths) if isinstance(widths, list) else widths
 
 
 def check_range(method: str, limits: Sequence[int | float], bits: Bits, real: bool = False) -> None:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import outside
-from kvq.config.bits import Bits, BitsByLayerConfig, parse_bits
+from kvq.config.bits import Bits, BitsByLayerConfig, first_width, parse_bits
 from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged, merged_part
 from kvq.config.method import MethodConfig
 from kvq.config.run import LOGGERS, Config
@@ -39,7 +39,7 @@ def _kvbits(side: str, *, _root_: DictConfig) -> float | int:
     bits, method = _bits_of(_root_), _root_.get("method")
     own = OmegaConf.select(method, f"bits_by_layer.{side}") if OmegaConf.is_config(method) else None
     if own:  # the settings of the method are those of its first layer
-        return int(own[0])
+        return first_width(own[0])
     return {"key": bits.key, "value": bits.value}[side]
 
 
@@ -140,7 +140,7 @@ def _compose_layers(cfg: DictConfig, config: Config) -> None:
     if by_layer:
         by_layer.at = {
             bits.label: _method_at(cfg, bits)
-            for bits in by_layer.layers(parse_bits(config.bits, config.method.real_bits))
+            for bits in by_layer.occurring(parse_bits(config.bits, config.method.real_bits))
         }
 
 

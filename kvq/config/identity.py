@@ -87,7 +87,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
         codecs
         | _said(
             full_precision_layers={side: sorted(set(layers[side])) for side in layers if layers[side] and codecs[side]},
-            bits_by_layer={side: given for side, given in bits.items() if len(set(given)) > 1},
+            bits_by_layer={side: given for side, given in bits.items() if any(own != given[0] for own in given)},
             backend=None if method.backend is None else {**vars(method.backend), "mode": MODE},
             first_layers={"count": first.count, **own} if first.count and any(own.values()) else None,
             sink_tokens=method.sink_tokens if quantized else 0,

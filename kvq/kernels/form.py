@@ -24,6 +24,7 @@ from kvq.codecs import (
     Codec,
     Float8Quantizer,
     HalfAwayQuantizer,
+    HeadsCodec,
     LevelsQuantizer,
     LloydMaxQuantizer,
     Packed,
@@ -181,6 +182,8 @@ def form_of(codec: Codec) -> Form:
             raise Unsupported(f"cache.attention=packed: stage '{name}' ({type(stage).__name__}) needs decoded tokens")
     if turns:
         raise Unsupported("cache.attention=packed: codes of keys before their rotary embedding need decoded tokens")
+    if isinstance(codec, HeadsCodec):
+        raise Unsupported("cache.attention=packed: heads with bits of their own need decoded tokens")
     if codec.stores_lists:
         raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
     quantizer = codec.quantizer

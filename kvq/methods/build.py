@@ -15,9 +15,9 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from kvq.codecs import Codec
+from kvq.codecs import Codec, HeadsCodec
 from kvq.config import Config, MethodConfig, outside
-from kvq.config.bits import Bits, check_range, parse_bits
+from kvq.config.bits import Bits, at_heads, check_range, mean_width, parse_bits
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
@@ -144,16 +144,35 @@ def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_di
         return ()
     if method.bits_range is None:
         raise ConfigError(f"method.bits_by_layer: {method.name} stores at a fixed rate and takes no bits")
-    lowest, highest = method.bits_range
+    given, (lowest, highest) = parse_bits(bits, method.real_bits), method.bits_range
+    occurring = asked.occurring(given)
     for side in ("key", "value"):
         own = getattr(asked, side)
-        if any(not lowest <= number <= highest for number in own):
+        if own and any(not lowest <= getattr(at, side) <= highest for at in occurring):
             raise Unsupported(f"method.bits_by_layer.{side}={own}: {method.name} does {lowest} to {highest} bits")
         parts = [(getattr(at, side), at.backend) for at in asked.at.values()]
-        if len(set(own)) > 1 and all(part == parts[0] for part in parts):
+        if len({getattr(at, side) for at in occurring}) > 1 and all(part == parts[0] for part in parts):
             raise ConfigError(f"method.bits_by_layer.{side}: {side}s of {method.name} do not follow `bits`")
     built = {label: instantiate_method(at, residual, label, head_dim) for label, at in asked.at.items()}
-    return tuple(built[layer.label] for layer in asked.layers(parse_bits(bits, method.real_bits)))
+    return tuple(_of_heads(built, *widths, head_dim) for widths in asked.widths(given))
+
+
+def _of_heads(built: Mapping[str, Method], key: Any, value: Any, head_dim: int) -> Method:
+    """The method of a layer, from those at the bits that occur by label; see `kvq.config.bits.Widths`."""
+    keys, values = at_heads(key, value)
+    whole = next(built[at.label] for at in keys if at is not None)
+    own: dict[str, Any] = {}
+    for side, heads in (("key", keys), ("value", values)):
+        if len(heads) == 1:
+            continue
+        if whole.backend is not None:
+            raise Unsupported(f"method.bits_by_layer.{side}: heads of {whole.name} have no bits of their own")
+        try:
+            own[side] = HeadsCodec([None if at is None else getattr(built[at.label], side) for at in heads])
+            own[side].check(head_dim)
+        except Unsupported as error:
+            raise Unsupported(f"method.bits_by_layer.{side}: {whole.name}: {error}") from error
+    return replace(whole, bits=Bits(mean_width(key), mean_width(value)), **own)
 
 
 def _check_alone(name: str, codecs: Mapping[str, Codec | None], residual: Residual) -> None:

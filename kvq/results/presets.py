@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, conf_dir, outside
-from kvq.config.bits import Bits
+from kvq.config.bits import Bits, first_width
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
@@ -318,7 +318,8 @@ def _preset_bits(bits: str, by_layer: Any) -> str:
     parsed = parse_label(bits)
     if parsed is None or not isinstance(by_layer, Mapping):
         return bits
-    key, value = (next(iter(by_layer.get(side) or ()), mean) for side, mean in zip(SIDES, parsed, strict=True))
+    found = (by_layer.get(side) or [mean] for side, mean in zip(SIDES, parsed, strict=True))
+    key, value = (first_width(layers[0]) for layers in found)
     return Bits(*(int(number) if number == int(number) else number for number in (key, value))).label
 
 

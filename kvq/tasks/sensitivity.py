@@ -14,13 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
-from typing_extensions import override
 
-from kvq.codecs import Codec, Rope, calibrated_parts, rope_table
-from kvq.codecs.quantizers import Parts
+from kvq.codecs import HeadsCodec, check_single_heads
 from kvq.config.tasks import PplConfig, SensitivityConfig, Windows
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
@@ -66,48 +62,21 @@ def check_heads(inputs: Inputs, method: Method) -> None:
     for layer in kv_layers_of(inputs.model.text_config, inputs.config.cache.latent):
         for side, dim in zip(SIDES, (layer.head_dim, layer.value_dim), strict=True):
             codec = method.codec_of(side, layer.index)
-            if codec is not None and not _each_head_by_itself(codec, dim):
-                told = f"method={method.name} encodes heads of {side}s together, or by a calibration"
-                raise Unsupported(f"task.heads=true: {told}")
-
-
-def _each_head_by_itself(codec: Codec, head_dim: int) -> bool:
-    """Whether the codec stores of one head alone what it stores of that head among others; tried on drawn states."""
-    if type(codec) is not Codec or codec.stores_lists or codec.fits_first_tokens or calibrated_parts(codec):
-        return False
-    states = torch.randn(1, 2, 64, head_dim, generator=torch.Generator().manual_seed(0))
-    rope = rope_table(64, head_dim)
-    both, one = (codec.decode(codec.encode(part, rope=rope), rope) for part in (states, states[:, :1]))
-    return torch.equal(both[:, :1], one)
-
-
-class OneHead(Codec):
-    """A codec for one head; the others are stored as they are. Its parts are those of `codec`, and `others`."""
-
-    def __init__(self, codec: Codec, head: int) -> None:
-        super().__init__(dict(codec.stages), [name for name, _ in codec.stages], codec.quantizer)
-        self.codec, self.head = codec, head
-
-    @override
-    def encode_block(self, blocks: Tensor, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
-        before, own, after = self._split(blocks)
-        others = torch.cat([before, after], -3)
-        return {**self.codec.encode_block(own, rope, dtype), "others": others.to(dtype or blocks.dtype, copy=True)}
-
-    @override
-    def decode_block(self, parts: Parts, shape: torch.Size, dtype: torch.dtype, rope: Rope | None = None) -> Tensor:
-        of_one = {name: part for name, part in parts.items() if name != "others"}
-        own = self.codec.decode_block(of_one, torch.Size([*shape[:-3], 1, *shape[-2:]]), dtype, rope)
-        others = parts["others"].to(dtype)
-        return torch.cat([others[..., : self.head, :, :], own, others[..., self.head :, :, :]], -3)
-
-    def _split(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        return blocks.split([self.head, 1, blocks.shape[-3] - self.head - 1], -3)
+            if codec is not None:
+                try:
+                    check_single_heads(codec, dim)
+                except Unsupported as error:
+                    raise Unsupported(f"task.heads=true: method={method.name}, {side}s: {error}") from error
 
 
 def layers_of(inputs: Inputs) -> int:
     """Layers of the model that cache keys and values."""
     return len(kv_layers_of(inputs.model.text_config, inputs.config.cache.latent))
+
+
+def heads_of(inputs: Inputs) -> int:
+    """KV heads of a layer."""
+    return int(inputs.model.text_config.num_key_value_heads)
 
 
 def places_of(method: Method, layers: int) -> list[Place]:
@@ -121,12 +90,12 @@ def only(method: Method, places: Collection[Place], layers: int) -> Method:
     return replace(method, full_precision_layers=whole)
 
 
-def only_head(method: Method, place: Place, head: int, layers: int) -> Method:
-    """The method for one head of a place; all other heads and places stay in full precision."""
+def only_head(method: Method, place: Place, head: int, heads: int, layers: int) -> Method:
+    """The method for one of the heads of a place; all other heads and places stay in full precision."""
     side, layer = place
     codec = method.codec_of(side, layer)
     assert codec is not None
-    own: Any = {side: OneHead(codec, head)}
+    own: Any = {side: HeadsCodec([codec if one == head else None for one in range(heads)])}
     return only(replace(method, by_layer=(), first_layers=None, **own), [place], layers)
 
 
@@ -156,7 +125,7 @@ def jobs_of(inputs: Inputs, method: Method) -> dict[str, Job]:
     """Every pass by its name."""
     task: SensitivityConfig = inputs.config.task
     places = places_of(method, layers_of(inputs))
-    heads = range(inputs.model.text_config.num_key_value_heads if task.heads else 0)
+    heads = range(heads_of(inputs) if task.heads else 0)
     jobs = {f"layer {layer} {side}": Job([(side, layer)]) for side, layer in places}
     jobs["all"] = Job(places)
     jobs |= {f"map {index}": Job(own) for index, own in enumerate(random_sets(places, task.maps, task.seed))}
@@ -180,7 +149,7 @@ class Pass:
         if job.head is None:
             method = only(self.method, job.places, layers)
         else:
-            method = only_head(self.method, job.places[0], job.head, layers)
+            method = only_head(self.method, job.places[0], job.head, heads_of(self.inputs), layers)
         result = run_ppl(loaded, method, self.windows, protocol(self.inputs.config.task), self.reference, False, keep)
         found = result.metrics()
         kept = {name: found[name] for name in ("kl_mean", "key_bits", "value_bits", "bits_per_element", "packed_bytes")}

@@ -13,7 +13,7 @@ from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical, names
 from kvq.config.method import CalibrationConfig
-from kvq.errors import ConfigError, KvqError
+from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel
@@ -90,6 +90,68 @@ def test_calibrated_layers_are_fitted_at_their_bits():
     assert not all(same[name] for name in same if name.startswith("key.0."))
 
 
+HEADS = ["bits_by_layer.key=[[2,4],3,[16,2]]", "bits_by_layer.value=[2,[4,3],[2,4]]"]
+
+
+@pytest.mark.parametrize("name", ["kivi", "nsn", "oscar", "turboquant", "rtn", "tcq"])
+def test_each_head_is_that_of_the_method_at_its_bits(name):
+    """Bytes and decoded states of a head are those of a cache of that head alone at its bits; 16 bits: as it is."""
+    widths = {"key": [[2, 4], [3, 3], [16, 2]], "value": [[2, 2], [4, 3], [2, 4]]}
+    model, one_head, (keys, values) = llama(layers=3), llama(layers=3, kv_heads=1), states()
+    mixed = KVCache(model, build_method(name, bits=2, overrides=HEADS))
+    for index in range(3):
+        for at in range(0, 200, 100):
+            seen = mixed.layers[index].update(keys[:, :, at : at + 100], values[:, :, at : at + 100])
+        for head in range(2):
+            own = {side: widths[side][index][head] for side in widths}
+            asked = {side: 2 if bits == 16 else bits for side, bits in own.items()}
+            alone = KVCache(one_head, build_method(name, bits=asked))
+            for at in range(0, 200, 100):
+                one = [part[:, head : head + 1, at : at + 100] for part in (keys, values)]
+                theirs = alone.layers[index].update(*one)
+            for side, ours, other, given_states in zip(own, seen, theirs, (keys, values), strict=True):
+                expected = given_states[:, head] if own[side] == 16 else other[:, 0]
+                assert torch.equal(ours[:, head], expected)
+
+
+def test_bytes_of_heads_add_up():
+    """Of RTN, b + 32/D bits for each head; 32 for one in full precision, of states in fp32."""
+    cache = KVCache(llama(layers=3), build_method("rtn", bits=2, overrides=HEADS))
+    for layer in cache.layers:
+        layer.update(*states(256))
+    assert cache.side_bits("key") == pytest.approx((2.25 + 4.25 + 3.25 + 3.25 + 32 + 2.25) / 6, abs=1e-12)
+    assert cache.side_bits("value") == pytest.approx((2 + 2 + 4 + 3 + 2 + 4) / 6 + 0.25, abs=1e-12)
+
+
+def test_heads_in_another_number_than_the_model_s_are_refused():
+    cache = KVCache(llama(layers=1), build_method("kivi", overrides=["bits_by_layer.key=[[2,4,2]]"]))
+    with pytest.raises(Unsupported, match=r"^bits of 3 heads in a layer of 2; one for each KV head$"):
+        cache.layers[0].update(*states())
+
+
+@pytest.mark.parametrize("name", ["oscar/token_scope", "kvquant", "waterfill"])
+def test_heads_that_are_encoded_together_have_no_bits_of_their_own(name):
+    with pytest.raises(Unsupported, match=r"^method.bits_by_layer.key: .*: encodes heads together"):
+        build_method(name, bits=2, overrides=["bits_by_layer.key=[[2,1]]"])
+
+
+def test_a_cache_of_heads_is_read_again(tmp_path):
+    """A cache of heads with bits of their own is written, read and continued as any."""
+    model, (keys, values) = llama(layers=3), states()
+    method = build_method("kivi", bits=2, overrides=HEADS)
+    cache = KVCache(model, method)
+    for layer in cache.layers:
+        layer.update(keys[:, :, :100], values[:, :, :100])
+    with pytest.raises(Unsupported, match="heads with bits of their own need decoded tokens"):
+        method.check_packed()
+    cache.save(tmp_path / "cache.safetensors")
+    again = KVCache.load(tmp_path / "cache.safetensors", model, method)
+    for ours, theirs in zip(cache.layers, again.layers, strict=True):
+        found = [layer.update(keys[:, :, 100:], values[:, :, 100:]) for layer in (ours, theirs)]
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_a_backend_of_transformers_has_bits_by_layer():
     if not installed("quanto"):
         pytest.skip("needs the extra [quanto]")
@@ -118,6 +180,7 @@ def test_the_key_holds_the_bits_of_layers_and_nothing_where_they_are_alike():
         (["method.bits_by_layer.key=[8,4,4,2]"], "k4.5v3"),
         (["method.bits_by_layer.key=[4,4,3]", "bits=2"], "k3.667v2"),
         (["method.bits_by_layer.key=[4,2]", "method.bits_by_layer.value=[2,4]"], "3"),
+        (["method.bits_by_layer.key=[[4,2],2]", "bits=2"], "k2.5v2"),
     ],
 )
 def test_a_record_is_named_by_mean_bits(overrides, label):
@@ -127,7 +190,13 @@ def test_a_record_is_named_by_mean_bits(overrides, label):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["bits_by_layer.key=[4,0]"], r"^method.bits_by_layer.key=\[4, 0\]: a whole number 1-16 for each layer$"),
+        (
+            ["bits_by_layer.key=[4,0]"],
+            r"^method.bits_by_layer.key=\[4, 0\]: a whole number 1-16 for each layer, or a list",
+        ),
+        (["bits_by_layer.key=[4,[2,2.5]]"], "a whole number 1-16 for each layer, or a list of one for each KV head$"),
+        (["bits_by_layer.key=[4,[2,9]]"], r"^method.bits_by_layer.key=\[4, \[2, 9\]\]: kivi does 1 to 8 bits$"),
+        (["bits_by_layer.key=[4,[16,16]]"], r"^method.bits_by_layer.key=\[4, 16\]: kivi does 1 to 8 bits$"),
         (["bits_by_layer.key=[4,9]"], r"^method.bits_by_layer.key=\[4, 9\]: kivi does 1 to 8 bits$"),
         (["bits_by_layer.key=[4]", "bits_by_layer.value=[4,2]"], "1 layers of keys and 2 of values; as many of both"),
         (["bits_by_layer.key=[a]"], "bits_by_layer.key"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvq
-from kvq.codecs import rope_table
+from kvq.codecs import HeadsCodec, rope_table
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.errors import ConfigError, Unsupported
@@ -18,7 +18,7 @@ from kvq.report.figures.error import costs_figure, costs_table, sums_figure, sum
 from kvq.results import Record, Store
 from kvq.results.journal import Journal
 from kvq.runner import Prepared, run
-from kvq.tasks.sensitivity import OneHead, check, measure, random_sets
+from kvq.tasks.sensitivity import check, measure, random_sets
 
 WINDOWS = "task.windows=2 task.context=96".split()
 GIVEN = ["model=tiny", "task=sensitivity", "task.maps=5", *WINDOWS, "threads=1"]
@@ -138,7 +138,7 @@ def test_each_head_alone(tmp_path: Path) -> None:
 def test_one_head_is_encoded_and_the_others_kept() -> None:
     codec = kvq.build_method("nsnquant", 2, 64).key
     states, rope = torch.randn(2, 3, 150, 64), rope_table(150, 64)
-    whole, own = codec.encode(states, 64, rope), OneHead(codec, 1)
+    whole, own = codec.encode(states, 64, rope), HeadsCodec([None, codec, None])
     found = own.decode(own.encode(states, 64, rope), rope)
     assert torch.equal(found[:, [0, 2]], states[:, [0, 2]])
     assert torch.equal(found[:, 1], codec.decode(whole, rope)[:, 1])
@@ -147,7 +147,7 @@ def test_one_head_is_encoded_and_the_others_kept() -> None:
 @pytest.mark.parametrize("method", ["oscar/token_scope", "kvquant", "waterfill"])
 def test_heads_that_are_encoded_together_are_refused(method: str) -> None:
     config = resolve(compose([*HEADS, f"method={method}", "bits=2"]))
-    with pytest.raises(Unsupported, match=r"task.heads=true: method=.* heads of keys together"):
+    with pytest.raises(Unsupported, match=r"task.heads=true: method=.* keys: encodes heads together"):
         check(Inputs(config), method_of(config, 64))
 
 
