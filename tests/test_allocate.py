@@ -53,8 +53,10 @@ def test_the_integer_program_finds_the_least_cost_there_is(found: Costs, bits: f
     assert Costs.cost(single) >= best - 1e-9
 
 
-def put(store: Store, bits: str, cost: dict[Place, float], **changes: object) -> Record:
-    """A record of costs as `task=sensitivity` leaves it, on 64 numbers a place."""
+def put(
+    store: Store, bits: str, cost: dict[Place, float], heads: list[dict[str, object]] | None = None, **changes: object
+) -> Record:
+    """A record of costs as `task=sensitivity` leaves it, on 64 numbers a place; `heads`: rows of heads."""
     sides = {f"{side}_bits": float(bits) + 0.5 for side in ("key", "value")}
     rows = [
         {
@@ -66,8 +68,10 @@ def put(store: Store, bits: str, cost: dict[Place, float], **changes: object) ->
         }
         for (layer, side), kl in cost.items()
     ]
+    if heads is not None:
+        changes["settings"] = made.config("kivi", bits, {"name": "sensitivity", "heads": True})
     record = made.record("kivi", bits, task="sensitivity", **changes)  # type: ignore[arg-type]
-    return store.put(record, [*rows, {"item": "all", "kl_mean": 1.0, **sides}])
+    return store.put(record, [*rows, *(heads or []), {"item": "all", "kl_mean": 1.0, **sides}])
 
 
 @pytest.fixture
@@ -112,6 +116,35 @@ def test_sides_in_full_precision(store: Store, tmp_path: Path) -> None:
     method = method_of(resolve(compose(["method=own", "bits=2"], config_dir=tmp_path / "mine")), 64)
     assert method.codec("key", 0, 2) is None
     assert method.codec("key", 1, 2) is not None
+
+
+def test_bits_of_heads(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Second heads have all of their sides' cost; at 3 bits on average the two that cost most have 4."""
+    words = ["model=tiny", "method=kivi", "bits=3", f"results={store.root}", "full=false", "heads=true"]
+    assert allocate.main(words) == 1
+    assert "task=sensitivity task.heads=true model=tiny" in capsys.readouterr().err
+    for bits, scale in (("2", 1.0), ("4", 0.1)):
+        at = {place: scale * {(0, "key"): 1.0, (1, "value"): 0.2}.get(place, 0.1) for place in PLACES}
+        rows = [
+            {"item": f"{place} {head}", "head": head, "of": [place[1], place[0]], "kl_mean": cost * (head == 1)}
+            for place, cost in at.items()
+            for head in (0, 1)
+        ]
+        put(store, bits, at, heads=rows)
+    out = tmp_path / "mine" / "method" / "own.yaml"
+    assert allocate.main([*words, f"out={out}"]) == 0
+    said = capsys.readouterr().out
+    assert "integer program   0.3200 nats of KL in sum, 3.000 bits" in said
+    assert "keys   2/4 2/2\n" in said
+    preset = yaml.safe_load(out.read_text(encoding="utf-8"))
+    assert preset["bits_by_layer"] == {"key": [[2, 4], 2], "value": [2, [2, 4]]}
+    method = method_of(resolve(compose(["method=own", "bits=2"], config_dir=tmp_path / "mine")), 64)
+    assert [type(codec).__name__ for codec in (method.codec("key", 0, 2), method.codec("value", 0, 2))] == [
+        "HeadsCodec",
+        "Codec",
+    ]
+    assert allocate.main(words[:-1]) == 0  # by sides, from the records that have no heads
+    assert "0.4000 nats" in capsys.readouterr().out
 
 
 def test_records_that_give_no_costs(store: Store) -> None:

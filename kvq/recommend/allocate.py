@@ -1,8 +1,8 @@
-"""`kvq allocate model=smollm2_135m method=nsnquant bits=2.5`: bits of each layer's keys and values.
+"""`kvq allocate model=smollm2_135m method=nsnquant bits=2.5`: bits of each layer's keys and values, or of their heads.
 
-Costs are those of `task=sensitivity` on record, at every width that was measured; a side of a layer may also stay in
-full precision. An integer program finds the map of least cost that stores at most the bits asked for, as measured; a
-greedy one and the best single width stand beside it.
+Costs are those of `task=sensitivity` on record, at every width that was measured; a side of a layer, or a head of it,
+may also stay in full precision. An integer program finds the map of least cost that stores at most the bits asked for,
+as measured; a greedy one and the best single width stand beside it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ if __name__ == "__main__":
 
     enter("kvq.recommend.allocate")
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -39,11 +40,12 @@ _USAGE = """Bits of each layer's keys and values, from costs on record (task=sen
   bits=NUMBER     most bits per element on average, as measured (scales and norms included)
   dataset=NAME    text of the costs; default: the only one on record
   full=false      no side of a layer may stay in full precision (default: true)
+  heads=true      bits of each KV head, from records with task.heads=true (default: false)
   out=FILE        writes the map as a preset, which a run takes with --config-dir
   results=FOLDER  default: results
 """
-Place = tuple[int, str]
-"""A layer and a side."""
+Place = tuple[int, str] | tuple[int, str, int]
+"""A layer and a side, or a head of them."""
 
 
 class Option(NamedTuple):
@@ -71,10 +73,11 @@ class Costs:
         return sum(option.cost for option in chosen.values())
 
 
-def costs_of(records: Sequence[Record], store: Store, full: bool = True) -> Costs:
+def costs_of(records: Sequence[Record], store: Store, full: bool = True, heads: bool = False) -> Costs:
     """Costs from records of `task=sensitivity` of one method, one protocol, at several widths.
 
-    How many numbers a place stores follows from its bytes and the bits per element of its side in all layers.
+    How many numbers a place stores follows from its bytes and the bits per element of its side in all layers; heads of
+    a side store equally many (`kvq.codecs.HeadsCodec` takes no other codecs).
 
     Raises:
         RecordError: two records of a width, or places that differ between widths.
@@ -86,14 +89,12 @@ def costs_of(records: Sequence[Record], store: Store, full: bool = True) -> Cost
             raise RecordError(f"bits={record.bits}: costs are needed at one width for keys and values")
         rows = store.samples_of(record)
         together = next(row for row in rows if row["item"] == "all")
-        for row in rows:
-            if "side" not in row:
-                continue
-            place, width = (int(row["layer"]), str(row["side"])), int(record.bits)
+        for place, size, cost in _places(rows, heads):
+            width = int(record.bits)
             if width in found.setdefault(place, {}):
                 raise RecordError(f"two records of {label(record)} at {width} bits: their protocols differ")
-            found[place][width] = Option(width, float(row["packed_bytes"]), float(row["kl_mean"]))
-            numbers[place] = 8 * float(row["packed_bytes"]) / float(together[f"{place[1]}_bits"])
+            found[place][width] = Option(width, size, cost)
+            numbers[place] = 8 * size / float(together[f"{place[1]}_bits"])
     if len({frozenset(options) for options in found.values()}) > 1:
         raise RecordError("records of different widths do not have the same layers and sides")
     if full:
@@ -101,6 +102,18 @@ def costs_of(records: Sequence[Record], store: Store, full: bool = True) -> Cost
             own.setdefault(FULL, Option(FULL, FULL / 8 * numbers[place], 0.0))
     options = {place: tuple(own[width] for width in sorted(own)) for place, own in sorted(found.items())}
     return Costs(options, sum(numbers.values()))
+
+
+def _places(rows: Sequence[Mapping[str, Any]], heads: bool) -> Iterator[tuple[Place, float, float]]:
+    """Each place of a record, its bytes and its cost."""
+    sides = {(int(row["layer"]), str(row["side"])): row for row in rows if "side" in row}
+    own = [((int(row["of"][1]), str(row["of"][0])), row) for row in rows if "head" in row]
+    if not heads:
+        yield from ((place, float(row["packed_bytes"]), float(row["kl_mean"])) for place, row in sides.items())
+    count = Counter(place for place, _ in own)
+    for place, row in own if heads else ():
+        size = float(sides[place]["packed_bytes"]) / count[place]
+        yield (*place, int(row["head"])), size, float(row["kl_mean"])
 
 
 def exact(costs: Costs, bits: float) -> dict[Place, Option]:
@@ -168,26 +181,33 @@ def _narrowest(costs: Costs) -> dict[Place, Option]:
 
 def preset_of(name: str, method: str, chosen: Mapping[Place, Option], note: str) -> str:
     """The YAML of a preset that stores by a map."""
-    layers = 1 + max(layer for layer, _ in chosen)
+    layers = 1 + max(place[0] for place in chosen)
     quantized = [option.width for option in chosen.values() if option.width < FULL]
     filler = min(quantized, default=FULL)
-    widths, whole = {}, {}
+    found: dict[str, list[int | list[int]]] = {}
+    whole: dict[str, list[int]] = {}
     for side in SIDES:
-        own = [chosen.get((layer, side)) for layer in range(layers)]
-        widths[side] = [filler if option is None or option.width == FULL else option.width for option in own]
-        whole[side] = [layer for layer, option in enumerate(own) if option is not None and option.width == FULL]
+        own = [_widths(chosen, layer, side) or [filler] for layer in range(layers)]
+        whole[side] = [layer for layer, widths in enumerate(own) if set(widths) == {FULL}]
+        kept = [[filler] if set(widths) == {FULL} else widths for widths in own]
+        found[side] = [widths[0] if len(set(widths)) == 1 else widths for widths in kept]
     fields = {
         "defaults": [f"/method/{method}@_here_", "_self_"],
         "name": name,
         "note": note,
-        "bits_by_layer": widths,
+        "bits_by_layer": found,
         "full_precision_layers": whole,
     }
     return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
 
 
-def records_of(store: Store, model: str, method: str, dataset: str | None) -> list[Record]:
-    """Records of `task=sensitivity` of a model and a method, on one text.
+def _widths(chosen: Mapping[Place, Option], layer: int, side: str) -> list[int]:
+    """The width of a layer's side, or those of its heads."""
+    return [option.width for place, option in sorted(chosen.items()) if place[:2] == (layer, side)]
+
+
+def records_of(store: Store, model: str, method: str, dataset: str | None, heads: bool | None = None) -> list[Record]:
+    """Records of `task=sensitivity` of a model and a method, on one text; `heads`: with or without costs of heads.
 
     Raises:
         RecordError: none, or of several texts.
@@ -197,37 +217,46 @@ def records_of(store: Store, model: str, method: str, dataset: str | None) -> li
         for record in store.scan()[0]
         if (record.task, record.model, record.method, record.status) == ("sensitivity", model, method, "done")
         and dataset in (None, record.dataset)
+        and heads in (None, bool(record.config["task"].get("heads")))
     ]
     texts = sorted({record.dataset for record in found})
     if not found:
         raise RecordError(
             f"no costs of method={method} on model={model} are on record; measure them: python run.py -m "
-            f"task=sensitivity model={model} method={method} bits=2,3,4"
+            f"task=sensitivity {'task.heads=true ' if heads else ''}model={model} method={method} bits=2,3,4"
         )
     if len(texts) > 1:
         raise RecordError(f"costs of method={method} on {', '.join(texts)} are on record; choose by dataset=")
     return sorted(found, key=lambda record: record.bits)
 
 
+def _of_sides(store: Store, model: str, method: str, dataset: str | None) -> list[Record]:
+    """Records without costs of heads; those with them where there are no others."""
+    every = records_of(store, model, method, dataset)
+    return [record for record in every if not record.config["task"].get("heads")] or every
+
+
 def table_of(chosen: Mapping[Place, Option]) -> str:
-    """Widths of keys and of values, a digit or two per layer, in one line each."""
+    """Widths of keys and of values, a digit or two per layer or `2/3/2` for its heads, in one line each."""
     lines = []
     for side in SIDES:
-        own = [f"{option.width:2d}" for (_, which), option in sorted(chosen.items()) if which == side]
+        layers = sorted({place[0] for place in chosen if place[1] == side})
+        own = ["/".join(map(str, _widths(chosen, layer, side))).rjust(2) for layer in layers]
         lines.append(f"{side + 's':7}" + " ".join(own))
     return "\n".join(lines)
 
 
-_NAMES = ("model", "method", "bits", "dataset", "full", "out", "results")
+_NAMES = ("model", "method", "bits", "dataset", "full", "heads", "out", "results")
 
 
 def _given(words: Sequence[str]) -> dict[str, str]:
-    given = {"results": "results", "full": "true"} | given_words(words, _NAMES)
+    given = {"results": "results", "full": "true", "heads": "false"} | given_words(words, _NAMES)
     for name in ("model", "method", "bits"):
         if name not in given:
             raise ConfigError(f"allocate: needs {name}=; --help says the rest")
-    if given["full"] not in ("true", "false"):
-        raise ConfigError(f"full={given['full']}: true or false")
+    for name in ("full", "heads"):
+        if given[name] not in ("true", "false"):
+            raise ConfigError(f"{name}={given[name]}: true or false")
     return given
 
 
@@ -235,8 +264,10 @@ def _answer(words: list[str]) -> int:
     given = _given(words)
     bits = number("bits", given["bits"], f"a number above 0 and up to {FULL}", lambda value: 0 < value <= FULL)
     store = Store(given["results"])
-    records = records_of(store, given["model"], given["method"], given.get("dataset"))
-    costs = costs_of(records, store, given["full"] == "true")
+    full, heads = (given[name] == "true" for name in ("full", "heads"))
+    asked = (store, given["model"], given["method"], given.get("dataset"))
+    records = records_of(*asked, heads) if heads else _of_sides(*asked)
+    costs = costs_of(records, store, full, heads)
     best, walked, single = exact(costs, bits), greedy(costs, bits), uniform(costs, bits)
     text, widths = records[0].dataset, ", ".join(record.bits for record in records)
     print(f"{given['method']} on {given['model']}, costs on {text} at {widths} bits, at most {bits:g} bits as measured")
