@@ -7,8 +7,9 @@ is the mean of a column of the run's samples, over the rows that `row.side=key` 
 tables judge it. Where several runs fit, the one that departs least from presets is read. `a minus b`, `a over b` and `a
 paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`.
 `{{stand-in tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a model and a scoring, and
-`{{texts tiny_hard rho}}` one of the order of methods by loss and by texts. Lines of their own, which the page does not
-have:
+`{{texts tiny_hard rho}}` one of the order of methods by loss and by texts; `{{search smollm2_135m tpe 0}}` is the
+hypervolume that a search with a seed ended at, `mean` that of all its seeds. Lines of their own, which the page does
+not have:
 
     <!-- alias: outliers = model=tiny_outliers -->
     <!-- use: task=ppl metric=delta_nll as=.3f -->     words of every place until the next such line
@@ -29,6 +30,7 @@ from typing import Any
 import pandas as pd
 
 from kvq.report.comparisons import judge_losses
+from kvq.report.figures.cost import searches
 from kvq.report.figures.over_models import stand_in_table, text_order_table
 from kvq.report.labels import method_departures, protocol_departures
 from kvq.results import Record, Store, is_stale
@@ -45,6 +47,7 @@ _OWN = ("method", "bits", "model", "dataset", "task")
 _SAID = ("metric", "as", "else")
 STAND_IN = "stand-in "
 TEXTS = "texts "
+SEARCH = "search "
 Words = dict[str, str]
 
 
@@ -94,7 +97,7 @@ class Findings:
             return first["else"]
 
     def _shown(self, place: str) -> str:
-        if place.startswith((STAND_IN, TEXTS)):
+        if place.startswith((STAND_IN, TEXTS, SEARCH)):
             words, _, form = place.partition(" as=")
             return f"{self.value(words):{form or '.2f'}}"
         first, join, second = self._parts(place)
@@ -109,6 +112,8 @@ class Findings:
         """The number of a place, without its format."""
         if place.startswith(STAND_IN):
             return self._stand_in(*place.split()[1:])
+        if place.startswith(SEARCH):
+            return self._hypervolume(*place.split()[1:])
         if place.startswith(TEXTS):
             _, model, column = place.split()
             found = text_order_table(self._records)
@@ -128,6 +133,19 @@ class Findings:
         if found.empty:
             raise NotMeasured(f"{STAND_IN} {model} {scoring}: no pairs of methods")
         return float(found.iloc[0][column])
+
+    def _hypervolume(self, model: str, sampler: str, seed: str) -> float:
+        ends = [
+            one["hypervolume"][-1]
+            for found in searches(self._store).values()
+            for one in found
+            if f"model={model}" in one["fixed"]
+            and one["settings"]["sampler"] == sampler
+            and seed in ("mean", str(one["settings"]["seed"]))
+        ]
+        if not ends:
+            raise NotMeasured(f"{SEARCH}{model} {sampler} {seed}: no such search")
+        return float(sum(ends) / len(ends))
 
     def _parts(self, place: str) -> tuple[Words, str, Words]:
         before, join, after = [*JOINED.split(place.strip()), "", ""][:3]

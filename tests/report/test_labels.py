@@ -107,6 +107,7 @@ def test_committed_runs_are_their_presets() -> None:
     shown = {found for _, found, _ in other} - {record.method for record in records}
     words = ("residual", "group size", "eviction budget", "prefill in one block", "packed attention")
     words += (
+        "sink tokens",
         "merge rotation",
         "+ key.undo_rope",
         "bits by layer",

@@ -39,14 +39,16 @@ SETTINGS = (
     "method.calibration.path=",
     "method.calibration.samples=",
     "method.bits_by_layer",
+    "hydra/sweeper=kvq_search",
 )
 """Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's. Last:
-a calibration, or bits by layer, that the command names."""
+a calibration, bits by layer or a search that the command names."""
 
 
 def own_settings(record: Record) -> list[str]:
     """The settings of a method that its experiment gives, as overrides."""
-    if not any(f"+experiment={name}" in record.provenance.command for name in SETTINGS):
+    searched = "hydra/sweeper=kvq_search" in record.provenance.command
+    if not searched and not any(f"+experiment={name}" in record.provenance.command for name in SETTINGS):
         return []
     residual = {side: held for side, held in record.config["residual"].items() if held is not None}
     given = record.config["method"]
@@ -58,7 +60,8 @@ def own_settings(record: Record) -> list[str]:
         quantizer = (record.config["method"].get(side) or {}).get("quantizer", {})
         method[side] = {"quantizer": {name: quantizer[name] for name in ("group_size", "clip") if name in quantizer}}
     leaves = [*flatten(residual, "residual"), *flatten(method, "method")]
-    return [*before_rope(record), *("=".join(leaf) for leaf in leaves if not leaf[0].endswith("._target_"))]
+    sinks = [f"method.sink_tokens={given['sink_tokens']}"] if searched and "sink_tokens" in given else []
+    return [*sinks, *before_rope(record), *("=".join(leaf) for leaf in leaves if not leaf[0].endswith("._target_"))]
 
 
 def own_calibration(record: Record) -> list[str]:

@@ -15,6 +15,8 @@ from kvq.report.figures.plots import below, dress, handle, panels, points, power
 from kvq.report.figures.style import Line, colour, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store, run_key
+from kvq.results.metrics import units_of
+from kvq.results.presets import said
 from kvq.results.statistics import dominated
 
 if TYPE_CHECKING:
@@ -152,13 +154,18 @@ def _bars(table: pd.DataFrame) -> Figure:
     return made
 
 
+_DASHES = ("-", "--", ":", "-.")
+_APART = ("sampler", "seed", "verdict", "winners")
+"""What searches of one figure may differ in: what measures their winners afterwards changes no trial."""
+
+
 def searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
-    """Searches of a results folder that differ in sampler and seed alone, by a digest of what they share."""
+    """Searches of a results folder with the same trials to choose from, by a digest of what they share."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for path in sorted((store.root / "searches").glob("*.json")):
         one = _read(path)
         if one is not None:
-            settings = {name: value for name, value in one["settings"].items() if name not in ("sampler", "seed")}
+            settings = {name: value for name, value in one["settings"].items() if name not in _APART}
             shared = {"axes": one["axes"], "fixed": one["fixed"], "settings": settings}
             found.setdefault(run_key(shared)[:8], []).append(one)
     return found
@@ -188,6 +195,20 @@ def search_table(found: list[Mapping[str, Any]]) -> pd.DataFrame:
     return table
 
 
+def search_title(search: Mapping[str, Any]) -> str:
+    """What the trials of a search share: model, text and settings of the task."""
+    fixed = dict(word.partition("=")[::2] for word in search["fixed"])
+    asked = {name.removeprefix("task."): value for name, value in fixed.items() if name.startswith("task.")}
+    words = [said(name, value) for name, value in asked.items() if name != "batch_size"]
+    text = " on ".join(value for name in ("model", "dataset") if (value := fixed.get(name)))
+    return ", ".join(["Searches", *([text] if text else []), *words])
+
+
+def _worded(metric: str) -> str:
+    unit = units_of([metric]).get(metric)
+    return metric.replace("_", " ") + (f" ({unit})" if unit else "")
+
+
 @titled
 def search_figure(table: pd.DataFrame, objectives: str) -> Figure:
     """Trials and the frontier of all of them on the left; on the right hypervolume, a line for each seed."""
@@ -198,12 +219,13 @@ def search_figure(table: pd.DataFrame, objectives: str) -> Figure:
         own = part.dropna(subset=[first, second])
         points(axes[0], own[second], own[first], index, str(sampler), s=14)
         for place, (_, line) in enumerate(part.groupby("seed")):
+            look = {"color": colour(index), "linestyle": _DASHES[index % len(_DASHES)], "linewidth": 0.9}
             label = str(sampler) if place == 0 else None
-            axes[1].plot(line["trial"], line["hypervolume"], color=colour(index), linewidth=0.9, label=label)
+            axes[1].step(line["trial"], line["hypervolume"], where="post", label=label, **look)
     free = done[done["frontier"].astype(bool)].drop_duplicates([first, second]).sort_values(second)
     axes[0].plot(free[second], free[first], color="black", linewidth=0.7, zorder=0)
     axes[0].set_yscale("log")
-    dress(axes[0], second, first, "both")
+    dress(axes[0], _worded(second), _worded(first), "both")
     dress(axes[1], "trials", "hypervolume (share of the box)", "y", whole=True)
     below(made, axes[1], 4)
     return made

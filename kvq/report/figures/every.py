@@ -306,8 +306,8 @@ def search_drawings(store: Store) -> Iterator[Drawing]:
         objectives = found[0]["settings"]["objectives"]
         numbers = cost.search_table(found)
         if len(objectives) > 1 and not numbers.dropna(subset=objectives).empty:
-            title = f"Searches: {' '.join(found[0]['fixed'])}"
-            yield Drawing(f"search-{name}", numbers, cost.search_figure, (",".join(objectives), title))
+            words = (",".join(objectives), cost.search_title(found[0]))
+            yield Drawing(f"search-{name}", numbers, cost.search_figure, words)
 
 
 More = Callable[[list[Record]], Iterable[Drawing]]
