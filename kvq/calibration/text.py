@@ -5,6 +5,7 @@ How much of it is also in the text that is scored is measured by content: n-gram
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 from kvq.config import DatasetConfig, Loader, compose, resolve
 from kvq.config.explain import COMPOSE_ERRORS, explain
 from kvq.config.method import TEST_TEXT, CalibrationConfig
-from kvq.data.text import load_tokens
+from kvq.data.text import TokenData, load_tokens
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -91,14 +92,18 @@ def dataset_of(config: CalibrationConfig) -> DatasetConfig:
     return found
 
 
-def calibration_text(config: CalibrationConfig, tokenizer: Any, bos: int | None = None) -> CalibrationText:
+def calibration_text(
+    config: CalibrationConfig, tokenizer: Any, bos: int | None = None, tokens: TokenData | None = None
+) -> CalibrationText:
     """`samples` disjoint windows of `length` tokens, drawn by `seed`; `bos`: the first token of each.
+
+    `tokens`: of the data set, where they are at hand.
 
     Raises:
         ConfigError: as `dataset_of`.
         DataError: a text with fewer windows.
     """
-    streams, room = load_tokens(dataset_of(config), tokenizer, config.length, bos).streams, config.length
+    streams, room = (tokens or load_tokens(dataset_of(config), tokenizer, config.length, bos)).streams, config.length
     if bos is not None:
         room -= 1
     windows = torch.cat([s[: len(s) // room * room].view(-1, room) for s in streams])
@@ -124,8 +129,19 @@ def text_of(inputs: Inputs) -> CalibrationText | None:
     settings = inputs.config.method.calibration
     if settings.dataset is None or not inputs.reads_weights:
         return None
-    name = repr((settings, inputs.config.model, inputs.model_fingerprint, inputs.bos))
-    return inputs.shared("calibration text", name, lambda: calibration_text(settings, inputs.tokenizer, inputs.bos))
+    model = (inputs.config.model, inputs.model_fingerprint, inputs.bos)
+
+    def tokens() -> TokenData:
+        """Those of the whole text, which calibrations of other sizes and seeds share; crops have the length asked."""
+        source = dataset_of(settings)
+        name = repr((source, settings.length if source.loader is Loader.documents else None, model))
+        load = functools.partial(load_tokens, source, inputs.tokenizer, settings.length, inputs.bos)
+        return inputs.shared("calibration tokens", name, load)
+
+    def made() -> CalibrationText:
+        return calibration_text(settings, inputs.tokenizer, inputs.bos, tokens())
+
+    return inputs.shared("calibration text", repr((settings, model)), made)
 
 
 def fingerprint_of(inputs: Inputs) -> str | None:

@@ -182,6 +182,7 @@ class LlamaCpp:
         self._ffi, self._lib = library()
         self._names, self._types = (key, value), {"key": TYPES[key], "value": TYPES[value]}
         self._context = self._model = self._ffi.NULL
+        self._tokens = 0
         try:
             with _quiet(self._ffi, self._lib) as said:
                 self._load(file, context, said)
@@ -230,17 +231,22 @@ class LlamaCpp:
             DataError: the engine fails on the text.
         """
         self._lib.llama_memory_clear(self._memory, True)
-        self._tokens = tokens.numel()
+        self._tokens = 0
+        yield from self.read(tokens)
+
+    def read(self, tokens: Int[Tensor, " tokens"]) -> Iterator[Float[Tensor, "positions vocab"]]:
+        """The logits after each token of a text that follows what was read before. Raises: DataError: as `logits`."""
         batch = self._lib.llama_batch_init(_BATCH, 0, 1)
         try:
             for start in range(0, tokens.numel(), _BATCH):
                 part = tokens[start : start + _BATCH].tolist()
                 batch.n_tokens = len(part)
                 for place, token in enumerate(part):
-                    batch.token[place], batch.pos[place] = token, start + place
+                    batch.token[place], batch.pos[place] = token, self._tokens + place
                     batch.n_seq_id[place], batch.seq_id[place][0], batch.logits[place] = 1, 0, 1
                 if (code := self._lib.llama_decode(self._context, batch)) != 0:
                     raise DataError(f"task.engine=llamacpp: llama_decode returned {code} at token {start}")
+                self._tokens += len(part)
                 found = self._ffi.buffer(self._lib.llama_get_logits(self._context), 4 * len(part) * self.vocab)
                 yield torch.from_numpy(np.frombuffer(found, np.float32).reshape(len(part), self.vocab).copy())
         finally:

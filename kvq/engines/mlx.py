@@ -78,10 +78,14 @@ class Mlx:
         if self._bits is not None:
             caches = [QuantizedKVCache(self._group, self._bits) for _ in caches]
         self._caches = caches
+        yield from self.read(tokens)
+
+    def read(self, tokens: Int[Tensor, " tokens"]) -> Iterator[Float[Tensor, "positions vocab"]]:
+        """The logits after each token of a text that follows what was read before. Raises: Unsupported: as `logits`."""
         for start in range(0, tokens.numel(), _BATCH):
             part = self._mx.array(tokens[start : start + _BATCH].tolist())[None]
             try:
-                found = self._model(part, cache=caches)[0].astype(self._mx.float32)
+                found = self._model(part, cache=self._caches)[0].astype(self._mx.float32)
                 self._mx.eval(found)
             except ValueError as error:
                 asked = f"{self._bits} bits in groups of {self._group}"

@@ -6,20 +6,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import kvq
 from kvq.calibration import files
+from kvq.calibration import text as text_module
 from kvq.calibration.files import file_of
 from kvq.calibration.text import calibration_text, dataset_of, text_of
 from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.method import CalibrationConfig
 from kvq.data.embedded import belongs, load_corpus, module_paths
+from kvq.data.text import load_tokens
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import load_model
+from kvq.models.inputs import Inputs
 from kvq.results import Store
 from tests.random_models import llama, save_random_model
 from tests.sweeps import inputs_of, records, small_run
@@ -175,6 +179,26 @@ def test_too_little_text_is_said(tmp_path: Path) -> None:
     settings = CalibrationConfig("wikitext2", path=str(tmp_path / "short.txt"), samples=9, length=64)
     with pytest.raises(DataError, match=r"method\.calibration\.samples=9: the text of wikitext2 has 3 windows of 64"):
         calibration_text(settings, load_tokenizer(tokenizer.model))
+
+
+def test_a_text_is_tokenized_once_for_calibrations_of_all_sizes(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[tuple[object, ...]] = []
+
+    def counted(*words: Any) -> Any:
+        loads.append(words)
+        return load_tokens(*words)
+
+    monkeypatch.setattr(text_module, "load_tokens", counted)
+    Inputs._held.clear()
+    sizes = [[], ["method.calibration.samples=3"], ["method.calibration.seed=5"], ["method.calibration.length=48"], []]
+    found = [text_of(inputs_of([*given, "method=kvquant"], *size)).fingerprint for size in sizes]  # type: ignore[union-attr]
+    assert (len(loads), len(set(found)), found[0] == found[-1]) == (1, 4, True)
+    Inputs._held.clear()
+    again = text_of(inputs_of([*given, "method=kvquant"], *sizes[3]))
+    assert again is not None
+    assert again.fingerprint == found[3]
 
 
 def test_tasks_that_read_no_model_say_so(given: list[str], tmp_path: Path) -> None:
