@@ -192,7 +192,7 @@ def test_a_text_is_tokenized_once_for_calibrations_of_all_sizes(
 
     monkeypatch.setattr(text_module, "load_tokens", counted)
     Inputs._held.clear()
-    sizes = [[], ["method.calibration.samples=3"], ["method.calibration.seed=5"], ["method.calibration.length=48"], []]
+    sizes = [[], ["method.calibration.samples=2"], ["method.calibration.seed=5"], ["method.calibration.length=48"], []]
     found = [text_of(inputs_of([*given, "method=kvquant"], *size)).fingerprint for size in sizes]  # type: ignore[union-attr]
     assert (len(loads), len(set(found)), found[0] == found[-1]) == (1, 4, True)
     Inputs._held.clear()
