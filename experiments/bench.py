@@ -30,6 +30,7 @@ import bench_report
 import encode_bench
 import linear_bench
 import peers_bench
+import real_peers_bench
 import sweep_bench
 import threads_bench
 
@@ -301,6 +302,7 @@ ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "torch_linear_over_onednn": lambda pairs, records: linear_bench.measure(paired, pairs),
     "sweep_of_two_processes": lambda pairs, records: sweep_bench.measure(max(1, pairs // 3)),
     "peers": lambda pairs, records: peers_bench.measure(pairs),
+    "real_peers": lambda pairs, records: real_peers_bench.measure(pairs),
     "tni_peak_over_forward": lambda pairs, records: norms_peak(),
     "report_on_synthetic_records": lambda pairs, records: bench_report.measure(records),
 }
@@ -348,6 +350,8 @@ def show(report: dict[str, Any]) -> None:
         batch_bench.show(found)
     if found := report.get("peers"):
         peers_bench.show(found)
+    if found := report.get("real_peers"):
+        real_peers_bench.show(found)
     if found := report.get("calibration_fits"):
         bench_fits.show(found)
     for name, values in report.get("peak_bytes_over_full_precision", {}).items():

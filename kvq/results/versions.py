@@ -93,8 +93,10 @@ def versions_of_method(method: Mapping[str, Any]) -> Versions:
     Raises:
         RecordError: as `versions_of_parts`.
     """
-    implied = {behind: declared()[behind] for setting, behind in _BEHIND.items() if method.get(setting)}
-    return {**implied, **versions_of_parts(method)}
+    names = {behind for setting, behind in _BEHIND.items() if method.get(setting)}
+    if any(isinstance(own, list) for layers in method.get("bits_by_layer", {}).values() for own in layers):
+        names.add("HeadsCodec")
+    return {**{name: declared()[name] for name in names}, **versions_of_parts(method)}
 
 
 def versions_of_parts(method: Any) -> Versions:

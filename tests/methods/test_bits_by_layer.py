@@ -10,6 +10,7 @@ from kvq.cache import KVCache
 from kvq.calibration.files import bind
 from kvq.calibration.fit import calibrate, weights_name
 from kvq.cli import main
+from kvq.codecs import HeadsCodec
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical, names
 from kvq.config.method import CalibrationConfig
@@ -19,6 +20,7 @@ from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel
 from kvq.models.layers import kv_layers_of
 from kvq.results import run_key
+from kvq.results.versions import versions_of_method
 from tests import sweeps
 from tests.random_models import llama, save_random_model, token_ids
 from tests.sweeps import small_run
@@ -112,6 +114,12 @@ def test_each_head_is_that_of_the_method_at_its_bits(name):
             for side, ours, other, given_states in zip(own, seen, theirs, (keys, values), strict=True):
                 expected = given_states[:, head] if own[side] == 16 else other[:, 0]
                 assert torch.equal(ours[:, head], expected)
+
+
+def test_records_of_heads_name_the_codec_s_version():
+    configs = [resolve(compose(["method=kivi", f"method.bits_by_layer.key={own}"])) for own in ("[[2,4],3]", "[2,3]")]
+    of_heads, of_layers = (versions_of_method(canonical(config, "", "")["method"]) for config in configs)
+    assert of_heads == {**of_layers, "HeadsCodec": HeadsCodec.version}
 
 
 def test_bytes_of_heads_add_up():
