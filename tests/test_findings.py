@@ -35,7 +35,7 @@ def findings(tmp_path: Path) -> Any:
 USE = "<!-- use: task=ppl metric=delta_nll as=.3f -->\n"
 
 
-@pytest.mark.parametrize("name", ["engines", "findings", "rivals", "waterfill"])
+@pytest.mark.parametrize("name", ["engines", pytest.param("findings", marks=pytest.mark.long), "rivals", "waterfill"])
 def test_the_page_is_what_the_records_say(name: str) -> None:
     """`python experiments/findings.py` writes it; a claim that fails is a sentence to change."""
     template = ROOT / "docs" / f"{name}.in.md"

@@ -160,7 +160,9 @@ def test_prompt_lookup_takes_tokens_back(given: str) -> None:
     assert caches[0].nbytes == caches[1].nbytes
 
 
-@pytest.mark.parametrize("name", ["kivi", "nsn", "nsnquant"])
+@pytest.mark.parametrize(
+    "name", ["nsn", *(pytest.param(name, marks=pytest.mark.long) for name in ("kivi", "nsnquant"))]
+)
 @torch.no_grad()
 def test_attention_on_codes_reads_16_bits(name: str) -> None:
     """The residual is rounded too; decoded values are not, so the two agree up to that rounding."""

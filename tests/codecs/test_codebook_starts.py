@@ -63,6 +63,7 @@ def test_even_levels_have_the_printed_errors(bits, printed):
     assert low < printed < high
 
 
+@pytest.mark.long
 def test_draws_are_not_folded():
     """Levels of k-means++ are samples as drawn, on both sides; over seeds the printed error (0.024) is a common one."""
     drawn = [levels_from(1, 64, Start.kmeans_plus_plus, seed=seed) for seed in range(200)]

@@ -61,7 +61,9 @@ def test_viterbi_finds_the_string_of_least_weighted_error() -> None:
     torch.testing.assert_close(own, costs.amin(1), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("memory", "bits"), [(6, 1), (8, 2), (8, 3), (8, 6), (10, 4), (12, 1)])
+@pytest.mark.parametrize(
+    ("memory", "bits"), [(6, 1), (8, 2), (8, 3), (8, 6), (10, 4), pytest.param(12, 1, marks=pytest.mark.long)]
+)
 def test_recorded_errors_are_those_of_fresh_draws(memory: int, bits: int) -> None:
     recorded = json.loads((ROOT / "results/bench/trellises.json").read_text())["trellises"]
     (row,) = [row for row in recorded if (row["memory"], row["bits"]) == (memory, bits)]

@@ -145,7 +145,7 @@ def commands(rng: random.Random, base: list[str], records: Path, out: Path) -> l
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux what a process catches")
-@pytest.mark.parametrize(("seed", "count"), pieces(full=500, quick=12, most=125))
+@pytest.mark.parametrize(("seed", "count"), pieces(full=500, quick=5, most=125))
 def test_a_command_ends_as_it_should_however_it_is_disturbed(tmp_path: Path, seed: int, count: int) -> None:
     rng, records = random.Random(f"endings {seed}"), tmp_path / "records"
     for record, samples in examples(ROOT / "results", tasks=1)[:6]:

@@ -47,7 +47,7 @@ def test_models(name: str) -> None:
 def test_every_part_of_every_method_and_task_has_a_golden() -> None:
     """All but what times, other libraries' caches and engines, which may not be installed, and rotations of weights.
 
-    `tests/methods/test_merged.py` holds the last against the rotation in the codec, to 1e-9, and `test_bits_by_layer.py`
+    `tests/methods/test_merged.py` holds the last against the rotation in the codec, to 1e-9; `test_bits_by_layer.py`
     heads of different bits against caches of one head each.
     """
     held = {name for case in _cases() for name in _golden(case).versions}

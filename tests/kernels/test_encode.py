@@ -121,7 +121,7 @@ def test_the_search_finds_the_nearest_entry(bits):
     encoded.check_nearest(quantizer, y, *encode_books.search(quantizer, y))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=examples(60))
 @given(st.data())
 def test_any_uniform_chain(data):

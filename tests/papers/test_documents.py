@@ -67,7 +67,7 @@ OURS = (None, "embedded", "real", "speed", "suite", "waterfill")
 """Papers of experiments that stand in no document."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_is_what_experiments_and_records_say() -> None:
     """`python experiments/documents.py` writes it."""
     rows = Rows(ROOT / "results")

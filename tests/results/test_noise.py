@@ -105,6 +105,7 @@ def test_the_cheapest_of_equal_methods_is_marked(sources: Any) -> None:
         assert len(found.differ) == LEVELS["ROWS"]
 
 
+@pytest.mark.long
 def test_a_difference_is_found_the_sooner_the_more_windows(sources: Any) -> None:
     found = [LEVELS["smallest_found"](sources["tiny_hard"], windows, 60) for windows in (4, 8, 12, 29)]
     assert found[0] == math.inf

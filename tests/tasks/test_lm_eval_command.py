@@ -24,7 +24,7 @@ def tasks(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_equals_the_task(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tasks / "out"
     words = ["--model", "kvq", "--model_args", ARGUMENTS, "--tasks", "letters,say,colours", "--batch_size", "2"]

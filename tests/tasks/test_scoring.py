@@ -109,8 +109,8 @@ def test_no_residual_is_scored_exactly_in_chunks(monkeypatch: pytest.MonkeyPatch
     assert (got - token_by_token(loaded, method, tokens)).abs().max() < 1e-9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny", pytest.param("tiny_outliers", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tiny", "tiny_outliers"])
 def test_generation_is_token_by_token_on_the_embedded_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(compose([f"model={name}"])).model
     loaded = in_double_precision(load_model(config, "cpu"), monkeypatch)

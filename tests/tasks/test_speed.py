@@ -82,7 +82,7 @@ def test_regimes(model: Path, tmp_path: Path) -> None:
     assert "regimes" not in canonical(config(model, tmp_path, "task=latency/nsn_dequantization", "method=fp16"), "", "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_prefill_by_steps(model: Path, tmp_path: Path) -> None:
     """Seconds of every step of the codecs, and the norms' share; a run without them keeps its key."""
     small = ["task.contexts=[96]", "task.new_tokens=1", "task.repeats=2", "task.warmup=0", "task.references=[dynamic]"]
@@ -185,7 +185,7 @@ for tokens in (128, 192):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_throughput(model: Path, tmp_path: Path) -> None:
     small = ["task.batches=[2]", "task.prompt=20", "task.new_tokens=5", "task.repeats=1", "task.references=[dynamic]"]
     record = run(config(model, tmp_path, "task=throughput", *small))

@@ -64,6 +64,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store
 
 
+@pytest.mark.long
 def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) -> None:
     records = store.scan()[0]
     drawings = [*diagnostic_drawings(records, store), *embedding_drawings(records, store)]
