@@ -1,7 +1,16 @@
 """Attention on packed codes, and encoding in one pass."""
 
-from kvq.kernels.attention import attend, form_for, watched
+from kvq.kernels.attention import attend, linear_chain_for, watched
 from kvq.kernels.encode import FusedCodec, fused
-from kvq.kernels.form import Form, PackedStates, form_of
+from kvq.kernels.linear_chain import LinearChain, PackedStates, linear_chain_of
 
-__all__ = ["Form", "FusedCodec", "PackedStates", "attend", "form_for", "form_of", "fused", "watched"]
+__all__ = [
+    "FusedCodec",
+    "LinearChain",
+    "PackedStates",
+    "attend",
+    "fused",
+    "linear_chain_for",
+    "linear_chain_of",
+    "watched",
+]

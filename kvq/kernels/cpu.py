@@ -33,7 +33,15 @@ from kvq.kernels import cpu_integers
 from kvq.kernels.cpu_loops import Grid, loops_for
 from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops
 from kvq.kernels.cpu_vectors import weights_of
-from kvq.kernels.form import Form, PackedStates, continues, folds, form_of, group_size, is_per_channel
+from kvq.kernels.linear_chain import (
+    LinearChain,
+    PackedStates,
+    continues,
+    folds,
+    group_size,
+    is_per_channel,
+    linear_chain_of,
+)
 from kvq.kernels.pieces import shift_scores, shift_weights
 
 SEGMENTS = 64
@@ -73,13 +81,13 @@ def attend(
     key_side, value_side = (_Side.of(side, query.dtype.itemsize == 2) for side in (keys, values))
     q = query.float().reshape(batch, heads, -1, dim) * scaling
     group, tokens = q.shape[2], keys.tokens
-    rotated = key_side.form.rotate(q).numpy()
-    moved = shift_scores(keys, key_side.form, q)
+    rotated = key_side.chain.rotate(q).numpy()
+    moved = shift_scores(keys, key_side.chain, q)
     behind = None if keys.full is None else (q @ keys.full.float().mT).numpy()
     mixed = torch.zeros(batch, heads, group, out_dim)
     rest = torch.zeros(batch, heads, group, tokens - values.packed_tokens)
     totals = torch.empty(batch, heads, group)
-    offsets = shift_weights(values, value_side.form)
+    offsets = shift_weights(values, value_side.chain)
     shifted = [torch.zeros(batch, heads, group, out_dim) for _ in offsets]
     outs = tuple(part.numpy() for part in (mixed, rest, totals))
 
@@ -99,7 +107,7 @@ def attend(
         outs[1][place] = scores[:, values.packed_tokens :]
 
     _each(one_head, [(b, h) for b in range(batch) for h in range(heads)])
-    out = value_side.form.rotate_back(mixed, shifted)
+    out = value_side.chain.rotate_back(mixed, shifted)
     if values.full is not None:
         out = out + rest @ values.full.float()
     return (out / totals[..., None]).reshape(batch, query.shape[1], 1, out_dim).to(query.dtype)
@@ -141,7 +149,7 @@ def pool(threads: int) -> ThreadPoolExecutor:
 class _Side:
     """One side's segments and the loops for them; `tables` are what codes index, if they do."""
 
-    form: Form
+    chain: LinearChain
     segments: list[Segment]
     loops: tuple[Callable[..., Any], Callable[..., Any]]
     tables: tuple[Any, ...] | None
@@ -152,9 +160,9 @@ class _Side:
         if reason is not None:
             raise Unsupported(f"cache.attention=packed: {reason}")
         assert states.codec is not None
-        quantizer, form = states.codec.quantizer, form_of(states.codec)
+        quantizer, chain = states.codec.quantizer, linear_chain_of(states.codec)
         loops, tables = _loops(quantizer, states.shape[2], integers)
-        return _Side(form, list(_segments(states, form, quantizer)), loops, tables)
+        return _Side(chain, list(_segments(states, chain, quantizer)), loops, tables)
 
     def scores(self, segment: Segment, query: Any, place: tuple[int, int], out: Any) -> None:
         """Scores of the segment's tokens into their columns of `out`."""
@@ -211,7 +219,7 @@ def unfit(states: PackedStates) -> str | None:
     """The reason why these loops cannot read a side; None: they can."""
     if states.codec is None or not states.packed:
         return "nothing is packed"
-    form_of(states.codec)
+    linear_chain_of(states.codec)
     quantizer = states.codec.quantizer
     if (reason := _unread(quantizer)) is not None:
         return reason
@@ -241,7 +249,7 @@ def _unread(quantizer: Quantizer) -> str | None:
     return f"{quantizer.bits} bits have no loops for a CPU" if quantizer.bits > 8 else None
 
 
-def _segments(states: PackedStates, form: Form, quantizer: Quantizer) -> Iterator[Segment]:
+def _segments(states: PackedStates, chain: LinearChain, quantizer: Quantizer) -> Iterator[Segment]:
     start = 0
     for packed in states.packed:
         for run, parts in packed.by_run():
@@ -249,13 +257,13 @@ def _segments(states: PackedStates, form: Form, quantizer: Quantizer) -> Iterato
             for index in range(run.count // piece.count):
                 sizes = {name: run.rows[name] * piece.count for name in parts}
                 own = {name: part.narrow(2, index * sizes[name], sizes[name]) for name, part in parts.items()}
-                yield _segment(packed, form, quantizer, own, piece, start)
+                yield _segment(packed, chain, quantizer, own, piece, start)
                 start += run.tokens * piece.count
 
 
 def _segment(
     packed: Packed,
-    form: Form,
+    chain: LinearChain,
     quantizer: Quantizer,
     parts: dict[str, Tensor],
     run: BlockRun,
@@ -264,7 +272,7 @@ def _segment(
     tokens = run.tokens * run.count
     planes = tuple(part.numpy() for name, part in sorted(parts.items()) if name.startswith("codes."))
     along = run.tokens if is_per_channel(quantizer) else packed.head_dim
-    norms = form.factors(run.blocks(parts), None, run.tokens, torch.float32)
+    norms = chain.factors(run.blocks(parts), None, run.tokens, torch.float32)
     if norms is None:
         flat = torch.ones(1, 1, tokens).expand(packed.batch, 1, tokens)
     else:

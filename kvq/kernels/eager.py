@@ -1,4 +1,4 @@
-"""Decode attention on packed codes in plain PyTorch: the reference, for every method whose chain `form_of` supports.
+"""Decode attention on packed codes in plain PyTorch: the reference, for every method with a `LinearChain`.
 
 Codes are unpacked for one piece of tokens at a time, never for all keys or values. An online softmax (as in
 FlashAttention, arXiv 2205.14135) joins the pieces and the full-precision tokens after them.
@@ -18,7 +18,7 @@ from kvq.codecs import UniformQuantizer
 from kvq.codecs.packing import unpack_parts
 from kvq.codecs.quantizers import Axis
 from kvq.codecs.uniform import ZeroPoint
-from kvq.kernels.form import Form, PackedStates, Shift, folds, form_of, turned_scores
+from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, folds, linear_chain_of, turned_scores
 from kvq.kernels.pieces import TILE, Piece, pieces, shift_of
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
@@ -81,7 +81,7 @@ def attend(
     Computes in fp32 (fp64 for fp64 queries) and returns the query's dtype.
 
     Raises:
-        Unsupported: a codec that attention on packed codes does not support; see `form_of`.
+        Unsupported: a codec that attention on packed codes does not support; see `linear_chain_of`.
     """
     kind = torch.float64 if query.dtype is torch.float64 else torch.float32
     batch, heads = query.shape[0], keys.shape[1]
@@ -106,8 +106,8 @@ class _Side:
 
     def __init__(self, states: PackedStates, step: Step) -> None:
         self.states, self.step = states, step
-        self.form: Form | None = None if states.codec is None else form_of(states.codec)
-        self._coming = iter(()) if self.form is None else pieces(states, self.form)
+        self.chain: LinearChain | None = None if states.codec is None else linear_chain_of(states.codec)
+        self._coming = iter(()) if self.chain is None else pieces(states, self.chain)
         self._held: list[Piece] = []
 
     def within(self, start: int, stop: int) -> list[tuple[Piece, slice, slice]]:
@@ -140,7 +140,7 @@ class _Keys(_Side):
         super().__init__(states, step)
         self.query = query
         with step("rotation"):
-            self.rotated = query if self.form is None else self.form.rotate(query)
+            self.rotated = query if self.chain is None else self.chain.rotate(query)
         self._known: tuple[Piece, Tensor] | None = None
 
     def scores(self, start: int, stop: int) -> Float[Tensor, "batch kv_heads group tokens"]:
@@ -155,13 +155,13 @@ class _Keys(_Side):
     def _of(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
         if self._known is not None and self._known[0] is piece:
             return self._known[1]
-        assert self.form is not None
-        form = self.form
+        assert self.chain is not None
+        chain = self.chain
         with self.step("scores"):
-            scores = _code_scores(form, piece, self.rotated[:, None])
+            scores = _code_scores(chain, piece, self.rotated[:, None])
         with self.step("norms"):
-            scores = _scaled(form, piece, scores, None)
-        for shift in form.shifts:
+            scores = _scaled(chain, piece, scores, None)
+        for shift in chain.shifts:
             with self.step("shifts"):
                 scores = scores + self._shifted(shift, piece)
         out = scores.permute(0, 2, 3, 1, 4).flatten(-2)
@@ -170,13 +170,13 @@ class _Keys(_Side):
 
     def _shifted(self, shift: Shift, piece: Piece) -> Tensor:
         """What a shift adds to the scores."""
-        assert self.form is not None
-        form, kind = self.form, self.query.dtype
+        assert self.chain is not None
+        chain, kind = self.chain, self.query.dtype
         offset = shift_of(shift, piece.blocks, self.query.shape[-1], kind)
-        seen = form.rotate(self.query, shift.rotations)[:, None]
+        seen = chain.rotate(self.query, shift.rotations)[:, None]
         rope = piece.rope if shift.turned else None
         more = seen @ offset.mT if rope is None else turned_scores(seen, offset, rope)
-        return _scaled(form, piece, more, shift.norms)
+        return _scaled(chain, piece, more, shift.norms)
 
 
 class _Values(_Side):
@@ -195,34 +195,34 @@ class _Values(_Side):
                 softmax.add("full", weights[..., rest[1]] @ rest[0].to(self.kind))
 
     def _mix(self, softmax: Softmax, piece: Piece, weights: Tensor) -> None:
-        assert self.form is not None
-        form = self.form
+        assert self.chain is not None
+        chain = self.chain
         with self.step("norms"):
-            scaled = _scaled(form, piece, weights, None)
+            scaled = _scaled(chain, piece, weights, None)
         with self.step("values"):
-            softmax.add("codes", _code_mix(form, piece, scaled, self.states.shape[2]))
-        for shift in form.shifts:
+            softmax.add("codes", _code_mix(chain, piece, scaled, self.states.shape[2]))
+        for shift in chain.shifts:
             with self.step("shifts"):
-                scaled = _scaled(form, piece, weights, shift.norms)
+                scaled = _scaled(chain, piece, weights, shift.norms)
                 offset = shift_of(shift, piece.blocks, self.states.shape[2], self.kind)
                 softmax.add(shift.name, (scaled.sum(-1, keepdim=True) * offset).sum(1))
 
     def total(self, softmax: Softmax) -> Queries:
         """The weighted sum of the values, rotated back once."""
         sums = softmax.sums
-        if self.form is None or "codes" not in sums:
+        if self.chain is None or "codes" not in sums:
             return sums["full"]
-        out = self.form.rotate_back(sums["codes"], [sums[shift.name] for shift in self.form.shifts])
+        out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
         return out + sums["full"] if "full" in sums else out
 
 
-def _scaled(form: Form, piece: Piece, numbers: Tensor, names: tuple[str, ...] | None) -> Tensor:
+def _scaled(chain: LinearChain, piece: Piece, numbers: Tensor, names: tuple[str, ...] | None) -> Tensor:
     """Scores or weights `[batch, blocks, heads, group, tokens]` times the norms `names` of their tokens (None: all)."""
-    norms = form.factors(piece.blocks, names, piece.length, numbers.dtype)
+    norms = chain.factors(piece.blocks, names, piece.length, numbers.dtype)
     return numbers if norms is None else numbers * norms[..., None, piece.inner]
 
 
-def _decoded(form: Form, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
+def _decoded(chain: LinearChain, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
     """The decoded values of a piece, for a quantizer that treats tokens independently."""
     blocks = {
         name: part
@@ -230,7 +230,7 @@ def _decoded(form: Form, piece: Piece, dim: int, kind: torch.dtype) -> Tensor:
         if name in ("scale", "zero_point", "values") or name[:6] == "codes."
     }
     lead = next(iter(blocks.values())).shape[:3]
-    return form.codec.quantizer.decode(blocks, torch.Size((*lead, piece.tokens, dim)), kind)
+    return chain.codec.quantizer.decode(blocks, torch.Size((*lead, piece.tokens, dim)), kind)
 
 
 def _codes(quantizer: UniformQuantizer, piece: Piece, kind: torch.dtype) -> Tensor:
@@ -246,11 +246,11 @@ def grid(quantizer: UniformQuantizer, blocks: dict[str, Tensor], kind: torch.dty
     return scale, zero if quantizer.zero_point is ZeroPoint.float else -scale * zero
 
 
-def _code_scores(form: Form, piece: Piece, query: Float[Tensor, "batch 1 heads group dim"]) -> Tensor:
+def _code_scores(chain: LinearChain, piece: Piece, query: Float[Tensor, "batch 1 heads group dim"]) -> Tensor:
     """`q · y_t` as `[batch, blocks, heads, group, tokens]`."""
-    quantizer, kind, dim = form.codec.quantizer, query.dtype, query.shape[-1]
+    quantizer, kind, dim = chain.codec.quantizer, query.dtype, query.shape[-1]
     if not folds(quantizer):
-        return query @ _decoded(form, piece, dim, kind).mT
+        return query @ _decoded(chain, piece, dim, kind).mT
     codes, (scale, low) = _codes(quantizer, piece, kind), grid(quantizer, piece.blocks, kind)
     if quantizer.axis is Axis.per_channel:
         grouped = _grouped(codes, -2, scale.shape[-2], quantizer, piece.length)
@@ -263,11 +263,11 @@ def _code_scores(form: Form, piece: Piece, query: Float[Tensor, "batch 1 heads g
     return scores.sum(-3)
 
 
-def _code_mix(form: Form, piece: Piece, weights: Tensor, dim: int) -> Float[Tensor, "batch heads group dim"]:
+def _code_mix(chain: LinearChain, piece: Piece, weights: Tensor, dim: int) -> Float[Tensor, "batch heads group dim"]:
     """`Σ w_t y_t` over a piece, from `weights` `[batch, blocks, heads, group, tokens]`."""
-    quantizer, kind = form.codec.quantizer, weights.dtype
+    quantizer, kind = chain.codec.quantizer, weights.dtype
     if not folds(quantizer):
-        return (weights @ _decoded(form, piece, dim, kind)).sum(1)
+        return (weights @ _decoded(chain, piece, dim, kind)).sum(1)
     codes, (scale, low) = _codes(quantizer, piece, kind), grid(quantizer, piece.blocks, kind)
     if quantizer.axis is Axis.per_channel:
         grouped = _grouped(codes, -2, scale.shape[-2], quantizer, piece.length)

@@ -18,11 +18,11 @@ from typing_extensions import override
 from kvq.codecs import Codec, Rope, VectorQuantizer
 from kvq.codecs.quantizers import Parts
 from kvq.kernels.attention import HAS_NUMBA, HAS_TRITON
-from kvq.kernels.chain import Chain, chain_of
+from kvq.kernels.uniform_chain import UniformChain, uniform_chain_of
 
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of states that are encoded in fp32; the codec itself encodes fp64 ones."""
-Encoder = Callable[[Chain, Tensor], Parts]
+Encoder = Callable[[UniformChain, Tensor], Parts]
 Searcher = Callable[[VectorQuantizer, Tensor], tuple[Parts, Tensor | None]]
 
 
@@ -31,7 +31,7 @@ class FusedCodec(Codec):
 
     def __init__(self, codec: Codec) -> None:
         self.stages, self.quantizer = codec.stages, codec.quantizer
-        self.chain = chain_of(codec)
+        self.chain = uniform_chain_of(codec)
 
     @override
     def encode_block(
@@ -80,7 +80,7 @@ def fused(codec: Codec) -> Codec:
     return FusedCodec(codec) if type(codec) is Codec else codec
 
 
-def encoder_for(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> Encoder | None:
+def encoder_for(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> Encoder | None:
     """The encoder for such blocks: Triton on CUDA, numba on a CPU, where installed; None: the codec's own."""
     if blocks.dtype not in COMPUTED:
         return None

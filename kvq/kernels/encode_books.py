@@ -21,11 +21,11 @@ from torch import Tensor
 from kvq.codecs import Rope, VectorQuantizer
 from kvq.codecs.machine_code import compiled
 from kvq.codecs.quantizers import Parts
-from kvq.kernels.chain import book_columns, searched
 from kvq.kernels.cpu import pool
 from kvq.kernels.cpu_tables import GROUP
 from kvq.kernels.cpu_vectors import BYTE, INT, LANES, Step
 from kvq.kernels.encode_cpu import ROWS
+from kvq.kernels.uniform_chain import book_columns, searched
 
 ENTRIES = 256
 TOGETHER = 2

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvq.codecs.machine_code import compiled
 from kvq.codecs.quantizers import Parts, to_stored
-from kvq.kernels.chain import Chain, Grids, gain_of, grids
 from kvq.kernels.cpu import pool
+from kvq.kernels.uniform_chain import Grids, UniformChain, gain_of, grids
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _EXACT = _OPTIONS | {"fastmath": False}
@@ -231,7 +231,7 @@ ROWS = 2048
 """Tokens of a head that are encoded together: 1 MiB at 128 channels."""
 
 
-def encode(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> Parts:
+def encode(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> Parts:
     """The parts of `Codec.encode_block`, each `[batch, blocks, heads, rows, columns]`."""
     batch, count, heads, tokens, dim = blocks.shape
     flat = blocks.detach().transpose(1, 2).flatten(0, 2)
@@ -250,7 +250,9 @@ def encode(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_d
     }
 
 
-def _encode(chain: Chain, loops: Loops, matrix: Tensor | None, blocks: Float[Tensor, "blocks tokens dim"]) -> Parts:
+def _encode(
+    chain: UniformChain, loops: Loops, matrix: Tensor | None, blocks: Float[Tensor, "blocks tokens dim"]
+) -> Parts:
     """Parts `[blocks, rows, columns]`."""
     count, tokens, dim = blocks.shape
     y = blocks.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -284,7 +286,7 @@ def _encode(chain: Chain, loops: Loops, matrix: Tensor | None, blocks: Float[Ten
     return parts
 
 
-def _gains(chain: Chain, loops: Loops, y: Tensor, codes: Tensor, size: int, grid: Grids) -> Tensor:
+def _gains(chain: UniformChain, loops: Loops, y: Tensor, codes: Tensor, size: int, grid: Grids) -> Tensor:
     found = torch.empty(3, *y.shape[:2])
     low, scale, zero = (part.numpy() for part in (grid.low, grid.scale, grid.zero))
     loops.gains(y.numpy(), codes.numpy(), size, chain.per_channel, low, scale, zero, found.numpy())

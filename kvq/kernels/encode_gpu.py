@@ -16,7 +16,7 @@ from kvq.codecs import Gain, VectorQuantizer
 from kvq.codecs.quantizers import Parts
 from kvq.codecs.uniform import ZeroPoint
 from kvq.kernels import triton_encode, triton_loops
-from kvq.kernels.chain import Chain, book_columns, searched
+from kvq.kernels.uniform_chain import UniformChain, book_columns, searched
 
 TILE = 32
 """Tokens of a program where statistics are per token, or of groups that no program can hold."""
@@ -29,7 +29,7 @@ VECTORS = 32
 GAINS = {Gain.none: 0, Gain.l2: 1, Gain.norm: 2, Gain.parallel: 3, Gain.unit: 4}
 
 
-def fits(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> bool:
+def fits(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> bool:
     """Whether groups align with bytes and tiles."""
     tokens, dim = blocks.shape[-2:]
     size, groups = chain.group(tokens, dim)
@@ -38,7 +38,7 @@ def fits(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_dim
     return groups == 1 or size % (8 if size <= LONGEST else TILE) == 0
 
 
-def encode(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> Parts:
+def encode(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> Parts:
     """The parts of `Codec.encode_block`, each `[batch, blocks, heads, rows, columns]`."""
     x = blocks.detach()
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -77,7 +77,7 @@ def encode(chain: Chain, blocks: Float[Tensor, "batch blocks heads tokens head_d
     return {name: part.transpose(1, 2) for name, part in parts.items()}
 
 
-def _ranges(chain: Chain, x: Tensor, turn: _Turn, d: int, size: int) -> tuple[Tensor, Tensor]:
+def _ranges(chain: UniformChain, x: Tensor, turn: _Turn, d: int, size: int) -> tuple[Tensor, Tensor]:
     """Lowest and highest values `[batch, heads, blocks, groups, dim]` of groups of several tiles."""
     batch, count, heads, tokens, dim = x.shape
     tiles = triton.cdiv(tokens, TILE)
@@ -120,7 +120,7 @@ class _Turn:
     norm_root: float
 
     @staticmethod
-    def of(chain: Chain, x: Tensor) -> _Turn:
+    def of(chain: UniformChain, x: Tensor) -> _Turn:
         dim = x.shape[-1]
         norm_root = dim**0.5 if chain.rms else 1.0
         if chain.rotation is None:
@@ -133,7 +133,7 @@ class _Turn:
 
 
 @functools.lru_cache(maxsize=64)
-def _signs(chain: Chain, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _signs(chain: UniformChain, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     matrix = chain.matrix(dim, torch.empty(0, device=device))
     assert matrix is not None
     return matrix.sign().to(dtype).contiguous()
@@ -144,7 +144,7 @@ def _inner(matrix: Tensor, d: int) -> int:
     return min(d, max(16, SHARED // (d * matrix.element_size())))
 
 
-def _kind(chain: Chain) -> int:
+def _kind(chain: UniformChain) -> int:
     if chain.quantizer.symmetric:
         return triton_loops.SYMMETRIC
     return getattr(triton_loops, chain.quantizer.zero_point.name.upper())

@@ -23,7 +23,15 @@ from kvq.codecs import (
 from kvq.codecs.quantizers import Quantizer
 from kvq.errors import Unsupported
 from kvq.kernels import triton_loops
-from kvq.kernels.form import Form, PackedStates, continues, folds, form_of, group_size, is_per_channel
+from kvq.kernels.linear_chain import (
+    LinearChain,
+    PackedStates,
+    continues,
+    folds,
+    group_size,
+    is_per_channel,
+    linear_chain_of,
+)
 from kvq.kernels.pieces import shift_scores, shift_terms
 
 TILE = 32
@@ -43,7 +51,7 @@ class _Side:
         shifts: of the run's blocks, behind all rotations; None: there are none, or of keys (`shift_scores`).
     """
 
-    form: Form
+    chain: LinearChain
     tokens: int
     widths: tuple[int, int, int]
     per_channel: bool
@@ -58,7 +66,7 @@ def unfit(states: PackedStates) -> str | None:
     """The reason why these kernels cannot read a side; None: they can."""
     if states.codec is None or not states.packed:
         return "nothing is packed"
-    form, quantizer = form_of(states.codec), states.codec.quantizer
+    chain, quantizer = linear_chain_of(states.codec), states.codec.quantizer
     name = type(quantizer).__name__
     if isinstance(quantizer, LloydMaxQuantizer) and quantizer.unit:
         return f"{name} with tokens scaled to norm 1 has no Triton kernel"
@@ -66,15 +74,15 @@ def unfit(states: PackedStates) -> str | None:
         return f"{name} has no Triton kernel"
     if quantizer.bits > 8:
         return f"{name} of {quantizer.bits} bits has no Triton kernel"
-    if len(form.shifts) > 1:
-        return f"{len(form.shifts)} shifts have no Triton kernel"
-    return _unfit_run(form, quantizer, states.packed[0].runs[0])
+    if len(chain.shifts) > 1:
+        return f"{len(chain.shifts)} shifts have no Triton kernel"
+    return _unfit_run(chain, quantizer, states.packed[0].runs[0])
 
 
-def _unfit_run(form: Form, quantizer: Quantizer, run: BlockRun) -> str | None:
+def _unfit_run(chain: LinearChain, quantizer: Quantizer, run: BlockRun) -> str | None:
     if not continues(run, quantizer):
         return f"blocks of {run.tokens} tokens do not continue each other"
-    if form.shifts and run.count > 1 and run.tokens % TILE:
+    if chain.shifts and run.count > 1 and run.tokens % TILE:
         return f"blocks of {run.tokens} tokens with a shift each are no multiple of {TILE}"
     size = min(group_size(quantizer) or run.tokens, run.tokens)
     if is_per_channel(quantizer) and size % TILE and size < run.tokens * run.count:
@@ -88,23 +96,23 @@ def _sides(states: PackedStates, mixed: bool) -> Iterator[_Side]:
     if reason is not None:
         raise Unsupported(f"cache.attention=packed: {reason}")
     assert states.codec is not None
-    form, quantizer = form_of(states.codec), states.codec.quantizer
+    chain, quantizer = linear_chain_of(states.codec), states.codec.quantizer
     for packed in states.packed:
         for run, views in packed.by_run():
-            if _unfit_run(form, quantizer, run) is not None:
+            if _unfit_run(chain, quantizer, run) is not None:
                 return
             # Rows are contiguous in a cache; the output of a codec need not be.
             parts = {name: part if part[0, 0].is_contiguous() else part.contiguous() for name, part in views.items()}
-            yield _side(form, parts, run, packed.head_dim, mixed)
+            yield _side(chain, parts, run, packed.head_dim, mixed)
 
 
-def _side(form: Form, parts: dict[str, Tensor], run: BlockRun, head_dim: int, mixed: bool) -> _Side:
-    quantizer = form.codec.quantizer
+def _side(chain: LinearChain, parts: dict[str, Tensor], run: BlockRun, head_dim: int, mixed: bool) -> _Side:
+    quantizer = chain.codec.quantizer
     # An index of a codebook has 8 or 16 bits, which are planes like those of other codes.
     w0, w1, w2 = (*plane_widths(quantizer.indices["codes"]), 0, 0)[:3]
     p0, p1, p2 = (parts[f"codes.{index if width else 0}"] for index, width in enumerate((w0, w1, w2)))
     kind, top, scale, low = _grid(quantizer, parts, head_dim)
-    norms = _norms(form, parts, run)
+    norms = _norms(chain, parts, run)
     strides = [stride for part in (p0, p1, p2, scale) for stride in part.stride()[:2]]
     along = run.tokens if is_per_channel(quantizer) else head_dim
     stored = triton_loops.Side(
@@ -112,9 +120,9 @@ def _side(form: Form, parts: dict[str, Tensor], run: BlockRun, head_dim: int, mi
         strides=(*strides, *((0, 0) if norms is None else _strides(norms))),
         size=min(group_size(quantizer) or along, along),
     )  # fmt: skip
-    shifts = _shifts(form, run.blocks(parts), run, head_dim) if mixed and form.shifts else None
+    shifts = _shifts(chain, run.blocks(parts), run, head_dim) if mixed and chain.shifts else None
     tokens, per_channel = run.tokens * run.count, is_per_channel(quantizer)
-    return _Side(form, tokens, (w0, w1, w2), per_channel, kind, top, norms is not None, stored, shifts)
+    return _Side(chain, tokens, (w0, w1, w2), per_channel, kind, top, norms is not None, stored, shifts)
 
 
 def _grid(quantizer: Quantizer, parts: dict[str, Tensor], dim: int) -> tuple[int, int, Tensor, Tensor]:
@@ -149,23 +157,23 @@ def _tables(
     return kind, entries.contiguous().to(device), masks.to(device)
 
 
-def _norms(form: Form, parts: dict[str, Tensor], run: BlockRun) -> Tensor | None:
+def _norms(chain: LinearChain, parts: dict[str, Tensor], run: BlockRun) -> Tensor | None:
     """The factor of each token `[batch, heads or 1, tokens]`: one stored in fp16 as it is, others in fp32."""
-    names = [f"{name}.scale" for name in form.norms] + ["gain"] * ("gain" in parts)
+    names = [f"{name}.scale" for name in chain.norms] + ["gain"] * ("gain" in parts)
     if not names:
         return None
     if len(names) == 1 and names[0] in parts:
         return parts[names[0]][..., 0]
-    product = form.factors(run.blocks(parts), None, run.tokens, torch.float32)
+    product = chain.factors(run.blocks(parts), None, run.tokens, torch.float32)
     assert product is not None
     return product.transpose(1, 2).flatten(2).contiguous()
 
 
-def _shifts(form: Form, blocks: dict[str, Tensor], run: BlockRun, dim: int) -> triton_loops.Shifts:
-    (shift,) = form.shifts
-    vectors, factors = shift_terms(form, shift, blocks, run, dim)
+def _shifts(chain: LinearChain, blocks: dict[str, Tensor], run: BlockRun, dim: int) -> triton_loops.Shifts:
+    (shift,) = chain.shifts
+    vectors, factors = shift_terms(chain, shift, blocks, run, dim)
     # What a chain adds before its last rotations is added behind them once it is rotated itself.
-    turned = form.rotate(vectors[..., None, :], start=shift.rotations)[..., 0, :].transpose(1, 2).contiguous()
+    turned = chain.rotate(vectors[..., None, :], start=shift.rotations)[..., 0, :].transpose(1, 2).contiguous()
     if factors is None:
         factors = turned.new_ones(1, 1, run.tokens * run.count)
     return triton_loops.Shifts(turned, factors, (*turned.stride()[:2], *_strides(factors)), run.tokens)
@@ -223,8 +231,8 @@ def attend(
     sums = q.new_empty(batch, heads, every, group, dim)
     tops, totals = (q.new_empty(batch, heads, every, group) for _ in range(2))
     d, rows = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
-    rotated = launches[0][0].form.rotate(q).contiguous()
-    moved = shift_scores(keys, launches[0][0].form, q)
+    rotated = launches[0][0].chain.rotate(q).contiguous()
+    moved = shift_scores(keys, launches[0][0].chain, q)
     moved = None if moved is None else moved.contiguous()
     full = triton_loops.Full(rest_k, rest_v, (*rest_k.stride()[:2], *rest_v.stride()[:2]))
     none = triton_loops.Shifts(q, q, (0, 0, 0, 0), 1)
@@ -242,7 +250,7 @@ def attend(
         )  # fmt: skip
     mixed, plain = torch.empty_like(q), torch.empty_like(q)
     triton_loops.combine[(batch * heads, group)](sums, tops, totals, mixed, plain, group, every, sum(splits), dim, d)
-    out = launches[0][1].form.rotate_back(mixed) + plain
+    out = launches[0][1].chain.rotate_back(mixed) + plain
     return out.reshape(batch, query.shape[1], 1, dim).to(query.dtype)
 
 

@@ -21,7 +21,7 @@ from kvq.codecs.packed import BlockRun
 from kvq.codecs.packing import plane_widths
 from kvq.codecs.quantizers import Axis
 from kvq.codecs.stages import restored
-from kvq.kernels.form import Form, PackedStates, Shift, turned_scores
+from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, turned_scores
 
 TILE = 2048
 """Tokens per piece."""
@@ -62,19 +62,19 @@ class Piece:
         return self.start + self.count * self.tokens
 
 
-def pieces(states: PackedStates, form: Form, first: int = 0) -> Iterator[Piece]:
+def pieces(states: PackedStates, chain: LinearChain, first: int = 0) -> Iterator[Piece]:
     """The packed prefix in pieces of about `TILE` tokens; those that hold tokens from `first` on."""
     start = 0
     for packed in states.packed:
         for run, parts in packed.by_run():
-            for piece in _run(packed, form, run.blocks(parts), run.tokens, run.count, start, states.rope):
+            for piece in _run(packed, chain, run.blocks(parts), run.tokens, run.count, start, states.rope):
                 if piece.stop > first:
                     yield piece
             start += run.tokens * run.count
 
 
 def _run(
-    packed: Packed, form: Form, views: dict[str, Tensor], length: int, count: int, start: int, rope: Rope | None
+    packed: Packed, chain: LinearChain, views: dict[str, Tensor], length: int, count: int, start: int, rope: Rope | None
 ) -> Iterator[Piece]:
     if length <= TILE:
         together = TILE // length
@@ -85,32 +85,33 @@ def _run(
             turned = None if rope is None else rope.narrow(at, length * number).blocks(length, number)
             yield Piece(at, blocks, length, slice(0, length), turned)
         return
-    step = _step(form)
+    step = _step(chain)
     for block in range(count):
         for begin in range(0, length, step):
             inner = slice(begin, min(begin + step, length))
             at = start + block * length + begin
             blocks = {
-                name: _cut(form, name, view.narrow(1, block, 1), inner, packed.head_dim) for name, view in views.items()
+                name: _cut(chain, name, view.narrow(1, block, 1), inner, packed.head_dim)
+                for name, view in views.items()
             }
             size = inner.stop - inner.start
             turned = None if rope is None else rope.narrow(at, size).blocks(size, 1)
             yield Piece(at, blocks, length, inner, turned)
 
 
-def _step(form: Form) -> int:
+def _step(chain: LinearChain) -> int:
     """Tokens of a part of a block: whole groups, whole bytes."""
-    quantizer = form.codec.quantizer
+    quantizer = chain.codec.quantizer
     grouped = isinstance(quantizer, UniformQuantizer) and quantizer.axis is Axis.per_channel and quantizer.group_size
     group = math.lcm(8, grouped or 1)
     return max(1, TILE // group) * group
 
 
-def _cut(form: Form, name: str, part: Tensor, inner: slice, head_dim: int) -> Tensor:
+def _cut(chain: LinearChain, name: str, part: Tensor, inner: slice, head_dim: int) -> Tensor:
     """Rows of a quantizer's part that belong to the tokens `inner`; side information of stages stays whole."""
     if name == "gain" or ("." in name and not name.startswith("codes.")):
         return part
-    quantizer = form.codec.quantizer
+    quantizer = chain.codec.quantizer
     if name.startswith("codes.") and part.shape[-1] == head_dim:
         width = plane_widths(quantizer.bits)[int(name.removeprefix("codes."))]  # type: ignore[attr-defined]
         return part[..., inner.start * width // 8 : -(-inner.stop * width // 8), :]
@@ -126,12 +127,12 @@ _Blocks = tuple[int, BlockRun, dict[str, Tensor]]
 
 
 def shift_scores(
-    states: PackedStates, form: Form, query: Float[Tensor, "batch heads group dim"]
+    states: PackedStates, chain: LinearChain, query: Float[Tensor, "batch heads group dim"]
 ) -> Float[Tensor, "batch heads group tokens"] | None:
     """What the shifts add to the scores of the packed tokens, in fp32; None: there are none."""
     found = None
-    for shift in form.shifts:
-        seen = form.rotate(query, shift.rotations)[:, None]
+    for shift in chain.shifts:
+        seen = chain.rotate(query, shift.rotations)[:, None]
         pieces = []
         for start, run, blocks in _blocks(states):
             offset = shift_of(shift, blocks, states.shape[2], torch.float32)
@@ -140,7 +141,7 @@ def shift_scores(
                 more = turned_scores(seen, offset, rope)
             else:
                 more = (seen @ offset.mT).expand(*offset.shape[:3], query.shape[2], run.tokens)
-            if (norms := form.factors(blocks, shift.norms, run.tokens, torch.float32)) is not None:
+            if (norms := chain.factors(blocks, shift.norms, run.tokens, torch.float32)) is not None:
                 more = more * norms[..., None, :]
             pieces.append(more.permute(0, 2, 3, 1, 4).flatten(-2))
         moved = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
@@ -164,13 +165,13 @@ class ShiftMix:
             out += own.reshape(len(own), -1, length).sum(-1) @ offsets[batch, :, head]
 
 
-def shift_weights(states: PackedStates, form: Form) -> list[ShiftMix]:
-    """The shifts of values, in the order of `form.shifts`."""
+def shift_weights(states: PackedStates, chain: LinearChain) -> list[ShiftMix]:
+    """The shifts of values, in the order of `chain.shifts`."""
     found = []
-    for shift in form.shifts:
+    for shift in chain.shifts:
         runs = []
         for start, run, blocks in _blocks(states):
-            offset, norms = shift_terms(form, shift, blocks, run, states.shape[2])
+            offset, norms = shift_terms(chain, shift, blocks, run, states.shape[2])
             flat = None if norms is None else norms.numpy()
             runs.append((start, run.tokens, offset.contiguous().numpy(), flat))
         found.append(ShiftMix(runs))
@@ -178,11 +179,11 @@ def shift_weights(states: PackedStates, form: Form) -> list[ShiftMix]:
 
 
 def shift_terms(
-    form: Form, shift: Shift, blocks: dict[str, Tensor], run: BlockRun, dim: int
+    chain: LinearChain, shift: Shift, blocks: dict[str, Tensor], run: BlockRun, dim: int
 ) -> tuple[Float[Tensor, "batch blocks heads dim"], Float[Tensor, "batch _heads tokens"] | None]:
     """The vectors of a run's blocks, and the factor of each token (None: 1), contiguous, in fp32."""
     offset = shift_of(shift, blocks, dim, torch.float32)[..., 0, :]
-    norms = form.factors(blocks, shift.norms, run.tokens, torch.float32)
+    norms = chain.factors(blocks, shift.norms, run.tokens, torch.float32)
     return offset, None if norms is None else norms.transpose(1, 2).flatten(2).contiguous()
 
 

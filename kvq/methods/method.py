@@ -18,7 +18,7 @@ from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Latent, WindowLayers
 from kvq.errors import ConfigError, Unsupported
-from kvq.kernels import form_of
+from kvq.kernels import linear_chain_of
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys, numbered
@@ -193,7 +193,7 @@ class Method:
                 raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
         for method in (self, *self.by_layer):
             for codec in filter(None, (method.key, method.value)):
-                form_of(codec)
+                linear_chain_of(codec)
 
     def layers(
         self,

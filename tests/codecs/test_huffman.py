@@ -25,7 +25,7 @@ from kvq.codecs import (
 from kvq.codecs.huffman import entropy
 from kvq.codecs.lloyd_max import cell_probabilities, optimal_levels
 from kvq.errors import Unsupported
-from kvq.kernels import form_of
+from kvq.kernels import linear_chain_of
 from kvq.results.metrics import METRICS
 from kvq.tasks.measurement import STORED, storage_metrics
 from kvq.tasks.memory import layout
@@ -169,7 +169,10 @@ def test_codes_take_no_place_in_a_single_token_store():
             lambda: ChannelSplit(1, HuffmanCodec({}, [], LloydMaxQuantizer(2)), Codec({}, [], LloydMaxQuantizer(2))),
             "a split takes a kvq.codecs.Codec, not a HuffmanCodec",
         ),
-        (lambda: form_of(HuffmanCodec({}, [], LloydMaxQuantizer(2))), "cache.attention=packed: HuffmanCodec stores"),
+        (
+            lambda: linear_chain_of(HuffmanCodec({}, [], LloydMaxQuantizer(2))),
+            "cache.attention=packed: HuffmanCodec stores",
+        ),
         (
             lambda: layout(HuffmanCodec({}, [], LloydMaxQuantizer(2)), 64, 1, 64, torch.float16, 32),
             "its bytes follow the values",

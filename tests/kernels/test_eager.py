@@ -14,7 +14,7 @@ from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
 from kvq.config import conf_dir
 from kvq.config.method import BITS
 from kvq.errors import Unsupported
-from kvq.kernels import PackedStates, form_of, watched
+from kvq.kernels import PackedStates, linear_chain_of, watched
 from kvq.kernels.eager import STEPS, attend
 from kvq.kernels.pieces import TILE
 from tests.cache.states import nearest_bits
@@ -114,7 +114,7 @@ def test_every_method_or_its_reason(name):
     method = build(name, torch.randn(1, 2, 128, dim), nearest_bits(name))
     if name in REFUSED:
         with pytest.raises(Unsupported, match=f"cache.attention=packed: {REFUSED[name]}"):
-            [form_of(codec) for codec in (method.key, method.value)]
+            [linear_chain_of(codec) for codec in (method.key, method.value)]
         return
     rope = rope_table(200, 64)
     keys, values = (
@@ -165,7 +165,7 @@ def test_watched_steps_give_the_same(name):
         found = kvq.kernels.attend(query(4, 64), keys, values, 0.125)
     assert torch.equal(found, plain)
     assert seen.count("attention") == seen.count("rotation") == seen.count("joining") == 1
-    assert set(seen) == {*STEPS, "attention"} - (set() if form_of(method.key).shifts else {"shifts"})
+    assert set(seen) == {*STEPS, "attention"} - (set() if linear_chain_of(method.key).shifts else {"shifts"})
 
 
 UNIFORM = st.fixed_dictionaries(

@@ -109,8 +109,8 @@ class Shift:
 
 
 @dataclass(frozen=True)
-class Form:
-    """A codec's chain in the form that attention uses; see the module."""
+class LinearChain:
+    """A codec's chain whose steps are linear, so that attention can apply them to query and output; see the module."""
 
     codec: Codec
     rotations: tuple[Stage, ...]
@@ -159,8 +159,8 @@ class Form:
 
 
 @functools.lru_cache(maxsize=1024)
-def form_of(codec: Codec) -> Form:
-    """The `Form` of a codec.
+def linear_chain_of(codec: Codec) -> LinearChain:
+    """The `LinearChain` of a codec.
 
     Raises:
         Unsupported: a stage or quantizer that attention on packed codes does not support.
@@ -189,7 +189,7 @@ def form_of(codec: Codec) -> Form:
     quantizer = codec.quantizer
     if type(quantizer) not in QUANTIZERS or (not folds(quantizer) and quantizer.token_group != 1):
         raise Unsupported(f"cache.attention=packed: codes of {type(quantizer).__name__} cannot be scored as they are")
-    return Form(codec, tuple(rotations), norms, tuple(shifts))
+    return LinearChain(codec, tuple(rotations), norms, tuple(shifts))
 
 
 def folds(quantizer: Quantizer) -> TypeGuard[UniformQuantizer]:

@@ -13,11 +13,11 @@ from kvq.codecs import Codec, Gain, Hadamard, Scope, TokenNorm, UniformQuantizer
 from kvq.codecs.quantizers import Axis, Parts, to_stored
 from kvq.codecs.stages import Stage
 from kvq.codecs.uniform import ZeroPoint, scale_for_integer_zero
-from kvq.kernels.form import is_rotation
+from kvq.kernels.linear_chain import is_rotation
 
 
 @dataclass(frozen=True)
-class Chain:
+class UniformChain:
     """At most one rotation and one norm per head and token, in either order, before a uniform grid of 1-8 bits.
 
     Attributes:
@@ -69,7 +69,7 @@ class Chain:
         return isinstance(self.rotation, Hadamard) and self.rotation.block is None
 
 
-def chain_of(codec: Codec) -> Chain | None:
+def uniform_chain_of(codec: Codec) -> UniformChain | None:
     """The chain of a codec; None: it has stages or a quantizer that fused encoding does not support."""
     rotation, norm, rms = None, None, False
     for name, stage in codec.stages:
@@ -82,7 +82,7 @@ def chain_of(codec: Codec) -> Chain | None:
     quantizer = codec.quantizer
     if type(quantizer) is not UniformQuantizer or quantizer.bits > 8 or not quantizer.is_plain:
         return None
-    return Chain(rotation, norm, rms, quantizer)
+    return UniformChain(rotation, norm, rms, quantizer)
 
 
 @dataclass(frozen=True)
