@@ -144,13 +144,21 @@ def said(setting: str, value: str) -> str:
     if parts and parts[-1] in ("size", "policy") and len(parts) > 1:
         parts = parts[:-1]
     words = " ".join([*([side] if side else []), *parts]).replace("_", " ").strip()
-    return f"{words} {_text(value)}".strip()
+    return f"{words} {_by_layer(value) if 'bits_by_layer' in setting else _text(value)}".strip()
 
 
 def part_of(settings: Settings, name: str) -> Settings:
     """A part of nested settings; empty where there is none of that name."""
     part = settings.get(name)
     return part if isinstance(part, Mapping) else {}
+
+
+def _by_layer(value: str) -> str:
+    """Numbers in the order of layers, those of a layer's heads joined by slashes: `2 2/3/2 3`."""
+    found = json.loads(value)
+    if not isinstance(found, list):
+        return _text(value)
+    return " ".join("/".join(map(str, own)) if isinstance(own, list) else str(own) for own in found) or "none"
 
 
 def _text(value: Any) -> str:

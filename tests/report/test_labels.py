@@ -48,7 +48,8 @@ def run(*overrides: str, **changes: Any) -> Record:
         ("method=kivi bits=2 method.key.quantizer.bits=8", "kivi, key bits 8"),
         ("method=kivi method.value=null", "kivi, value in full precision"),
         ("method=kivi method.sink_tokens=4", "kivi, sink tokens 4"),
-        ("method=kivi method.bits_by_layer.key=[8,4,4,2]", "kivi, key bits by layer 8, 4, 4, 2"),
+        ("method=kivi method.bits_by_layer.key=[8,4,4,2]", "kivi, key bits by layer 8 4 4 2"),
+        ("method=kivi method.bits_by_layer.key=[2,3,4,[4,2]]", "kivi, key bits by layer 2 3 4 4/2"),
         (
             "method=kivi method.full_precision_layers.key=[0,1,2,4] method.full_precision_layers.value=[0,1,2,4]",
             "kivi, full precision layers 0–2, 4",
@@ -57,7 +58,7 @@ def run(*overrides: str, **changes: Any) -> Record:
         ("method=kivi bits=2 method.bits_by_layer.value=[4,4,4,4]", "kivi"),
         (
             "method=nsn bits=2 method.bits_by_layer.value=[2,4,4,3] method.bits_by_layer.key=[3,3,2,3]",
-            "nsn, key bits by layer 3, 3, 2, 3, value bits by layer 2, 4, 4, 3",
+            "nsn, key bits by layer 3 3 2 3, value bits by layer 2 4 4 3",
         ),
         ("method=oscar method.key.order=[norm,hadamard]", "oscar, key order norm, hadamard"),
         ("method=kvquant method.calibration.dataset=pysource", "kvquant, calibrated on pysource"),
