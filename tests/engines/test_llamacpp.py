@@ -144,6 +144,9 @@ def test_a_text_is_read_from_an_empty_cache(file, tokens):
     with LlamaCpp(file, TOKENS) as engine:
         first = log_probs(engine, tokens)
         assert torch.equal(first, log_probs(engine, tokens))
+        whole, half = torch.cat(list(engine.logits(tokens))), TOKENS // 2
+        parts = [*engine.logits(tokens[:half]), *engine.read(tokens[half:])]
+        torch.testing.assert_close(torch.cat(parts), whole, atol=0.05, rtol=0)  # batches of other sizes in fp16
 
 
 @pytest.mark.parametrize(

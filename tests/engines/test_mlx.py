@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from kvq.engines import mlx
 from kvq.engines.mlx import Mlx
@@ -43,6 +44,26 @@ def test_a_preset_loses_what_the_engine_loses(bits, group, tokens):
     assert kl(found, in_torch(model, tokens, method)) < max(own / 10, 1e-6)
     with engine_attention(model, None, held):
         assert kl(found, in_torch(model, tokens)) < 1e-8
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_cache_that_is_filled_goes_on_as_one_that_has_read(bits, tokens):
+    model, half = model_of(), TOKENS // 2
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens[None, :half], past_key_values=past)
+    with Mlx(model, TOKENS, bits, 64) as engine:
+        read = list(engine.logits(tokens[:half]))
+        first, whole = engine.cached(2, 2, 64)[0], torch.cat([*read, *engine.read(tokens[half:])])
+        size = engine.state_bytes
+        engine.fill([(layer.keys, layer.values) for layer in past.layers])
+        # The first layer's; of the second, a prompt that is read has gone through the quantized cache of the first.
+        for found, expected in zip(engine.cached(2, 2, 64)[0], first, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        again = torch.cat(list(engine.read(tokens[half:])))
+        assert engine.state_bytes == size
+        if bits is None:
+            torch.testing.assert_close(again, whole[half:], atol=1e-3, rtol=0)
 
 
 def test_a_cache_that_it_cannot_hold(tokens):
