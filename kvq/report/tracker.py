@@ -26,8 +26,7 @@ from kvq.report.labels import label, model_name, protocol, protocol_departures
 from kvq.results import Record, Store
 from kvq.results.files import write_file
 from kvq.results.metrics import METRICS, metric_of
-from kvq.results.presets import words_of
-from kvq.results.record import dump_record
+from kvq.results.record import dump_record, words_of
 from kvq.results.store import cause
 
 if TYPE_CHECKING:

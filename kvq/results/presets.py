@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from kvq.config.bits import Bits, first_width
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
-from kvq.results.record import FromPresets, Record, canonical
+from kvq.results.record import FromPresets, Record, canonical, words_of
 
 
 def preset_of_method(name: str, bits: str, scoring: str | None) -> Settings | None:
@@ -144,7 +143,8 @@ def said(setting: str, value: str) -> str:
     if parts and parts[-1] in ("size", "policy") and len(parts) > 1:
         parts = parts[:-1]
     words = " ".join([*([side] if side else []), *parts]).replace("_", " ").strip()
-    return f"{words} {_by_layer(value) if 'bits_by_layer' in setting else _text(value)}".strip()
+    shown = _by_layer(value) if "bits_by_layer" in setting and value.startswith("[") else _text(value)
+    return f"{words} {shown}".strip()
 
 
 def part_of(settings: Settings, name: str) -> Settings:
@@ -155,10 +155,8 @@ def part_of(settings: Settings, name: str) -> Settings:
 
 def _by_layer(value: str) -> str:
     """Numbers in the order of layers, those of a layer's heads joined by slashes: `2 2/3/2 3`."""
-    found = json.loads(value)
-    if not isinstance(found, list):
-        return _text(value)
-    return " ".join("/".join(map(str, own)) if isinstance(own, list) else str(own) for own in found) or "none"
+    found = [own if isinstance(own, list) else [own] for own in json.loads(value)]
+    return " ".join("/".join(map(str, own)) for own in found)
 
 
 def _text(value: Any) -> str:
@@ -329,14 +327,6 @@ def _preset_bits(bits: str, by_layer: Any) -> str:
     found = (by_layer.get(side) or [mean] for side, mean in zip(SIDES, parsed, strict=True))
     key, value = (first_width(layers[0]) for layers in found)
     return Bits(*(int(number) if number == int(number) else number for number in (key, value))).label
-
-
-def words_of(command: str) -> list[str]:
-    """The words of a command line; where its quotes do not close, what stands between blanks."""
-    try:
-        return shlex.split(command)
-    except ValueError:
-        return command.split()
 
 
 def _overridden(record: Record) -> list[str]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, NoReturn
@@ -223,3 +224,11 @@ def parse_record(content: bytes) -> Record:
     except RecursionError:
         raise RecordError("not a record: nested too deeply") from None
     return record
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command line; where its quotes do not close, what stands between blanks."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return command.split()
