@@ -59,6 +59,8 @@ def options(words: Sequence[str], results: Path, out: Path) -> list[str]:
         return [*words, "model=tiny", "method=kivi", f"results_dir={out}"]
     if name == "report.diff":
         return [*words, str(results), str(results)]
+    if name == "recommend.submit":
+        return [*words, str(results), "name=A Name", "licence=CC-BY-4.0", f"results={out}"]
     if name == "recommend.allocate":  # reads the committed records
         return [*words, "model=tiny", "method=kivi", "bits=2"]
     if name == "report.wandb":
