@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvq.codecs import Rope, rope_table
-from kvq.kernels import PackedStates, attend, fused, linear_chain_for
+from kvq.kernels import PackedStates, attend, fused, kernel_for
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 
@@ -139,7 +139,7 @@ def measure(
         "shape": {"batch": batch, "tokens": tokens, "kv_heads": heads, "queries_per_head": group, "head_dim": dim},
         "method": name,
         "bits": bits,
-        "form": linear_chain_for(q, *sides),
+        "form": kernel_for(q, *sides),
         "seconds_median": medians,
         "fastest_sdpa": fastest,
         **ratios(seconds["packed"], seconds[fastest]),

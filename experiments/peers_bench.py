@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from attention_bench import ratios
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from kvq.cache import KVCache
@@ -47,32 +48,34 @@ def stack() -> PreTrainedModel:
     return model.eval()  # type: ignore[no-any-return]
 
 
-def caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
-    """How each cache is made, by its label; packages that are not installed are left out."""
-    made: dict[str, Callable[[], Any]] = {REFERENCE: lambda: DynamicCache(config=model.config)}
-    for name, bits in PEERS:
-        if installed(name):
-            made[f"{name} {bits} (QuantizedCache)"] = lambda name=name, bits=bits: KVCache(
-                model, build_method(name, bits=bits, head_dim=128)
-            )
-    for name, bits in PACKED:
-        made[f"{name} {bits}"] = lambda name=name, bits=bits: KVCache(
-            model, build_method(name, bits=bits, head_dim=128), attention="packed"
+def quantized(model: Any, packed: Sequence[tuple[str, int]] = PACKED) -> dict[str, KVCache]:
+    """Empty caches by label: transformers' quantized ones, where their packages are installed, and packed ones."""
+    own = [(name, bits, {}) for name, bits in PEERS if installed(name)]
+    own += [(name, bits, {"attention": "packed"}) for name, bits in packed]
+    dim = model.config.head_dim
+    return {
+        f"{name} {bits}{'' if how else ' (QuantizedCache)'}": KVCache(
+            model, build_method(name, bits=bits, head_dim=dim), **how
         )
-    return made
+        for name, bits, how in own
+    }
 
 
-def filled(make: Callable[[], Any], model: PreTrainedModel) -> Any:
-    """A cache that holds `CONTEXT` random tokens in every layer, as if it had read them in one prefill."""
-    cache, generator = make(), torch.Generator().manual_seed(1)
-    for index in range(LAYERS):
-        shape = (1, SHAPE["num_key_value_heads"], CONTEXT, SHAPE["head_dim"])
-        keys, values = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
-        layer = cache.layers[index]
-        if isinstance(cache, KVCache) and isinstance(layer, KVCacheLayer) and layer.key.rope is not None:
-            layer.key.rope.extend(0, CONTEXT, model.model.rotary_emb(keys, torch.arange(CONTEXT)[None]), keys)
+def filled(cache: Any, states: Sequence[tuple[Tensor, Tensor]], model: Any) -> Any:
+    """The cache with keys and values of each layer, as if it had read their tokens in one prefill."""
+    for layer, (keys, values) in zip(cache.layers, states, strict=True):
+        if isinstance(layer, KVCacheLayer) and layer.key.rope is not None:
+            tokens = keys.shape[2]
+            layer.key.rope.extend(0, tokens, model.model.rotary_emb(keys, torch.arange(tokens)[None]), keys)
         layer.update(keys, values)
     return cache
+
+
+def random_states() -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of `CONTEXT` tokens in every layer."""
+    generator, shape = torch.Generator().manual_seed(1), (1, SHAPE["num_key_value_heads"], CONTEXT, SHAPE["head_dim"])
+    keys_and_values = [torch.randn(shape, generator=generator).bfloat16() for _ in range(2 * LAYERS)]
+    return list(zip(keys_and_values[::2], keys_and_values[1::2], strict=True))
 
 
 def bytes_of(cache: Any) -> int:
@@ -86,7 +89,8 @@ def measure(pairs: int) -> dict[str, Any]:
     """Tokens per second of each cache, in turns; ratios of speed over DynamicCache, and of its bytes over theirs."""
     model = stack()
     with torch.inference_mode():
-        held = {label: filled(make, model) for label, make in caches(model).items()}
+        states, empty = random_states(), {REFERENCE: DynamicCache(config=model.config), **quantized(model)}
+        held = {label: filled(cache, states, model) for label, cache in empty.items()}
         seconds: dict[str, list[float]] = {label: [] for label in held}
         for turn in range(pairs + 1):
             for label, cache in held.items():
@@ -100,14 +104,19 @@ def measure(pairs: int) -> dict[str, Any]:
         "shape": {**SHAPE, "layers": LAYERS, "context": CONTEXT},
         "threads": torch.get_num_threads(),
         "cells": {
-            label: {
-                **ratios(seconds[REFERENCE], seconds[label]),
-                "tokens_per_second": 1 / statistics.median(seconds[label]),
-                "bytes": bytes_of(cache),
-                "memory_ratio": reference / bytes_of(cache),
-            }
+            label: compared(seconds[REFERENCE], seconds[label], reference, bytes_of(cache))
             for label, cache in held.items()
         },
+    }
+
+
+def compared(reference: list[float], seconds: list[float], reference_bytes: int, size: int) -> dict[str, Any]:
+    """Speed over the reference's, paired, and memory under its."""
+    return {
+        **ratios(reference, seconds),
+        "tokens_per_second": 1 / statistics.median(seconds),
+        "bytes": size,
+        "memory_ratio": reference_bytes / size,
     }
 
 

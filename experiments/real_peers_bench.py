@@ -5,32 +5,27 @@
 
 transformers (DynamicCache, its quantized caches, kvq's packed ones), llama.cpp and MLX-LM hold the same prompt and read
 the same tokens, a few in each turn, so that ratios are paired. llama.cpp reads the prompt itself; the others are given
-its keys and values. Speeds are compared within an engine, with its own cache
-in full precision; llama.cpp computes with the file's Q4_1 weights, the others with the same weights in fp32. The
-divergence is that of the next-token distributions of all turns from the engine's own in full precision.
+its keys and values. Speeds are compared within an engine, with its own cache in full precision; llama.cpp computes with
+the file's Q4_1 weights, the others with the same weights in fp32. The divergence is that of the next-token
+distributions of all turns from the engine's own in full precision.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from attention_bench import ratios
-from peers_bench import bytes_of
+from peers_bench import bytes_of, compared, filled, quantized
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvq.cache import KVCache
 from kvq.config import compose, resolve
 from kvq.engines.mlx import Mlx
-from kvq.methods.build import build_method
-from kvq.methods.transformers_caches import installed
 from kvq.models.inputs import Inputs
 from kvq.tasks.engine import Format, opened
 from kvq.tasks.scoring import log_probabilities
@@ -38,7 +33,6 @@ from kvq.tasks.windows import divergence
 
 MODEL, CONTEXT, DECODED = "smollm2_135m", 8192, 8
 PACKED = (("q8_0", 8), ("q4_0", 4), ("kivi", 4), ("kivi", 2), ("oscar", 2), ("nsn", 2), ("turboquant", 2))
-LIBRARIES = (("quanto", 4), ("hqq", 4))
 LLAMACPP = ("f16", "q8_0", "q4_0")
 MLX = (None, 8, 4)
 TORCH = "transformers"
@@ -54,30 +48,11 @@ def prefilled(model: Any, prompt: Tensor) -> DynamicCache:
     return cache
 
 
-def filled(cache: KVCache, past: DynamicCache, model: Any) -> KVCache:
-    """A cache that is given the states of the prompt, as a prefill in full precision leaves them."""
-    positions = torch.arange(past.get_seq_length())[None]
-    for held, layer in zip(past.layers, cache.layers, strict=True):
-        keys, values = held.keys, held.values
-        if getattr(layer, "key", None) is not None and layer.key.rope is not None:
-            layer.key.rope.extend(0, positions.shape[1], model.model.rotary_emb(keys, positions), keys)
-        layer.update(keys, values)
-    return cache
-
-
 def of_torch(model: Any, past: DynamicCache) -> Iterator[tuple[str, Reader, Callable[[], int]]]:
     """transformers' own cache, its quantized ones where installed, and packed ones."""
-    caches: dict[str, Any] = {}
-    for name, bits in LIBRARIES:
-        if installed(name):
-            caches[f"{name} {bits} (QuantizedCache)"] = KVCache(model, build_method(name, bits=bits, head_dim=64))
-    for name, bits in PACKED:
-        caches[f"{name} {bits}, packed"] = KVCache(
-            model, build_method(name, bits=bits, head_dim=64), attention="packed"
-        )
-    for cache in caches.values():
-        filled(cache, past, model)
-    for label, cache in {"DynamicCache (fp32)": past, **caches}.items():
+    states = [(layer.keys, layer.values) for layer in past.layers]
+    own = {label: filled(cache, states, model) for label, cache in quantized(model, PACKED).items()}
+    for label, cache in {"DynamicCache (fp32)": past, **own}.items():
 
         def read(tokens: Tensor, cache: Any = cache) -> Tensor:
             return torch.cat([model(token[None, None], past_key_values=cache).logits[0] for token in tokens])
@@ -144,10 +119,7 @@ def _in_turns(
     reference, _, reference_bytes = caches[0]
     return {
         label: {
-            **ratios(seconds[reference], seconds[label]),
-            "tokens_per_second": 1 / statistics.median(seconds[label]),
-            "bytes": size(),
-            "memory_ratio": reference_bytes() / size(),
+            **compared(seconds[reference], seconds[label], reference_bytes(), size()),
             "kl": float(torch.cat(apart[label]).double().mean()),
         }
         for label, _, size in caches

@@ -66,13 +66,6 @@ class HeadsCodec(Codec):
     def check(self, head_dim: int) -> None:
         for codec in self._own:
             codec.check(head_dim)
-            check_single_heads(codec, head_dim)
-
-    @override
-    def staged(self, x: Float[Tensor, "*lead heads tokens head_dim"], rope: Rope | None = None) -> Tensor:
-        pieces = self._split(x.double() if x.dtype == torch.float64 else x.float())
-        own = [codec.staged(piece, rope) for codec, piece in zip(self._own, pieces, strict=False)]
-        return self._joined([*own, pieces[-1]])
 
     @override
     def encode_block(

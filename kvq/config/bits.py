@@ -99,12 +99,14 @@ def at_heads(key: Widths, value: Widths) -> tuple[list[Bits | None], list[Bits |
 
     A layer without heads of their own has one of each.
     """
-    keys, values = (own if isinstance(own, list) else [own] for own in (key, value))
     first = Bits(first_width(key), first_width(value))
-    return (
-        [None if len(keys) > 1 and own == WHOLE else replace(first, key=own) for own in keys],
-        [None if len(values) > 1 and own == WHOLE else replace(first, value=own) for own in values],
-    )
+
+    def at(side: str, widths: Any) -> list[Bits | None]:
+        if not isinstance(widths, list):
+            return [first]
+        return [None if width == WHOLE else replace(first, **{side: width}) for width in widths]
+
+    return at("key", key), at("value", value)
 
 
 def first_width(widths: Any) -> Any:

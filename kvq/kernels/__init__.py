@@ -1,6 +1,6 @@
 """Attention on packed codes, and encoding in one pass."""
 
-from kvq.kernels.attention import attend, linear_chain_for, watched
+from kvq.kernels.attention import attend, kernel_for, watched
 from kvq.kernels.encode import FusedCodec, fused
 from kvq.kernels.linear_chain import LinearChain, PackedStates, linear_chain_of
 
@@ -10,7 +10,7 @@ __all__ = [
     "PackedStates",
     "attend",
     "fused",
-    "linear_chain_for",
+    "kernel_for",
     "linear_chain_of",
     "watched",
 ]

@@ -31,7 +31,7 @@ def watched(step: eager.Step) -> Iterator[None]:
         _WATCH.reset(token)
 
 
-def linear_chain_for(query: Tensor, keys: PackedStates, values: PackedStates, softcap: float | None = None) -> str:
+def kernel_for(query: Tensor, keys: PackedStates, values: PackedStates, softcap: float | None = None) -> str:
     """`cpu` (numba) or `gpu` (Triton) where installed and able to read these keys and values, else `eager`."""
     if query.device.type == "cuda" and HAS_TRITON and query.dtype is not torch.float64:
         from kvq.kernels import gpu
@@ -55,16 +55,16 @@ def attend(
     first: int = 0,
     softcap: float | None = None,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
-    """As `kvq.kernels.eager.attend`, by the implementation that `linear_chain_for` chooses."""
+    """As `kvq.kernels.eager.attend`, by the implementation that `kernel_for` chooses."""
     if (step := _WATCH.get()) is not None:
         with step("attention"):
             return eager.attend(query, keys, values, scaling, first, softcap, step)
-    chain = linear_chain_for(query, keys, values, softcap)
-    if chain == "cpu":
+    kernel = kernel_for(query, keys, values, softcap)
+    if kernel == "cpu":
         from kvq.kernels import cpu
 
         return cpu.attend(query, keys, values, scaling, first)
-    if chain == "gpu":
+    if kernel == "gpu":
         from kvq.kernels import gpu
 
         return gpu.attend(query, keys, values, scaling, first, softcap)

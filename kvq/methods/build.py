@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from kvq.codecs import Codec, HeadsCodec
+from kvq.codecs import Codec, HeadsCodec, check_single_heads
 from kvq.config import Config, MethodConfig, outside
 from kvq.config.bits import Bits, at_heads, check_range, mean_width, parse_bits
 from kvq.config.explain import composed
@@ -154,24 +154,33 @@ def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_di
         if len({getattr(at, side) for at in occurring}) > 1 and all(part == parts[0] for part in parts):
             raise ConfigError(f"method.bits_by_layer.{side}: {side}s of {method.name} do not follow `bits`")
     built = {label: instantiate_method(at, residual, label, head_dim) for label, at in asked.at.items()}
-    return tuple(_of_heads(built, *widths, head_dim) for widths in asked.widths(given))
+    for side in ("key", "value"):
+        if any(isinstance(widths, list) for widths in getattr(asked, side)):
+            _check_heads(side, list(built.values()), head_dim)
+    return tuple(_of_heads(built, *widths) for widths in asked.widths(given))
 
 
-def _of_heads(built: Mapping[str, Method], key: Any, value: Any, head_dim: int) -> Method:
+def _check_heads(side: str, methods: Sequence[Method], head_dim: int) -> None:
+    """Raise `Unsupported` where heads of a side cannot have bits of their own, at any of the bits that occur."""
+    for method in methods:
+        if method.backend is not None:
+            raise Unsupported(f"method.bits_by_layer.{side}: heads of {method.name} have no bits of their own")
+        if (codec := getattr(method, side)) is not None:
+            try:
+                check_single_heads(codec, head_dim)
+            except Unsupported as error:
+                raise Unsupported(f"method.bits_by_layer.{side}: {method.name}: {error}") from error
+
+
+def _of_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
     """The method of a layer, from those at the bits that occur by label; see `kvq.config.bits.Widths`."""
     keys, values = at_heads(key, value)
     whole = next(built[at.label] for at in keys if at is not None)
-    own: dict[str, Any] = {}
-    for side, heads in (("key", keys), ("value", values)):
-        if len(heads) == 1:
-            continue
-        if whole.backend is not None:
-            raise Unsupported(f"method.bits_by_layer.{side}: heads of {whole.name} have no bits of their own")
-        try:
-            own[side] = HeadsCodec([None if at is None else getattr(built[at.label], side) for at in heads])
-            own[side].check(head_dim)
-        except Unsupported as error:
-            raise Unsupported(f"method.bits_by_layer.{side}: {whole.name}: {error}") from error
+    own: dict[str, Any] = {
+        side: HeadsCodec([None if at is None else getattr(built[at.label], side) for at in heads])
+        for side, heads in (("key", keys), ("value", values))
+        if len(heads) > 1
+    }
     return replace(whole, bits=Bits(mean_width(key), mean_width(value)), **own)
 
 

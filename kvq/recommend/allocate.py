@@ -108,12 +108,11 @@ def _places(rows: Sequence[Mapping[str, Any]], heads: bool) -> Iterator[tuple[Pl
     """Each place of a record, its bytes and its cost."""
     sides = {(int(row["layer"]), str(row["side"])): row for row in rows if "side" in row}
     own = [((int(row["of"][1]), str(row["of"][0])), row) for row in rows if "head" in row]
-    if not heads:
-        yield from ((place, float(row["packed_bytes"]), float(row["kl_mean"])) for place, row in sides.items())
     count = Counter(place for place, _ in own)
-    for place, row in own if heads else ():
-        size = float(sides[place]["packed_bytes"]) / count[place]
-        yield (*place, int(row["head"])), size, float(row["kl_mean"])
+    for place, row in own if heads else sides.items():
+        size = float(sides[place]["packed_bytes"])
+        where = (*place, int(row["head"])) if heads else place
+        yield where, size / count[place] if heads else size, float(row["kl_mean"])
 
 
 def exact(costs: Costs, bits: float) -> dict[Place, Option]:
@@ -206,8 +205,10 @@ def _widths(chosen: Mapping[Place, Option], layer: int, side: str) -> list[int]:
     return [option.width for place, option in sorted(chosen.items()) if place[:2] == (layer, side)]
 
 
-def records_of(store: Store, model: str, method: str, dataset: str | None, heads: bool | None = None) -> list[Record]:
-    """Records of `task=sensitivity` of a model and a method, on one text; `heads`: with or without costs of heads.
+def records_of(store: Store, model: str, method: str, dataset: str | None, heads: bool = False) -> list[Record]:
+    """Records of `task=sensitivity` of a model and a method, on one text.
+
+    `heads`: those with costs of heads; else those without, or where there are none, with them.
 
     Raises:
         RecordError: none, or of several texts.
@@ -217,7 +218,7 @@ def records_of(store: Store, model: str, method: str, dataset: str | None, heads
         for record in store.scan()[0]
         if (record.task, record.model, record.method, record.status) == ("sensitivity", model, method, "done")
         and dataset in (None, record.dataset)
-        and heads in (None, bool(record.config["task"].get("heads")))
+        and (_has_heads(record) or not heads)
     ]
     texts = sorted({record.dataset for record in found})
     if not found:
@@ -227,13 +228,12 @@ def records_of(store: Store, model: str, method: str, dataset: str | None, heads
         )
     if len(texts) > 1:
         raise RecordError(f"costs of method={method} on {', '.join(texts)} are on record; choose by dataset=")
-    return sorted(found, key=lambda record: record.bits)
+    chosen = found if heads else [record for record in found if not _has_heads(record)] or found
+    return sorted(chosen, key=lambda record: record.bits)
 
 
-def _of_sides(store: Store, model: str, method: str, dataset: str | None) -> list[Record]:
-    """Records without costs of heads; those with them where there are no others."""
-    every = records_of(store, model, method, dataset)
-    return [record for record in every if not record.config["task"].get("heads")] or every
+def _has_heads(record: Record) -> bool:
+    return bool(record.config["task"].get("heads"))
 
 
 def table_of(chosen: Mapping[Place, Option]) -> str:
@@ -265,8 +265,7 @@ def _answer(words: list[str]) -> int:
     bits = number("bits", given["bits"], f"a number above 0 and up to {FULL}", lambda value: 0 < value <= FULL)
     store = Store(given["results"])
     full, heads = (given[name] == "true" for name in ("full", "heads"))
-    asked = (store, given["model"], given["method"], given.get("dataset"))
-    records = records_of(*asked, heads) if heads else _of_sides(*asked)
+    records = records_of(store, given["model"], given["method"], given.get("dataset"), heads)
     costs = costs_of(records, store, full, heads)
     best, walked, single = exact(costs, bits), greedy(costs, bits), uniform(costs, bits)
     text, widths = records[0].dataset, ", ".join(record.bits for record in records)

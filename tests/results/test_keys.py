@@ -56,12 +56,13 @@ def own_settings(record: Record) -> list[str]:
         "eviction": given.get("eviction") or {},
         "full_precision_layers": given.get("full_precision_layers") or {},
     }
+    if "sink_tokens" in given:
+        method["sink_tokens"] = given["sink_tokens"]
     for side in ("key", "value"):
         quantizer = (record.config["method"].get(side) or {}).get("quantizer", {})
         method[side] = {"quantizer": {name: quantizer[name] for name in ("group_size", "clip") if name in quantizer}}
     leaves = [*flatten(residual, "residual"), *flatten(method, "method")]
-    sinks = [f"method.sink_tokens={given['sink_tokens']}"] if searched and "sink_tokens" in given else []
-    return [*sinks, *before_rope(record), *("=".join(leaf) for leaf in leaves if not leaf[0].endswith("._target_"))]
+    return [*before_rope(record), *("=".join(leaf) for leaf in leaves if not leaf[0].endswith("._target_"))]
 
 
 def own_calibration(record: Record) -> list[str]:

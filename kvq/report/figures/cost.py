@@ -12,10 +12,10 @@ import pandas as pd
 
 from kvq.report.figures.error import labelled_rows
 from kvq.report.figures.plots import below, dress, handle, panels, points, powers_of_two, rows_named, titled
-from kvq.report.figures.style import Line, colour, lines_of
+from kvq.report.figures.style import Line, colour, dash, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store, run_key
-from kvq.results.metrics import units_of
+from kvq.results.metrics import metric_of
 from kvq.results.presets import said
 from kvq.results.statistics import dominated
 
@@ -154,7 +154,6 @@ def _bars(table: pd.DataFrame) -> Figure:
     return made
 
 
-_DASHES = ("-", "--", ":", "-.")
 _APART = ("sampler", "seed", "verdict", "winners")
 """What searches of one figure may differ in: what measures their winners afterwards changes no trial."""
 
@@ -204,11 +203,6 @@ def search_title(search: Mapping[str, Any]) -> str:
     return ", ".join(["Searches", *([text] if text else []), *words])
 
 
-def _worded(metric: str) -> str:
-    unit = units_of([metric]).get(metric)
-    return metric.replace("_", " ") + (f" ({unit})" if unit else "")
-
-
 @titled
 def search_figure(table: pd.DataFrame, objectives: str) -> Figure:
     """Trials and the frontier of all of them on the left; on the right hypervolume, a line for each seed."""
@@ -219,13 +213,13 @@ def search_figure(table: pd.DataFrame, objectives: str) -> Figure:
         own = part.dropna(subset=[first, second])
         points(axes[0], own[second], own[first], index, str(sampler), s=14)
         for place, (_, line) in enumerate(part.groupby("seed")):
-            look = {"color": colour(index), "linestyle": _DASHES[index % len(_DASHES)], "linewidth": 0.9}
+            look = {"color": colour(index), "linestyle": dash(index), "linewidth": 0.9}
             label = str(sampler) if place == 0 else None
             axes[1].step(line["trial"], line["hypervolume"], where="post", label=label, **look)
     free = done[done["frontier"].astype(bool)].drop_duplicates([first, second]).sort_values(second)
     axes[0].plot(free[second], free[first], color="black", linewidth=0.7, zorder=0)
     axes[0].set_yscale("log")
-    dress(axes[0], _worded(second), _worded(first), "both")
+    dress(axes[0], metric_of(second).title, metric_of(first).title, "both")
     dress(axes[1], "trials", "hypervolume (share of the box)", "y", whole=True)
     below(made, axes[1], 4)
     return made

@@ -70,6 +70,11 @@ def marker(index: int) -> str:
     return MARKERS[index % len(MARKERS)]
 
 
+def dash(index: int) -> Any:
+    """The dashes of the series of this index."""
+    return _DASHES[index % len(_DASHES)]
+
+
 class Line(NamedTuple):
     """How a run is drawn: its method's colour and dashes, a marker that no other of its colour has."""
 
@@ -94,7 +99,7 @@ def lines_of(labels: Iterable[str]) -> dict[str, Line]:
     for name in names:
         method = method_of(name)
         hue = colour_of(method)
-        found[name] = Line(hue, _DASHES[dashes[method] % len(_DASHES)], MARKERS[used[hue] % len(MARKERS)])
+        found[name] = Line(hue, dash(dashes[method]), MARKERS[used[hue] % len(MARKERS)])
         used[hue] += 1
     return found
 
