@@ -64,7 +64,7 @@ docs: setup ## fill the numbers of README.md, docs/findings.md, docs/experiments
 wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project mine --workspace"); what is there stays
 	$(BIN)/python -m kvq.report.wandb $(WANDB)
 
-test: setup ## set up and run the quick half of the tests: about ten minutes on two cores (TEST_ARGS="-n 2": in two processes)
+test: setup ## set up and run the quick half of the tests: about six minutes on two idle cores (TEST_ARGS="-n 2": in two processes)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 test-long: setup ## run what the quick half leaves out: long properties, 100 kills, all notebooks, compilers, training
