@@ -3,14 +3,11 @@
 import functools
 from pathlib import Path
 
-from kvq.config import compose, conf_dir, resolve
+from kvq.config import compose, resolve
+from tests.presets import NAMES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
-FILES = sorted(
-    path.relative_to(conf_dir() / "method").with_suffix("") for path in (conf_dir() / "method").rglob("*.yaml")
-)
-METHODS = [str(path) for path in FILES if len(path.parts) == 1]
-PRESETS = [str(path) for path in FILES if len(path.parts) > 1]
+PRESETS = [name for name in NAMES if "/" in name]
 ROWS = {
     cells[0].strip("`"): cells
     for line in PAGE.splitlines()

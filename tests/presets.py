@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvq.config import MethodConfig, compose, compose_part, conf_dir, resolve, resolve_part
+from kvq.config import MethodConfig, compose, compose_part, resolve, resolve_part
+from kvq.config.explain import choices
 
-FILES = {
-    str(path.relative_to(conf_dir() / "method").with_suffix("")): path
-    for path in sorted((conf_dir() / "method").rglob("*.yaml"))
-}
+NAMES = sorted(choices()["method"])
+"""Every method, and every preset, which has a slash in its name."""
+METHODS = [name for name in NAMES if "/" not in name]
 
 
 @functools.cache

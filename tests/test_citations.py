@@ -5,13 +5,15 @@ from __future__ import annotations
 import yaml
 
 from experiments.citations import ROOT, bibtex
+from kvq.config import conf_dir
+from kvq.config.choices import choices_in
 
 
 def test_every_paper_of_a_method_is_in_the_citation_file() -> None:
     cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    for path in (ROOT / "conf" / "method").rglob("*.yaml"):
-        arxiv = yaml.safe_load(path.read_text(encoding="utf-8")).get("arxiv")
-        assert arxiv is None or f"arXiv:{arxiv}" in cited, path.name
+    for choice in choices_in(conf_dir()):
+        arxiv = choice.read().get("arxiv") if choice.group == "method" else None
+        assert arxiv is None or f"arXiv:{arxiv}" in cited, choice.name
 
 
 def test_the_bibtex_file_is_up_to_date() -> None:

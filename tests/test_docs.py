@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
 from experiments import readme
 from experiments.places import PLACE, filled
 from kvq import KVCache, cli
 from kvq.config import compose, conf_dir, resolve
+from kvq.config.choices import find
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
 from kvq.papers.sweep import product
@@ -305,7 +305,7 @@ def test_lines_to_paste_are_those_of_the_presets() -> None:
     rows = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| `(engine/[\w/]+)", ENGINES.read_text(), re.M)
     assert len(rows) > 45
     for line, preset in rows:
-        serve = OmegaConf.to_container(OmegaConf.load(conf_dir() / "method" / f"{preset}.yaml"), resolve=False)["serve"]
+        serve = find("method", preset, conf_dir()).read()["serve"]
         pasted = re.findall(r"`([^`]+)`", line)[0].replace("--kv-bits 3 ", "--kv-bits ${kvbits:key} ")
         assert serve == pasted or serve.endswith(f" {pasted}"), preset
 

@@ -1,7 +1,8 @@
 """Every setting of a run: its schema and ranges, how it is composed and resolved, and what of it names the run."""
 
-from kvq.config.composing import compose, compose_part, conf_dir, full_precision, resolve, resolve_part
-from kvq.config.merging import CONFIG_NAME, VERSION_BASE
+from kvq.config.choices import CONFIG_NAME, conf_dir
+from kvq.config.composing import compose, compose_part, full_precision, resolve, resolve_part
+from kvq.config.merging import VERSION_BASE
 from kvq.config.method import MethodConfig
 from kvq.config.run import DEVICE_MAPS, Attention, Config, DatasetConfig, Dtype, Loader, ModelConfig, OutliersConfig
 from kvq.config.task import TaskConfig

@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import outside
 from kvq.config.bits import Bits, BitsByLayerConfig, first_width, parse_bits
-from kvq.config.merging import CONFIG_NAME, Files, by_hydra, merged, merged_part
+from kvq.config.choices import CONFIG_NAME, conf_dir, register_rows
+from kvq.config.merging import Files, by_hydra, merged, merged_part
 from kvq.config.method import MethodConfig
 from kvq.config.run import LOGGERS, Config
 from kvq.config.task import TaskConfig
@@ -25,7 +26,7 @@ from kvq.errors import ConfigError, did_you_mean
 
 
 def register() -> None:
-    """Put the schemas and the resolver `${kvbits:key}` where Hydra finds them; may be called again."""
+    """Put schemas, rows of tables and the resolver `${kvbits:key}` where Hydra finds them; may be called again."""
     store = ConfigStore.instance()
     store.store(name="config_schema", node=Config)
     for name, schema in SCHEMAS.items():
@@ -33,6 +34,7 @@ def register() -> None:
     for name, logger in LOGGERS.items():
         store.store(group="logger", name=f"{name}_schema", node=logger)
     OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)
+    register_rows(conf_dir())
 
 
 def _kvbits(side: str, *, _root_: DictConfig) -> float | int:
@@ -51,15 +53,6 @@ def _bits_of(root: DictConfig) -> Bits:
 
 
 register()
-
-
-def conf_dir() -> Path:
-    """The folder of configuration files: next to the package in a checkout, in it when installed from a wheel."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / f"{CONFIG_NAME}.yaml").is_file():
-            return folder
-    raise ConfigError(f"conf: no {CONFIG_NAME}.yaml in {package / 'conf'} or {package.parent / 'conf'}; reinstall kvq")
 
 
 def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig:

@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import outside
-from kvq.config.composing import compose, conf_dir, resolve
+from kvq.config.choices import choices_in, conf_dir
+from kvq.config.composing import compose, resolve
 from kvq.config.run import Config
 from kvq.errors import ConfigError, KvqError, did_you_mean
 
@@ -33,25 +34,14 @@ CANNOT_RUN = {
 
 
 def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
-    """Group -> choice -> its one-line description (the first comment of the file); presets are named with a slash.
-
-    Files whose names begin with an underscore are parts of other choices and left out.
-    """
+    """Group -> choice -> its one-line description; presets are named with a slash."""
     found: dict[str, dict[str, str]] = {}
     own = outside.folder_of(config_dir)
     for folder in [conf_dir(), *([own] if own else [])]:
-        for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.with_suffix("").parts):
-            group, *names = path.relative_to(folder).with_suffix("").parts
-            if names and not any(name.startswith("_") for name in names):
-                found.setdefault(group, {})["/".join(names)] = _description(path)
+        for choice in choices_in(folder):
+            found.setdefault(choice.group, {})[choice.name] = choice.about
     found["task"] = outside.described() | found["task"]
     return found
-
-
-def _description(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comments = [line[1:].strip() for line in lines if line.startswith("#") and "@package" not in line]
-    return comments[0] if comments else ""
 
 
 def composed(words: Sequence[str], config_dir: str | Path | None = None) -> Config:

@@ -28,8 +28,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.base import Node
 
+from kvq.config.choices import CONFIG_NAME, Choice, find, register_rows
+
 VERSION_BASE = "1.3"
-CONFIG_NAME = "config"
 _WIDER = re.compile(r"@package|^\s*- *override ", re.MULTILINE)  # a file that writes outside its own group
 _EXPERIMENT = "experiment"  # a group whose files set every part
 _KEPT = 256  # compositions, of some 100 kB each
@@ -100,6 +101,8 @@ def by_hydra(files: Files, overrides: Sequence[str]) -> Composed:
     """
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
+    for folder in filter(None, (files.folder, files.further)):
+        register_rows(folder)
     search = [] if files.further is None else [f"hydra.searchpath=['file://{files.further.resolve()}']"]
     try:
         with hydra.initialize_config_dir(str(files.folder), version_base=VERSION_BASE):
@@ -248,7 +251,8 @@ def _node(files: Files, given: Override) -> Node | None:
         for layer in layers:
             root.merge_with({group: layer})
         return root._get_node(group)
-    if _WIDER.search((files.folder / group / f"{name}.yaml").read_text(encoding="utf-8")):
+    choice = find(group, name, files.folder)
+    if choice is None or _is_wider(choice):
         return None
     base, own = _composed_once(files, ()), _composed_once(files, (str(given.input_line),))
     alone = _apart_from(base.config, group) == _apart_from(own.config, group)
@@ -272,15 +276,11 @@ def _layers(files: Files, group: str, name: str) -> list[DictConfig] | None:
     None for a file that is made from anything else: another package, an override of another choice. All settings of an
     experiment belong to no group.
     """
-    header, here = ("# @package _global_\n", "") if group == _EXPERIMENT else ("", "@_here_")
-    path = files.folder / group / f"{name}.yaml"
-    if files.further is not None or not path.is_file():
+    here = "" if group == _EXPERIMENT else "@_here_"
+    choice = None if files.further is not None else find(group, name, files.folder)
+    if choice is None or _is_wider(choice):
         return None
-    text = path.read_text(encoding="utf-8")
-    if not text.startswith(header) or _WIDER.search(text.removeprefix(header)):
-        return None
-    own = OmegaConf.load(path)
-    assert isinstance(own, DictConfig)
+    own = OmegaConf.create(choice.read())
     found: list[DictConfig] = []
     for entry in own.pop("defaults", ["_self_"]):
         layers = [own] if entry == "_self_" else _inherited(files, group, str(entry), here)
@@ -288,6 +288,15 @@ def _layers(files: Files, group: str, name: str) -> list[DictConfig] | None:
             return None
         found += layers
     return found
+
+
+def _is_wider(choice: Choice) -> bool:
+    """Whether a choice writes outside its own group; an experiment does not where it sets all groups."""
+    if choice.settings is not None:
+        return choice.package != ("_global_" if choice.group == _EXPERIMENT else None)
+    header = "# @package _global_\n" if choice.group == _EXPERIMENT else ""
+    text = choice.file.read_text(encoding="utf-8")
+    return not text.startswith(header) or _WIDER.search(text.removeprefix(header)) is not None
 
 
 def _inherited(files: Files, group: str, entry: str, here: str) -> list[DictConfig] | None:

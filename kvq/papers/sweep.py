@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
 from omegaconf import OmegaConf
 
 from kvq.config import compose, conf_dir, outside
+from kvq.config.choices import find
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.files import DISTRIBUTION, EMBEDDED
 from kvq.config.layout import LayoutConfig
@@ -162,10 +162,9 @@ def written(group: str, choice: str, setting: str) -> str | None:
 
 @functools.cache
 def _settings(own: Path | None, group: str, choice: str) -> dict[str, Any]:
-    """What the file of a choice says; nothing where there is none."""
-    files = (folder / group / f"{choice}.yaml" for folder in (own, conf_dir()) if folder is not None)
-    found = next((path for path in files if path.is_file()), None)
-    return {} if found is None else yaml.safe_load(found.read_text(encoding="utf-8"))
+    """What a choice says itself; nothing where there is none."""
+    found = find(group, choice, *filter(None, (own, conf_dir())))
+    return {} if found is None else found.read()
 
 
 def product(overrides: Iterable[Override]) -> list[list[str]]:

@@ -8,12 +8,11 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from markupsafe import Markup
 
+from kvq.config.choices import choices_in, conf_dir
 from kvq.report.escapes import one_line
 from kvq.report.labels import by_bits, colour_of, model_name
 from kvq.report.tables.layout import Row, Tables
@@ -235,16 +234,12 @@ class Paper(NamedTuple):
 
 def papers() -> dict[str, Paper]:
     """Method -> its paper. A preset (`oscar/cr_only`) has its own label and the paper of what it is a preset of."""
-    package = Path(__file__).resolve().parents[2]
-    folder = next((path for path in (package / "conf", package.parent / "conf") if path.is_dir()), package) / "method"
     found: dict[str, Paper] = {}
-    for path in sorted(folder.rglob("*.yaml"), key=lambda path: len(path.parts)):
-        name = path.relative_to(folder).with_suffix("").as_posix()
-        base = found.get(name.partition("/")[0], Paper())
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        given = content if isinstance(content, dict) else {}
+    methods = (choice for choice in choices_in(conf_dir()) if choice.group == "method")
+    for choice in sorted(methods, key=lambda choice: choice.name.count("/")):
+        given, base = choice.read(), found.get(choice.name.partition("/")[0], Paper())
         label, number = given.get("label"), given.get("arxiv", base.arxiv)
-        found[name] = Paper(
+        found[choice.name] = Paper(
             label if isinstance(label, str) else base.label,
             number if isinstance(number, str) and ARXIV.match(number) else None,
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, conf_dir, outside
+from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, outside
 from kvq.config.bits import Bits, first_width
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.explain import COMPOSE_ERRORS, choices
@@ -52,7 +52,7 @@ def model_path(name: str) -> str:
 def _composed(own: Path | None, group: str, name: str) -> Any:
     """A configuration with a preset in it; None where the name has no file or it does not compose."""
     chosen = [f"{group}={name}"]
-    if _file(own, group, name) is not None:
+    if name in _choices(own)[group]:  # the name may be a record's, of no preset
         with contextlib.suppress(*COMPOSE_ERRORS):
             return compose_part(group, chosen) or compose(chosen)
     return None
@@ -68,13 +68,6 @@ def _settings(own: Path | None, group: str, name: str) -> Settings | None:
 
 
 _choices = functools.cache(choices)
-
-
-def _file(own: Path | None, group: str, name: str) -> Path | None:
-    """The file of a preset; None where the name (taken from a record) is of no preset."""
-    folders = [conf_dir(), *([own] if own else [])]
-    found = (folder / group / f"{name}.yaml" for folder in folders if name in _choices(own)[group])
-    return next((path for path in found if path.is_file()), None)
 
 
 @functools.cache

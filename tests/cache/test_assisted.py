@@ -11,7 +11,6 @@ from transformers import LlamaForCausalLM
 
 import kvq
 from kvq.cache import KVCache
-from kvq.config import conf_dir
 from kvq.config.method import BITS
 from kvq.errors import Unsupported
 from kvq.methods.kept_keys import KeptKeys
@@ -20,11 +19,9 @@ from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel
 from tests.cache.states import nearest_bits
 from tests.calibrated import bound, random_states
+from tests.presets import NAMES
 from tests.random_models import VOCABULARY, in_double_precision, llama
 
-PRESETS = sorted(
-    str(path.relative_to(conf_dir() / "method").with_suffix("")) for path in (conf_dir() / "method").rglob("*.yaml")
-)
 REFUSED = ["h2o", "snapkv", "streamingllm", "ott", "zipcache", "quanto", "hqq"]
 NEW, FEW = 10, 4
 QUICK = ["kivi", "nsn", "cq/kept_comma", "kivi:residual=none", "rtn:residual=sliding sink_tokens=10"]
@@ -130,7 +127,7 @@ def test_what_cannot_be_taken_back_is_refused_at_once(model, name):
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_preset_over_fifty_prompts(monkeypatch, name):
     """One layer, and four tokens where not ten: `test_prompt_lookup_is_greedy` has two layers."""
     if name in BITS and not installed(name):

@@ -5,16 +5,16 @@ import torch
 
 import kvq
 from kvq.cache import KVCache
-from kvq.config import conf_dir
 from kvq.config.method import BITS
 from kvq.methods.transformers_caches import installed
 from tests.cache.states import nearest_bits, quantizes
 from tests.calibrated import bound, random_states
+from tests.presets import METHODS as EVERY
 from tests.random_models import llama, token_ids
 
 METHODS = [
     pytest.param(name, marks=pytest.mark.skipif(name in BITS and not installed(name), reason=f"extra [{name}]"))
-    for name in sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
+    for name in EVERY
 ]
 
 

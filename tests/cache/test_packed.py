@@ -8,15 +8,15 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import kvq
 from kvq.cache import KVCache
-from kvq.config import ModelConfig, conf_dir
+from kvq.config import ModelConfig
 from kvq.config.method import BITS
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel, load_model
 from tests.cache.states import nearest_bits
+from tests.presets import METHODS
 from tests.random_models import in_double_precision, llama, token_ids
 
-METHODS = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
 REFUSED = {
     "zero": "codes of Zero",
     "fp8": "codes of Float8Quantizer",

@@ -18,20 +18,17 @@ from kvq.codecs import (
     optimal_levels,
     unpack,
 )
-from kvq.config import conf_dir
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.models import LoadedModel
 from tests.calibrated import build
 from tests.codecs import engine_oracles as by
 from tests.codecs import engine_oracles_vllm as vllm
+from tests.presets import NAMES
 from tests.random_models import in_double_precision, llama, token_ids
 
 DIM = 128
-PRESETS = sorted(
-    path.relative_to(conf_dir() / "method").with_suffix("").as_posix()
-    for path in (conf_dir() / "method" / "engine").rglob("*.yaml")
-)
+PRESETS = [name for name in NAMES if name.startswith("engine/")]
 LLAMACPP = {
     "q8_0": by.q8_0,
     "q5_1": by.minimum(5),

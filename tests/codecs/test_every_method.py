@@ -34,10 +34,10 @@ from kvq.codecs.packing import pack
 from kvq.codecs.vector import VectorQuantizer
 from kvq.errors import Unsupported
 from tests.calibrated import build
-from tests.presets import FILES, preset
+from tests.presets import NAMES, preset
 from tests.properties import examples, mostly_quick
 
-METHODS = sorted(FILES)
+METHODS = sorted(NAMES)
 SIDES = ("key", "value")
 
 

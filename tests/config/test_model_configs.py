@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from kvq.config import ModelConfig, compose, conf_dir, resolve
+from kvq.config.choices import choices_in
 
 CONFIGS = {
     "DeepSeek-R1-Distill-Llama-8B": "deepseek_r1_distill_llama_8b",
@@ -54,7 +54,8 @@ GAPS = {
 }
 OWN = {"hf", "smollm2_135m", "tiny", "tiny_hard", "tiny_outliers", "tiny_sinks"}
 PAPERS = {"nsn": "nsn", "nsnquant": "NSNQuant", "oscar": "OScaR", "kvquant-plus-plus": "kvquant-plus-plus"}
-FILES = sorted(path for path in (conf_dir() / "model").glob("*.yaml") if path.stem not in OWN)
+CHOICES = [choice for choice in choices_in(conf_dir()) if choice.group == "model"]
+MODELS = {choice.name: choice for choice in CHOICES if choice.name not in OWN}
 
 
 @pytest.fixture(scope="module")
@@ -82,44 +83,39 @@ def test_a_config_names_the_papers_that_use_it(uses: dict[str, set[str]]) -> Non
         expected.setdefault(name, set()).update(PAPERS[paper] for paper in uses[spelling])
     expected |= WITHOUT_NUMBERS
     found = {}
-    for path in FILES:
-        match = re.search(r"\((.*?)\)(?=[.:])", first_line(path).replace("(GPT-NeoX)", ""))
-        assert match, path.name
-        found[path.stem] = set(match[1].split(", "))
+    for name, choice in MODELS.items():
+        match = re.search(r"\((.*?)\)(?=[.:])", choice.about.replace("(GPT-NeoX)", ""))
+        assert match, name
+        found[name] = set(match[1].split(", "))
     assert found == expected
 
 
 def test_every_config_is_of_some_paper() -> None:
-    assert {path.stem for path in FILES} == set(CONFIGS.values()) | set(WITHOUT_NUMBERS)
+    assert set(MODELS) == set(CONFIGS.values()) | set(WITHOUT_NUMBERS)
 
 
-def first_line(path: Path) -> str:
-    return path.read_text(encoding="utf-8").splitlines()[0]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_says_what_it_is(path: Path) -> None:
-    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", MODELS)
+def test_it_says_what_it_is(name: str) -> None:
+    given = MODELS[name].read()
     assert list(given) == ["name", "path", "revision", "dtype", "context", "bos"]
     # These families write no begin-of-text token.
-    assert given["bos"] is not path.stem.startswith(("distilgpt2", "gpt", "pythia", "qwen"))
-    assert given["name"] == path.stem
-    assert re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", path.stem)
+    assert given["bos"] is not name.startswith(("distilgpt2", "gpt", "pythia", "qwen"))
+    assert given["name"] == name
+    assert re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", name)
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", given["path"])
     assert given["dtype"] in ("bfloat16", "float16", "float32")
     assert 1024 <= given["context"] <= 262144
     assert given["context"] % 1024 == 0
     assert given["revision"] is None
-    assert first_line(path).startswith("# ")
-    assert len(first_line(path)) <= 140
+    assert 0 < len(MODELS[name].about) <= 138
     # Its size, as its hub id gives it.
     size = re.search(r"\d+(\.\d+)?b", given["path"].lower())
-    assert size is None or size[0] in first_line(path).lower()
-    model = resolve(compose([f"model={path.stem}", "task.context=1024", "task.stride=512"])).model
+    assert size is None or size[0] in MODELS[name].about.lower()
+    model = resolve(compose([f"model={name}", "task.context=1024", "task.stride=512"])).model
     assert isinstance(model, ModelConfig)
-    assert (model.name, model.path, model.context) == (path.stem, given["path"], given["context"])
+    assert (model.name, model.path, model.context) == (name, given["path"], given["context"])
 
 
 def test_no_two_configs_are_the_same_model() -> None:
-    paths = [yaml.safe_load(path.read_text(encoding="utf-8"))["path"].lower() for path in FILES]
+    paths = [choice.read()["path"].lower() for choice in MODELS.values()]
     assert len(set(paths)) == len(paths) == 30

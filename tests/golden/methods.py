@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.calibration.files import bind
 from kvq.calibration.fit import calibrate
-from kvq.config import compose, conf_dir, resolve
+from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.config.method import BITS, CalibrationConfig
 from kvq.methods.build import method_of
@@ -22,6 +22,7 @@ from kvq.models.weights import weights_name
 from kvq.results.versions import versions_of
 from tests.cache.states import nearest_bits
 from tests.golden.held import AMPLIFYING, LAYERS, SIDES, Golden
+from tests.presets import NAMES
 from tests.random_models import llama, token_ids
 
 _TWINS = (
@@ -29,11 +30,7 @@ _TWINS = (
     *("waterfill/pysource", "waterfill/one_window"),
 )
 """The same as another method, or calibrated on another text, which is not the text here."""
-METHODS = sorted(
-    name
-    for path in (conf_dir() / "method").rglob("*.yaml")
-    if (name := path.relative_to(conf_dir() / "method").with_suffix("").as_posix()) not in _TWINS
-)
+METHODS = [name for name in NAMES if name not in _TWINS]
 HEAD_DIM, CALIBRATED_DIM = 128, 32
 PROMPT, STEPS = 184, 9
 """So that blocks of 32 and of 64 tokens fill up in the prompt and again while decoding."""

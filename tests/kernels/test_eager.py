@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import kvq
 import kvq.kernels
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
-from kvq.config import conf_dir
 from kvq.config.method import BITS
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, linear_chain_of, watched
@@ -20,12 +19,10 @@ from kvq.kernels.pieces import TILE
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
 from tests.kernels import oracle
-from tests.presets import one_of_each
+from tests.presets import NAMES, one_of_each
 from tests.properties import examples
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3}
-FOLDER = conf_dir() / "method"
-METHODS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml"))
 REFUSED = {
     "zero": "codes of Zero",
     "fp8": "codes of Float8Quantizer",
@@ -81,7 +78,7 @@ ENGINES = {
 }
 REFUSED |= {
     name: reason
-    for name in METHODS
+    for name in NAMES
     for start, reason in ENGINES.items()
     if name.startswith(f"engine/{start}") and not name.endswith(("/uncalibrated", "_ds_mla"))  # no number per layer
 }
@@ -91,8 +88,8 @@ REFUSED |= {
 }
 REFUSED |= {f"kvquant_plus_plus/attention{kind}": "codes of TokenSplit" for kind in ("", "_mse")}
 REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers"}
-REFUSED |= {name: FAMILIES[family] for name in METHODS if (family := name.partition("/")[0]) in FAMILIES}
-METHODS = [name for name in METHODS if name not in BITS]  # other libraries' caches have no codecs
+REFUSED |= {name: FAMILIES[family] for name in NAMES if (family := name.partition("/")[0]) in FAMILIES}
+NAMES = [name for name in NAMES if name not in BITS]  # other libraries' caches have no codecs
 
 
 def query(heads, dim, batch=1, dtype=torch.float32, seed=9):
@@ -107,7 +104,7 @@ def check(keys, values, *, group=2, dtype=torch.float32, **settings):
     assert oracle.error(found, oracle.attend(q, keys, values, dim**-0.5, **settings)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("name", one_of_each(METHODS))
+@pytest.mark.parametrize("name", one_of_each(NAMES))
 def test_every_method_or_its_reason(name):
     """Blocks, a short last one, full-precision tokens behind them; keys and values leave at different times."""
     dim = 128 if "octave" in name else 64  # its keys need channels beside the 64 with RoPE

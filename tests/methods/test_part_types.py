@@ -8,13 +8,12 @@ import pkgutil
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from kvq.config import conf_dir
+from kvq.config.choices import choices_in
 from kvq.errors import ConfigError
 from kvq.methods.build import _check_arguments, build_method
 
@@ -40,9 +39,8 @@ def parts() -> Iterator[str]:
         for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             yield from inside(one)
 
-    found = {
-        name for file in Path(conf_dir(), "method").rglob("*.yaml") for name in inside(yaml.safe_load(file.read_text()))
-    }
+    methods = (choice for choice in choices_in(conf_dir()) if choice.group == "method")
+    found = {name for choice in methods for name in inside(choice.read())}
     yield from sorted(found)
 
 

@@ -4,18 +4,19 @@ import functools
 
 import pytest
 import torch
-import yaml
 
 from kvq.codecs import Passthrough, rope_table
-from kvq.config import compose, resolve
+from kvq.config import compose, conf_dir, resolve
 from kvq.config.bits import Bits
+from kvq.config.choices import find
+from kvq.config.explain import choices
 from kvq.config.identity import canonical
 from kvq.config.method import BITS
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
-from tests.presets import FILES, one_of_each
+from tests.presets import NAMES, one_of_each
 
 EXPECTED = {"fp16", "identity", "zero", "rtn", "kivi", "kivi/nsnquant_setting", "kivi_had", "nsn", "quarot", "oscar"}
 EXPECTED |= {f"oscar/{name}" for name in ("token_scope", "released", "cr_only", "ots_only", "swapped_order")}
@@ -29,7 +30,7 @@ EXPECTED |= {f"{name}{preset}" for name in ("streamingllm", "h2o", "snapkv") for
 FIXED = {"fp16", "identity", "zero", "q8_0", "q4_0", "fp8"}
 FIXED |= {"polarquant", "polarquant/hadamard", "qjl", "qjl/one_sketch", "qjl/gaussian"}
 FIXED |= {"streamingllm", "streamingllm/prompt", "h2o", "h2o/prompt", "snapkv", "zipcache", "zipcache/released"}
-FIXED |= {name for name in FILES if name.partition("/")[0] in ("cq", "engine", "kitty", "kvarn")} - {"kvarn/paper"}
+FIXED |= {name for name in NAMES if name.partition("/")[0] in ("cq", "engine", "kitty", "kvarn")} - {"kvarn/paper"}
 FIXED |= {"kvquant_plus_plus/product", "kvquant_plus_plus/tiers", "kvtc/8x", "kvtc/16x", "kvtc/32x", "nova_kv"}
 FIXED -= {"engine/mlx", "engine/mlx_g32", "engine/mlx_g128"}
 NSN = {
@@ -50,13 +51,13 @@ def key(name, *overrides):
 
 
 def test_all_methods_are_there():
-    assert set(FILES) >= EXPECTED | set(NSN)
+    assert set(NAMES) >= EXPECTED | set(NSN)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_is_named_by_its_path_and_described(name):
-    first = FILES[name].read_text().splitlines()[0]
-    given = yaml.safe_load(FILES[name].read_text())
+    found = find("method", name, conf_dir())
+    first, given = f"# {choices()['method'][name]}", found.read()
     assert given["name"] == name
     assert given["label"]
     assert given["note"]
@@ -91,7 +92,7 @@ def test_it_is_named_by_its_path_and_described(name):
     }
 
 
-@pytest.mark.parametrize("name", one_of_each(FILES))  # every one of them has a golden
+@pytest.mark.parametrize("name", one_of_each(NAMES))  # every one of them has a golden
 def test_it_builds_and_decodes(name):
     if name in BITS and not installed(name):
         pytest.skip(f"needs the extra [{name}]")

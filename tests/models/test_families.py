@@ -12,21 +12,21 @@ import torch
 import kvq
 from kvq.cache import KVCache
 from kvq.cache.rotary import styles_of
-from kvq.config import PplConfig, Scoring, Windows, conf_dir
+from kvq.config import PplConfig, Scoring, Windows
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.layers import head_dims_of
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.scoring import generation_bounds, parallel_method
 from kvq.tasks.windows import ReferenceLogProbs
+from tests import presets
 from tests.cache.states import nearest_bits, quantizes
 from tests.families import FAMILIES, WINDOW, family
 from tests.random_models import VOCABULARY, in_double_precision, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
 # Eviction and methods with a plan have their families in tests/cache, as do other libraries' caches.
-NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
-METHODS = [name for name in NAMES if name == "fp16" or (quantizes(name) and name not in ("ott", "zipcache"))]
+METHODS = [name for name in presets.METHODS if name == "fp16" or (quantizes(name) and name not in ("ott", "zipcache"))]
 HEAD_DIMS = {"gemma4": {32, 64}}
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import yaml
 
 from kvq.config import Config, Loader, compose, conf_dir, resolve
+from kvq.config.choices import find
 from kvq.config.explain import choices
 from kvq.config.files import DISTRIBUTION, EMBEDDED
 from kvq.papers.expected import layout_named, names, resolved
@@ -379,7 +379,7 @@ def check_texts(config: Config, run: tuple[str, ...]) -> None:
         return
     named = config.method.calibration.dataset
     if named is not None and not config.method.is_full_precision:
-        settings = yaml.safe_load((conf_dir() / "dataset" / f"{named}.yaml").read_text(encoding="utf-8"))
+        settings = find("dataset", named, conf_dir()).read()
         assert settings["loader"] != Loader.embedded.value, (run, "calibrates on an embedded corpus")
     reads = config.task.name not in ("latency", "throughput", "memory")
     assert not reads or config.dataset.loader is not Loader.embedded, (run, "reads an embedded corpus")
@@ -391,7 +391,7 @@ SINGLE = {"kvtuner_llama_3_1_8b", "kvtuner_qwen2_5_7b"}
 
 @pytest.mark.parametrize("name", sorted({name for name in KNOWN["experiment"] if "/" not in name} - SINGLE))
 def test_plain_sweeps_compose(name: str) -> None:
-    text = yaml.safe_load((conf_dir() / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
+    text = find("experiment", name, conf_dir()).read()
     task = [f"task={default['override /task']}" for default in text.get("defaults", []) if "override /task" in default]
     swept = {setting: str(values).split(",") for setting, values in text["hydra"]["sweeper"]["params"].items()}
     assert all(value in KNOWN[setting] for setting, values in swept.items() if setting in KNOWN for value in values)

@@ -92,11 +92,10 @@ def test_shapes_of_models_without_weights(tmp_path: Path) -> None:
 
 
 def test_shipped_shapes_are_those_of_configured_models() -> None:
-    import yaml
-
     from kvq.config import conf_dir
+    from kvq.config.choices import choices_in
 
-    files = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (conf_dir() / "model").glob("*.yaml")]
+    files = [choice.read() for choice in choices_in(conf_dir()) if choice.group == "model"]
     contexts = {file["path"]: file["context"] for file in files if "path" in file}
     assert set(shipped()) <= set(contexts)
     assert {path: shape["context"] for path, shape in shipped().items()} == {p: contexts[p] for p in shipped()}

@@ -19,6 +19,7 @@ from kvq.report.figures.error import places_figure, plane_figure
 from kvq.report.figures.every import CHARTS
 from kvq.report.figures.loss import pareto_figure
 from kvq.report.labels import colour_of
+from tests.presets import METHODS
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
 
@@ -139,10 +140,8 @@ def test_seven_methods_have_colours_and_the_frontier_is_named_however_many_there
 
 
 def test_a_method_has_one_colour_and_what_is_no_method_has_another() -> None:
-    package = Path(__file__).parents[3] / "conf" / "method"
-    methods = sorted(path.stem for path in package.glob("*.yaml"))
-    colours = {colour_of(method) for method in methods}
-    assert len(colours) == len(methods) > 25
+    colours = {colour_of(method) for method in METHODS}
+    assert len(colours) == len(METHODS) > 25
     assert not colours & set(style.SERIES)
     labels = ("kivi", "kivi 2", "kivi/block k4v2", "kivi − key.x", "kivi, residual 4 2")
     assert {colour_of(label) for label in labels} == {colour_of("kivi")}

@@ -11,6 +11,7 @@ from kvq.report.labels import colour_of, engine_of, method_of
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table
 from kvq.results import Store
+from tests.presets import METHODS, NAMES
 from tests.report import sweeps
 
 CONF = Path(__file__).parents[3] / "conf" / "method"
@@ -91,8 +92,7 @@ def test_a_table_of_engines_has_the_figure_and_another_has_not(store: Store, tmp
 
 
 def test_every_engine_is_known_and_has_one_colour_that_no_method_has() -> None:
-    files = sorted((CONF / "engine").rglob("*.yaml"))
-    names = [path.relative_to(CONF).with_suffix("").as_posix() for path in files]
+    names = [name for name in NAMES if name.startswith("engine/")]
     assert len(names) > 40
     engines = {name: engine_of(name) for name in names}
     assert set(engines.values()) == {
@@ -103,7 +103,7 @@ def test_every_engine_is_known_and_has_one_colour_that_no_method_has() -> None:
     assert all(len(found) == 1 for found in colours.values())
     own = set().union(*colours.values())
     assert len(own) == len(colours)
-    assert not own & ({colour_of(path.stem) for path in CONF.glob("*.yaml")} | set(style.SERIES))
+    assert not own & ({colour_of(name) for name in METHODS} | set(style.SERIES))
     assert [engine_of(name) for name in ("kivi", "oscar/cr_only", "engine", "engine/mine_4")] == [
         None,
         None,

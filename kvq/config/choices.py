@@ -1,0 +1,195 @@
+"""The choices of each configuration group: files of `conf/`, and rows of its tables.
+
+A table is a file whose name begins with an underscore and that has `rows`: choices that differ in a few settings, such
+as the ablations of a method. The row `no_shift` of `conf/method/nsnquant/_presets.yaml` is the choice
+`nsnquant/no_shift`, as a file of this name in the same folder would be. Every row has its one-line description,
+`about`, and settings as a file has them. `both` stands for `key` and `value` with the same settings, where
+`${kvbits:side}` means the bits of each. The table's `defaults` are those of its rows without their own, and its
+`package` says where the settings go (Hydra's `@package`). Hydra finds rows in its ConfigStore.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
+
+from kvq.errors import ConfigError
+
+CONFIG_NAME = "config"
+SIDES = ("key", "value")
+_NAMED = ("method", "model")  # groups whose settings repeat the name of the choice
+_TABLE = frozenset({"defaults", "package", "rows", "shared"})
+
+
+class _Loader(yaml.CSafeLoader):
+    """Reads numbers as OmegaConf does (1e-3 is one), in a fifth of its time."""
+
+    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of a group: a file of its own, or a row of a table.
+
+    Attributes:
+        file: where it is written.
+        about: what it is, in one line.
+        settings: of a row, with the `defaults` list; None: the file holds them.
+        package: where a row's settings go; None: to its group.
+    """
+
+    group: str
+    name: str
+    file: Path
+    about: str
+    settings: Mapping[str, Any] | None = None
+    package: str | None = None
+
+    def read(self) -> dict[str, Any]:
+        """The settings as written, with the `defaults` list, for the caller to change."""
+        return _read(self.file) if self.settings is None else copy.deepcopy(dict(self.settings))
+
+
+def conf_dir() -> Path:
+    """The folder of configuration files: next to the package in a checkout, in it when installed from a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / f"{CONFIG_NAME}.yaml").is_file():
+            return folder
+    raise ConfigError(f"conf: no {CONFIG_NAME}.yaml in {package / 'conf'} or {package.parent / 'conf'}; reinstall kvq")
+
+
+def choices_in(folder: Path) -> Iterator[Choice]:
+    """All choices of a folder laid out as `conf/` is, by group and name.
+
+    Other files whose names begin with an underscore, and those in such folders, are parts of choices and left out.
+
+    Raises:
+        ConfigError: a table that is not as the module says.
+    """
+    found: list[Choice] = []
+    for path in folder.rglob("*.yaml"):
+        group, *names = path.relative_to(folder).with_suffix("").parts
+        if names and not any(name.startswith("_") for name in names):
+            found.append(Choice(group, "/".join(names), path, _about(path)))
+        elif names and path.name.startswith("_"):
+            found += rows_of(path, group, names[:-1])
+    yield from sorted(found, key=lambda choice: (choice.group, *choice.name.split("/")))
+
+
+def find(group: str, name: str, *folders: Path) -> Choice | None:
+    """A choice by name in the first folder that has it; None where none does."""
+    for folder in folders:
+        path = folder / group / f"{name}.yaml"
+        if path.is_file():
+            return Choice(group, name, path, "")
+        for choice in _rows(folder, group, _stamps(folder, group)):
+            if choice.name == name:
+                return choice
+    return None
+
+
+def rows_of(path: Path, group: str, below: list[str]) -> list[Choice]:
+    """The rows of a table in the folder `below` its group; none for a file that is not a table."""
+    table = _read(path)
+    if "rows" not in table:
+        return []
+    wrong = sorted(table.keys() - _TABLE)
+    if wrong or not isinstance(table["rows"], dict):
+        raise ConfigError(f"{path}: a table has rows by name and may have {', '.join(sorted(_TABLE))}; not {wrong}")
+    return [
+        _row(path, table, group, "/".join([*below, str(name)]), settings) for name, settings in table["rows"].items()
+    ]
+
+
+def _row(path: Path, table: dict[str, Any], group: str, name: str, settings: Any) -> Choice:
+    if not isinstance(settings, dict) or not isinstance(settings.get("about"), str):
+        raise ConfigError(f"{path}: {name}: a row has about, one line that says what it is, and settings")
+    own = {setting: value for setting, value in settings.items() if setting not in ("about", "both")}
+    if (both := settings.get("both")) is not None:
+        for side in SIDES:
+            if side in own:
+                raise ConfigError(f"{path}: {name}: both and {side}; give one of them")
+            own[side] = _of_side(both, side)
+    if group in _NAMED:
+        own = {"name": name, **own}
+    if "defaults" in table:
+        own.setdefault("defaults", table["defaults"])
+    return Choice(group, name, path, settings["about"], own, table.get("package"))
+
+
+def _of_side(value: Any, side: str) -> Any:
+    """A copy of settings of both sides for one."""
+    if isinstance(value, dict):
+        return {name: _of_side(part, side) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_of_side(part, side) for part in value]
+    return value.replace("${kvbits:side}", f"${{kvbits:{side}}}") if isinstance(value, str) else value
+
+
+def _about(path: Path) -> str:
+    """The first comment of a file."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("#") and "@package" not in line:
+                return line[1:].strip()
+    return ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    return content if isinstance(content, dict) else {}
+
+
+def _stamps(folder: Path, group: str) -> tuple[tuple[Path, int], ...]:
+    """The tables of a group and when each was last changed."""
+    return tuple((path, path.stat().st_mtime_ns) for path in sorted((folder / group).rglob("_*.yaml")))
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(folder: Path, group: str, stamps: tuple[tuple[Path, int], ...]) -> list[Choice]:
+    below = [(path, list(path.parent.relative_to(folder / group).parts)) for path, _ in stamps]
+    return [row for path, names in below for row in rows_of(path, group, names)]
+
+
+class _RowNode(ConfigNode):
+    """A row in Hydra's ConfigStore, whose configuration is made when Hydra loads it."""
+
+    def __init__(self, row: Choice) -> None:
+        self.row = row
+        self.name, self.group, self.package, self.provider = f"{row.name}.yaml", row.group, row.package, "kvq"
+
+    @property
+    def node(self) -> DictConfig:
+        return OmegaConf.create(self.row.read())
+
+    @node.setter
+    def node(self, loaded: DictConfig) -> None:
+        """Hydra gives its copy of a node the configuration that it has just read from it."""
+
+
+_registered: dict[str, tuple[Path, tuple[tuple[Path, int], ...]]] = {}
+
+
+def register_rows(folder: Path) -> None:
+    """Put all rows of a folder's tables where Hydra finds them, unless they are what was put there last."""
+    store = ConfigStore.instance()
+    for group in sorted(path.name for path in folder.iterdir() if path.is_dir()):
+        stamps = _stamps(folder, group)
+        if not stamps or _registered.get(group) == (folder, stamps):
+            continue
+        for row in _rows(folder, group, stamps):
+            *below, name = row.name.split("/")
+            where = "/".join([group, *below])
+            store.store(group=where, name=name, node={})
+            store._open(where)[f"{name}.yaml"] = _RowNode(row)
+        _registered[group] = (folder, stamps)

@@ -1,0 +1,108 @@
+"""Rows of tables: choices that are no files of their own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from kvq.config import compose, conf_dir
+from kvq.config.choices import choices_in, find
+from kvq.config.composing import CONFIG_NAME
+from kvq.config.merging import Files, by_hydra, merged
+from kvq.errors import ConfigError
+
+TABLE = """
+defaults: [/method/kivi@_here_, _self_]
+rows:
+  wide:
+    about: Groups of 64.
+    label: KIVI (wide)
+    both: {quantizer: {group_size: 64, bits: "${kvbits:side}"}}
+  wide_sink:
+    about: Groups of 64 and a sink.
+    defaults: [/method/mine/wide@_here_, _self_]
+    label: KIVI (wide, sink)
+    sink_tokens: 1
+"""
+
+
+def written(folder: Path, table: str = TABLE) -> Path:
+    """A copy of `conf/` with a table of presets `mine`."""
+    shutil.copytree(conf_dir(), folder)
+    (folder / "method" / "mine").mkdir()
+    (folder / "method" / "mine" / "_presets.yaml").write_text(table, encoding="utf-8")
+    return folder
+
+
+def test_a_row_is_a_choice(tmp_path: Path) -> None:
+    folder = written(tmp_path / "conf")
+    found = {choice.name: choice for choice in choices_in(folder) if choice.group == "method"}
+    assert found["mine/wide"].about == "Groups of 64."
+    assert found["mine/wide"].read() == find("method", "mine/wide", folder).read()  # type: ignore[union-attr]
+    assert find("method", "mine/none", folder) is None
+    assert "_presets" not in "".join(found)
+
+
+@pytest.mark.parametrize("name", ["mine/wide", "mine/wide_sink"])
+def test_a_row_composes_as_a_file_would(tmp_path: Path, name: str) -> None:
+    """By Hydra and by the merger: the base's settings, the row's on top, those of `both` on each side."""
+    files = Files.of(written(tmp_path / "conf"))
+    whole, quick = by_hydra(files, [f"method={name}"]), merged(files, [f"method={name}"])
+    assert quick is not None
+    assert quick.config == whole.config
+    method = OmegaConf.to_container(whole.config.method, resolve=False)
+    assert isinstance(method, dict)
+    assert method["name"] == name
+    assert method["sink_tokens"] == (name == "mine/wide_sink")
+    for side in ("key", "value"):
+        assert method[side]["quantizer"]["group_size"] == 64
+        assert method[side]["quantizer"]["bits"] == f"${{kvbits:{side}}}"
+    assert whole.choices["method"] == name
+
+
+def test_an_edited_row_is_read_again(tmp_path: Path) -> None:
+    folder = written(tmp_path / "conf")
+    assert by_hydra(Files.of(folder), ["method=mine/wide"]).config.method.key.quantizer.group_size == 64
+    table = folder / "method" / "mine" / "_presets.yaml"
+    table.write_text(TABLE.replace("group_size: 64", "group_size: 128"), encoding="utf-8")
+    for found in (by_hydra(Files.of(folder), ["method=mine/wide"]), merged(Files.of(folder), ["method=mine/wide"])):
+        assert found is not None
+        assert found.config.method.key.quantizer.group_size == 128
+
+
+def test_a_table_of_a_further_folder(tmp_path: Path) -> None:
+    """--config-dir may hold tables too."""
+    further = tmp_path / "own"
+    (further / "method" / "mine").mkdir(parents=True)
+    (further / "method" / "mine" / "_presets.yaml").write_text(TABLE, encoding="utf-8")
+    assert compose(["method=mine/wide"], further).method.label == "KIVI (wide)"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("rows: {a: {label: A}}", "a: a row has about"),
+        ("rows: {a: 3}", "a: a row has about"),
+        ("rows: [a]", "rows by name"),
+        ("row: {}\nrows: {}", r"not \['row'\]"),
+        ("rows: {a: {about: A, both: {}, key: {}}}", "both and key"),
+    ],
+)
+def test_a_table_that_is_not_one(tmp_path: Path, table: str, said: str) -> None:
+    folder = written(tmp_path / "conf", table)
+    with pytest.raises(ConfigError, match=said):
+        list(choices_in(folder))
+
+
+def test_no_name_is_twice_and_every_table_has_rows() -> None:
+    names = [(choice.group, choice.name) for choice in choices_in(conf_dir())]
+    assert len(set(names)) == len(names) > 450
+    for path in conf_dir().rglob("_*.yaml"):
+        if not path.parent.name.startswith("_"):
+            assert len(yaml.safe_load(path.read_text(encoding="utf-8"))["rows"]) > 0, path
+    assert sum(1 for path in conf_dir().rglob("*") if path.is_file()) <= 250
+    assert (conf_dir() / f"{CONFIG_NAME}.yaml").is_file()
