@@ -72,8 +72,8 @@ class PackedKeys(Held):
 class PackedSide(CacheSide):
     """A side that can return its tokens in stored form, and encodes in one pass where the codec allows it."""
 
-    def __init__(self, codec: Codec | None, residual: ResidualSide, label: str) -> None:
-        super().__init__(None if codec is None else fused(codec), residual, label)
+    def __init__(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False) -> None:
+        super().__init__(None if codec is None else fused(codec), residual, label, keep_decoded)
 
     def append_packed(self, states: Float[Tensor, "batch heads 1 head_dim"]) -> PackedStates:
         """Add one token; return what attention reads now, in stored form, then encode what leaves the residual.
@@ -119,10 +119,14 @@ class PackedLayer(KVCacheLayer):
         return read
 
 
-def packed_layer(like: KVCacheLayer) -> PackedLayer:
-    """An empty `PackedLayer` with the settings of `like`."""
-    key, value = (PackedSide(side.codec, side.residual, side.label) for side in (like.key, like.value))
-    return PackedLayer(key, value, like.quantized_prefill, like.window)
+def packed_side(like: CacheSide) -> PackedSide:
+    """An empty `PackedSide` with the settings of `like`."""
+    return PackedSide(like.codec, like.residual, like.label)
+
+
+def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide] = packed_side) -> PackedLayer:
+    """An empty `PackedLayer` with the settings of `like`; `side`: as `packed_side`."""
+    return PackedLayer(side(like.key), side(like.value), like.quantized_prefill, like.window)
 
 
 def check_replaceable(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ Both are fitted with all layers at once, because the bits of a side are shared o
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -80,10 +80,13 @@ class PrincipalComponents(Calibrated, Stage):
         return found.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
 
     @override
-    def inverse(self, y: Float[Tensor, "*lead heads tokens dim"], side: Side) -> Tensor:
+    def inverse(
+        self, y: Float[Tensor, "*lead heads tokens dim"], side: Side, product: Callable[..., Tensor] = per_block
+    ) -> Tensor:
+        """Components back to states; `product(rows, matrix)` may round in another way than blocks are decoded."""
         basis = self.table("basis", y)
         flat = y.transpose(-3, -2).flatten(-2)[..., : basis.shape[1]]
-        found = per_block(flat, basis.mT) + self.table("mean", y)
+        found = product(flat, basis.mT) + self.table("mean", y)
         return found.unflatten(-1, (y.shape[-3], -1)).transpose(-3, -2).contiguous()
 
 

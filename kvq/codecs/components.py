@@ -25,7 +25,7 @@ from kvq.codecs.calibrated import Calibrated, Tables
 from kvq.codecs.levels import nearest_level
 from kvq.codecs.lloyd_max import cells, optimal_levels
 from kvq.codecs.quantizers import Parts, Quantizer, choice
-from kvq.codecs.trellis import WIDEST, Layout, levels_of, read, write
+from kvq.codecs.trellis import WIDEST, Layout, values_of, write
 from kvq.errors import ConfigError, Unsupported, within
 
 _FARTHEST = 64.0  # deviations, beyond which components are cut: far behind the last level
@@ -193,8 +193,7 @@ class ScalarQuantizer(ComponentQuantizer):
 
     @override
     def levels(self, strings: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-        codes = read(strings, layout, layout.widths)
-        return levels_of(codes, layout.widths, _books(dtype, strings.device))
+        return values_of(strings, layout, layout.widths, _books(dtype, strings.device))
 
 
 class TrellisQuantizer(ComponentQuantizer):

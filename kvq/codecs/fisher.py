@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -227,11 +228,14 @@ class FisherTransform(Calibrated, Stage):
         return found.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
 
     @override
-    def inverse(self, y: Float[Tensor, "*lead heads tokens dim"], side: Side) -> Tensor:
+    def inverse(
+        self, y: Float[Tensor, "*lead heads tokens dim"], side: Side, product: Callable[..., Tensor] = per_block
+    ) -> Tensor:
+        """Components back to states; `product(rows, matrix)` may round in another way than blocks are decoded."""
         matrices, order = self.table("inverse", y), self.table("order", y)[0].long()
         flat = y.transpose(-3, -2).flatten(-2)[..., : len(order)]
         count = matrices.shape[1]
         spread = flat.new_zeros(*flat.shape[:-1], len(matrices) * count).index_copy(-1, order, flat)
-        parts = [per_block(spread[..., i * count : (i + 1) * count], own) for i, own in enumerate(matrices)]
+        parts = [product(spread[..., i * count : (i + 1) * count], own) for i, own in enumerate(matrices)]
         found = torch.cat(parts, -1) + self.table("mean", y)
         return found.unflatten(-1, (y.shape[-3], -1)).transpose(-3, -2).contiguous()

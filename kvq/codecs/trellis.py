@@ -28,6 +28,8 @@ from torch import Tensor
 
 FRONT = 2
 """Bytes of zeros before a string while it is read: a state of up to 16 bits begins there."""
+_BACK = 3
+"""Bytes of zeros behind a string while it is read."""
 WIDEST = 8
 """Bits of a field at most."""
 
@@ -73,18 +75,44 @@ def read(
 
     With the widths of the fields these are the codes; with L bits, the states of a trellis.
     """
-    padded = torch.nn.functional.pad(strings, (FRONT, 3)).int()
-    starts = [8 * FRONT + end - length for end, length in zip(layout.ends, lengths, strict=True)]
-    place = torch.tensor([start // 8 for start in starts], dtype=torch.long, device=strings.device)
-    shifts = [24 - start % 8 - length for start, length in zip(starts, lengths, strict=True)]
-    shift, mask = (
-        torch.tensor(part, dtype=torch.int32, device=strings.device)
-        for part in (shifts, [(1 << length) - 1 for length in lengths])
-    )
+    padded = torch.nn.functional.pad(strings, (FRONT, _BACK)).int()
+    place, shift, mask = (part.to(strings.device) for part in _places(layout, tuple(lengths)))
     word = torch.zeros((), dtype=torch.int32, device=strings.device)
     for offset in range(3):
         word = (word << 8) | padded.index_select(-1, place + offset)
     return (word >> shift) & mask
+
+
+@functools.lru_cache(maxsize=256)
+def _places(layout: Layout, lengths: tuple[int, ...]) -> tuple[Int[Tensor, " fields"], ...]:
+    """Of the last `lengths[i]` bits up to each field's end: the first of three bytes that hold them, shift and mask."""
+    starts = [8 * FRONT + end - length for end, length in zip(layout.ends, lengths, strict=True)]
+    shifts = [24 - start % 8 - length for start, length in zip(starts, lengths, strict=True)]
+    found = ([start // 8 for start in starts], shifts, [(1 << length) - 1 for length in lengths])
+    return tuple(torch.tensor(part, dtype=torch.int32) for part in found)
+
+
+def values_of(
+    strings: UInt8[Tensor, "*lead nbytes"],
+    layout: Layout,
+    lengths: Sequence[int],
+    books: Float[Tensor, "widths entries"],
+) -> Float[Tensor, "*lead fields"]:
+    """`levels_of` what `read` finds, in the dtype of `books`; in one compiled loop for fp32 on a CPU with numba."""
+    if not compiled() or strings.device.type != "cpu" or books.dtype is not torch.float32:
+        return levels_of(read(strings, layout, lengths), layout.widths, books)
+    from kvq.codecs.trellis_loops import reader
+
+    fields, entries = len(layout.widths), books.shape[1]
+    # A field without bits has the state of the one before it, and the value of the zeros behind the books.
+    rows = [width - 1 if width else len(books) for width in layout.widths]
+    book = torch.nn.functional.pad(books, (0, 0, 0, 1)).flatten()
+    padded = torch.nn.functional.pad(strings.reshape(-1, strings.shape[-1]), (FRONT, _BACK))
+    out = torch.empty(*strings.shape[:-1], fields)
+    places = (part.numpy() for part in _places(layout, tuple(lengths)))
+    first = np.array(rows, np.int32) * entries
+    reader()(padded.numpy(), *places, first, book.numpy(), out.view(-1, fields).numpy())
+    return out
 
 
 def levels_of(
@@ -182,13 +210,4 @@ def decode(
     strings: UInt8[Tensor, "rows nbytes"], layout: Layout, memory: int, dtype: torch.dtype
 ) -> Float[Tensor, "rows components"]:
     """The values of the states that each string runs through."""
-    if compiled() and strings.device.type == "cpu" and dtype is torch.float32:
-        from kvq.codecs.trellis_loops import loops_for
-
-        padded = torch.nn.functional.pad(strings, (FRONT, 2))
-        out = np.empty((len(strings), len(layout.widths)), np.float32)
-        table = books(memory, dtype, strings.device).numpy()
-        loops_for(memory).read(padded.numpy(), np.array(layout.widths, np.uint8), table, out)
-        return torch.from_numpy(out)
-    states = read(strings, layout, [memory] * len(layout.widths))
-    return levels_of(states, layout.widths, books(memory, dtype, strings.device))
+    return values_of(strings, layout, [memory] * len(layout.widths), books(memory, dtype, strings.device))

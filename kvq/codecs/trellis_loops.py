@@ -1,4 +1,4 @@
-"""The loops of a trellis on a CPU, compiled by numba for one number of states: search, writing and reading."""
+"""Loops over strings of bits on a CPU, compiled by numba: search of a trellis of so many states, writing, reading."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ _WIDEST = 8
 class Loops:
     """Compiled for 2^`memory` states.
 
-    `search(x, widths, weights, books, codes)`: codes of least error; `write(codes, widths, strings)`;
-    `read(strings, widths, books, out)`: levels of strings with two bytes of zeros before and after each.
+    `search(x, widths, weights, books, codes)`: codes of least error; `write(codes, widths, strings)`.
     """
 
     search: Callable[..., Any]
     write: Callable[..., Any]
-    read: Callable[..., Any]
 
 
 @functools.cache
 def loops_for(memory: int) -> Loops:
     """Compile (each at its first call) the loops for 2^`memory` states."""
-    return Loops(_search(memory), _write(), _read(memory))
+    return Loops(_search(memory), _write())
 
 
 @no_type_check
@@ -130,30 +128,23 @@ def _write():
     return write
 
 
+@functools.cache
 @no_type_check
-def _read(memory):
-    mask = np.int64((1 << memory) - 1)
+def reader():
+    """The loop `read(strings, starts, shifts, masks, entries, books, out)` over strings with zeros around each.
+
+    Field i is the bits `shifts[i]` of the three bytes from `starts[i]` on, by its mask; its value is that many entries
+    of `books` (flat) behind `entries[i]`.
+    """
 
     @compiled(_OPTIONS, keep=True)
-    def read(strings, widths, books, out):
+    def read(strings, starts, shifts, masks, entries, books, out):
         rows, components = out.shape
-        starts, shifts = np.empty(components, np.int64), np.empty(components, np.int64)
-        end = np.int64(16)
-        for i in range(components):
-            end += widths[i]
-            starts[i] = (end - memory) >> 3
-            shifts[i] = 24 - ((end - memory) & 7) - memory
         for row in range(rows):
+            string, line = strings[row], out[row]
             for i in range(components):
-                width, at = widths[i], starts[i]
-                if width:
-                    word = (
-                        (np.int64(strings[row, at]) << 16)
-                        | (np.int64(strings[row, at + 1]) << 8)
-                        | np.int64(strings[row, at + 2])
-                    )
-                    out[row, i] = books[width - 1, (word >> shifts[i]) & mask]
-                else:
-                    out[row, i] = 0
+                at = starts[i]
+                word = (np.int32(string[at]) << 16) | (np.int32(string[at + 1]) << 8) | np.int32(string[at + 2])
+                line[i] = books[entries[i] + ((word >> shifts[i]) & masks[i])]
 
     return read

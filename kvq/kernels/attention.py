@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvq.errors import Unsupported
 from kvq.kernels import eager
 from kvq.kernels.linear_chain import PackedStates
 
@@ -55,7 +56,16 @@ def attend(
     first: int = 0,
     softcap: float | None = None,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
-    """As `kvq.kernels.eager.attend`, by the implementation that `kernel_for` chooses."""
+    """As `kvq.kernels.eager.attend`, by the implementation that `kernel_for` chooses; `first` counts sinks.
+
+    Raises:
+        Unsupported: as `eager.attend`; first tokens in full precision before packed prefixes of different lengths.
+    """
+    if keys.sinks or values.sinks:
+        if (keys.sinks, keys.packed_tokens) != (values.sinks, values.packed_tokens):
+            raise Unsupported("cache.attention=packed: first tokens in full precision need keys and values in step")
+        hidden = min(first, keys.sinks)
+        keys, values, first = keys.without_sinks(hidden), values.without_sinks(hidden), first - hidden
     if (step := _WATCH.get()) is not None:
         with step("attention"):
             return eager.attend(query, keys, values, scaling, first, softcap, step)

@@ -19,7 +19,16 @@ from kvq.codecs.packing import unpack_parts
 from kvq.codecs.quantizers import Axis
 from kvq.codecs.uniform import ZeroPoint
 from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, folds, linear_chain_of, turned_scores
-from kvq.kernels.pieces import TILE, Piece, pieces, shift_of
+from kvq.kernels.pieces import (
+    TILE,
+    Piece,
+    joint_keys,
+    joint_mix,
+    joint_pieces,
+    joint_values,
+    pieces,
+    shift_of,
+)
 
 Queries = Float[Tensor, "batch kv_heads group dim"]
 Step = Callable[[str], AbstractContextManager[None]]
@@ -107,7 +116,8 @@ class _Side:
     def __init__(self, states: PackedStates, step: Step) -> None:
         self.states, self.step = states, step
         self.chain: LinearChain | None = None if states.codec is None else linear_chain_of(states.codec)
-        self._coming = iter(()) if self.chain is None else pieces(states, self.chain)
+        self.joint = self.chain is not None and self.chain.joint is not None
+        self._coming = iter(()) if self.chain is None or self.joint else pieces(states, self.chain)
         self._held: list[Piece] = []
 
     def within(self, start: int, stop: int) -> list[tuple[Piece, slice, slice]]:
@@ -145,12 +155,20 @@ class _Keys(_Side):
 
     def scores(self, start: int, stop: int) -> Float[Tensor, "batch kv_heads group tokens"]:
         out = self.query.new_empty(*self.query.shape[:3], stop - start)
+        if self.joint:
+            self._joint_scores(start, stop, out)
         for piece, some, where in self.within(start, stop):
             out[..., where] = self._of(piece)[..., some]
         if (rest := self.behind(start, stop)) is not None:
             with self.step("residual"):
                 out[..., rest[1]] = self.query @ rest[0].to(self.query.dtype).mT
         return out
+
+    def _joint_scores(self, start: int, stop: int, out: Tensor) -> None:
+        assert self.chain is not None
+        with self.step("scores"):
+            for where, keys in joint_keys(self.states, self.chain, start, stop, self.query.dtype):
+                out[..., where] = self.query @ keys.mT
 
     def _of(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
         if self._known is not None and self._known[0] is piece:
@@ -186,6 +204,12 @@ class _Values(_Side):
 
     def mix(self, softmax: Softmax, weights: Float[Tensor, "batch kv_heads group _t"], start: int, stop: int) -> None:
         """Add the values of the tokens `start` to `stop` to the sums of `softmax`."""
+        if self.joint:
+            with self.step("values"):
+                for where, components in joint_pieces(self.states, start, stop, self.kind):
+                    own = weights[..., where]
+                    softmax.add("codes", joint_mix(own, components))
+                    softmax.add("codes_total", own.sum(-1, keepdim=True))
         for piece, some, where in self.within(start, stop):
             spread = weights.new_zeros(*weights.shape[:3], piece.count * piece.tokens)
             spread[..., some] = weights[..., where]
@@ -212,6 +236,9 @@ class _Values(_Side):
         sums = softmax.sums
         if self.chain is None or "codes" not in sums:
             return sums["full"]
+        if self.joint:
+            out = joint_values(self.chain, sums["codes"], sums["codes_total"])
+            return out + sums["full"] if "full" in sums else out
         out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
         return out + sums["full"] if "full" in sums else out
 

@@ -7,12 +7,19 @@ norms of token t, and y_t the decoded codes of token t,
     q · x_t = s_t (q M) · y_t + shifts,        Σ p_t x_t = (Σ p_t s_t y_t) Mᵀ + shifts.
 
 Neither x_t nor y_t has to be computed for all tokens at once.
+
+A transform T of all heads of a token together (`joint`) stands last of its stages and has no norms or shifts beside it:
+
+    x_t = R_t (y_t T⁻¹ + mean),        Σ p_t x_t = (Σ p_t y_t) T⁻¹ + mean Σ p_t    (values: R_t = 1).
+
+Values are summed as components, for each query those of all heads, and T⁻¹ is applied to the sums. Keys are decoded for
+one piece of tokens at a time, because RoPE (R_t) stands between the query and T⁻¹, which turns it for each token.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import torch
@@ -22,6 +29,9 @@ from torch import Tensor
 from kvq.codecs import (
     BlockFloatQuantizer,
     Codec,
+    CoefficientQuantizer,
+    ComponentQuantizer,
+    FisherTransform,
     Float8Quantizer,
     HalfAwayQuantizer,
     HeadsCodec,
@@ -29,6 +39,7 @@ from kvq.codecs import (
     LloydMaxQuantizer,
     Packed,
     Passthrough,
+    PrincipalComponents,
     Rope,
     SignedMaxQuantizer,
     TokenNorm,
@@ -58,6 +69,10 @@ QUANTIZERS = (
 )
 """Affine grids are folded into the query and the weights (`folds`); the others are decoded one piece at a time."""
 
+JointTransform = FisherTransform | PrincipalComponents
+JOINT = (ComponentQuantizer, CoefficientQuantizer)
+"""Behind a transform of all heads of a token; a token has a row in each of their parts."""
+
 
 @dataclass(frozen=True)
 class PackedStates:
@@ -68,12 +83,21 @@ class PackedStates:
         packed: the packed prefix.
         full: full-precision tokens `[batch, heads, tokens, head_dim]` after the prefix; None: there are none.
         rope: the rotations of the packed tokens, from the first on, for a codec that undoes them.
+        sinks: so many tokens at the beginning of `full` come before the packed ones in the text. Attention is the same
+            in any order of tokens that keys and values share.
     """
 
     codec: Codec | None
     packed: tuple[Packed, ...]
     full: Float[Tensor, "batch heads _tokens head_dim"] | None
     rope: Rope | None = None
+    sinks: int = 0
+
+    def without_sinks(self, count: int) -> PackedStates:
+        """Without the first `count` of the first tokens that are in full precision."""
+        if not count or self.full is None:
+            return self
+        return replace(self, full=self.full[:, :, count:], sinks=self.sinks - count)
 
     @property
     def packed_tokens(self) -> int:
@@ -110,12 +134,16 @@ class Shift:
 
 @dataclass(frozen=True)
 class LinearChain:
-    """A codec's chain whose steps are linear, so that attention can apply them to query and output; see the module."""
+    """A codec's chain whose steps are linear, so that attention can apply them to query and output; see the module.
+
+    `joint`: the transform of all heads of a token together, if there is one; then there is nothing else but RoPE.
+    """
 
     codec: Codec
     rotations: tuple[Stage, ...]
     norms: dict[str, TokenNorm]
     shifts: tuple[Shift, ...]
+    joint: JointTransform | None = None
 
     def rotate(
         self, query: Float[Tensor, "*lead rows dim"], count: int | None = None, start: int = 0
@@ -165,6 +193,8 @@ def linear_chain_of(codec: Codec) -> LinearChain:
     Raises:
         Unsupported: a stage or quantizer that attention on packed codes does not support.
     """
+    if (joint := joint_of(codec)) is not None:
+        return LinearChain(codec, (), {}, (), joint)
     rotations: list[Stage] = []
     norms: dict[str, TokenNorm] = {}
     shifts: list[Shift] = []
@@ -190,6 +220,15 @@ def linear_chain_of(codec: Codec) -> LinearChain:
     if type(quantizer) not in QUANTIZERS or (not folds(quantizer) and quantizer.token_group != 1):
         raise Unsupported(f"cache.attention=packed: codes of {type(quantizer).__name__} cannot be scored as they are")
     return LinearChain(codec, tuple(rotations), norms, tuple(shifts))
+
+
+def joint_of(codec: Codec) -> JointTransform | None:
+    """The transform of all heads of a token that ends a codec's stages, behind none but RoPE; None: there is none."""
+    if not codec.stages or codec.token_group != 1 or not isinstance(codec.quantizer, JOINT):
+        return None
+    *before, last = (stage for _, stage in codec.stages)
+    alone = all(isinstance(stage, UndoRope) for stage in before) and len(before) < 2
+    return last if alone and isinstance(last, JointTransform) else None
 
 
 def folds(quantizer: Quantizer) -> TypeGuard[UniformQuantizer]:

@@ -3,13 +3,16 @@
 NSNQuant's shifts are one vector per block, outside the loops over codes: they add `q · o` times a factor of each token
 to its scores, and the sum of a block's weights times `o` to the output. RoPE that follows a shift turns it by each
 token's angle, for which all heads share one matrix product.
+
+Codes of a transform of all heads together are taken in smaller pieces, which are decoded to components of all heads,
+and on to keys.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, turned_sc
 
 TILE = 2048
 """Tokens per piece."""
+JOINT_TILE = 256
+"""Tokens whose components of all heads are decoded at once: 1 MiB of fp32 where a token has 1,024."""
 
 
 @dataclass(frozen=True)
@@ -204,3 +209,64 @@ def _blocks(states: PackedStates) -> Iterator[_Blocks]:
         for run, parts in packed.by_run():
             yield start, run, run.blocks(parts)
             start += run.tokens * run.count
+
+
+def joint_pieces(
+    states: PackedStates, start: int, stop: int, kind: torch.dtype
+) -> Iterator[tuple[slice, Float[Tensor, "batch heads tokens dim"]]]:
+    """Components of the packed tokens `start` to `stop`, as a joint transform's `inverse` takes them, in pieces.
+
+    With the slice of the range that a piece fills. A token has a row in every stored part, as it stands for itself.
+    """
+    assert states.codec is not None
+    held = 0
+    for packed in states.packed:
+        for at in range(max(start, held), min(stop, held + packed.tokens), JOINT_TILE):
+            count = min(JOINT_TILE, min(stop, held + packed.tokens) - at)
+            parts = {name: part.narrow(2, at - held, count) for name, part in packed.parts.items()}
+            shape = torch.Size((packed.batch, packed.heads, count, packed.head_dim))
+            yield slice(at - start, at - start + count), states.codec.quantizer.decode(parts, shape, kind)
+        held += packed.tokens
+
+
+def joint_keys(
+    states: PackedStates, chain: LinearChain, start: int, stop: int, kind: torch.dtype
+) -> Iterator[tuple[slice, Float[Tensor, "batch heads tokens dim"]]]:
+    """The decoded keys of the packed tokens `start` to `stop`, as `joint_pieces`."""
+    assert chain.joint is not None
+    for where, components in joint_pieces(states, start, stop, kind):
+        keys = chain.joint.inverse(components, {}, _product)
+        if states.rope is not None:
+            rope = states.rope.narrow(start + where.start, where.stop - where.start)
+            keys = replace(rope, cos=rope.cos[:, None], sin=rope.sin[:, None]).rotate(keys)
+        yield where, keys
+
+
+def joint_mix(
+    weights: Float[Tensor, "batch heads group tokens"], components: Float[Tensor, "batch _heads tokens dim"]
+) -> Float[Tensor, "batch heads group n"]:
+    """Sums of the components of all heads, weighted for each query."""
+    mixed = weights.flatten(1, 2) @ components.transpose(-3, -2).flatten(-2)
+    return mixed.unflatten(1, weights.shape[1:3])
+
+
+def joint_values(
+    chain: LinearChain, mixed: Float[Tensor, "batch heads group n"], total: Float[Tensor, "batch heads group 1"]
+) -> Float[Tensor, "batch heads group dim"]:
+    """The values that sums of components stand for; `total`: the sums of their weights."""
+    assert chain.joint is not None
+    heads, group = total.shape[1:3]
+    whole = total.clamp_min(torch.finfo(total.dtype).tiny)
+    rows = (mixed / whole).flatten(1, 2)
+    found = chain.joint.inverse(
+        rows.unflatten(-1, (heads, -1)).transpose(-3, -2), {}, _product
+    )  # [batch, heads, rows, dim]
+    own = found.unflatten(2, (heads, group)).diagonal(dim1=1, dim2=2)  # each query's own head, last
+    return own.permute(0, 3, 1, 2) * total
+
+
+def _product(rows: Float[Tensor, "*lead rows dim"], matrix: Float[Tensor, "dim columns"]) -> Tensor:
+    """`rows @ matrix`, in fp32 on a CPU by oneDNN: MKL takes twice as long on AMD processors."""
+    if rows.dtype is torch.float32 and rows.device.type == "cpu" and not torch.is_grad_enabled():
+        return torch.ops.mkldnn._linear_pointwise(rows, matrix.mT, None, "none", [], "")
+    return rows @ matrix

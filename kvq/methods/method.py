@@ -24,7 +24,7 @@ from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys, numbered
 from kvq.methods.merged import MergedRotation
 from kvq.methods.plan import MixedPrecision
-from kvq.methods.sinks import side_of
+from kvq.methods.sinks import packed_side_of, side_of
 from kvq.methods.transformers_caches import TransformersLayer
 from kvq.models.layers import KvLayer, interleaved_in_gguf
 from kvq.results.tensor_files import digest
@@ -188,9 +188,15 @@ class Method:
 
     def check_packed(self) -> None:
         """Raise `Unsupported` where attention cannot read the method's codes."""
-        for name in ("backend", "plan", "eviction", "sink_tokens", "first_layers", "kept_keys", "sink_detection"):
+        for name in ("backend", "plan", "eviction", "first_layers", "kept_keys", "sink_detection"):
             if getattr(self, name):
                 raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
+        alike = self.residual.key == self.residual.value and not any(self.full_precision_layers.values())
+        if self.sink_tokens and not (alike and self.key is not None and self.value is not None):
+            raise Unsupported(
+                f"cache.attention=packed: method={self.name} has sink_tokens, and keys that are packed at other times "
+                "than values; use cache.attention=dense"
+            )
         for method in (self, *self.by_layer):
             for codec in filter(None, (method.key, method.value)):
                 linear_chain_of(codec)
@@ -238,7 +244,7 @@ class Method:
             for place, one in enumerate(held)
         ]
         if packed:
-            return [packed_layer(layer) for layer in layers]
+            return [packed_layer(layer, packed_side_of) for layer in layers]
         if self.plan is not None:
             return self.plan.layers(self.name, layers, keep_decoded)
         return layers if self.eviction is None else self.eviction.layers(layers, config)

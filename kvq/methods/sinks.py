@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -10,12 +11,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache.chunk_masks import Transitions
+from kvq.cache.packed import PackedSide, packed_side
 from kvq.cache.serialize import Field, Reader
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec, Growable
 from kvq.codecs.packed import grown
 from kvq.codecs.rope import Rope
 from kvq.config.residual import ResidualSide
+from kvq.kernels import PackedStates
 
 
 class SinkSide(CacheSide):
@@ -31,7 +34,7 @@ class SinkSide(CacheSide):
     def __init__(
         self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool = False, sinks: int = 0
     ) -> None:
-        self._sinks = sinks
+        self.most_sinks = sinks
         super().__init__(codec, residual, label, keep_decoded)
 
     @override
@@ -75,7 +78,7 @@ class SinkSide(CacheSide):
 
     @override
     def moves(self, queries: int) -> Transitions:
-        sinks = min(self._sinks - self.sink_tokens, queries)
+        sinks = min(self.most_sinks - self.sink_tokens, queries)
         start = self.sink_tokens + sinks
         if queries == sinks:
             return Transitions(start + self.packed_tokens, ())
@@ -84,7 +87,7 @@ class SinkSide(CacheSide):
 
     @override
     def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
-        room = self._sinks - self.sink_tokens
+        room = self.most_sinks - self.sink_tokens
         sinks = min(room, head + queries)
         start = self.sink_tokens + sinks
         if head + queries == sinks:
@@ -105,7 +108,7 @@ class SinkSide(CacheSide):
 
     def _keep(self, states: Tensor) -> Tensor | None:
         """Store the states that are sinks and return those after them; None: there are none."""
-        count = min(self._sinks - self.sink_tokens, states.shape[2])
+        count = min(self.most_sinks - self.sink_tokens, states.shape[2])
         if not count:
             return states
         super()._receive(states)
@@ -125,8 +128,8 @@ class SinkSide(CacheSide):
     @override
     def _check_read(self, given: Reader, packed: int) -> None:
         others = packed + self.residual_tokens
-        if self.sink_tokens > self._sinks or (others and self.sink_tokens < self._sinks):
-            raise given.error(f"{self.sink_tokens} sinks before {others} tokens; the method keeps {self._sinks}")
+        if self.sink_tokens > self.most_sinks or (others and self.sink_tokens < self.most_sinks):
+            raise given.error(f"{self.sink_tokens} sinks before {others} tokens; the method keeps {self.most_sinks}")
         super()._check_read(given, packed)
 
     @override
@@ -140,6 +143,30 @@ class SinkSide(CacheSide):
         super().select(index)
         if self._first is not None:
             self._first = self._first.select(index)
+
+
+class PackedSinkSide(SinkSide, PackedSide):
+    """A side with first tokens in full precision that can return its tokens in stored form."""
+
+    version: ClassVar[int] = 1
+
+    @override
+    def append_packed(self, states: States) -> PackedStates:
+        rest = self._keep(states)
+        return self._stored() if rest is None else super().append_packed(rest)
+
+    @override
+    def _stored(self) -> PackedStates:
+        found = super()._stored()
+        full = self._behind(found.full)
+        return dataclasses.replace(found, full=full, sinks=self.sink_tokens)
+
+
+def packed_side_of(like: CacheSide) -> PackedSide:
+    """An empty side that can return its tokens in stored form, with the settings of `like`."""
+    if isinstance(like, SinkSide):
+        return PackedSinkSide(like.codec, like.residual, like.label, sinks=like.most_sinks)
+    return packed_side(like)
 
 
 def side_of(codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool, sinks: int) -> CacheSide:

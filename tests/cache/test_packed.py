@@ -1,6 +1,7 @@
 """Attention on packed codes inside models: the same function as dense attention, up to rounding."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -11,12 +12,17 @@ from kvq.cache import KVCache
 from kvq.config import ModelConfig
 from kvq.config.method import BITS
 from kvq.errors import ConfigError, Unsupported
+from kvq.kernels import attend
 from kvq.methods.transformers_caches import installed
 from kvq.models import LoadedModel, load_model
+from tests import presets
 from tests.cache.states import nearest_bits
-from tests.presets import METHODS
+from tests.calibrated import bound, random_states
+from tests.kernels import oracle
 from tests.random_models import in_double_precision, llama, token_ids
 
+JOINT = ["kvtc", "waterfill"]  # with tables of a calibration, and first tokens in full precision
+METHODS = [name for name in presets.METHODS if name not in JOINT]
 REFUSED = {
     "zero": "codes of Zero",
     "fp8": "codes of Float8Quantizer",
@@ -28,8 +34,12 @@ REFUSED |= dict.fromkeys(
 )
 REFUSED |= dict.fromkeys(["hqq", "quanto"], "method=.* has backend")
 REFUSED |= dict.fromkeys(["h2o", "snapkv", "streamingllm"], "method=.* has eviction")
-REFUSED |= {name: f"method={name} has sink_tokens" for name in ("kvtc", "nova_kv", "oscar_covariance", "waterfill")}
-REFUSED |= {"spectralquant": "stage .rotation.", "squat": "codes of"}
+REFUSED |= {
+    "nova_kv": "stage .transform.",
+    "oscar_covariance": "stage .rotation.",
+    "spectralquant": "stage .rotation.",
+    "squat": "codes of",
+}
 REFUSED |= {"nexusquant": "stage .hadamard.", "octopus": "codes of", "tcq": "codes of"}
 REFUSED |= {"ott": "method=ott has plan", "qjl": "method=qjl has first_layers", "zipcache": "method=zipcache has plan"}
 
@@ -100,6 +110,53 @@ def test_residuals(residual, whole, monkeypatch):
         dense, _ = steps(model, chosen, tokens, prompt)
         packed, _ = steps(model, chosen, tokens, prompt, attention="packed")
         torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        *((name, 20) for name in (*JOINT, "waterfill/scalar", "waterfill/heads_apart", "kivi/sink", "rtn/intactkv")),
+        ("waterfill/scalar", 1),
+        ("rtn/intactkv", 1),
+    ],
+)
+def test_joint_transforms_and_first_tokens(name, prompt, monkeypatch):
+    model = exact(llama(head_dim=32), monkeypatch)
+    chosen = kvq.build_method(name, bits=3, head_dim=32, overrides=["residual.size=6", "residual.policy=block"])
+    if chosen.is_calibrated:
+        chosen = bound(chosen, random_states(2, 32, 256), 2)
+    tokens = token_ids(45, batch=2)
+    dense, held = steps(model, chosen, tokens, prompt)
+    packed, other = steps(model, chosen, tokens, prompt, attention="packed")
+    assert held.nbytes == other.nbytes
+    assert other.packed_bytes
+    torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
+
+
+def test_first_tokens_of_keys_and_values_out_of_step(monkeypatch):
+    """Keys that leave full precision at other times than values are in another order behind the packed ones."""
+    chosen = kvq.build_method("kivi/sink", bits=2, overrides=["residual.value.size=9"])
+    with pytest.raises(Unsupported, match="method=kivi/sink has sink_tokens, and keys that are packed at other times"):
+        KVCache(exact(llama(), monkeypatch), chosen, attention="packed")
+
+
+def test_first_tokens_in_a_window(monkeypatch):
+    """A window leaves the first tokens behind, one after the other."""
+    model = exact(llama(), monkeypatch)
+    chosen, tokens = kvq.build_method("rtn/intactkv", bits=4, overrides=["residual.size=6"]), token_ids(45)
+    cache = KVCache(model, chosen, attention="packed")
+    model(tokens[:, :40], past_key_values=cache)
+    layer = cache.layers[0]
+    keys, values = (side.append_packed(torch.randn(1, 2, 1, 128).double()) for side in (layer.key, layer.value))
+    query = torch.randn(1, 4, 1, 128).double()
+    dense = [
+        torch.cat([s.full[:, :, : s.sinks], oracle.decoded(dataclasses.replace(s, full=s.full[:, :, s.sinks :]))], 2)
+        for s in (keys, values)
+    ]
+    for first in (0, 1, keys.sinks, keys.sinks + 3):
+        found = attend(query, keys, values, 0.1, first)
+        whole = (kvq.kernels.PackedStates(None, (), states) for states in dense)
+        torch.testing.assert_close(found, oracle.attend(query, *whole, 0.1, first))
 
 
 @pytest.mark.parametrize("name", ["llamacpp_q4_1", "vllm_fp8", "sglang_fp4", "vllm_turboquant_3bit_nc"])

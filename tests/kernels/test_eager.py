@@ -15,7 +15,7 @@ from kvq.config.method import BITS
 from kvq.errors import Unsupported
 from kvq.kernels import PackedStates, linear_chain_of, watched
 from kvq.kernels.eager import STEPS, attend
-from kvq.kernels.pieces import TILE
+from kvq.kernels.pieces import JOINT_TILE, TILE
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
 from tests.kernels import oracle
@@ -51,7 +51,6 @@ FAMILIES = {
     "kitty": "codes of ChannelSplit",
     "kvarn": "stage 'balance'",
     "kvquant": "codes of keys before their rotary embedding",
-    "kvtc": "stage 'components'",
     "nexusquant": "stage 'hadamard'",
     "nova_kv": "stage '(transform|rotation)'",
     "octopus": "codes of OctahedralQuantizer",
@@ -59,7 +58,6 @@ FAMILIES = {
     "spectralquant": "stage 'rotation'",
     "squat": "codes of SubspaceQuantizer",
     "tcq": "codes of TrellisQuantizer",
-    "waterfill": "stage 'transform'",
     "polarquant": "codes of PolarQuantizer",
     "qjl": "codes of SketchQuantizer",
     "rotatekv": "stage '(heads|order)'",
@@ -144,10 +142,10 @@ def test_long_blocks_are_cut(name):
     check(keys, values, first=TILE + 3)
 
 
-@pytest.mark.parametrize("name", ["nsnquant", "oscar", "kivi"])
+@pytest.mark.parametrize("name", ["nsnquant", "oscar", "kivi", "waterfill/scalar"])
 def test_watched_steps_give_the_same(name):
     """Watched attention opens every step and gives what it gives unwatched, bit for bit."""
-    method = kvq.build_method(name, bits=2, head_dim=64)
+    method = build(name, torch.randn(1, 2, 256, 64))
     rope = rope_table(200, 64) if method.key.uses_rope else None
     keys, values = oracle.states(method.key, 128, 9, rope=rope), oracle.states(method.value, 96, 41, seed=1)
     seen = []
@@ -162,7 +160,46 @@ def test_watched_steps_give_the_same(name):
         found = kvq.kernels.attend(query(4, 64), keys, values, 0.125)
     assert torch.equal(found, plain)
     assert seen.count("attention") == seen.count("rotation") == seen.count("joining") == 1
-    assert set(seen) == {*STEPS, "attention"} - (set() if linear_chain_of(method.key).shifts else {"shifts"})
+    chain = linear_chain_of(method.key)
+    assert set(seen) == {*STEPS, "attention"} - (set() if chain.shifts else {"shifts"}) - (
+        {"norms"} if chain.joint else set()
+    )
+
+
+@settings(max_examples=examples(12))
+@given(st.data())
+def test_any_transform_of_all_heads(data):
+    """Widths of each component; heads together, in pairs and apart; the past in parts that no piece divides."""
+    heads, dim, batch = 4, data.draw(st.sampled_from([8, 12])), data.draw(st.integers(1, 2))
+    name = data.draw(st.sampled_from(["waterfill/scalar", "waterfill", "waterfill/unshrunk", "kvtc"]))
+    together = data.draw(st.sampled_from([1, 2, None])) if name != "kvtc" else None
+    sides = [f"{side}.stages.transform.heads_together={together or 'null'}" for side in ("key", "value")]
+    bits = data.draw(st.sampled_from([0.75, 1.25, 2.25, 5]))
+    method = build(name, torch.randn(1, heads, 256, dim), bits, [] if name == "kvtc" else sides)
+    total = data.draw(st.integers(1, 2 * JOINT_TILE))
+    packed = data.draw(st.integers(0, total))
+    tail = data.draw(st.integers(0, packed))
+    pairs = data.draw(st.sampled_from([0, dim // 4, dim // 2]))
+    rope = rope_table(total, dim)
+    rope = dataclasses.replace(
+        rope, cos=rope.cos[..., :pairs], sin=rope.sin[..., :pairs], interleaved=data.draw(st.booleans())
+    )
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
+    size = {"heads": heads, "dim": dim, "batch": batch, "tail": tail, "dtype": dtype}
+    block = data.draw(st.sampled_from([None, 5, 32]))
+    keys = oracle.states(method.key, packed - tail, total - packed, block=block, rope=rope, **size)
+    values = oracle.states(method.value, packed - tail, total - packed, block=block, seed=1, **size)
+    first = data.draw(st.integers(0, total - 1))
+    check(keys, values, group=data.draw(st.sampled_from([1, 4])), first=first, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_long_past_behind_a_transform_of_all_heads(dtype):
+    method = build("waterfill/scalar", torch.randn(1, 2, 256, 64), 2.25)
+    keys = oracle.states(method.key, 2 * TILE + 91, 5, rope=rope_table(2 * TILE + 91, 64), block=32, dtype=dtype)
+    values = oracle.states(method.value, 2 * TILE + 91, 5, block=32, seed=1, dtype=dtype)
+    check(keys, values, dtype=dtype)
+    check(keys, values, dtype=dtype, first=TILE + 3)
 
 
 UNIFORM = st.fixed_dictionaries(
@@ -235,12 +272,17 @@ def test_partial_and_interleaved_rotary_embeddings(pairs, interleaved):
     check(keys, oracle.states(method.value, 128, 3, block=64, seed=1))
 
 
-def test_memory_is_that_of_a_piece():
+@pytest.mark.parametrize("name", ["oscar", "waterfill/scalar"])
+def test_memory_is_that_of_a_piece(name):
     """Largest tensor made, however long the past."""
-    method = kvq.build_method("oscar", bits=2, head_dim=64)
+    method = build(name, torch.randn(1, 1, 256, 64))
     largest = []
     for tokens in (2 * TILE, 6 * TILE):
-        keys, values = (oracle.states(codec, tokens, 0, heads=1, block=128) for codec in (method.key, method.value))
+        rope = rope_table(tokens, 64)
+        keys, values = (
+            oracle.states(codec, tokens, 0, heads=1, block=128, rope=rope if codec.uses_rope else None)
+            for codec in (method.key, method.value)
+        )
         with torch.autograd.graph.save_on_cpu(), torch.profiler.profile(profile_memory=True) as profile:
             attend(query(2, 64), keys, values, 0.125)
         largest.append(max(event.cpu_memory_usage for event in profile.events()))
