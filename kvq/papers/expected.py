@@ -6,6 +6,7 @@ At the end: what `+experiment=<paper>/<table>` prints after its runs.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -165,12 +166,18 @@ def _run(run: Overrides, present: Present, own: Path | None) -> CellRun:
         return CellRun(command(run), waits=f"{', '.join(missing)}: not in this version")
     chosen = {word.partition("=")[0]: word.partition("=")[2] for word in run}
     wanted = [written(group, chosen[group], "name") if group in chosen else None for group in ("model", "method")]
-    if not any(all(name in (None, there) for name, there in zip(wanted, pair, strict=True)) for pair in present):
+    if tuple(wanted) not in _partly(present):
         return CellRun(command(run))
     try:
         return CellRun(command(run), _signature(run))
     except COMPOSE_ERRORS as error:
         return CellRun(command(run), waits=str(error) if isinstance(error, KvqError) else explain(error, run))
+
+
+@functools.cache
+def _partly(present: Present) -> frozenset[tuple[str | None, str | None]]:
+    """Pairs of model and method that there are records of, None in the place of either for any."""
+    return frozenset(itertools.chain.from_iterable(itertools.product((a, None), (b, None)) for a, b in present))
 
 
 # Parts of a configuration that are composed apart, and the words of a command that belong to each.

@@ -69,6 +69,7 @@ class Store:
         self.root = Path(root)
         self.runs = self.root / "runs"
         self._places = Places(self.runs)
+        self._scanned: dict[str, Path] = {}
 
     def record_path(self, key: str) -> Path:
         """Path of the record of `key`; `runs/<key>.json` when there is none."""
@@ -150,6 +151,7 @@ class Store:
                 broken.append(Broken(path, f"another file holds the run {record.key[:12]}"))
             else:
                 records[record.key] = record
+                self._scanned[record.key] = path
         return [records[key] for key in sorted(records)], broken
 
     def samples(self, key: str) -> list[dict[str, Any]]:
@@ -171,7 +173,8 @@ class Store:
         """
         if record.samples_sha256 is None:
             return []
-        path = self.samples_path(record.key)
+        found = self._scanned.get(record.key)  # unless another process has replaced it since
+        path = _samples_of(found) if found and _samples_of(found).is_file() else self.samples_path(record.key)
         try:
             content = path.read_bytes()
             if hashlib.sha256(content).hexdigest() != record.samples_sha256:
