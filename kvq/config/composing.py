@@ -175,19 +175,18 @@ def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
     kind: Any = OmegaConf.get_type(cfg)
     groups = _groups_of(kind)
     known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
-    keys: list[Any] = list(cfg)
-    for key in keys:  # a number where it names a device
-        name = str(key)
+    for key, node in cfg.items_ex(resolve=False):
+        name = str(key)  # a number where it names a device
         setting = f"{prefix}{name}"
         if known is not None and name not in known:
             raise ConfigError(f"{setting}: unknown setting.{did_you_mean(name, known)}")
         if OmegaConf.is_missing(cfg, key):
             raise ConfigError(f"{setting} has no value: give {setting}=...")
-        kinds = groups.get(name)
-        if kinds and OmegaConf.is_interpolation(cfg, name) and OmegaConf.get_type(cfg[key]) not in kinds:
-            raise ConfigError(f"{setting}={cfg[key]}: a group of settings, not a value")
-        if not OmegaConf.is_interpolation(cfg, key) and isinstance(cfg[key], DictConfig):
-            _check_keys(cfg[key], f"{setting}.")
+        if OmegaConf.is_interpolation(cfg, key):
+            if (kinds := groups.get(name)) and OmegaConf.get_type(cfg[key]) not in kinds:
+                raise ConfigError(f"{setting}={cfg[key]}: a group of settings, not a value")
+        elif isinstance(node, DictConfig) and not node._is_none():
+            _check_keys(node, f"{setting}.")
 
 
 def _one_line(error: OmegaConfBaseException) -> ConfigError:

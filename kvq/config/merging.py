@@ -187,7 +187,10 @@ def _updated(pickled: bytes, values: Sequence[Override]) -> DictConfig:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(override: str) -> Override:
-    return OverridesParser.create().parse_override(override)
+    return _parser().parse_override(override)
+
+
+_parser = functools.cache(OverridesParser.create)
 
 
 @functools.lru_cache(maxsize=8)
@@ -259,9 +262,13 @@ def _node(files: Files, given: Override) -> Node | None:
         return None
     layers = _layers(files, group, name)
     if layers is not None:
-        root = copy.deepcopy(_schema(group))
+        root = pickle.loads(_schema(group))
         for layer in layers:
-            root.merge_with({group: layer})
+            node = root._get_node(group)
+            if isinstance(node, DictConfig):
+                node.merge_with(layer)
+            else:  # of no type until its schema is there
+                root.merge_with({group: layer})
         return root._get_node(group)
     choice = find(group, name, files.folder)
     if choice is None or _is_wider(choice):
@@ -272,13 +279,13 @@ def _node(files: Files, given: Override) -> Node | None:
 
 
 @functools.cache
-def _schema(group: str) -> DictConfig:
-    """The empty settings of a group, with their types, without those of other groups, which take time to copy."""
+def _schema(group: str) -> bytes:
+    """The empty settings of a group, with their types, without those of other groups, pickled."""
     root: DictConfig = ConfigStore.instance().load("config_schema.yaml").node
     content = root.__dict__["_content"]
     for other in content.keys() - {group}:
         del content[other]
-    return root
+    return pickle.dumps(root)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -55,6 +55,9 @@ def _short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
     """What a table of few windows cannot tell; the |t| needed is that of the runs shown."""
     full = {row.record.key: row.record for row in rows if row.baseline}
     pairs = [(row.record, full[key]) for row in rows if (key := row.record.baseline_key or "") in full]
+    shown = [losses for pair in pairs for run in pair if (losses := comparisons.losses(run)) is not None]
+    if min((len(losses.windows) for losses in shown), default=0) >= SHORT:
+        return
     found = comparisons.family(pairs)
     if 0 < found.windows < fewest_to_differ():
         least = f"no difference is told from noise with fewer than {fewest_to_differ()}"
