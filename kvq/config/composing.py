@@ -175,6 +175,7 @@ def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
     kind: Any = OmegaConf.get_type(cfg)
     groups = _groups_of(kind)
     known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
+    key: Any
     for key, node in cfg.items_ex(resolve=False):
         name = str(key)  # a number where it names a device
         setting = f"{prefix}{name}"

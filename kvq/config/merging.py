@@ -230,7 +230,7 @@ def _assembled(files: Files, choices: tuple[str, ...]) -> _Kept:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _assembled_part(files: Files, part: str, choices: tuple[str, ...]) -> bytes | None:
-    """`bits` and one part, pickled, under at most one choice; None where that changes more than a part, or is only added."""
+    """`bits` and one part under at most one choice, pickled; None where that changes more, or is only added."""
     base = _composed_once(files, ()).config
     given = _parsed(choices[0]) if choices else None
     node: Any
