@@ -62,6 +62,8 @@ ENCODED = (
     ("turboquant/prod", 2),
 )
 TABLES = (("nsnquant", 1), ("nsnquant", 2), ("turboquant", 2), ("turboquant", 4), ("q4_0", 4))
+JOINT = {"8x128": {"heads": 8, "dim": 128}, "3x64": {"heads": 3, "dim": 64}}
+"""Shapes of an 8B model's keys and of SmolLM2's; of the transform of all heads, the work goes with their square."""
 TOKENS, HEADS = 512, 8
 LONG = 32768
 
@@ -192,6 +194,11 @@ def packed_attention(pairs: int) -> dict[str, Any]:
         for name, bits in TABLES
         for group in (1, 4)
     }
+    for name, shape in JOINT.items():
+        for group in (1, 4):
+            cells[f"waterfill/scalar_{name}_{group}q"] = attention_bench.measure(
+                "waterfill/scalar", 2.25, device, bandwidth, batch=1, tokens=LONG, group=group, pairs=pairs, **shape
+            )
     return {"copy_bytes_per_second": bandwidth, "threads": torch.get_num_threads(), "cells": cells}
 
 
@@ -332,6 +339,7 @@ def show(report: dict[str, Any]) -> None:
         print(
             f"{'packed_attention':<34}{name:<12}{values['ratio_median']:8.2f}x of {values['fastest_sdpa']}, memory 1/"
             f"{values['memory_ratio']:.2f}; {values['bytes'] / 1e6:.1f} MB at {of_copy:.2f} of copying ({dense:.2f})"
+            + (f", {over['ratio_median']:.2f}x of decoding all" if (over := values.get("over_decoding")) else "")
         )
     for name, ways in report.get("one_thread_over_two", {}).items():
         gains = ", ".join(f"{way} {values['ratio_median']:.2f}x" for way, values in ways.items())

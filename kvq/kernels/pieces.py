@@ -28,8 +28,8 @@ from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, turned_sc
 
 TILE = 2048
 """Tokens per piece."""
-JOINT_TILE = 256
-"""Tokens whose components of all heads are decoded at once: 1 MiB of fp32 where a token has 1,024."""
+JOINT_TILE = 2**18
+"""Components of all heads and some tokens that are decoded at once, 1 MiB of fp32."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,9 @@ def joint_pieces(
     assert states.codec is not None
     held = 0
     for packed in states.packed:
-        for at in range(max(start, held), min(stop, held + packed.tokens), JOINT_TILE):
-            count = min(JOINT_TILE, min(stop, held + packed.tokens) - at)
+        step = max(1, JOINT_TILE // (packed.batch * packed.heads * packed.head_dim))
+        for at in range(max(start, held), min(stop, held + packed.tokens), step):
+            count = min(step, min(stop, held + packed.tokens) - at)
             parts = {name: part.narrow(2, at - held, count) for name, part in packed.parts.items()}
             shape = torch.Size((packed.batch, packed.heads, count, packed.head_dim))
             yield slice(at - start, at - start + count), states.codec.quantizer.decode(parts, shape, kind)

@@ -24,6 +24,8 @@ from transformers.cache_utils import DynamicCache
 
 from kvq.cache import KVCache
 from kvq.cache.preallocated import PreallocatedCache
+from kvq.calibration import files
+from kvq.calibration.fit import bind_calibration
 from kvq.config import Attention, Config
 from kvq.config.diagnostics import LatencyConfig, References, Regime, SpeedConfig, ThroughputConfig
 from kvq.entry import apart
@@ -128,7 +130,10 @@ def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tu
 
 
 def _method(config: Config, loaded: LoadedModel) -> Method:
-    return method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0])
+    method = method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0])
+    if not method.is_calibrated:
+        return method
+    return bind_calibration(method, loaded.model, files.file_of(Inputs(config)))  # which the run has written
 
 
 def _makers(config: Config, method: Method, loaded: LoadedModel, room: int) -> Iterator[tuple[str, Callable[[], Any]]]:
