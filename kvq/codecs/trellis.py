@@ -28,7 +28,7 @@ from torch import Tensor
 
 FRONT = 2
 """Bytes of zeros before a string while it is read: a state of up to 16 bits begins there."""
-_BACK = 3
+BACK = 3
 """Bytes of zeros behind a string while it is read."""
 WIDEST = 8
 """Bits of a field at most."""
@@ -75,8 +75,8 @@ def read(
 
     With the widths of the fields these are the codes; with L bits, the states of a trellis.
     """
-    padded = torch.nn.functional.pad(strings, (FRONT, _BACK)).int()
-    place, shift, mask = (part.to(strings.device) for part in _places(layout, tuple(lengths)))
+    padded = torch.nn.functional.pad(strings, (FRONT, BACK)).int()
+    place, shift, mask = (part.to(strings.device) for part in places(layout, tuple(lengths)))
     word = torch.zeros((), dtype=torch.int32, device=strings.device)
     for offset in range(3):
         word = (word << 8) | padded.index_select(-1, place + offset)
@@ -84,7 +84,7 @@ def read(
 
 
 @functools.lru_cache(maxsize=256)
-def _places(layout: Layout, lengths: tuple[int, ...]) -> tuple[Int[Tensor, " fields"], ...]:
+def places(layout: Layout, lengths: tuple[int, ...]) -> tuple[Int[Tensor, " fields"], ...]:
     """Of the last `lengths[i]` bits up to each field's end: the first of three bytes that hold them, shift and mask."""
     starts = [8 * FRONT + end - length for end, length in zip(layout.ends, lengths, strict=True)]
     shifts = [24 - start % 8 - length for start, length in zip(starts, lengths, strict=True)]
@@ -98,21 +98,33 @@ def values_of(
     lengths: Sequence[int],
     books: Float[Tensor, "widths entries"],
 ) -> Float[Tensor, "*lead fields"]:
-    """`levels_of` what `read` finds, in the dtype of `books`; in one compiled loop for fp32 on a CPU with numba."""
-    if not compiled() or strings.device.type != "cpu" or books.dtype is not torch.float32:
+    """`levels_of` what `read` finds, in the dtype of `books`; for fp32 in one pass, compiled for the device."""
+    if not compiled(strings.device.type) or books.dtype is not torch.float32:
         return levels_of(read(strings, layout, lengths), layout.widths, books)
+    fields = len(layout.widths)
+    first, book = entries_of(layout, books)
+    padded = torch.nn.functional.pad(strings.reshape(-1, strings.shape[-1]), (FRONT, BACK))
+    where = places(layout, tuple(lengths))
+    if strings.device.type == "cuda":
+        from kvq.codecs import trellis_gpu
+
+        own = tuple(part.to(strings.device) for part in where)
+        found = trellis_gpu.values_of(padded, own, first.to(strings.device), book)
+        return found.view(*strings.shape[:-1], fields)
     from kvq.codecs.trellis_loops import reader
 
-    fields, entries = len(layout.widths), books.shape[1]
-    # A field without bits has the state of the one before it, and the value of the zeros behind the books.
-    rows = [width - 1 if width else len(books) for width in layout.widths]
-    book = torch.nn.functional.pad(books, (0, 0, 0, 1)).flatten()
-    padded = torch.nn.functional.pad(strings.reshape(-1, strings.shape[-1]), (FRONT, _BACK))
     out = torch.empty(*strings.shape[:-1], fields)
-    places = (part.numpy() for part in _places(layout, tuple(lengths)))
-    first = np.array(rows, np.int32) * entries
-    reader()(padded.numpy(), *places, first, book.numpy(), out.view(-1, fields).numpy())
+    reader()(padded.numpy(), *(part.numpy() for part in (*where, first, book, out.view(-1, fields))))
     return out
+
+
+def entries_of(
+    layout: Layout, books: Float[Tensor, "widths entries"]
+) -> tuple[Int[Tensor, " fields"], Float[Tensor, " entries_in_all"]]:
+    """The books in one row, a book of zeros behind them for fields without bits; where each field's book begins."""
+    rows = [width - 1 if width else len(books) for width in layout.widths]
+    first = torch.tensor(rows, dtype=torch.int32) * books.shape[1]
+    return first, torch.nn.functional.pad(books, (0, 0, 0, 1)).flatten()
 
 
 def levels_of(
@@ -128,7 +140,9 @@ def levels_of(
 FILE = Path(__file__).parent / "trellis.safetensors"
 LEAST_MEMORY, MOST_MEMORY = 6, 12
 _TOGETHER = 2**24
-"""Costs that are in memory at once where no numba is installed, or on another device."""
+"""Costs that are in memory at once where nothing is compiled."""
+_GPU = 32
+"""So many times as many predecessors, in bytes, are in memory at once on a GPU."""
 
 
 def books_name(memory: int, width: int) -> str:
@@ -154,9 +168,13 @@ def errors(memory: int) -> tuple[float, ...]:
 
 
 @functools.cache
-def compiled() -> bool:
-    """Whether numba is installed (the extra `cpu`); without it the same search runs in torch, several times slower."""
-    return importlib.util.find_spec("numba") is not None
+def compiled(device: str = "cpu") -> bool:
+    """Whether what compiles the loops for a device is installed: numba (the extra `cpu`), on `cuda` Triton (`triton`).
+
+    Without it the same loops run in torch, several times slower.
+    """
+    needed = {"cpu": "numba", "cuda": "triton"}.get(device)
+    return needed is not None and importlib.util.find_spec(needed) is not None
 
 
 def encode(
@@ -167,13 +185,20 @@ def encode(
     In fp32, token by token: a row's bits do not depend on the others.
     """
     x, weights = x.float(), weights.float()
-    if compiled() and x.device.type == "cpu":
+    table = books(memory, torch.float32, x.device)
+    if compiled(x.device.type) and x.device.type == "cuda":
+        from kvq.codecs import trellis_gpu
+
+        fields = torch.tensor(layout.widths, dtype=torch.uint8, device=x.device)
+        rows = max(1, _TOGETHER * _GPU // (2**memory * max(1, x.shape[1])))
+        found = [trellis_gpu.codes_of(piece.contiguous(), fields, weights, table) for piece in x.split(rows)]
+        return write(torch.cat(found), layout)
+    if compiled(x.device.type):
         from kvq.codecs.trellis_loops import loops_for
 
         loops, widths = loops_for(memory), np.array(layout.widths, np.uint8)
         codes = np.zeros(x.shape, np.uint8)
-        table = books(memory, torch.float32, x.device).numpy()
-        loops.search(x.contiguous().numpy(), widths, weights.contiguous().numpy(), table, codes)
+        loops.search(x.contiguous().numpy(), widths, weights.contiguous().numpy(), table.numpy(), codes)
         strings = np.zeros((len(x), layout.nbytes), np.uint8)
         loops.write(codes, widths, strings)
         return torch.from_numpy(strings)

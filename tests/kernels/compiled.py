@@ -4,6 +4,7 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvq.codecs import trellis_gpu
 from kvq.kernels import triton_encode, triton_loops
 from kvq.kernels.encode_gpu import VECTORS
 from kvq.kernels.gpu import STAGES
@@ -41,16 +42,20 @@ LONG = KEYS | {"w1": 1, "given": True, "gain": 4, "kind": 1, "rotated": False}
 WIDE = KEYS | {"dim": 200, "signs": False, "gain": 2, "kind": 2, "step_n": 100, "n": 128, "d": 256, "k": 32}
 RANGES = {"dim": 200, "rotated": True, "signs": False, "normed": True, "n": 32, "d": 256, "k": 32}
 SEARCH = dict.fromkeys(("vectors", "columns", "scores"), "*fp32") | dict.fromkeys(("codes", "signs"), "*u8")
+TRELLIS = dict.fromkeys(("x", "weights", "books", "out"), "*fp32")
+TRELLIS |= dict.fromkeys(("strings", "widths", "back", "codes"), "*u8")
+TRELLIS |= dict.fromkeys(("places", "shifts", "masks", "entries"), "*i32")
 SHARED = 227 * 1024
 """Bytes that a program of an H100 may keep beside its registers."""
 
 
-def build(kernel, constants, kinds=KINDS, warps=4, stages=3):
+def build(kernel, constants, kinds=KINDS, warps=4, stages=3, fused=True):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
+    built = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert built.asm["ptx"]
     assert built.metadata.shared <= SHARED
     print(kernel.__name__, f"{built.metadata.shared} bytes of shared memory")
@@ -71,3 +76,7 @@ if __name__ == "__main__":
     build(triton_encode.ranges, RANGES, wide)
     for signed in (True, False):
         build(triton_encode.search, {"signed": signed, "n": VECTORS}, SEARCH)
+    for memory in (6, 8, 10, 12):
+        constants = {"memory": memory, "widest": min(memory, 8)}
+        build(trellis_gpu.search, constants, TRELLIS, max(1, min(8, 2**memory // 128)), fused=False)
+    build(trellis_gpu.read_fields, {"tile": trellis_gpu.TILE}, TRELLIS)

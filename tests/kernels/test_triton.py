@@ -32,5 +32,10 @@ def test_encoding_interpreted(part):
 
 
 @pytest.mark.slow
+def test_trellises_interpreted():
+    run("tests.kernels.interpreted_trellis", TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
 def test_compiled_for_an_h100(tmp_path):
     run("tests.kernels.compiled", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
