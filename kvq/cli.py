@@ -203,12 +203,12 @@ def _job(cfg: DictConfig) -> None:
 def _alone(config: Config) -> list[str] | None:
     """Overrides of a run without the experiment that asked for it, which would run all of its table; None: none do."""
     words = list(HydraConfig.get().overrides.task)
-    group = [word.lstrip("+").partition("=")[0] for word in words]
-    if "experiment" not in group:
+    given = [setting_of(word) for word in words]
+    if "experiment" not in given:
         return words
     names = ("model", "task", "dataset", "method")
     chosen = [f"{name}={HydraConfig.get().runtime.choices[name]}" for name in names]
-    rest = [word for word, name in zip(words, group, strict=True) if name not in (*names, "experiment")]
+    rest = [word for word, name in zip(words, given, strict=True) if name not in (*names, "experiment")]
     with suppress(*COMPOSE_ERRORS):
         if resolve(compose([*chosen, *rest])) == replace(config, layout=LayoutConfig()):
             return [*chosen, *rest]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvq.results.record import Provenance
+from kvq.results.record import Provenance, setting_of
 
 PACKAGES = (
     "kvq",
@@ -95,7 +95,7 @@ def full_precision_words(words: Sequence[str]) -> list[str]:
 
 
 def _group(word: str) -> str:
-    return re.split(r"[.=/@]", word.lstrip("+~"), maxsplit=1)[0]
+    return re.split(r"[./]", setting_of(word), maxsplit=1)[0]
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from kvq.report.tables.readings import Published, Reference, read_metric, read_s
 from kvq.results import Record, is_stale, run_key
 from kvq.results.statistics import ALPHA
 
+_COMPARISONS = ("same_answers", "same_tokens")
 NO_METRIC = "the run has no metric"
 """How the reason of a cell begins that its runs, though done, give no number."""
 
@@ -218,14 +219,15 @@ def _shown(asked: Asked, published: Published | None, records: _Records, machine
 def _within_noise(record: Record, metric: str) -> bool:
     """Whether a run's metric is within noise of full precision: by a test of its own, else by the run's verdict.
 
-    A metric of a task with tests of several (`task=tools`) that has none is not judged.
+    Neither holds for one that was compared by itself with too few items for a p-value (`valid_json_lost`), nor for one
+    that is a comparison with full precision, such as `same_answers`.
     """
     if record.baseline_key is None:
         return False
     name = metric.removeprefix("percent of ")
     if f"{name}_p" in record.metrics:
         return record.metrics[f"{name}_p"] > ALPHA
-    if record.task == "tools" and name not in ("", "accuracy"):
+    if f"{name}_lost" in record.metrics or name in _COMPARISONS:
         return False
     return is_noise(record, record.metrics.get("p_value"))
 
