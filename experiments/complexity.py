@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from experiments.places import ROOT, fill
 from kvq.config import compose, resolve
-from kvq.report.escapes import markdown_table
+from kvq.report.tables.formats import markdown_table
 
 PAGE = ROOT / "docs" / "methods.md"
 WORDS = re.compile(r"([\w ]+) at (\d)")

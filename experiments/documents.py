@@ -18,11 +18,11 @@ from experiments.places import ROOT, fill
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.papers.expected import experiment_of, layout_named, names, of_no_paper, resolved
 from kvq.papers.sweep import Overrides, cells_of, is_embedded, jobs_of, missing_choices
-from kvq.report.escapes import escape_markdown, markdown_table
 from kvq.report.figures.drawing import drawn_figures, kinds
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiment_files import fill as fill_cells
 from kvq.report.tables.experiments import NO_METRIC, Shown, by_signature, refused
+from kvq.report.tables.formats import escape_markdown, markdown_table
 from kvq.report.tables.layout import DASH
 from kvq.report.tables.readings import read_reference, reference_path
 from kvq.results import Store

@@ -206,7 +206,9 @@ class Findings:
         # Bits of layers have a label of their own (`k2.3v1.9`), so a place that gives it names them.
         departs = [words for words in method_departures(found[0]) if " bits by layer " not in words]
         if departs and not any(name.startswith(_OF_A_METHOD) for name in wanted):
-            raise NoSuchRun(f"{wanted}: the only record departs from its preset ({', '.join(departs)}); name the setting")
+            raise NoSuchRun(
+                f"{wanted}: the only record departs from its preset ({', '.join(departs)}); name the setting"
+            )
         return found[0]
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvq.methods.build import build_method
     from kvq.methods.method import Method, bind_kept_keys
     from kvq.methods.quantized import method_for, quantize
-    from kvq.report.frame import load_results
+    from kvq.report.tables.build import load_results
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,7 +36,7 @@ _HOMES = {
     "bind_kept_keys": "kvq.methods.method",
     "build_method": "kvq.methods.build",
     "calibrate": "kvq.calibration.fit:calibrate_on_text",
-    "load_results": "kvq.report.frame",
+    "load_results": "kvq.report.tables.build",
     "method_for": "kvq.methods.quantized",
     "quantize": "kvq.methods.quantized",
 }

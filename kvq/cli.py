@@ -25,7 +25,7 @@ from tqdm import tqdm
 from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, resolve
 from kvq.config.bits import check_range
-from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, value_for_choice
+from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, setting_of, value_for_choice
 from kvq.config.layout import LayoutConfig
 from kvq.entry import SCRATCH
 from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable

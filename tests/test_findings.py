@@ -130,7 +130,9 @@ def test_a_record_that_departs_from_its_preset_is_read_where_the_setting_is_name
     record = made.record("kivi", "2", settings=settings, metrics={"delta_nll": 0.5}, from_presets=words)
     Store(tmp_path).put(record)
     findings = Findings(tmp_path)
-    with pytest.raises(SCRIPT["NoSuchRun"], match=r"departs from its preset \(eviction budget 0.19\); name the setting"):
+    with pytest.raises(
+        SCRIPT["NoSuchRun"], match=r"departs from its preset \(eviction budget 0.19\); name the setting"
+    ):
         findings.page(USE + "{{kivi 2}}\n")
     assert findings.page(USE + "{{kivi 2 method.eviction.budget=0.19}}\n") == "0.500\n"
 

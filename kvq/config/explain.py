@@ -44,6 +44,11 @@ def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
     return found
 
 
+def setting_of(override: str) -> str:
+    """The setting that an override gives a value: `model.path` of `+model.path=x`, `dataset` of `~dataset`."""
+    return re.split(r"[=@]", override.lstrip("+~"), maxsplit=1)[0]
+
+
 def composed(words: Sequence[str], config_dir: str | Path | None = None) -> Config:
     """The resolved configuration of overrides, as `compose` and `resolve` give it.
 
@@ -130,7 +135,7 @@ def value_for_choice(overrides: Sequence[str], config_dir: str | Path | None = N
 
 def _below_null(overrides: Sequence[str], config_dir: str | Path | None) -> str | None:
     """One line for a setting below null, or below what the command line makes a number of."""
-    given = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
+    given = {setting_of(override): override for override in overrides}
     parents = {key: parent for key in given if (parent := key.rpartition(".")[0])}
     for key, parent in parents.items():
         rest = [override for name, override in given.items() if not name.startswith(f"{parent}.")]

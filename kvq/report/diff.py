@@ -24,9 +24,8 @@ from rich.console import Console
 
 from kvq.errors import RecordError
 from kvq.report import command
-from kvq.report.escapes import csv_of
 from kvq.report.labels import label, labelled, model_name, named, protocol_departures
-from kvq.report.tables.formats import Sheet
+from kvq.report.tables.formats import Sheet, csv_of
 from kvq.report.tables.layout import DASH, fixed
 from kvq.report.tables.terminal import print_grid
 from kvq.results import Record, Store

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from kvq.config.choices import choices_in, conf_dir
-from kvq.report.escapes import one_line
 from kvq.report.labels import by_bits, colour_of, model_name
+from kvq.report.tables.formats import one_line
 from kvq.report.tables.layout import Row, Tables
 from kvq.results import Record
 from kvq.results.metrics import METRICS, Metric, metric_of

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from kvq.results.record import Provenance, setting_of
+from kvq.config.explain import setting_of
+from kvq.results.record import Provenance
 
 PACKAGES = (
     "kvq",

@@ -226,11 +226,6 @@ def parse_record(content: bytes) -> Record:
     return record
 
 
-def setting_of(override: str) -> str:
-    """The setting that an override gives a value: `model.path` of `+model.path=x`, `dataset` of `~dataset`."""
-    return re.split(r"[=@]", override.lstrip("+~"), maxsplit=1)[0]
-
-
 def words_of(command: str) -> list[str]:
     """The words of a command line; where its quotes do not close, what stands between blanks."""
     try:

@@ -18,10 +18,10 @@ from rich.console import Console
 from kvq.cli import main as run
 from kvq.errors import RecordError, printable
 from kvq.report import command
-from kvq.report.escapes import csv_of, plain_cell
 from kvq.report.figures import style
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv as csv_table
+from kvq.report.tables.formats import csv_of, plain_cell
 from kvq.report.tables.terminal import print_tables
 from kvq.results import Store
 from kvq.results.record import dump_record, parse_record

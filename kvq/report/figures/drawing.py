@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from kvq.errors import KvqError
 from kvq.report.command import made_of, noted, why, write_files
-from kvq.report.escapes import escape_markdown
 from kvq.report.figures.style import png_of, save
+from kvq.report.tables.formats import escape_markdown
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 
 if TYPE_CHECKING:

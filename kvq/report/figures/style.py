@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 
 from kvq.report.command import write_files
-from kvq.report.escapes import plain_cell
 from kvq.report.labels import FIRST, colour_of, method_of
+from kvq.report.tables.formats import plain_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

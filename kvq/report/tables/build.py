@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvq.errors import RecordError, printable
 from kvq.report.command import made_of
@@ -33,11 +33,14 @@ from kvq.report.comparisons import (
 )
 from kvq.report.labels import by_bits, is_variant, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
-from kvq.report.tables.layout import Continuation, Row, Table, Tables, Texts, columns_of
+from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, Texts, columns_of
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, judge, run_key
 from kvq.results.presets import PROTOCOL, cache_dtype, flatten, joined, said, settings_of
 from kvq.results.statistics import holm
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Characters of a fingerprint that are shown, and the name under which it is shown.
 _HASH = 40
@@ -312,3 +315,52 @@ def _continuation(row: Row, text: str, full: str | None) -> Continuation:
 def _clean(text: str) -> str:
     shown = printable(text)
     return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
+
+
+FRAME_METRICS: list[str] = LISTED["frame"]
+"""Metrics that have a column; the others are in `kvq.results.Record.metrics`."""
+_SETTINGS = ("scoring", "windows", "context", "stride", "max_windows", "lengths")
+
+
+def load_results(folder: str | Path = "results") -> pd.DataFrame:
+    """One row for each run on record, by table, full precision first.
+
+    Args:
+        folder: a results folder, with `runs/` in it.
+
+    Returns:
+        At most 60 columns. `label`: the method with what departs from its preset; `method`, `bits`, `task`, `model`,
+        `dataset`, `status`, `reason`: as records have them; `protocol`: what departs from the presets of task, model
+        and text; `table`: runs with the same one may be compared; `baseline`, `within_noise`, `best`, `stale`,
+        `p_holm`: the verdicts of the tables; `task.*`: settings of the protocol; a column for each of `FRAME_METRICS`,
+        in the units of the records; `seconds`, `peak_memory_bytes`, `device`, `cpu`, `started`, `key`, `baseline_key`.
+
+    Raises:
+        RecordError: a folder without records, or that cannot be listed.
+    """
+    import pandas as pd
+
+    store = Store(folder)
+    lines = [_frame_line(row, table) for table in build_tables(store).tables for row in table.rows]
+    if not lines:
+        raise RecordError(f"load_results: no records in {store.runs}")
+    return pd.DataFrame(lines)
+
+
+def _frame_line(row: Row, table: Table) -> dict[str, Any]:
+    record = row.record
+    known, settings = record.provenance, record.config.get("task", {})
+    return {
+        "label": row.name,
+        **{name: getattr(record, name) for name in ("method", "bits", "task", "model", "dataset", "status", "reason")},
+        "protocol": table.words,
+        "table": table.slug,
+        **{name: getattr(row, name) for name in ("baseline", "within_noise", "best", "stale")},
+        "p_holm": row.p_value,
+        **{f"task.{name}": settings.get(name) for name in _SETTINGS},
+        **{name: record.metrics.get(name) for name in FRAME_METRICS},
+        "seconds": sum(known.wall_seconds.values()),
+        **{name: getattr(known, name) for name in ("peak_memory_bytes", "device", "cpu", "started")},
+        "key": record.key,
+        "baseline_key": record.baseline_key,
+    }

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvq.report.command import write_files
-from kvq.report.escapes import csv_of, escape_markdown, markdown_table, one_line
 from kvq.report.labels import ON_TEST_TEXT
 from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, refused, shown_cells, stand_in_cells
-from kvq.report.tables.formats import PREAMBLE, Sheet, floats
+from kvq.report.tables.formats import PREAMBLE, Sheet, csv_of, escape_markdown, floats, markdown_table, one_line
 from kvq.report.tables.layout import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.notes import STALE
 from kvq.report.tables.readings import AXES, Reference

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvq.errors import RecordError
-from kvq.report.escapes import escape_latex, escape_markdown
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.formats import CSV_METRICS, latex, markdown, write_tables
+from kvq.report.tables.formats import CSV_METRICS, escape_latex, escape_markdown, latex, markdown, write_tables
 from kvq.report.tables.formats import csv as as_csv
 from kvq.report.tables.layout import COLUMNS, Table
 from kvq.results import Store

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.papers.__main__ import main as experiments_main
-from kvq.report.escapes import escape_latex
-from kvq.report.tables.formats import PACKAGES, Sheet, floats, write_tables
+from kvq.report.tables.formats import PACKAGES, Sheet, escape_latex, floats, write_tables
 from kvq.results import Store
 from tests.properties import examples
 from tests.report.hostile import ALL
