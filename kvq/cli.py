@@ -161,9 +161,10 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
 
 @contextmanager
 def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
-    """Hydra reads `sys.argv`, hides exceptions unless told not to, and wants a folder for its `multirun.yaml`.
+    """Give Hydra what it needs and restore it afterwards.
 
-    Workers of a launcher find the modules of `--config-dir` by `PYTHONPATH`.
+    It reads `sys.argv`, hides exceptions unless told not to, and wants a folder for its `multirun.yaml`. Workers of a
+    launcher find the modules of `--config-dir` by `PYTHONPATH`.
     """
     changed = {"HYDRA_FULL_ERROR": "1"}
     if (own := outside.folder_of()) is not None:
@@ -185,16 +186,14 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _measuring() -> tuple[ModuleType, ModuleType]:
-    # Importing these takes seconds, so a mistyped name is reported before.
-    from kvq import sweep
-    from kvq.sweep import lookup
+def _measuring() -> ModuleType:
+    from kvq import sweep  # takes seconds, so a mistyped name is reported before
 
-    return lookup, sweep
+    return sweep
 
 
 def _job(cfg: DictConfig) -> None:
-    """One job. A failure is printed and counts for the exit code; the next job of a sweep starts all the same."""
+    """Run one job. A failure is printed and counts for the exit code; a sweep goes on with its next job."""
     hydra_config = HydraConfig.get()
     sweep = hydra_config.mode == RunMode.MULTIRUN
     _attempt(lambda: _measure(cfg, sweep), " ".join(hydra_config.overrides.task) + ": " if sweep else "")
@@ -217,17 +216,17 @@ def _alone(config: Config) -> list[str] | None:
 
 def _measure(cfg: DictConfig, sweep: bool) -> None:
     config = _within_bits(resolve(cfg))
-    runner, shown = _measuring()
+    runs = _measuring()
     if not _session.here:
         if not config.plan:
-            runner.run(config, partial(_alone, config))
+            runs.run(config, partial(_alone, config))
         return
-    if _planned(config, shown):
+    if _planned(config, runs):
         return
-    _session.sweep = _session.sweep or shown.Sweep(len(_session.jobs) or 1)
+    _session.sweep = _session.sweep or runs.Sweep(len(_session.jobs) or 1)
     record = None
     try:
-        record = runner.run(config, partial(_alone, config))
+        record = runs.run(config, partial(_alone, config))
     finally:
         _session.sweep.add(config, record)
     # In a sweep the table shows an unsupported run; a single run fails with the reason.
@@ -246,10 +245,10 @@ def _within_bits(config: Config) -> Config:
     return config
 
 
-def _planned(config: Config, shown: ModuleType) -> bool:
+def _planned(config: Config, runs: ModuleType) -> bool:
     """Print the state of a run of `plan=true`; false for a run to be measured."""
     if config.plan:
-        _session.plan = _session.plan or shown.SweepPlan()
+        _session.plan = _session.plan or runs.SweepPlan()
         _session.plan.add(config)
     return config.plan
 
@@ -266,11 +265,11 @@ def _show_experiment(name: str, jobs: int) -> None:
 def _fetch(job: list[str]) -> None:
     """Add the record that a launcher's worker wrote for a job."""
     config = _within_bits(resolve(compose(job)))
-    runner, shown = _measuring()
-    if _planned(config, shown):
+    runs = _measuring()
+    if _planned(config, runs):
         return
-    _session.sweep = _session.sweep or shown.Sweep(1)
-    state, why, record = runner.on_disk(config)
+    _session.sweep = _session.sweep or runs.Sweep(1)
+    state, why, record = runs.on_disk(config)
     _session.sweep.add(config, record)
     if state not in ("done", "unsupported"):
         raise KvqError(why or f"{state}: left no usable record; the worker's own output says why")

@@ -75,7 +75,7 @@ class Ended(SystemExit):
         os._exit(self.status)
 
     def say(self) -> None:
-        """Say why, past the buffers, which may be in use."""
+        """Write the line to stderr without its buffers, which may be in use."""
         if self.line:
             with suppress(OSError):
                 os.write(2, f"error: {self.line}\n".encode())
@@ -98,7 +98,7 @@ class _Output(io.TextIOWrapper):
 
 
 class _Errors(io.TextIOWrapper):
-    """Standard error; what cannot be said ends nothing."""
+    """Standard error that drops what it cannot write."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -207,7 +207,7 @@ def _end_children() -> None:
 
 
 def _unraisable(given: Any) -> None:
-    """What is raised in a destructor or a callback is lost; the end of the command must not be."""
+    """Let `Ended` end the process also where Python ignores exceptions: in destructors and callbacks."""
     if isinstance(given.exc_value, Ended):
         given.exc_value.now()
     sys.__unraisablehook__(given)
@@ -215,7 +215,7 @@ def _unraisable(given: Any) -> None:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Processes that are started here never see Ctrl-C; this one ends them when it does."""
+    """Processes that are started within the context ignore Ctrl-C; this process ends them when it gets it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if hasattr(signal, "pthread_sigmask") else None
     try:
         yield

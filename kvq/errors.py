@@ -55,6 +55,16 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """All that another library's error says in one line of at most `most` characters, or its type if it is silent."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:most]
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be used: what the system says of it, else the error's own words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def check_choice(setting: str, value: str, options: Iterable[str]) -> None:
     """Raise `ConfigError` naming `setting` when `value` is none of `options`."""
     known = list(options)
@@ -95,8 +105,7 @@ def check_path(setting: str, path: str | None) -> None:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"{setting}={str(path)[:40]!r}...: {reason}") from error
+        raise ConfigError(f"{setting}={str(path)[:40]!r}...: {reason_of(error)}") from error
 
 
 def check_codec(setting: str, given: Any) -> None:

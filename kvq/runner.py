@@ -182,7 +182,7 @@ def run(config: Config, words: Words = lambda: None) -> Record:
 
 @contextmanager
 def _weights(inputs: Inputs, method: Method) -> Iterator[None]:
-    """The model's weights as they are wanted while it is measured: with a rotation merged, then rounded."""
+    """Within the context, the model's weights are as the run asks: with a rotation merged, then rounded."""
     with ExitStack() as changed:
         if method.merged is not None and inputs.reads_weights:
             changed.enter_context(method.merged.in_weights(inputs.model.model))

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from kvq.models.media import MediaModel
+from kvq.models.inputs import MediaModel
 
 FAMILIES = ["qwen2_vl", "qwen3_vl", "llava"]
 VOCABULARY, IMAGE, PATCHES = 80, 70, 16

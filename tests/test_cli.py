@@ -56,7 +56,7 @@ class FakeRunner:
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
     fake = FakeRunner()
-    monkeypatch.setattr(cli, "_measuring", lambda: (fake, fake))
+    monkeypatch.setattr(cli, "_measuring", lambda: fake)
     monkeypatch.delenv("KVQ_DEBUG", raising=False)
     monkeypatch.chdir(tmp_path)
     return fake

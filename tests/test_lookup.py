@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvq import runner
+from kvq import runner, sweep
 from kvq.config import Config, compose, resolve
 from kvq.results import Store, versions
-from kvq.sweep import lookup
 from tests.sweeps import small_run
 
 ROOT = Path(__file__).parents[1]
@@ -33,9 +32,9 @@ def of(words: list[str], *more: str) -> Config:
 def test_it_is_the_record_that_the_runner_finds(given: list[str]) -> None:
     for more in ([], ["method=fp16"]):
         config = of([word for word in given if not (more and word.startswith("method="))], *more)
-        found = lookup.known(config)
+        found = sweep.known(config)
         assert found is not None
-        assert found == runner.run(config) == lookup.run(config)
+        assert found == runner.run(config) == sweep.run(config)
         assert found.key == runner.Prepared(config).key
 
 
@@ -54,14 +53,14 @@ def test_it_is_the_record_that_the_runner_finds(given: list[str]) -> None:
 )
 def test_any_other_run_is_left_to_the_runner(given: list[str], more: list[str]) -> None:
     words = [word for word in given if not (word.startswith("task.") and "task=niah" in more)]
-    assert lookup.known(of(words, *(word for word in more if not word.startswith("~")))) is None
+    assert sweep.known(of(words, *(word for word in more if not word.startswith("~")))) is None
 
 
 def test_a_run_with_anything_left_to_do_is_left_to_the_runner(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, store = of(given), Store(of(given).results_dir)
-    found = lookup.known(config)
+    found = sweep.known(config)
     assert found is not None
     assert found.baseline_key is not None
     for key in (found.key, found.baseline_key):
@@ -69,18 +68,18 @@ def test_a_run_with_anything_left_to_do_is_left_to_the_runner(
         for path in paths[:1] if key == found.key else paths:  # a run's own samples are read where they are shown
             whole = path.read_bytes()
             path.unlink()
-            assert lookup.known(config) is None, path.name
+            assert sweep.known(config) is None, path.name
             path.write_bytes(whole)
     journal = store.root / "partial" / f"{found.key}.jsonl"
     journal.parent.mkdir(exist_ok=True)
     journal.touch()
-    assert lookup.known(config) is None
+    assert sweep.known(config) is None
     journal.unlink()
-    assert lookup.known(config) == found
+    assert sweep.known(config) == found
     raised = dict(versions.declared())
     raised["KVCache"] += 1
     monkeypatch.setattr(versions, "declared", lambda: raised)
-    assert lookup.known(config) is None
+    assert sweep.known(config) is None
 
 
 def test_a_sweep_that_is_done_imports_no_torch(given: list[str]) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvq.data.embedded import Corpus, load_corpus
-from kvq.data.needles import draw_needles, plant
+from kvq.data.text import draw_needles, plant
 from tiny_model.recipe import Recipe, Stage
 
 VOCABULARY = 4096

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvq.data.embedded import load_corpus
-from kvq.data.needles import draw_needles, retrieval_prompt
+from kvq.data.text import draw_needles, retrieval_prompt
 
 
 def held_out_tokens(tokenizer: PreTrainedTokenizerBase, kind: str) -> Int[Tensor, " tokens"]:

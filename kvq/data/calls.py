@@ -1,11 +1,21 @@
-"""Requests that one call of a function answers: the functions that are offered, and the calls that are right."""
+"""Requests that one call of a function answers: the functions offered, the right calls, and files of such requests.
+
+Files are those of the Berkeley Function Calling Leaderboard (BFCL), categories in which one call answers one request.
+Format: the repository ShishirPatil/gorilla, folder `bfcl_eval/data`, versions 3 and 4: a file of requests, and one of
+the same name in `possible_answer`. Read are `simple` (of Python), `multiple` and their `live` forms.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import jsonschema
+
+from kvq.errors import DataError, reason_of
 
 Schema = dict[str, Any]
 """A JSON schema."""
@@ -63,3 +73,125 @@ def _form(value: Any) -> Any:
     if isinstance(value, Mapping):
         return allowing(value)
     return [_form(entry) for entry in value] if isinstance(value, list) else value
+
+
+TYPES = {
+    **{name: name for name in ("string", "integer", "number", "boolean", "array", "object", "null")},
+    "dict": "object",
+    "float": "number",
+    "tuple": "array",
+    "list": "array",
+    "bool": "boolean",
+}
+"""Their types as those of JSON schemas; `any` is no restriction. Those of Java and JavaScript are refused."""
+# What is kept of a schema, as it is: nothing that refers to another document.
+_KEPT = ("description", "enum", "default", "format", "required", "minimum", "maximum", "minItems", "maxItems")
+
+
+class _Odd(Exception):
+    """What is wrong with a line."""
+
+
+def read_bfcl(path: str, answers: str) -> list[Request]:
+    """The requests of a file, in its order, and the calls that are right.
+
+    Raises:
+        DataError: a file that cannot be read, or a line that is not of this form, by file and line; a request of
+            several calls, or of several turns.
+    """
+    known: dict[str, Any] = {}
+    for place, row in _rows("task.answers", answers):
+        known[str(row.get("id"))] = place, row.get("ground_truth")
+    out: list[Request] = []
+    names: set[str] = set()
+    for place, row in _rows("task.path", path):
+        try:
+            request = _request(row, known)
+            if request.name in names:
+                raise _Odd(f"{request.name} once more")
+        except _Odd as error:
+            raise DataError(f"task.path={path}: line {place}: {error}") from error
+        names.add(request.name)
+        out.append(request)
+    if not out:
+        raise DataError(f"task.path={path}: holds no requests")
+    return out
+
+
+def _rows(setting: str, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Objects of a file, one to a line, each with the number of its line."""
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{setting}={path}: cannot be read ({reason_of(error)})") from error
+    for place, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{setting}={path}: line {place}: no JSON ({error})") from error
+        if not isinstance(row, dict) or not isinstance(row.get("id"), str):
+            raise DataError(f"{setting}={path}: line {place}: an object with an id is expected")
+        yield place, row
+
+
+def _request(row: dict[str, Any], known: dict[str, Any]) -> Request:
+    name, text = row["id"], _text(row.get("question"))
+    if not isinstance(given := row.get("function"), list) or not given:
+        raise _Odd("no list of functions; requests of several turns (multi_turn) are not supported")
+    functions = tuple(_function(one) for one in given)
+    if name not in known:
+        raise _Odd(f"task.answers has no answer to {name}")
+    place, truth = known[name]
+    where = f"its answer, line {place} of task.answers"
+    if not isinstance(truth, list) or not all(isinstance(call, dict) and len(call) == 1 for call in truth):
+        raise _Odd(f"{where}: ground_truth is a list of {{function: arguments}}")
+    if len(truth) != 1:
+        raise _Odd(f"{where}: {len(truth)} calls; requests of several calls (parallel) are not supported")
+    [(function, allowed)] = truth[0].items()
+    if function not in {one.name for one in functions}:
+        raise _Odd(f"{where}: calls {function}, which is not offered")
+    if not isinstance(allowed, dict) or not all(isinstance(values, list) for values in allowed.values()):
+        raise _Odd(f"{where}: each argument has a list of allowed values")
+    return Request(name, text, functions, function, allowed, loose=True)
+
+
+def _text(question: Any) -> str:
+    """What the messages of the one turn say, a system's before the user's."""
+    if not isinstance(question, list) or not all(isinstance(turn, list) for turn in question):
+        raise _Odd("question is a list of turns, each a list of messages")
+    if len(question) != 1:
+        raise _Odd(f"{len(question)} turns; requests of several turns (multi_turn) are not supported")
+    said = [message["content"] for message in question[0] if isinstance(message, dict) and "content" in message]
+    if not said or len(said) < len(question[0]) or not all(isinstance(words, str) for words in said):
+        raise _Odd("a message is an object with a text as its content")
+    return "\n".join(said)
+
+
+def _function(given: Any) -> Function:
+    if not isinstance(given, dict) or not isinstance(name := given.get("name"), str):
+        raise _Odd("a function has a name")
+    if not isinstance(about := given.get("description", ""), str):
+        raise _Odd(f"the description of {name} is no text")
+    parameters = schema_of(given.get("parameters"), name)
+    try:
+        jsonschema.Draft202012Validator.check_schema(parameters)
+    except jsonschema.SchemaError as error:
+        raise _Odd(f"the parameters of {name} are no JSON schema: {error.message}") from error
+    return Function(name, about, parameters)
+
+
+def schema_of(given: Any, name: str) -> Schema:
+    """The JSON schema of parameters in BFCL's form. Raises: _Odd: a type that it does not have; `name` says where."""
+    if not isinstance(given, dict):
+        raise _Odd(f"the parameters of {name}: a schema is an object")
+    kind = given.get("type", "any")
+    if kind != "any" and kind not in TYPES:
+        raise _Odd(f"the parameters of {name}: type {kind!r} is none of Python's; simple and multiple are supported")
+    out: Schema = {} if kind == "any" else {"type": TYPES[kind]}
+    if isinstance(inner := given.get("properties"), dict):
+        out["properties"] = {field: schema_of(one, name) for field, one in inner.items()}
+    if "items" in given:
+        out["items"] = schema_of(given["items"], name)
+    return out | {field: given[field] for field in _KEPT if field in given}

@@ -74,20 +74,21 @@ def load_corpus(kind: str, split: str) -> Corpus:
     """
     _check("kind", kind, KINDS)
     _check("split", split, SPLITS)
-    documents = tuple(_test_documents(kind) if split == "test" else _train_documents(kind, split))
+    documents = tuple(_unique(_texts(kind, split), set()) if split == "test" else _train_documents(kind, split))
+    return Corpus(documents, text_fingerprint(documents))
+
+
+def text_fingerprint(texts: Iterable[str]) -> str:
+    """The sha256 (hex) of texts, each followed by a NUL byte."""
     digest = hashlib.sha256()
-    for document in documents:
-        digest.update(document.encode() + b"\0")
-    return Corpus(documents, digest.hexdigest())
-
-
-def _share(path: str) -> float:
-    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") / 2**64
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()
 
 
 def belongs(path: str, split: str) -> bool:
     """Whether the module at package-relative posix `path` ("numpy/linalg/_linalg.py") is in a split."""
-    share = _share(path)
+    share = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") / 2**64
     if split == "calibration":
         return TEST_FRACTION <= share < TEST_FRACTION + CALIBRATION_FRACTION
     return (share < TEST_FRACTION) == (split == "test")
@@ -158,30 +159,20 @@ def _definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.F
         stack.extend(child for child in reversed(list(ast.iter_child_nodes(node))) if not isinstance(child, ast.expr))
 
 
-def _sources(split: str) -> Iterator[str]:
-    """Yield the sources of `split`, without empty files and tables of numbers."""
+def _texts(kind: str, split: str) -> Iterator[str]:
+    """Yield the sources of `split` or the docstrings in them, without empty files and tables of numbers."""
     for path, file in module_paths().items():
         if belongs(path, split):
             text = file.read_text(encoding="utf-8").replace("\r\n", "\n").strip()
             if text and sum(map(str.isdigit, text)) <= MAX_DIGITS * len(text):
-                yield text
-
-
-def _test_documents(kind: str) -> Iterator[str]:
-    texts: Iterable[str] = _sources("test")
-    if kind == "pydocs":
-        texts = (text for source in texts for text in docstrings(source))
-    return _unique(texts, set())
+                yield from docstrings(text) if kind == "pydocs" else (text,)
 
 
 def _train_documents(kind: str, split: str) -> Iterator[str]:
     held_out = {normalize(text) for text in load_corpus("pydocs", "test").documents}
     index = anchors(held_out)
     sources = {normalize(text) for text in load_corpus("pysource", "test").documents}
-    texts: Iterable[str] = _sources(split)
-    if kind == "pydocs":
-        texts = (text for source in texts for text in docstrings(source))
-    for text in _unique(texts, held_out | sources):
+    for text in _unique(_texts(kind, split), held_out | sources):
         if not contains_any(normalize(text), index):
             yield text
 

@@ -72,7 +72,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnRequest:
     """A family's function with values for its arguments, and the request that asks for them."""
 
     function: Function
@@ -117,17 +117,17 @@ def _flag(name: str, clause: str) -> Parameter:
 
 
 def _date(name: str = "date", clause: str | None = None) -> Parameter:
-    def draw(rng: np.random.Generator) -> str:
-        return f"2025-{int(rng.integers(1, 13)):02d}-{int(rng.integers(1, 29)):02d}"
-
-    return Parameter(name, {"type": "string", "description": "YYYY-MM-DD"}, draw, clause)
+    schema = {"type": "string", "description": "YYYY-MM-DD"}
+    return Parameter(
+        name, schema, lambda rng: f"2025-{int(rng.integers(1, 13)):02d}-{int(rng.integers(1, 29)):02d}", clause
+    )
 
 
 def _time(name: str = "time", clause: str | None = None) -> Parameter:
-    def draw(rng: np.random.Generator) -> str:
-        return f"{int(rng.integers(7, 22)):02d}:{15 * int(rng.integers(4)):02d}"
-
-    return Parameter(name, {"type": "string", "description": "HH:MM"}, draw, clause)
+    schema = {"type": "string", "description": "HH:MM"}
+    return Parameter(
+        name, schema, lambda rng: f"{int(rng.integers(7, 22)):02d}:{15 * int(rng.integers(4)):02d}", clause
+    )
 
 
 def _list(inner: Parameter, clause: str | None = None, least: int = 2, most: int = 3) -> Parameter:
@@ -297,7 +297,7 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
-def drawn(family: Family, rng: np.random.Generator) -> Drawn:
+def drawn(family: Family, rng: np.random.Generator) -> DrawnRequest:
     """Draw a request of a family."""
     arguments: dict[str, Any] = {}
     words: dict[str, str] = {}
@@ -306,13 +306,13 @@ def drawn(family: Family, rng: np.random.Generator) -> Drawn:
         if one.clause is None or rng.random() < 0.5:
             value = arguments[one.name] = one.draw(rng)
             words[one.name] = (one.clause or "{}").format(one.said(value))
-    return Drawn(family.function, _one(rng, family.templates).format(**words), arguments)
+    return DrawnRequest(family.function, _one(rng, family.templates).format(**words), arguments)
 
 
 def draw_requests(count: int, offered: int, seed: int) -> list[Request]:
     """Draw `count` requests, each with `offered` functions; every family is asked for before one is asked for again.
 
-    An item depends on the seed and its place alone.
+    An item depends only on the seed and its place.
     """
     order = np.random.default_rng([_REQUESTS, seed]).permutation(len(FAMILIES)).tolist()
     out = []
@@ -328,7 +328,7 @@ def draw_requests(count: int, offered: int, seed: int) -> list[Request]:
     return out
 
 
-def draw_shots(count: int, request: Request, place: int, seed: int, shown: bool = False) -> list[Drawn]:
+def draw_shots(count: int, request: Request, place: int, seed: int, shown: bool = False) -> list[DrawnRequest]:
     """Draw `count` answered requests of other functions than those that a request offers.
 
     Args:

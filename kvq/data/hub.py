@@ -72,11 +72,6 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, **named
         ) from error
 
 
-def holds(name: str, revision: str | None) -> bool:
-    """Whether the local cache has a model of this hub id; false for an invalid id."""
-    return folder_of(name, revision) is not None
-
-
 def folder_of(name: str, revision: str | None) -> Path | None:
     """The folder of the local cache with the files of a hub id; None: not there, or an invalid id."""
     with suppress(HFValidationError):

@@ -1,6 +1,6 @@
 """Items of multi-modal benchmarks and their official scores: OCRBench (images) and MMAU-Pro (audio).
 
-Rows come from the hub, or from a local jsonl, json or parquet file whose media are paths beside it or bytes.
+Rows come from the hub, or from a local jsonl, json or parquet file whose media are bytes or paths relative to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.data import hub
 from kvq.data.rows import json_records
-from kvq.errors import DataError
+from kvq.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
@@ -166,7 +166,7 @@ def _rows(dataset: DatasetConfig) -> list[tuple[Row, Path | None]]:
     try:
         rows = readers[path.suffix](path)
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"dataset.path={path}: cannot be read: {' '.join(str(error).split())}") from error
+        raise DataError(f"dataset.path={path}: cannot be read: {one_line(error)}") from error
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise DataError(f"dataset.path={path}: one or more objects with a question, an answer and an image")
     return [(row, path.parent) for row in rows]

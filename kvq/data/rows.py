@@ -6,20 +6,15 @@ Files are jsonl, json, parquet, arrow, text, folders of them, and saved datasets
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.data import hub
-from kvq.errors import DataError, did_you_mean, first_line
-
-if TYPE_CHECKING:
-    from kvq.config import DatasetConfig
-import hashlib
-from typing import TYPE_CHECKING
-
 from kvq.data.embedded import load_corpus
+from kvq.errors import DataError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
@@ -277,18 +272,8 @@ def joined_text(config: DatasetConfig) -> str:
         DataError: as `read_rows`.
     """
     if str(config.loader) == "embedded":
-        return config.separator.join(_by_hash(load_corpus(config.name, config.split or "test").documents))
+        documents = load_corpus(config.name, config.split or "test").documents
+        # An order that mixes their packages, so that a stream cut short is a sample of them all.
+        mixed = sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())
+        return config.separator.join(mixed)
     return config.separator.join(read_rows(config))
-
-
-def text_fingerprint(texts: Iterable[str]) -> str:
-    """The sha256 (hex) of texts, each followed by a NUL byte."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()
-
-
-def _by_hash(documents: tuple[str, ...]) -> tuple[str, ...]:
-    """Documents in an order that mixes their packages, so that a stream cut short is a sample of them all."""
-    return tuple(sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest()))

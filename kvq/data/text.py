@@ -1,8 +1,19 @@
-"""Datasets as token streams: one stream of joined text, or one stream for each cropped document."""
+"""Texts as tokens: data sets as streams, chat templates, and prompts with planted sentences for synthetic retrieval.
+
+A data set is one stream of joined text, or one stream for each cropped document. In synthetic retrieval, sentences with
+a key and a number are planted in other text and asked for at its end; the embedded model was trained on the format:
+
+    ...text...
+    The secret number of amber falcon is 482913.
+    ...text...
+
+    Question: What is the secret number of amber falcon?
+    Answer: The secret number of amber falcon is 482913
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +22,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvq.data.rows import joined_text, read_rows, text_fingerprint
+from kvq.data.embedded import text_fingerprint
+from kvq.data.rows import joined_text, read_rows
 from kvq.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
+
 
 # Added to the seed of the generator of random documents, so that no other use of the same seed draws the same numbers.
 _DOCUMENTS_STREAM = 0x646F6373
@@ -48,7 +61,7 @@ def load_tokens(config: DatasetConfig, tokenizer: Any, context: int, bos: int | 
       `separator`, tokenized once.
     - `loader=text`: all rows, joined by `separator`, tokenized once (WikiText-2 in GPTQ's protocol).
     - `loader=documents`: `documents` random rows of at least `context` tokens, each tokenized by itself and cropped to
-      `context` tokens at a random place (C4 in GPTQ's protocol, without replacement); drawn by `seed` alone.
+      `context` tokens at a random place (C4 in GPTQ's protocol, without replacement); drawn by nothing but `seed`.
 
     `tokenizer` is a transformers tokenizer; it adds the special tokens that it always adds, once to a stream.
     `bos`: the token that every window begins with, for which a window keeps room; a stream then has none. `max_tokens`
@@ -127,6 +140,13 @@ def begun(tokenizer: Any, ids: Sequence[int], bos: int | None) -> list[int]:
     return [*([] if bos is None else [bos]), *ids[start:]]
 
 
+def random_piece(streams: Sequence[list[int]], length: int, rng: np.random.Generator) -> list[int]:
+    """`length` tokens from a random place of a random stream; all streams are as long."""
+    stream = streams[int(rng.integers(len(streams)))]
+    start = int(rng.integers(len(stream) - length + 1))
+    return stream[start : start + length]
+
+
 def _stream(tokenizer: Any, text: str, bos: int | None) -> list[int]:
     """Tokens of a whole text; where windows begin with a token of their own, without that of the text."""
     ids = encode(tokenizer, text)
@@ -189,3 +209,110 @@ def _crops(
 
 def _decoded_bytes(tokenizer: Any, ids: list[int]) -> int:
     return len(tokenizer.decode(ids, skip_special_tokens=True).encode())
+
+
+Encode = Callable[[str], list[int]]
+
+ADJECTIVES = (
+    "amber ancient azure brave bright broken calm clever cobalt copper crimson curious distant eager early fading "
+    "fragile frozen gentle golden hidden hollow humble idle ivory jade lively lonely lucky marble mellow misty modest "
+    "narrow noble odd olive pale patient polite proud quiet rapid restless rusty scarlet secret silent silver simple "
+    "sleepy smooth solemn steady stormy sudden sunny tender tiny velvet violet wandering warm wild"
+).split()
+NOUNS = (
+    "anchor apple arrow badger basket beacon bridge bucket cabin candle canyon castle cedar cherry circle cloud comet "
+    "compass coral cricket crown desert dragon eagle engine falcon feather fiddle forest fountain garden glacier "
+    "hammer harbor heron island jacket jungle kettle ladder lantern lemon lion meadow mirror mountain needle nickel "
+    "ocean orchard otter paddle palace parrot pebble pepper piano pillow planet pocket puzzle rabbit ribbon river "
+    "rocket saddle sailor shadow shelter signal spider spring statue stone summer temple thunder tiger timber tower "
+    "tunnel turtle valley village violin walnut whistle window winter wizard zebra"
+).split()
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A key ("amber falcon") and its value (decimal digits, the first not zero), with the sentences around them."""
+
+    key: str
+    value: str
+    template: str = "\nThe secret number of {key} is {value}.\n"
+    asking: str = "\n\nQuestion: What is the secret number of {key}?\nAnswer: The secret number of {key} is"
+
+    @property
+    def sentence(self) -> str:
+        """The sentence that is planted, by default with a line of its own."""
+        return self.template.format(key=self.key, value=self.value)
+
+    @property
+    def question(self) -> str:
+        """The text that ends the prompt."""
+        return self.asking.format(key=self.key)
+
+    @property
+    def answer(self) -> str:
+        """The continuation of the question that counts as a hit, with its leading space."""
+        return f" {self.value}"
+
+
+def draw_needles(rng: np.random.Generator, count: int, digits: int = 6) -> list[Needle]:
+    """Draw `count` needles with distinct keys and distinct values of `digits` digits.
+
+    Raises:
+        DataError: fewer than `count` keys or values exist.
+    """
+    keys, values = len(ADJECTIVES) * len(NOUNS), 9 * 10 ** (digits - 1)
+    most = min(keys, values)
+    if not 0 <= count <= most:
+        raise DataError(f"needles: count={count} is not in 0..{most} (there are {keys} keys, {values} values)")
+    drawn_keys = rng.choice(keys, size=count, replace=False)
+    drawn_values = rng.choice(values, size=count, replace=False) + 10 ** (digits - 1)
+    return [
+        Needle(f"{ADJECTIVES[key // len(NOUNS)]} {NOUNS[key % len(NOUNS)]}", str(value))
+        for key, value in zip(drawn_keys.tolist(), drawn_values.tolist(), strict=True)
+    ]
+
+
+def plant(
+    haystack: Sequence[int], needles: Sequence[Needle], depths: Sequence[float], length: int, encode: Encode
+) -> list[int]:
+    """Return the start of `haystack` with each needle's sentence at its depth, `length` tokens in all.
+
+    Depth 0 is before the haystack's first token, 1 after its last; `encode` maps text to token ids and adds none.
+
+    Raises:
+        DataError: the haystack is too short, or the needles are too long for `length`; a depth outside 0..1.
+    """
+    sentences = [encode(needle.sentence) for needle in needles]
+    room = length - sum(map(len, sentences))
+    if room < 0:
+        raise DataError(f"needles: {len(needles)} needles take {length - room} tokens, more than length={length}")
+    if room > len(haystack):
+        raise DataError(f"needles: length={length} needs {room} haystack tokens, only {len(haystack)} are given")
+    if any(not 0 <= depth <= 1 for depth in depths):
+        raise DataError(f"needles: depths={list(depths)} are not all in 0..1")
+    tokens: list[int] = []
+    start = 0
+    for depth, sentence in sorted(zip(depths, sentences, strict=True), key=lambda item: item[0]):
+        stop = round(depth * room)
+        tokens += [*haystack[start:stop], *sentence]
+        start = stop
+    return [*tokens, *haystack[start:room]]
+
+
+def retrieval_prompt(
+    haystack: Sequence[int],
+    needles: Sequence[Needle],
+    depths: Sequence[float],
+    length: int,
+    encode: Encode,
+    after: str = "",
+) -> list[int]:
+    """Return a prompt of exactly `length` tokens: `plant`, then the question for the first needle and the text `after`.
+
+    The expected continuation is `encode(needles[0].answer)`.
+
+    Raises:
+        DataError: see `plant`.
+    """
+    question = encode(needles[0].question + after)
+    return plant(haystack, needles, depths, length - len(question), encode) + question

@@ -52,7 +52,7 @@ def cosine(x: States, x_hat: States) -> Float[Tensor, " heads"]:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionRule:
     """How a layer attends: softmax(cap(q kᵀ · scaling)) over the last `window` tokens (None: all before)."""
 
     scaling: float
@@ -84,7 +84,7 @@ def query_chunks(query: States, size: int = QUERY_CHUNK) -> Iterator[tuple[int, 
         yield first, query[:, :, first : first + size]
 
 
-def attention_received(attention: Attention, query: States, key: KvStates) -> Float[Tensor, "heads tokens"]:
+def attention_received(attention: AttentionRule, query: States, key: KvStates) -> Float[Tensor, "heads tokens"]:
     """Mean weight that each token gets from the queries after it (the last token: 0), per query head."""
     total = query.new_zeros(query.shape[1], key.shape[2], dtype=torch.float64)
     for first, chunk in query_chunks(query):
@@ -106,7 +106,7 @@ class AttentionError:
 
 
 def attention_errors(
-    attention: Attention,
+    attention: AttentionRule,
     query: States,
     key: KvStates,
     value: KvStates,
@@ -181,5 +181,5 @@ def before_rope(codec: Codec) -> Codec | None:
 
 def reconstruct(codec: Codec, x: States, block: int | None, rope: Rope | None) -> States:
     """The decoded states of a cache that quantizes all tokens in blocks of `block` tokens (None: one block)."""
-    turns = rope if codec.uses_rope else None
-    return codec.decode(codec.encode(x, block, turns), turns)
+    rotation = rope if codec.uses_rope else None
+    return codec.decode(codec.encode(x, block, rotation), rotation)

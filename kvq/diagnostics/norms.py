@@ -22,7 +22,7 @@ def token_norms(x: States) -> Float[Tensor, "batch heads tokens"]:
 
 
 @dataclass(frozen=True)
-class Imbalance:
+class NormSpread:
     """Spread of norms over tokens, per head: deviation / mean, max / min, median / min."""
 
     variation: Float[Tensor, " heads"]
@@ -30,13 +30,13 @@ class Imbalance:
     median_over_min: Float[Tensor, " heads"]
 
 
-def imbalance(norms: Float[Tensor, "batch heads tokens"]) -> Imbalance:
+def imbalance(norms: Float[Tensor, "batch heads tokens"]) -> NormSpread:
     """Means over the batch of each sequence's statistics. A norm of 0 counts as the smallest positive fp32 number."""
     norms = norms.double()
     low = norms.amin(-1).clamp_min(torch.finfo(torch.float32).tiny)
     mean = norms.mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
     spread = norms.std(-1, correction=0) / mean
-    return Imbalance(spread.mean(0), (norms.amax(-1) / low).mean(0), (norms.quantile(0.5, -1) / low).mean(0))
+    return NormSpread(spread.mean(0), (norms.amax(-1) / low).mean(0), (norms.quantile(0.5, -1) / low).mean(0))
 
 
 def over_median(norms: Float[Tensor, "batch heads tokens"]) -> Float[Tensor, "batch heads tokens"]:
@@ -66,7 +66,7 @@ def find_sinks(relative: Float[Tensor, "inputs tokens"], below: float) -> list[S
 
 
 def group_ranges(x: States, group: int) -> Float[Tensor, "batch heads groups dim"]:
-    """R_{j,g}: max - min over the tokens of group g, per channel j; a short last group is left out."""
+    """Range R_{j,g} (max - min) of channel j over the tokens of group g; a short last group is left out."""
     count = x.shape[2] // group
     low, high = torch.aminmax(x[:, :, : count * group].unflatten(2, (count, group)), dim=3)
     return high - low
@@ -96,10 +96,10 @@ def stage_outputs(codec: Codec, x: States, block: int | None, rope: Rope | None)
     count = x.shape[2] // size
     wide = x if x.dtype == torch.float64 else x.float()
     y = wide[:, :, : count * size].unflatten(2, (count, size)).transpose(1, 2)
-    turned = None if rope is None else rope.narrow(0, count * size).blocks(size, count)
+    rotation = None if rope is None else rope.narrow(0, count * size).blocks(size, count)
     out = [("input", y.transpose(1, 2).flatten(2, 3))]
     for name, stage in codec.stages:
-        y, _ = stage.forward(y, rope=turned) if stage.uses_rope else stage.forward(y)  # type: ignore[call-arg]
+        y, _ = stage.forward(y, rope=rotation) if stage.uses_rope else stage.forward(y)  # type: ignore[call-arg]
         if y.shape[-1] != x.shape[-1]:
             break
         out.append((name, y.transpose(1, 2).flatten(2, 3)))

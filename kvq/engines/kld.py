@@ -195,13 +195,11 @@ def compared(base: LogitsFile, other: LogitsFile) -> tuple[dict[str, float], lis
         baseline.append({"window": index, "tokens": len(targets), "nll": sums[0]})
     count = sum(row["tokens"] for row in samples)
     nll, base_nll = (sum(row["nll"] for row in rows) / count for rows in (samples, baseline))
-    delta = delta_nll_of_samples(samples, baseline)
     perplexities = {"perplexity": math.exp(min(nll, 700.0)), "base_perplexity": math.exp(min(base_nll, 700.0))}
     kl = torch.cat(parts)
     median = float(np.quantile(kl.numpy(), 0.5))
-    out = {"nll": nll, **perplexities, "delta_nll": delta.value, **divergence_metrics(kl.numpy()), "kl_median": median}
-    if delta.standard_error is not None:
-        out["delta_nll_se"] = delta.standard_error
+    delta = delta_nll_of_samples(samples, baseline).metrics("delta_nll")
+    out = {"nll": nll, **perplexities, **delta, **divergence_metrics(kl.numpy()), "kl_median": median}
     out["top1_agreement"] = sum(row["top1"] for row in samples) / count
     return out | {"scored_tokens": float(count), "windows": float(base.chunks)}, samples
 

@@ -1,7 +1,7 @@
 """llama.cpp through the C functions of a pinned wheel: logits of every position of a text, for any type of cache.
 
 The wheel's structures pass by value, so their layout belongs to its version; version and defaults are checked before
-any use.
+any use. Models in memory are written as GGUF files, of architectures whose tensors llama.cpp knows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.models.layers import head_dims_of, interleaved_in_gguf
 
 WHEEL: Final = ("xllamacpp", "2026.10.11549")
 TYPES: Final = {
@@ -142,7 +144,7 @@ def library() -> tuple[Any, Any]:
     return ffi, lib
 
 
-class LlamaCpp:
+class LlamaCpp(contextlib.AbstractContextManager["LlamaCpp"]):
     """A GGUF file in llama.cpp, with one type of cache.
 
     Args:
@@ -210,7 +212,10 @@ class LlamaCpp:
         asked.n_threads = asked.n_threads_batch = threads
         asked.flash_attn_type, asked.offload_kqv = int(flash_attention), False
         asked.type_k, asked.type_v = self._types["key"], self._types["value"]
-        with _environment(_UNROTATED, None if rotated else "1"):
+        with patch.dict(os.environ):  # which the engine reads when it makes a cache
+            os.environ.pop(_UNROTATED, None)
+            if not rotated:
+                os.environ[_UNROTATED] = "1"
             self._context = self._lib.llama_init_from_model(self._model, asked)
         if not self._context:
             key, value = self._names
@@ -259,7 +264,7 @@ class LlamaCpp:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the cached keys and values, and of their positions, as the engine writes them to a file."""
+        """Bytes of the engine's file of its cache: keys, values and their positions."""
         return int(self._lib.llama_state_seq_get_size(self._context, 0))
 
     def cached(self, layers: int, heads: int, head_dim: int) -> list[tuple[Tensor, Tensor]]:
@@ -273,7 +278,7 @@ class LlamaCpp:
         for side in self._types:
             kind, own = gguf.GGMLQuantizationType(self._types[side]), []
             row = int(self._lib.ggml_row_size(self._types[side], heads * head_dim))
-            for _ in range(layers):  # behind its type and the bytes of a row
+            for _ in range(layers):  # after its type and the bytes of a row
                 at = state.index(struct.pack("<iQ", kind, row), at) + 12
                 stored = np.frombuffer(state, np.uint8, row * self._tokens, at).reshape(self._tokens, row)
                 at += stored.size
@@ -297,25 +302,8 @@ class LlamaCpp:
             self._lib.llama_model_free(self._model)
         self._context = self._model = self._ffi.NULL
 
-    def __enter__(self) -> LlamaCpp:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    """A variable of the environment, for the engine, which reads it when it makes a cache; None: unset."""
-    before = os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
 
 
 @contextlib.contextmanager
@@ -343,3 +331,68 @@ def _reason(said: Sequence[str]) -> str:
     """What the engine says of a failure, in a line: its first message of an error, else its last one."""
     errors = [line for line in said if re.search(r"error|failed|requires|unsupported|invalid", line, re.IGNORECASE)]
     return (" ".join((errors or list(said)[-1:] or ["no reason is given"])[0].split()))[:200]
+
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""llama.cpp's name of an architecture, by transformers' `model_type`."""
+
+
+def write_gguf(model: Any, file: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a model's weights and shape as GGUF, without a vocabulary.
+
+    Args:
+        model: a transformers causal language model of one of `ARCHITECTURES`.
+        file: where to.
+        dtype: of its matrices, float32 or float16; vectors stay in float32.
+
+    Raises:
+        Unsupported: another architecture, scaled RoPE, attention to a window, a weight without a name in GGUF.
+    """
+    import gguf
+
+    config = model.config
+    name = ARCHITECTURES.get(config.model_type)
+    if name is None:
+        raise Unsupported(
+            f"task.engine: no GGUF is written of model_type={config.model_type}, only of {', '.join(ARCHITECTURES)}; "
+            "give task.engine.file"
+        )
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") != "default" or getattr(config, "use_sliding_window", False):
+        raise Unsupported("task.engine: no GGUF is written of scaled RoPE or of attention to a window")
+    known = next(kind for kind, own in gguf.MODEL_ARCH_NAMES.items() if own == name)
+    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(str(file), name)
+    head_dim = head_dims_of(config)[0]
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    for given, weight in model.state_dict().items():
+        if given != "lm_head.weight" or not config.tie_word_embeddings:
+            stored_as = names.get_name(given, try_suffixes=(".weight", ".bias"))
+            if stored_as is None:
+                raise Unsupported(f"task.engine: GGUF has no name for the weight {given}")
+            if interleaved_in_gguf(config) and ("attn_q." in stored_as or "attn_k." in stored_as):
+                weight = _interleaved(weight, head_dim)
+            stored = weight.detach().to("cpu", dtype if weight.ndim > 1 else torch.float32)
+            writer.add_tensor(stored_as, np.ascontiguousarray(stored.numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleaved(weight: Float[Tensor, "*rows"], head_dim: int) -> Float[Tensor, "*rows"]:
+    """Rows of queries or keys with the two halves of each head's channels interleaved, as llama.cpp's RoPE wants."""
+    halves = weight.reshape(-1, 2, head_dim // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)

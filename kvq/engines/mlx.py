@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.errors import ConfigError, DataError, Unsupported, one_line
 
 PACKAGES: Final = {"mlx": "0.32.4", "mlx-lm": "0.32.2"}
 _BATCH: Final = 512
 
 
-class Mlx:
+class Mlx(contextlib.AbstractContextManager["Mlx"]):
     """A transformers model in MLX-LM, with one type of cache for keys and values.
 
     Args:
@@ -46,7 +46,7 @@ class Mlx:
             raise DataError(
                 f"task.context={context}: the model takes at most {config['max_position_embeddings']} tokens"
             )
-        rope = config.pop("rope_parameters")  # MLX-LM reads its base at the top level alone
+        rope = config.pop("rope_parameters")  # MLX-LM reads its base only at the top level
         if rope.get("rope_type", "default") != "default":
             raise Unsupported(f"task.engine=mlx: rope_type={rope['rope_type']} is not carried over")
         try:
@@ -86,7 +86,7 @@ class Mlx:
         with self._refusals():
             for cache, pair in zip(self._caches, states, strict=True):
                 cache.update_and_fetch(*(self._mx.array(side.float().numpy()) for side in pair))
-            self._mx.eval([part for cache in self._caches for held in _sides(cache) for part in _parts(held)])
+            self._mx.eval([part for cache in self._caches for stored in _sides(cache) for part in _parts(stored)])
 
     def _empty(self) -> list[Any]:
         from mlx_lm.models.cache import QuantizedKVCache
@@ -100,7 +100,7 @@ class Mlx:
             yield
         except ValueError as error:
             asked = f"{self._bits} bits in groups of {self._group}"
-            raise Unsupported(f"task.engine=mlx: {asked}: {' '.join(str(error).split())}") from error
+            raise Unsupported(f"task.engine=mlx: {asked}: {one_line(error)}") from error
 
     def read(self, tokens: Int[Tensor, " tokens"]) -> Iterator[Float[Tensor, "positions vocab"]]:
         """The logits after each token of a text that follows what was read before. Raises: Unsupported: as `logits`."""
@@ -114,30 +114,27 @@ class Mlx:
     def cached(self, layers: int, heads: int, head_dim: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer as stored of the last text, dequantized: `[heads, tokens, head_dim]`."""
 
-        def decoded(held: Any) -> Tensor:
+        def decoded(stored: Any) -> Tensor:
             if self._bits is not None:
-                held = self._mx.dequantize(*held, group_size=self._group, bits=self._bits)
-            return torch.from_numpy(np.array(held.astype(self._mx.float32)))[0]
+                stored = self._mx.dequantize(*stored, group_size=self._group, bits=self._bits)
+            return torch.from_numpy(np.array(stored.astype(self._mx.float32)))[0]
 
         return [tuple(map(decoded, _sides(cache))) for cache in self._caches]  # type: ignore[misc]
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the cached keys and values of the tokens read, without what is allocated ahead."""
-        return sum(_size(held) for cache in self._caches for held in _sides(cache))
+        return sum(_size(stored) for cache in self._caches for stored in _sides(cache))
 
     def side_bits(self, side: str) -> float:
         """Bits of an element of `key` or `value`, scales included, as they lie in the cache."""
         at = ("key", "value").index(side)
-        held = [_sides(cache)[at] for cache in self._caches]
-        return 8 * sum(map(_size, held)) / sum(_elements(part, self._bits) for part in held)
+        stored = [_sides(cache)[at] for cache in self._caches]
+        return 8 * sum(map(_size, stored)) / sum(_elements(part, self._bits) for part in stored)
 
     def close(self) -> None:
         """Free the caches."""
         self._caches = []
-
-    def __enter__(self) -> Mlx:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -161,14 +158,14 @@ def _sides(cache: Any) -> tuple[Any, Any]:
     return cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]
 
 
-def _parts(held: Any) -> tuple[Any, ...]:
-    return tuple(held) if isinstance(held, (tuple, list)) else (held,)
+def _parts(stored: Any) -> tuple[Any, ...]:
+    return tuple(stored) if isinstance(stored, (tuple, list)) else (stored,)
 
 
-def _size(held: Any) -> int:
-    return sum(int(part.nbytes) for part in _parts(held))
+def _size(stored: Any) -> int:
+    return sum(int(part.nbytes) for part in _parts(stored))
 
 
-def _elements(held: Any, bits: int | None) -> int:
-    codes = int(_parts(held)[0].size)
+def _elements(stored: Any, bits: int | None) -> int:
+    codes = int(_parts(stored)[0].size)
     return codes if bits is None else codes * 32 // bits

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from kvq.config.files import DISTRIBUTION, EMBEDDED, carried_gguf, file_hash
-from kvq.errors import ConfigError, DataError, did_you_mean
+from kvq.errors import ConfigError, DataError, did_you_mean, one_line
 from kvq.models.gguf import check_gguf, local_gguf, read_header
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
-import stat
-from pathlib import PurePosixPath
-from typing import Any
 
 # Weights, configuration, tokenizer and chat templates, in every format that transformers loads.
 _KINDS = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".tiktoken"}
@@ -95,7 +93,7 @@ def _json(file: Path, path: str, name: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"model.path={path}: {name} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
+        raise DataError(f"model.path={path}: {name} cannot be loaded: {one_line(error, 200)}") from error
     return content if isinstance(content, dict) else {}
 
 

@@ -1,23 +1,32 @@
-"""Inputs shared by the runs of a process: tokenizer, tokens, model and full-precision references, each loaded once."""
+"""Inputs of runs: what the runs of a process share, each loaded once, and the images that a prompt brings.
+
+Shared are tokenizer, tokens, model and full-precision references. Images are the inputs of a prompt's first forward,
+and give each token its modality.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import override
 
 from kvq.config import Config, Loader
 from kvq.config.run import trained_with_bos
 from kvq.config.tasks import is_timed
 from kvq.data.text import TokenData, in_embedding, load_tokens, writes_bos
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, Unsupported, one_line
 from kvq.models import LoadedModel, load_model, load_tokenizer, model_fingerprint, shape_of
+from kvq.models.placing import base_of
 from kvq.models.shapes import cache_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 T = TypeVar("T")
 
@@ -31,7 +40,7 @@ def with_cache_dtype(loaded: LoadedModel, config: Config) -> LoadedModel:
 class Inputs:
     """Lazy inputs of one run. Cheap ones (fingerprints, tokens) do not load weights.
 
-    At most one value of each kind is held, so a sweep over models never holds two.
+    At most one value of each kind is in memory, so a sweep over models never has two.
     """
 
     _held: ClassVar[dict[str, tuple[Hashable, Any]]] = {}
@@ -40,12 +49,12 @@ class Inputs:
         self.config = config
 
     def shared(self, kind: str, name: Hashable, make: Callable[[], T]) -> T:
-        """The value of this kind and name; it replaces a held value of the same kind with another name."""
-        held = self._held.get(kind)
-        if held is None or held[0] != name:
+        """The value of this kind and name; it replaces one of the same kind with another name."""
+        kept = self._held.get(kind)
+        if kept is None or kept[0] != name:
             self._held.pop(kind, None)  # free the old one before the new one is made
-            held = self._held[kind] = (name, make())
-        return held[1]
+            kept = self._held[kind] = (name, make())
+        return kept[1]
 
     @property
     def model_fingerprint(self) -> str:
@@ -167,8 +176,72 @@ class Inputs:
         name = repr((dataset, self._model_name, context, self.bos))
         return self.shared("tokens", name, lambda: load_tokens(dataset, self.tokenizer, context, self.bos))
 
+    def long_streams(self, tokens: int) -> TokenData:
+        """The dataset as token streams; of documents, each `tokens` long."""
+        return self.streams(max(2, tokens) if self.config.dataset.loader is Loader.documents else 2)
+
     @property
     def model(self) -> LoadedModel:
         """The model, in evaluation mode on its device."""
         loaded = self.shared("model", self._placed_model, lambda: load_model(self.config.model, self.config.device))
         return with_cache_dtype(loaded, self.config)
+
+
+MODALITIES = ("text", "image", "video", "audio")
+"""What a label of `modalities` stands for."""
+_PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
+_POSITIONS = "rope_deltas"
+
+
+def modalities(config: Any, tokens: Int[Tensor, "*lead tokens"]) -> Int[Tensor, "*lead tokens"]:
+    """Label every token by its modality, as an index into `MODALITIES`.
+
+    Args:
+        config: the whole model's transformers configuration, which names the tokens that stand for anything but text.
+    """
+    labels = torch.zeros_like(tokens)
+    for index, name in enumerate(MODALITIES[1:], 1):
+        for setting in (f"{name}_token_id", f"{name}_token_index"):
+            token = getattr(config, setting, None)
+            if isinstance(token, int):
+                labels[tokens == token] = index
+    return labels
+
+
+@dataclass(frozen=True)
+class MediaModel(LoadedModel):
+    """A model with the images of one prompt, which are passed with the first tokens added to an empty cache.
+
+    `media`: what the processor made in addition to tokens, such as `pixel_values` and `image_grid_thw`.
+    """
+
+    media: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @override
+    def hidden_states(self, tokens: Int[Tensor, "batch tokens"], cache: Any) -> Float[Tensor, "batch tokens hidden"]:
+        """As `LoadedModel.hidden_states`, with the images where the prompt begins.
+
+        Raises:
+            Unsupported: a beginning that ends before the last image does.
+        """
+        if cache.get_seq_length():
+            return super().hidden_states(tokens, cache)
+        media = self.media_of(tokens)
+        try:
+            output = base_of(self.model)(input_ids=tokens, past_key_values=cache, use_cache=True, **media)
+        except ValueError as error:
+            raise Unsupported(f"model: {type(self.model).__name__}: {one_line(error)}") from error
+        return output.last_hidden_state
+
+    def media_of(self, tokens: Int[Tensor, "batch tokens"]) -> dict[str, Tensor]:
+        """What goes with `tokens`, a prompt or one without its last tokens, on the model's device."""
+        media = {name: value.to(self.device) for name, value in self.media.items()}
+        if "image_grid_thw" in media or "video_grid_thw" in media:  # positions on three axes
+            media["mm_token_type_ids"] = modalities(self.model.config, tokens)
+        return {name: value[:, : tokens.shape[1]] if name in _PER_TOKEN else value for name, value in media.items()}
+
+    def forget(self) -> None:
+        """Reset the position offset that the model keeps from a prompt with images; the next prompt may have none."""
+        for module in self.model.modules():
+            if getattr(module, _POSITIONS, None) is not None:
+                setattr(module, _POSITIONS, None)

@@ -96,7 +96,7 @@ def window_of(config: Any, index: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[index] not in _SLIDING:
         return None
-    window: int | None = getattr(_layer_config(config, index), "sliding_window", None)
+    window: int | None = getattr(layer_config(config, index), "sliding_window", None)
     return window
 
 
@@ -105,7 +105,8 @@ def _kinds(config: Any) -> Sequence[str]:
     return ["full_attention"] * config.num_hidden_layers if given is None else given
 
 
-def _layer_config(config: Any, index: int) -> Any:
+def layer_config(config: Any, index: int) -> Any:
+    """The configuration of one layer."""
     own = getattr(config, "per_layer_config", None)  # since transformers 5.18, where layers may differ
     return config if own is None else own[index]
 
@@ -117,7 +118,7 @@ def _kv_layer(config: Any, index: int, latent: Latent) -> KvLayer:
         if latent is Latent.latent:
             return KvLayer(index, int(rank), rotated, window)
         return KvLayer(index, int(config.qk_nope_head_dim) + rotated, int(config.v_head_dim), window)
-    head_dim = _head_dim(_layer_config(config, index), config)
+    head_dim = _head_dim(layer_config(config, index), config)
     return KvLayer(index, head_dim, head_dim, window)
 
 

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvq.config.run import Latent
 from kvq.data import hub
-from kvq.errors import ConfigError, DataError, Unsupported
+from kvq.errors import ConfigError, DataError, Unsupported, one_line
 from kvq.models.folder import delta_folder, files_read, folder_fingerprint, model_folder, weight_files
 from kvq.models.gguf import gguf_support
 from kvq.models.layers import head_dims_of, state_layers_of
@@ -138,17 +138,12 @@ def _from_hub(config: ModelConfig, kind: Any, /, **settings: Any) -> Any:
     # Readers of weights, tokenizers and configurations raise different errors; all mean that loading failed. A panic in
     # a library that is written in Rust is no `Exception`.
     except BaseException as error:
-        if not local and not hub.answers() and not hub.holds(folder, config.revision):
+        if not local and not hub.answers() and hub.folder_of(folder, config.revision) is None:
             raise DataError(f"model.path={config.path}: {hub.UNREACHABLE}") from error
-        said = _said(error)
+        said = one_line(error, 300)
         if "trust_remote_code" in str(error) and not config.trust_remote_code:
             said = "it brings code of its own; model.trust_remote_code=true runs it"
         raise DataError(f"model.path={config.path}: cannot be loaded: {said}") from error
-
-
-def _said(error: BaseException) -> str:
-    """What another library's error says, in one line of bounded length."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 @contextmanager
@@ -198,7 +193,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # also a panic in Rust
-        raise DataError(f"model.path={config.path}: its tokenizer cannot encode text: {_said(error)}") from error
+        raise DataError(
+            f"model.path={config.path}: its tokenizer cannot encode text: {one_line(error, 300)}"
+        ) from error
     if (size := max([tokenizer.vocab_size, *(number + 1 for number in (*own, *ids))])) > rows:
         raise DataError(f"model.path={config.path}: its tokenizer has {size} tokens, the model {rows}")
     tokenizer.embedding_rows = rows  # what `kvq.data.text.encode` compares with
@@ -210,7 +207,7 @@ def load_processor(config: ModelConfig) -> Any:
 
     Raises:
         DataError: as `load_model`.
-        Unsupported: a model of text alone.
+        Unsupported: a model that reads only text.
     """
     from transformers import AutoProcessor
 
@@ -313,7 +310,7 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     try:  # a configuration that loads may still describe no model that runs
         expected = _check_logits(loaded)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        raise DataError(f"model.path={config.path}: loads, but fails on a text: {_said(error)}") from error
+        raise DataError(f"model.path={config.path}: loads, but fails on a text: {one_line(error, 300)}") from error
     if config.outliers:
         implant_outliers(model, config.outliers)
         if not torch.allclose(_check_logits(loaded), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
@@ -327,8 +324,7 @@ def _stored(config: ModelConfig, whole: Any) -> Stored:
         return {}
     folder = Path(model_folder(config.path))
     if not folder.is_dir():
-        held = hub.folder_of(config.path, config.revision)
-        folder = Path(config.path) if held is None else held
+        folder = hub.folder_of(config.path, config.revision) or Path(config.path)
     if is_quantized(whole) or not folder.is_dir():
         return {}
     try:
@@ -336,7 +332,7 @@ def _stored(config: ModelConfig, whole: Any) -> Stored:
     except DataError:
         raise
     except Exception as error:  # of several libraries
-        raise DataError(f"model.path={config.path}: cannot be loaded: {_said(error)}") from error
+        raise DataError(f"model.path={config.path}: cannot be loaded: {one_line(error, 300)}") from error
 
 
 def _check_described(config: ModelConfig, whole: Any, kind: Any, stored: Stored) -> None:
@@ -346,7 +342,7 @@ def _check_described(config: ModelConfig, whole: Any, kind: Any, stored: Stored)
         with torch.device("meta"), _without_warnings(), warnings.catch_warnings(action="ignore"):
             model = kind.from_config(whole, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # whatever the family's code says to a configuration that it cannot use
-        raise DataError(f"model.path={config.path}: cannot be loaded: {_said(error)}") from error
+        raise DataError(f"model.path={config.path}: cannot be loaded: {one_line(error, 300)}") from error
     check_stored(config.path, stored, model)
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
+from transformers.modeling_utils import load_state_dict
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import is_accelerate_available, is_bitsandbytes_available, is_gptqmodel_available
 
@@ -14,14 +21,6 @@ from kvq.errors import ConfigError, DataError, Unsupported
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
-import re
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-
-from torch import Tensor
-from transformers.modeling_utils import load_state_dict
 
 _ON_LOADING = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
 
@@ -40,11 +39,8 @@ def onednn_linear() -> Iterator[None]:
             return plain(self, states)
         return product(states, self.weight, self.bias, "none", [], "")
 
-    nn.Linear.forward = forward  # type: ignore[assignment, method-assign]
-    try:
+    with patch.object(nn.Linear, "forward", forward):
         yield
-    finally:
-        nn.Linear.forward = plain  # type: ignore[method-assign]
 
 
 def base_of(model: nn.Module) -> Any:
@@ -215,9 +211,9 @@ def check_stored(path: str, stored: Stored, model: nn.Module) -> None:
             f"quantization_config in its config.json that says how to read them: {shown}{more}"
         )
     asked = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
-    held = sum(found.numel() for found in stored.values())
-    if asked > _SHARED * held + _FEW:
-        raise DataError(f"model.path={path}: its config.json describes {asked:,} weights, its files hold {held:,}")
+    known = sum(found.numel() for found in stored.values())
+    if asked > _SHARED * known + _FEW:
+        raise DataError(f"model.path={path}: its config.json describes {asked:,} weights, its files hold {known:,}")
 
 
 def is_old_buffer(name: str, stored: Stored) -> bool:

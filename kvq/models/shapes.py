@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from kvq.config.run import Latent
-from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers
+from kvq.errors import Unsupported
+from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, layer_config, state_layers_of
 from kvq.models.load import longest_context, text_config_of
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
-
-from kvq.errors import Unsupported
-from kvq.models.layers import state_layers_of
 
 
 def state_bytes_of(config: Any) -> int:
@@ -173,15 +171,10 @@ def cache_shape(config: ModelConfig, latent: Latent = Latent.latent) -> CacheSha
 
 def _kind(text: Any, layer: KvLayer, latent: Latent) -> LayerKind:
     if latent_numbers(text) is None:
-        heads = _kv_heads(text, layer.index)
+        own = layer_config(text, layer.index)
+        heads = int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
     else:
         heads = 1 if latent is Latent.latent else int(text.num_attention_heads)
     return LayerKind(
         1, heads, layer.head_dim, None if layer.value_dim == layer.head_dim else layer.value_dim, layer.window
     )
-
-
-def _kv_heads(text: Any, index: int) -> int:
-    own = getattr(text, "per_layer_config", None)  # since transformers 5.18, where layers may differ
-    layer = text if own is None else own[index]
-    return int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from kvq.config import OutliersConfig
 from kvq.config.files import file_hash
-from kvq.errors import DataError, Unsupported
+from kvq.errors import DataError, Unsupported, one_line
 from kvq.models.layers import head_dims_of
 
 _SAMPLED = 1024  # entries of each weight that enter its name
@@ -67,8 +67,8 @@ def _brought(model: nn.Module, name: str, weight: Tensor) -> Tensor:
 def rounded_weights(model: Any, bits: int) -> Iterator[None]:
     """Round the linear layers of a model, but for the output embedding, while the context lasts.
 
-    The same weights, bit for bit, come back after it; a second copy of them is held meanwhile. Entered after a rotation
-    is merged into weights, it gives "merge, then quantize".
+    The same weights, bit for bit, come back after it; a second copy of them is in memory meanwhile. Entered after a
+    rotation is merged into weights, it gives "merge, then quantize".
 
     Raises:
         Unsupported: weights that are quantized already, or that are not in memory.
@@ -148,7 +148,7 @@ def implant_outliers(model: nn.Module, settings: OutliersConfig) -> None:
 
 
 def _first_keys_and_values(model: Any, token: int) -> list[tuple[Float[Tensor, "kv_heads head_dim"], ...]]:
-    """What each layer's cache holds of `token` at position 0 before whatever text; RoPE turns it by nothing."""
+    """Keys and values that each layer caches of `token` at position 0, where RoPE changes nothing, before any text."""
     found = model(torch.tensor([[token]], device=model.get_input_embeddings().weight.device), use_cache=True)
     return [(layer.keys[0, :, 0].cpu(), layer.values[0, :, 0].cpu()) for layer in found.past_key_values.layers]
 
@@ -214,8 +214,7 @@ def apply_delta(path: str, model: nn.Module, base: Path, folder: Path) -> None:
                 new = _changed(name, weights.get_tensor(name), changes)
                 parameters[name].copy_(new)
     except (OSError, SafetensorError, KeyError, ValueError, IndexError, RuntimeError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{where}: cannot be applied: {said[:200]}") from error
+        raise DataError(f"{where}: cannot be applied: {one_line(error, 200)}") from error
 
 
 def _weight(change: str) -> str:

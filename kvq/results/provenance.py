@@ -201,9 +201,18 @@ class PeakMemory:
         return None
 
 
+def now(device: torch.device | None = None) -> float:
+    """Seconds of a clock, read when a GPU has done what it was given."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 @contextlib.contextmanager
-def timed(clock: dict[str, float], phase: str) -> Iterator[None]:
-    """Keep the seconds that the block takes as `clock[phase]`; nothing where it fails."""
-    start = time.perf_counter()
+def timed(seconds: dict[str, float], *phases: str, device: torch.device | None = None) -> Iterator[None]:
+    """Add the seconds that the block takes to those of each phase; nothing where it fails. `device`: as `now`."""
+    start = now(device)
     yield
-    clock[phase] = time.perf_counter() - start
+    took = now(device) - start
+    for phase in phases:
+        seconds[phase] = seconds.get(phase, 0.0) + took

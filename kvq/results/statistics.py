@@ -46,6 +46,11 @@ class Estimate(NamedTuple):
     high: float | None
     blocks: int
 
+    def metrics(self, name: str, part: str = "") -> dict[str, float]:
+        """The value under a name and, where there is one, its error under `<name>_se`; `part` ends both names."""
+        error = self.standard_error
+        return {f"{name}{part}": self.value} | ({} if error is None else {f"{name}_se{part}": error})
+
 
 class Losses(NamedTuple):
     """A run's windows, the tokens scored in each, and the sums of their losses in nats."""

@@ -11,16 +11,17 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 
 from kvq.config.explain import composed
-from kvq.errors import ConfigError, KvqError, at_least, check_choice, within
+from kvq.config.limits import Count, among, between, check_limits
+from kvq.errors import MAX_SEED, ConfigError, KvqError
 from kvq.results.files import write_file
 from kvq.results.metrics import is_lower_better
 from kvq.results.statistics import dominated, hypervolume
-from kvq.sweep import lookup
+from kvq.sweep import on_disk
 
 Launch = Callable[[Sequence[Sequence[str]]], None]
 SAMPLERS = ("nsga2", "tpe", "random")
@@ -30,7 +31,7 @@ WORST = {"effective_bits": 16.0, "bits_per_element": 16.0, "kl_mean": 1.0, "delt
 
 @dataclass
 class Settings:
-    """How a search goes.
+    """Settings of a search.
 
     Attributes:
         trials: how many.
@@ -43,20 +44,17 @@ class Settings:
         reference: the worst values that count in the hypervolume, one for each objective; None: those of `WORST`.
     """
 
-    trials: int = 40
-    sampler: str = "tpe"
+    trials: Count = 40
+    sampler: Annotated[str, among(SAMPLERS)] = "tpe"
     objectives: list[str] = field(default_factory=lambda: ["kl_mean", "effective_bits"])
-    seed: int = 0
-    together: int = 1
-    winners: int = 5
+    seed: Annotated[int, between(0, MAX_SEED)] = 0
+    together: Count = 1
+    winners: Count = 5
     verdict: list[str] = field(default_factory=list)
     reference: list[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("trials", "together", "winners"):
-            at_least(f"hydra.sweeper.{name}", getattr(self, name), 1)
-        within("hydra.sweeper.seed", self.seed, 0, 2**32 - 1)
-        check_choice("hydra.sweeper.sampler", self.sampler, SAMPLERS)
+        check_limits("hydra.sweeper", self)
         if not self.objectives or len(set(self.objectives)) < len(self.objectives):
             raise ConfigError(f"hydra.sweeper.objectives={self.objectives}: one metric or more, each once")
         for name in self.objectives:
@@ -74,7 +72,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Axis:
+class SearchAxis:
     """A setting with its values, as words of a command line, or an interval of numbers."""
 
     name: str
@@ -92,20 +90,20 @@ class Axis:
 class Space:
     """The axes of a search, and the overrides that all its trials share."""
 
-    axes: tuple[Axis, ...]
+    axes: tuple[SearchAxis, ...]
     fixed: tuple[str, ...]
 
     @classmethod
     def of(cls, overrides: Sequence[Override]) -> Space:
-        """Swept values are axes. Raises: ConfigError: none is swept."""
+        """The space of a command line, whose swept settings are axes. Raises: ConfigError: none is swept."""
         axes, fixed = [], []
         for one in overrides:
             name = one.get_key_element()
             own = one.value()
             if isinstance(own, IntervalSweep):
-                axes.append(Axis(name, interval=(float(own.start or 0), float(own.end or 0))))
+                axes.append(SearchAxis(name, interval=(float(own.start or 0), float(own.end or 0))))
             elif one.is_sweep_override():
-                axes.append(Axis(name, tuple(one.sweep_string_iterator())))
+                axes.append(SearchAxis(name, tuple(one.sweep_string_iterator())))
             else:
                 fixed.append(f"{name}={one.get_value_element_as_str()}" if own is not None else name)
         if not axes:
@@ -143,8 +141,10 @@ class Search:
             raise ConfigError("hydra/sweeper=kvq_search: needs optuna; pip install -e '.[search]'") from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.space, self.settings, self._launch = space, settings, launch
+        # A quarter of the trials, so that there are generations to learn from.
+        population = max(4, settings.trials // 4)
         samplers: Mapping[str, Any] = {
-            "nsga2": lambda: optuna.samplers.NSGAIISampler(population_size=_population(settings), seed=settings.seed),
+            "nsga2": lambda: optuna.samplers.NSGAIISampler(population_size=population, seed=settings.seed),
             "tpe": lambda: optuna.samplers.TPESampler(seed=settings.seed, multivariate=True),
             "random": lambda: optuna.samplers.RandomSampler(seed=settings.seed),
         }
@@ -171,7 +171,7 @@ class Search:
         return {"axes": [asdict(axis) for axis in self.space.axes], "fixed": fixed, "settings": asdict(self.settings)}
 
     def run(self) -> list[Trial]:
-        """Every trial, then the verdict; the file is written after each batch."""
+        """Run every trial, then the verdict; the file is written after each batch."""
         while len(self.trials) < self.settings.trials:
             count = min(self.settings.together, self.settings.trials - len(self.trials))
             asked = [self.study.ask() for _ in range(count)]
@@ -199,7 +199,7 @@ class Search:
         return sorted(free, key=lambda trial: trial.values or [])[: self.settings.winners]
 
     def volumes(self) -> list[float]:
-        """Hypervolume of the first trials, after each."""
+        """The hypervolume after each trial."""
         points: list[list[float]] = []
         found = []
         for trial in self.trials:
@@ -226,7 +226,7 @@ class Search:
 
     def _read(self, job: Sequence[str], trial: Trial) -> None:
         try:
-            state, why, record = lookup.on_disk(composed(job))
+            state, why, record = on_disk(composed(job))
         except KvqError as error:
             trial.reason = str(error)
             return
@@ -242,11 +242,6 @@ class Search:
 
 _PLACE = ("results_dir=", "threads=", "device=", "logger", "force=")
 """Overrides that change where or how fast a search runs, not what it finds."""
-
-
-def _population(settings: Settings) -> int:
-    """A quarter of the trials, so that there are generations to learn from; at least 4."""
-    return max(4, settings.trials // 4)
 
 
 def summary(search: Search, verdicts: Sequence[Trial]) -> Iterator[str]:

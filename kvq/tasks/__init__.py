@@ -1,1 +1,1 @@
-"""What is measured: each task scores through the cache."""
+"""Evaluation tasks: each measures a method through the cache, or its codecs and a model's states directly."""

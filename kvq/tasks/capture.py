@@ -1,4 +1,4 @@
-"""Queries, keys and values of a forward: seen layer by layer, one in memory at a time, or changed as in an engine."""
+"""Hooks that read the queries, keys and values of each attention layer in a forward pass, or replace them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Axis, Codec, Rope, UniformQuantizer
 from kvq.config.diagnostics import CaptureConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.diagnostics.fidelity import Attention
+from kvq.diagnostics.fidelity import AttentionRule
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
@@ -30,7 +30,7 @@ from kvq.tasks.windows import cut_windows
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerStates:
     """States of one layer for a batch of one window; keys and queries as attention reads them, after RoPE.
 
     `rope`: the rotations of the keys; None: no rotary embedding.
@@ -40,13 +40,13 @@ class Layer:
     query: Float[Tensor, "1 heads tokens dim"]
     key: Float[Tensor, "1 kv_heads tokens dim"]
     value: Float[Tensor, "1 kv_heads tokens dim"]
-    attention: Attention
+    attention: AttentionRule
     rope: Rope | None
 
 
 @torch.no_grad()
 def capture(
-    loaded: LoadedModel, tokens: Int[Tensor, " tokens"], visit: Callable[[Layer], None], **media: Tensor
+    loaded: LoadedModel, tokens: Int[Tensor, " tokens"], visit: Callable[[LayerStates], None], **media: Tensor
 ) -> None:
     """Run `tokens` through the model without a cache and call `visit` before every attention.
 
@@ -79,7 +79,7 @@ def capture(
         seen.add(index)
         style, table = styles[index][0], tables.get(index)
         rope = None if style is None or table is None else style.rope(table[0][:1], table[1][:1])
-        visit(Layer(index, query, key, value, _attention_of(module, query, given), rope))
+        visit(LayerStates(index, query, key, value, _attention_of(module, query, given), rope))
 
     families = {type(module).__module__: module for module in modules}
     with ExitStack() as hooked:
@@ -95,12 +95,12 @@ def capture(
         )
 
 
-def _attention_of(module: Any, query: Tensor, given: dict[str, Any]) -> Attention:
+def _attention_of(module: Any, query: Tensor, given: dict[str, Any]) -> AttentionRule:
     for name in ("s_aux", "position_bias"):
         if given.get(name) is not None:
             raise Unsupported(f"model: {type(module).__name__} attends with {name}, which diagnostics do not follow")
     scaling = given.get("scaling")
-    return Attention(
+    return AttentionRule(
         float(query.shape[-1] ** -0.5 if scaling is None else scaling),
         given.get("sliding_window"),
         given.get("softcap"),
@@ -118,15 +118,18 @@ def windows_of(inputs: Inputs) -> list[Int[Tensor, " tokens"]]:
     return [window.tokens for window in cut]
 
 
+def capture_windows(inputs: Inputs, visit: Callable[[LayerStates], None]) -> int:
+    """`capture` each window of `windows_of`; returns how many there are. Raises: as both."""
+    windows = windows_of(inputs)
+    for tokens in windows:
+        capture(inputs.model, tokens, visit)
+    return len(windows)
+
+
 def check(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with more than codecs."""
     check_codecs_alone(method, inputs.config.task.name)
     inputs.check_context(inputs.config.task.context)
-
-
-def fingerprint(inputs: Inputs) -> str:
-    """Fingerprint of the text."""
-    return inputs.tokens.fingerprint
 
 
 def block_of(side: ResidualSide) -> int | None:
@@ -144,7 +147,7 @@ States = tuple[Float[Tensor, "heads tokens dim"], Float[Tensor, "heads tokens di
 
 
 def unstaged(codec: Codec, y: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor, "*lead tokens dim"]:
-    """States before the stages of a codec (orders and rotations alone), from those after them."""
+    """Undo the stages of a codec, which only reorder or rotate channels."""
     for _, stage in reversed(codec.stages):
         y = stage.inverse(y, {})
     return y
@@ -162,8 +165,8 @@ class _Changed(Hooked):
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._stored is not None:
-                held = self._stored[layer_number(module, kwargs)]
-                key, value = (own[None].to(query) for own in held)
+                states = self._stored[layer_number(module, kwargs)]
+                key, value = (own[None].to(query) for own in states)
             if self._key is not None:
                 query = self._key.decode(self._key.encode(query))
             return found(module, query, key, value, *args, **kwargs)
@@ -173,7 +176,7 @@ class _Changed(Hooked):
 
 @contextmanager
 def engine_attention(model: nn.Module, key: Codec | None, stored: Sequence[States] | None = None) -> Iterator[None]:
-    """All attentions of a model read what an engine's read while the context lasts.
+    """Within the context, every attention of a model reads keys, values and queries as an engine does.
 
     Args:
         key: codec of the keys, whose stages precede the rounding of queries to 8 bits; None: queries as they are.
@@ -193,7 +196,7 @@ def engine_attention(model: nn.Module, key: Codec | None, stored: Sequence[State
 
 @contextmanager
 def rounding_error(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """Token embeddings are off by a unit in the last place of fp32 (normal, relative) while the context lasts."""
+    """Within the context, token embeddings have relative Gaussian noise of one unit in the last place of fp32."""
     generator = torch.Generator().manual_seed(seed)
 
     def nudge(_: nn.Module, __: Any, out: Tensor) -> Tensor:

@@ -1,15 +1,20 @@
-"""`task=conversation`: turns of a conversation on one cache, and continuations that share a first turn.
+"""`task=conversation`, `task=generate`: a conversation on one cache, and a prompt that a method continues.
 
-A passage of the text is cut into turns. What the user says is read as a prompt on top of the turns before, which the
-residual policy has quantized as far as it does; the answer is scored token by token (teacher forcing), so that each
-token of it reads what a written one would. Losses, distances to full precision and bytes are given for each turn. Other
-passages continue the first turn: from forks of one cache, and each from a cache of its own.
+`task=conversation` cuts a passage of the text into turns. What the user says is read as a prompt on top of the turns
+before, which the residual policy has quantized as far as it does; the answer is scored token by token (teacher
+forcing), so that each token of it reads what a written one would. Losses, distances to full precision and bytes are
+given for each turn. Other passages continue the first turn: from forks of one cache, and each from a cache of its own.
+
+`task=generate` writes the continuations of a prompt under full precision and under a method, with their bytes and
+repetition.
 """
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +23,17 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.cache.counted import bytes_together
-from kvq.config.writing import ConversationConfig
+from kvq.config.writing import ConversationConfig, GenerateConfig
+from kvq.data.text import begun, conversation, encode
+from kvq.errors import DataError, reason_of
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, delta_metrics, scored_rows, storage_metrics
-from kvq.tasks.ppl import without_codecs
-from kvq.tasks.reader import Reader, check_prefill
-from kvq.tasks.scoring import log_probabilities
+from kvq.results.statistics import delta_nll_of_samples
+from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
+from kvq.tasks.reader import Reader, answer_text, check_prefill, shared
+from kvq.tasks.scoring import log_probabilities, without_codecs
 from kvq.tasks.windows import cut_windows, divergence, evenly
 
 Row = dict[str, Any]
@@ -46,12 +53,12 @@ def check(inputs: Inputs, method: Method) -> None:
 
 
 class Speaker:
-    """A model that goes through turns with caches of one method."""
+    """A model that reads the turns of a conversation with caches of one method."""
 
     def __init__(self, inputs: Inputs, method: Method) -> None:
         task: ConversationConfig = inputs.config.task
         self.user = task.user
-        self.reader = Reader(inputs.model, method, task.prefill, inputs.config.cache.keep_decoded)
+        self.reader = Reader.of(inputs, method)
 
     @torch.no_grad()
     def turn(self, cache: KVCache, tokens: Tokens) -> Float[Tensor, "answer vocab"]:
@@ -65,8 +72,8 @@ class Speaker:
         return self.reader.new_cache()
 
 
-def held(cache: KVCache) -> dict[str, float]:
-    """What a cache of one sequence holds after a turn: bits, bytes, and tokens as a mean over layers, keys and values.
+def storage_by_tokens(cache: KVCache) -> dict[str, float]:
+    """Bits and bytes of a cache of one sequence, and its tokens as a mean over layers, keys and values.
 
     The tokens are those of the packed prefix and those in full precision; evicted ones are in neither.
     """
@@ -78,7 +85,7 @@ def held(cache: KVCache) -> dict[str, float]:
 
 
 def turns_of(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: int) -> tuple[list[Row], KVCache]:
-    """A row for each turn of `length` tokens and the cache after the last; `full`: full precision, for distances."""
+    """Read turns of `length` tokens; returns a row for each and the cache after the last; `full`: as a reference."""
     cache, other = speaker.new_cache(), None if full is None else full.new_cache()
     rows: list[Row] = []
     for turn in tokens.split(length, 1):
@@ -87,7 +94,7 @@ def turns_of(speaker: Speaker, full: Speaker | None, tokens: Tokens, length: int
         row: Row = {"nll": -float(found.gather(-1, answer[:, None]).double().sum())}
         if full is not None and other is not None:
             row["kl"] = float(divergence(full.turn(other, turn), found).double().sum())
-        rows.append(row | held(cache))
+        rows.append(row | storage_by_tokens(cache))
     cache.check_finite()
     return rows, cache
 
@@ -97,22 +104,22 @@ def branches_of(speaker: Speaker, first: Tokens, others: Sequence[Tokens]) -> di
 
     `fork_difference`: the largest difference between their log-probabilities of the answers' tokens. Bytes are of all
     continuations at their ends: `shared_bytes` of the forks, with rows that they share in memory counted once,
-    `once_bytes` as they would be if what no later token changes of the first turn were held once, and `separate_bytes`
-    of caches that share nothing.
+    `once_bytes` as they would be if what no later token changes of the first turn were stored once, and
+    `separate_bytes` of caches that share nothing.
     """
     prefix = speaker.new_cache()
     speaker.turn(prefix, first)
     once = _unchanged(prefix, speaker.reader.method)
-    forks, alone, difference = [], [], 0.0
+    forks, own_caches, difference = [], [], 0.0
     for turn in others:
         own = speaker.new_cache()
         speaker.turn(own, first)
         forks.append(prefix.fork())
-        alone.append(own)
+        own_caches.append(own)
         answer = turn[0, speaker.user :, None]
         there, here = (speaker.turn(cache, turn).gather(-1, answer) for cache in (forks[-1], own))
         difference = max(difference, float((there - here).abs().max()))
-    separate = sum(cache.nbytes for cache in alone)
+    separate = sum(cache.nbytes for cache in own_caches)
     sizes = (bytes_together(forks), separate - (len(others) - 1) * once, separate)
     return dict(zip(_OF_BRANCHES, (difference, *map(float, sizes)), strict=True))
 
@@ -125,7 +132,7 @@ def _unchanged(prefix: KVCache, method: Method) -> int:
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """A sample for each conversation: its tokens and loss in all and by turn, what its cache held, its branches."""
+    """A sample for each conversation: its tokens and loss in all and by turn, what its cache stored, its branches."""
     task: ConversationConfig = inputs.config.task
     windows = cut_windows(inputs.tokens.streams, task.context, bos=inputs.bos)
     chosen = evenly(windows, task.conversations, "task.conversations")
@@ -176,8 +183,119 @@ def _differences(rows: Sequence[Row], baseline: Sequence[Row], answer: int) -> d
             for run in (rows, baseline)
         )
         pairs[f"[turn={turn + 1}]"] = own, full
-    found = (delta_metrics(*pair, part, block=1) for part, pair in pairs.items())
+    found = (delta_nll_of_samples(*pair, block=1).metrics("delta_nll", part) for part, pair in pairs.items())
     return {name: value for metrics in found for name, value in metrics.items()}
 
 
-TASK = Task(check, measure, lambda inputs: inputs.tokens.fingerprint)
+PROMPT = """Return the rows of a table of measurements that are complete, in the order of their time.
+
+Parameters
+----------
+table : array_like, shape (n_rows, n_columns)
+    The measurements, one row for each time. Entries that were not measured are NaN.
+times : array_like, shape (n_rows,)
+    The time of each row, in seconds. The times need not be sorted, and two rows may have the same time.
+columns : sequence of int, optional
+    The columns that have to be measured. By default, all columns are.
+copy : bool, optional
+    If True, the rows are copied. If False, a view is returned where this is possible. The default is True.
+
+Returns
+-------
+rows : ndarray, shape (n_complete, n_columns)
+    The complete rows, sorted by time.
+index : ndarray of int, shape (n_complete,)
+    The index of each row in `table`.
+
+Raises
+------
+ValueError
+    If `times` does not have one entry for each row of `table`, or if"""
+"""Where the settings name no prompt: what the embedded models were trained to go on with, longer than any residual."""
+
+
+def text_of(task: GenerateConfig) -> str:
+    """The text of the prompt.
+
+    Raises:
+        DataError: a file that cannot be read, or holds no text.
+    """
+    if task.prompt_file is None:
+        return PROMPT if task.prompt is None else task.prompt
+    try:
+        text = Path(task.prompt_file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"task.prompt_file={task.prompt_file}: cannot be read ({reason_of(error)})") from error
+    if not text.strip():
+        raise DataError(f"task.prompt_file={task.prompt_file}: holds no text")
+    return text
+
+
+def prompt_of(inputs: Inputs) -> list[int]:
+    """The tokens of the prompt.
+
+    Raises:
+        ConfigError: as `kvq.data.text.conversation`.
+    """
+    task, tokenizer = inputs.config.task, inputs.tokenizer
+    text = conversation(tokenizer, text_of(task)) if task.chat_template else text_of(task)
+    return begun(tokenizer, encode(tokenizer, text, special=not task.chat_template), inputs.bos)
+
+
+def repetition(tokens: Sequence[int], length: int) -> float:
+    """Share of the n-grams of `length` tokens that were there before; 0 where the text has none.
+
+    Source: Welleck et al. 2020 (arXiv 1908.04319), section 6, `seq-rep-n`.
+    """
+    grams = [tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def check_generate(inputs: Inputs, method: Method) -> None:
+    """Raise `ConfigError` for a prompt that is longer than the model takes, `Unsupported` for a residual without order.
+
+    Raises:
+        DataError: as `text_of`.
+    """
+    task: GenerateConfig = inputs.config.task
+    check_prefill(method, task.prefill)
+    prompt = len(prompt_of(inputs))
+    said = f"task.max_new_tokens={task.max_new_tokens}: after a prompt of {prompt} tokens;"
+    inputs.check_tokens(prompt + task.max_new_tokens, said, " together")
+
+
+def measure_generate(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """The continuation as a sample, and its cache's size; with a baseline, the tokens that both have in common."""
+    task, tokenizer = inputs.config.task, inputs.tokenizer
+    prompt = prompt_of(inputs)
+    reader = Reader.of(inputs, method)
+    cache, logits = reader.begin(reader.tensor([prompt]))
+    (tokens,) = reader.write(cache, logits, task.max_new_tokens, reader.ends(tokenizer))
+    cache.check_finite()
+    sample: dict[str, Any] = {
+        "item": "prompt",
+        "prompt": text_of(task),
+        "tokens": tokens,
+        "text": answer_text(tokenizer, tokens, ()),
+    }
+    metrics = {
+        **storage_metrics(cache, 1),
+        "prompt_tokens": float(len(prompt)),
+        "new_tokens": float(len(tokens)),
+        "repetition": repetition(tokens, task.ngram),
+    }
+    if baseline is not None:
+        (full,) = baseline.samples
+        metrics["same_tokens"] = float(shared(tokens, full["tokens"]))
+    return Measurement(metrics, units_of(metrics), [sample])
+
+
+TASKS = {
+    "conversation": Task(check, measure),
+    "generate": Task(
+        check_generate,
+        measure_generate,
+        lambda inputs: hashlib.sha256(text_of(inputs.config.task).encode()).hexdigest(),
+        texts=lambda inputs: [text_of(inputs.config.task)],
+    ),
+}

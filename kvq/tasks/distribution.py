@@ -6,8 +6,10 @@ As in the method, keys go through NSN before RoPE, and their distribution is mea
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -25,10 +27,12 @@ from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.tasks import capture as capturing
-from kvq.tasks.capture import Layer, capture, fingerprint, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
+from kvq.tasks.capture import LayerStates, capture_windows
+from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like
 
 States = Float[Tensor, "batch heads tokens dim"]
+Place = dict[str, Any]
+"""A side and a layer, as rows name them."""
 BINS, LOW, HIGH = 100, -5.0, 5.0
 """Of Table 1: width 0.1."""
 STEPS = ("N", "NS", "NSN")
@@ -50,7 +54,7 @@ def nsn(x: States, step: str, chunk: int | None = 64) -> States:
 
 
 def hadamard(x: States) -> States:
-    """Rotated channels, as `kvq.codecs.Hadamard` does."""
+    """Rotate channels by a Hadamard matrix, as `kvq.codecs.Hadamard`."""
     return Hadamard().forward(x)[0]
 
 
@@ -80,8 +84,8 @@ def oracle(draws: int, samples: int = ORACLE_SAMPLES, seed: int = 0) -> float:
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Per head: means and deviations of channels over tokens, and of their covariance the part off the diagonal.
+class ChannelMoments:
+    """Statistics of channels over tokens, per head: means, deviations, and covariances of different channels.
 
     `lowest`, `highest`: least and largest covariance of each channel with the others (0 where all have one sign).
     """
@@ -93,15 +97,15 @@ class Moments:
     highest: Float[Tensor, "heads dim"]
 
 
-def moments(x: States) -> Moments:
-    """Moments over the tokens of all sequences of the batch; the Frobenius norm, least and largest covariances."""
+def moments(x: States) -> ChannelMoments:
+    """Compute the statistics of channels over the tokens of all sequences of the batch."""
     flat = x.double().transpose(0, 1).flatten(1, 2)
     mean = flat.mean(1)
     centered = flat - mean[:, None]
     covariance = centered.mT @ centered / flat.shape[1]
     variance = covariance.diagonal(dim1=1, dim2=2).clone()
     covariance.diagonal(dim1=1, dim2=2).zero_()
-    return Moments(
+    return ChannelMoments(
         mean,
         variance.sqrt(),
         torch.linalg.matrix_norm(covariance),
@@ -121,8 +125,9 @@ class VarianceRange:
 
 
 def lemma_range(mean: Float[Tensor, " dim"], off_diagonal: float, alpha: float, constant: float) -> VarianceRange:
-    """[1 - ε - Γβ, 1 + Γβ], β = sqrt(ln(2/α) / c) / d, ε the mean squared channel mean, Γ the off-diagonal norm.
+    """The range [1 - ε - Γβ, 1 + Γβ] of Lemma 1, with β = sqrt(ln(2/α) / c) / d.
 
+    ε is the mean squared channel mean, Γ the off-diagonal norm.
     `constant`: c of the Hanson-Wright inequality, which the paper leaves open.
     """
     beta = math.sqrt(math.log(2 / alpha) / constant) / mean.shape[0]
@@ -160,14 +165,14 @@ def synthetic_cosine(tokens: int, head_dim: int, bits: int, codebook: str, seed:
 ORACLE_DRAWS = 1000
 
 
-def plain(layer: Layer, side: str) -> Tensor:
+def plain(layer: LayerStates, side: str) -> Tensor:
     """Values, or keys before their rotary embedding, in the compute dtype."""
     x = getattr(layer, side)
     x = x if x.dtype == torch.float64 else x.float()
-    return _turned(layer, x, back=True) if side == "key" else x
+    return _rotated_by_rope(layer, x, back=True) if side == "key" else x
 
 
-def _turned(layer: Layer, x: Tensor, back: bool) -> Tensor:
+def _rotated_by_rope(layer: LayerStates, x: Tensor, back: bool) -> Tensor:
     if layer.rope is None:
         return x
     rope = replace(layer.rope, cos=layer.rope.cos[:, None], sin=layer.rope.sin[:, None])
@@ -184,94 +189,75 @@ class Distributions:
         self._seen: set[int] = set()
         self._kept = 0  # windows of which vectors are kept
 
-    def add(self, layer: Layer) -> None:
+    def add(self, layer: LayerStates) -> None:
         """Take one layer of one window."""
         for side in ("key", "value"):
+            place = {"side": side, "layer": layer.index}
             x = plain(layer, side)
             steps = {step: nsn(x, step, self.task.chunk) for step in STEPS}
             if side == "key":
-                steps = {step: _turned(layer, y, back=False) for step, y in steps.items()}
-            self._kl(layer.index, side, steps)
+                steps = {step: _rotated_by_rope(layer, y, back=False) for step, y in steps.items()}
+            self._kl(place, steps)
             rotated = hadamard(steps["NSN"])
-            self._vectors(layer.index, side, rotated)
+            self._vectors(place, rotated)
             if layer.index not in self._seen:
-                self._moments(layer.index, side, getattr(layer, side), steps["NSN"], rotated)
-                self._lemma(layer.index, side, steps["NSN"])
+                for stage, y in (("input", getattr(layer, side)), ("NSN", steps["NSN"]), ("NSN+Hadamard", rotated)):
+                    self._moments(place, stage, moments(y))
+                self._lemma(place, steps["NSN"])
             if layer.index == self.task.vector_layer and self._kept < self.task.vector_windows:
-                self._keep(side, layer.index, x)
+                self._keep(place, x)
         self._kept += layer.index == self.task.vector_layer
         self._seen.add(layer.index)
 
-    def _note(self, names: dict[str, Any], **values: float) -> None:
-        self._means[tuple(names.items())].append(values)
+    def _note(self, kind: str, names: Mapping[str, Any], **values: float) -> None:
+        self._means[("kind", kind), *names.items()].append(values)
 
-    def _kl(self, layer: int, side: str, steps: dict[str, Tensor]) -> None:
+    def _kl(self, place: Place, steps: dict[str, Tensor]) -> None:
         for step, y in steps.items():
             for rotated, z in ((False, y), (True, hadamard(y))):
                 for head in range(z.shape[1]):
-                    names = {
-                        "kind": "kl",
-                        "side": side,
-                        "layer": layer,
-                        "head": head,
-                        "step": step,
-                        "hadamard": rotated,
-                    }
-                    self._note(names, kl=float(channel_kl(z[0, head]).mean()))
+                    names = {**place, "head": head, "step": step, "hadamard": rotated}
+                    self._note("kl", names, kl=float(channel_kl(z[0, head]).mean()))
 
-    def _vectors(self, layer: int, side: str, rotated: Tensor) -> None:
-        place = {"side": side, "layer": layer}
+    def _vectors(self, place: Place, rotated: Tensor) -> None:
         for head, value in enumerate(correlation_in_groups(rotated).tolist()):
-            self._note({"kind": "correlation", **place, "head": head}, correlation=value)
+            self._note("correlation", {**place, "head": head}, correlation=value)
         for name in self.task.codebooks:
             for bits in CODEBOOKS[name]:
                 found = float(vector_cosine(rotated, bits, name).mean())
-                self._note({"kind": "vq", **place, "codebook": name, "bits": bits}, cosine=found)
+                self._note("vq", {**place, "codebook": name, "bits": bits}, cosine=found)
 
-    def _moments(self, layer: int, side: str, raw: Tensor, normal: Tensor, rotated: Tensor) -> None:
-        for stage, y in (("input", raw), ("NSN", normal), ("NSN+Hadamard", rotated)):
-            found = moments(y)
-            for head in range(y.shape[1]):
-                row = {"kind": "moments", "side": side, "layer": layer, "head": head, "stage": stage}
-                self.first.append({**row, "mean": _short(found.mean[head]), "deviation": _short(found.deviation[head])})
+    def _moments(self, place: Place, stage: str, found: ChannelMoments) -> None:
+        for head, (mean, deviation) in enumerate(zip(found.mean, found.deviation, strict=True)):
+            row = {"kind": "moments", **place, "head": head, "stage": stage}
+            self.first.append({**row, "mean": _short(mean), "deviation": _short(deviation)})
 
-    def _lemma(self, layer: int, side: str, normal: Tensor) -> None:
+    def _lemma(self, place: Place, normal: Tensor) -> None:
         found = moments(normal)
         variances = torch.stack(
             [moments(RandomizedHadamard(seed).forward(normal)[0]).deviation.square() for seed in range(self.task.signs)]
         )
-        for head in range(normal.shape[1]):
-            limits = lemma_range(
-                found.mean[head], float(found.off_diagonal[head]), self.task.alpha, self.task.hanson_wright
-            )
-            here = variances[:, head]
+        for head, gamma in enumerate(found.off_diagonal.tolist()):
+            limits = lemma_range(found.mean[head], gamma, self.task.alpha, self.task.hanson_wright)
+            here, lowest, highest = variances[:, head], found.lowest[head], found.highest[head]
             inside = (here >= limits.low) & (here <= limits.high)
-            self.first.append(
-                {
-                    "kind": "lemma",
-                    "side": side,
-                    "layer": layer,
-                    "head": head,
-                    **vars(limits),
-                    "variance_min": float(here.min()),
-                    "variance_max": float(here.max()),
-                    "inside": float(inside.double().mean()),
-                    "covariance_min": float(found.lowest[head].amin()),
-                    "covariance_max": float(found.highest[head].amax()),
-                }
-            )
+            row = {"kind": "lemma", **place, "head": head, **vars(limits)}
+            row |= {"variance_min": float(here.min()), "variance_max": float(here.max())}
+            row |= {"inside": float(inside.double().mean())}
+            row |= {"covariance_min": float(lowest.amin()), "covariance_max": float(highest.amax())}
+            self.first.append(row)
             if self.task.channel_ranges and not self._seen:  # the first layer
-                ranges = {"lowest": _short(found.lowest[head]), "highest": _short(found.highest[head])}
-                self.first.append({"kind": "ranges", "side": side, "layer": layer, "head": head, **ranges})
+                ranges = {"lowest": _short(lowest), "highest": _short(highest)}
+                self.first.append({"kind": "ranges", **place, "head": head, **ranges})
 
-    def _keep(self, side: str, layer: int, x: Tensor) -> None:
+    def _keep(self, place: Place, x: Tensor) -> None:
         windows, index = self.task.vector_windows, self._kept
         count = min(self.task.vectors * (index + 1) // windows - self.task.vectors * index // windows, x.shape[2])
-        place = {"side": side, "layer": layer} | ({"window": index} if windows > 1 else {})
+        own = {**place} | ({"window": index} if windows > 1 else {})
         picked = torch.linspace(0, x.shape[2] - 1, count).long() if count else torch.zeros(0, dtype=torch.long)
         for position in picked.tolist():
             values = _short(x[0, 0, position])
-            self.first.append({"kind": "vector", **place, "position": position, "values": values})
+            self.first.append({"kind": "vector", **own, "position": position, "values": values})
 
     def samples(self) -> list[dict[str, Any]]:
         """Rows of all kinds; means over windows, then those of the first window and the vectors that are kept."""
@@ -291,9 +277,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Statistics of the first windows, those of equally many N(0, 1) samples, and cosines of synthetic vectors."""
     task: DistributionConfig = inputs.config.task
     distributions = Distributions(task)
-    windows = windows_of(inputs)
-    for tokens in windows:
-        capture(inputs.model, tokens, distributions.add)
+    windows = capture_windows(inputs, distributions.add)
     rows = distributions.samples()
     if not any(row["kind"] == "vector" for row in rows) and task.vectors:
         raise ConfigError(f"task.vector_layer={task.vector_layer}: the model has no such layer")
@@ -301,19 +285,13 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         for bits in CODEBOOKS[name]:
             line = synthetic_cosine(task.context, inputs.head_dims[0], bits, name)
             rows.append({"kind": "synthetic", "codebook": name, "bits": bits, "cosine": line})
-    metrics = {"kl_oracle": oracle(ORACLE_DRAWS, task.context), "windows": float(len(windows))}
+    metrics = {"kl_oracle": oracle(ORACLE_DRAWS, task.context), "windows": float(windows)}
     for side in ("key", "value"):
-        for step in STEPS:
-            for rotated in (True, False):
-                wanted = ("kl", side, step, rotated)
-                values = [
-                    r["kl"] for r in rows if (r["kind"], r.get("side"), r.get("step"), r.get("hadamard")) == wanted
-                ]
-                name = f"kl_{side}_{step}{'_hadamard' if rotated else ''}"
-                metrics[name] = sum(values) / len(values)
+        for step, rotated in itertools.product(STEPS, (True, False)):
+            name = f"kl_{side}_{step}{'_hadamard' if rotated else ''}"
+            metrics |= mean_metric(name, rows, "kl", kind="kl", side=side, step=step, hadamard=rotated)
         for kind, quantity in (("lemma", "inside"), ("lemma", "gamma"), ("correlation", "correlation")):
-            values = [row[quantity] for row in rows if row["kind"] == kind and row["side"] == side]
-            metrics[f"{side}_{quantity}"] = sum(values) / len(values)
+            metrics |= mean_metric(f"{side}_{quantity}", rows, quantity, kind=kind, side=side)
     return Measurement(metrics, units_like(metrics, {"kl_*": "nats", "windows": "windows"}), rows)
 
 
@@ -333,4 +311,4 @@ def check(inputs: Inputs, method: Method) -> None:
     capturing.check(inputs, method)
 
 
-TASK = Task(check, measure, fingerprint)
+TASK = Task(check, measure)

@@ -6,9 +6,9 @@ arithmetic, which full precision shows (`agreement_kl` of the run with method=fp
 in 8 bits (`agreement_kl_q8`).
 
 In a deep model a rounding error moves a few codes of a layer, each by a whole step, and these move more codes of the
-next: two runs of one format part. How far shows the preset beside itself with a unit in the last place of its token
-embeddings (`preset_kl_self`). What is left without that is the difference of the engine to PyTorch on the keys and
-values that the engine stored (`agreement_kl_stored`).
+next: two runs of one format diverge. How far is shown by the preset against itself, run again with errors of a unit in
+the last place of its token embeddings (`preset_kl_self`). What is left without that is the difference of the engine to
+PyTorch on the keys and values that the engine stored (`agreement_kl_stored`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from kvq.config import PplConfig
 from kvq.config.engine import EngineName
 from kvq.config.residual import Policy
 from kvq.engines.kld import LogitsWriter
-from kvq.engines.llamacpp import LlamaCpp
+from kvq.engines.llamacpp import LlamaCpp, write_gguf
 from kvq.engines.mlx import Mlx
 from kvq.errors import DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
+from kvq.models.layers import head_dims_of
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.capture import States, engine_attention, rounding_error, unstaged
-from kvq.tasks.scoring import log_probabilities, parallel_method, score
+from kvq.tasks.scoring import log_probabilities, parallel_method, score, without_codecs
 from kvq.tasks.windows import PplResult, Window, divergence
 
 LLAMACPP_TYPES = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -132,8 +133,6 @@ def opened(inputs: Inputs, found: Format) -> Iterator[LlamaCpp | Mlx]:
         with Mlx(inputs.model.model, task.context, *found.types) as engine:
             yield engine
         return
-    from kvq.engines.gguf_file import write_gguf
-
     with tempfile.TemporaryDirectory(prefix="kvq-gguf-") as folder:
         if (file := settings.path) is None:
             file = Path(folder) / "model.gguf"
@@ -180,14 +179,9 @@ class Agreement:
 
     def metrics(self, samples: Sequence[dict[str, Any]], task: PplConfig) -> dict[str, float]:
         """Loss of the preset, its difference from the engine's with a standard error, divergences and correlations."""
-        off = delta_nll_of_samples(self.rows, samples, **vars(task.bootstrap))
-        out = {
-            "preset_nll": sum(row["nll"] for row in self.rows) / sum(row["tokens"] for row in self.rows),
-            "preset_off": off.value,
-            "agreement_kl": _mean(self.parts["between"]),
-        }
-        if off.standard_error is not None:
-            out["preset_off_se"] = off.standard_error
+        out = {"preset_nll": sum(row["nll"] for row in self.rows) / sum(row["tokens"] for row in self.rows)}
+        out |= delta_nll_of_samples(self.rows, samples, **vars(task.bootstrap)).metrics("preset_off")
+        out["agreement_kl"] = _mean(self.parts["between"])
         for part, name in _MEANS.items():
             if self.parts[part]:
                 out[name] = _mean(self.parts[part])
@@ -202,7 +196,7 @@ def _mean(parts: list[Tensor]) -> float:
 
 
 def _correlation(first: list[Tensor], second: list[Tensor]) -> float:
-    """Pearson's, over tokens; 0 where one of both is constant."""
+    """Pearson's correlation over tokens; 0 where one of the two is constant."""
     pair = torch.stack([torch.cat(first), torch.cat(second)]).double()
     found = torch.corrcoef(pair)[0, 1]
     return float(torch.nan_to_num(found))
@@ -224,7 +218,7 @@ def compare(
         engine: the engine's log-probabilities under the method.
         full: those of the engine in full precision; None: the method is that.
         rounds: the engine multiplies quantized keys by queries in 8 bits.
-        stored: its keys and values of each layer, behind the stages of their codecs; None: a side is not quantized.
+        stored: its keys and values of each layer, after the stages of their codecs; None: a side is not quantized.
     """
     preset = in_torch(loaded, method, window)
     nll = -preset.gather(1, window.tokens[window.scored_from :, None]).double().sum()
@@ -232,7 +226,7 @@ def compare(
     into.add("between", engine, preset)
     if full is None:
         return
-    whole = Method("fp16", None, None, method.residual, None)
+    whole = without_codecs(method)
     reference = in_torch(loaded, whole, window)
     into.add("engine", full, engine)
     into.add("preset", reference, preset)
@@ -280,21 +274,21 @@ def run_engine(
     """
     task: PplConfig = inputs.config.task
     loaded, agreement = inputs.model, Agreement()
+    config = loaded.text_config
     found = check(inputs, method)
-    full = check(inputs, Method("fp16", None, None, method.residual, None))
+    full = check(inputs, without_codecs(method))
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(opened(inputs, found))
-        if engine.vocab != loaded.text_config.vocab_size:
-            raise DataError(
-                f"task.engine.file={task.engine.file}: {engine.vocab} tokens; model={inputs.config.model.name} has "
-                f"{loaded.text_config.vocab_size}"
-            )
+        if engine.vocab != config.vocab_size:
+            given = f"task.engine.file={task.engine.file}: {engine.vocab} tokens"
+            raise DataError(f"{given}; model={inputs.config.model.name} has {config.vocab_size}")
         reference = None if method.is_full_precision else stack.enter_context(opened(inputs, full))
         rounds = isinstance(engine, LlamaCpp)
         for index, window in enumerate(tqdm(windows, desc=method.label, unit="window", leave=False, disable=None)):
             own = scored(engine, window)
             expected = None if reference is None else scored(reference, window)
-            result.add([index], window.tokens[None, window.scored_from :], own[None], _row(expected))
+            against = None if expected is None else expected[None]
+            result.add([index], window.tokens[None, window.scored_from :], own[None], against)
             result.storage = result.storage or stored(engine, window)
             if not math.isfinite(result.scores[index].nll):
                 raise DataError(f"window {index}: the engine's log-probabilities are not finite")
@@ -302,19 +296,10 @@ def run_engine(
                 writer.write(index, window.scored_from, own)
             if task.engine.compare:
                 whole = None in (method.key, method.value)
-                held = None if whole else engine.cached(*_shape(loaded.text_config))
-                compare(agreement, loaded, method, window, own, expected, rounds, held)
+                shape = config.num_hidden_layers, config.num_key_value_heads, head_dims_of(config)[0]
+                cached = None if whole else engine.cached(*shape)
+                compare(agreement, loaded, method, window, own, expected, rounds, cached)
         return agreement, engine.build
-
-
-def _shape(config: Any) -> tuple[int, int, int]:
-    """Layers, KV heads and channels of a head."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, config.num_key_value_heads, head_dim
-
-
-def _row(expected: Tensor | None) -> Tensor | None:
-    return None if expected is None else expected[None]
 
 
 def stored(engine: LlamaCpp | Mlx, window: Window) -> dict[str, float]:

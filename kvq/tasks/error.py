@@ -1,6 +1,9 @@
-"""`task=error`: errors of a method's keys, values and attention outputs, stage by stage.
+"""`task=error`, `task=synthetic`: errors of a method's keys, values and attention outputs.
 
-All tokens of a window are quantized, in the blocks of the method's residual; none stays in full precision.
+`task=error` goes stage by stage through the states of a model. All tokens of a window are quantized, in the blocks of
+the method's residual; none stays in full precision. `task=synthetic` draws keys, by the norm of sinks and the magnitude
+of outlier channels, and reads no model: OScaR (arXiv 2605.19660), section 4, claims that scaling without rotation
+creates outliers and that both together help.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import Codec
-from kvq.config.diagnostics import Arms, ErrorConfig
+from kvq.codecs import Codec, rope_table
+from kvq.config.diagnostics import Arms, ErrorConfig, SyntheticConfig
 from kvq.diagnostics.fidelity import (
     Arm,
     arms,
@@ -25,11 +29,14 @@ from kvq.diagnostics.fidelity import (
     relative_mse,
     relative_mse_by_position,
 )
+from kvq.diagnostics.norms import TOKENS_PER_GROUP
+from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
+from kvq.tasks.capture import LayerStates, block_of, capture_windows, check, windows_of
+from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like
+from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
 
 QUANTITIES = ("rel_mse", "cosine", "weight_kl", "output_error")
 _UNITS = {"*_weight_kl": "nats/query", "windows": "windows", "context": "tokens"}
@@ -46,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Found:
+class Reconstruction:
     """A case with its decoded states; None: the original states."""
 
     case: Case
@@ -60,7 +67,7 @@ def bins_of(tokens: int, count: int) -> list[tuple[int, int]]:
     return [(start, end) for start, end in itertools.pairwise(edges) if end > start]
 
 
-class Errors:
+class ErrorSums:
     """Sums over windows: per case, layer and KV head, and per case, layer and bin of positions."""
 
     def __init__(self, method: Method, task: ErrorConfig) -> None:
@@ -70,19 +77,14 @@ class Errors:
         self._positions: dict[tuple[Case, int], list[list[float]]] = defaultdict(list)
         self._windows: dict[int, int] = defaultdict(int)
 
-    def add(self, layer: Layer) -> None:
+    def add(self, layer: LayerStates) -> None:
         """Apply every case to one layer of one window."""
         found = [*self._side(layer, "key"), *self._side(layer, "value")]
-        whole = {
-            side: next((f for f in found if f.case.side == side and f.case.complete), None) for side in ("key", "value")
-        }
-        both = Found(
-            Case("both", "complete", "after", True),
-            whole["key"].key if whole["key"] else None,
-            whole["value"].value if whole["value"] else None,
-        )
+        complete = [each for each in found if each.case.complete]
         if found:
-            found.append(both)
+            key = next((each.key for each in complete if each.case.side == "key"), None)
+            value = next((each.value for each in complete if each.case.side == "value"), None)
+            found.append(Reconstruction(Case("both", "complete", "after", True), key, value))
         attended = attention_errors(
             layer.attention, layer.query, layer.key, layer.value, [(each.key, each.value) for each in found]
         )
@@ -102,7 +104,7 @@ class Errors:
             self._sums[name] = self._sums[name] + errors if name in self._sums else errors
         self._windows[layer.index] += 1
 
-    def _side(self, layer: Layer, side: str) -> list[Found]:
+    def _side(self, layer: LayerStates, side: str) -> list[Reconstruction]:
         codec: Codec | None = self.method.codec_of(side, layer.index)
         if codec is None:
             return []
@@ -111,16 +113,13 @@ class Errors:
         tried: list[tuple[Arm, Codec, str]] = [
             (arm, arm.codec, "after") for arm in arms(codec, self.task.arms is Arms.subsets)
         ]
-        if side == "key" and layer.rope is not None:
-            for arm, _, _ in list(tried):
-                other = before_rope(arm.codec)
-                if other is not None and not codec.uses_rope:
-                    tried.append((arm, other, "before"))
+        if side == "key" and layer.rope is not None and not codec.uses_rope:
+            tried += [(arm, own, "before") for arm, _, _ in tried if (own := before_rope(arm.codec)) is not None]
         out = []
         for arm, chain, rope in tried:
             x_hat = reconstruct(chain, x, block, layer.rope)
             case = Case(side, arm.name, rope, arm.complete)
-            out.append(Found(case, x_hat if side == "key" else None, x_hat if side == "value" else None))
+            out.append(Reconstruction(case, x_hat if side == "key" else None, x_hat if side == "value" else None))
         return out
 
     def samples(self) -> list[dict[str, Any]]:
@@ -144,20 +143,124 @@ class Errors:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Errors of `method` on the first windows; a full-precision method has none."""
     task: ErrorConfig = inputs.config.task
-    errors = Errors(method, task)
-    windows = windows_of(inputs)
-    if not method.is_full_precision:
-        for tokens in windows:
-            capture(inputs.model, tokens, errors.add)
+    errors = ErrorSums(method, task)
+    windows = len(windows_of(inputs)) if method.is_full_precision else capture_windows(inputs, errors.add)
     rows = errors.samples()
-    metrics = {"windows": float(len(windows)), "context": float(task.context)}
-    for side in ("key", "value", "both"):
-        chosen = [r for r in rows if (r["kind"], r["side"], r["complete"], r["rope"]) == ("error", side, True, "after")]
-        for quantity in QUANTITIES:
-            values = [row[quantity] for row in chosen if quantity in row]
-            if values and (side, quantity) != ("value", "weight_kl"):
-                metrics[f"{side}_{quantity}"] = sum(values) / len(values)
+    metrics = {"windows": float(windows), "context": float(task.context)}
+    for side, quantity in itertools.product(("key", "value", "both"), QUANTITIES):
+        if (side, quantity) != ("value", "weight_kl"):
+            case: dict[str, Any] = {"kind": "error", "side": side, "complete": True, "rope": "after"}
+            metrics |= mean_metric(f"{side}_{quantity}", rows, quantity, **case)
     return Measurement(metrics, units_like(metrics, _UNITS), rows)
 
 
-TASK = Task(check, measure, fingerprint)
+def imbalanced(
+    tokens: int,
+    head_dim: int,
+    sinks: int,
+    lowness: float,
+    outlier_channels: int,
+    outlier_size: float,
+    outlier_spread: float,
+    sink_outliers: bool,
+    heads: int = 1,
+    seed: int = 0,
+) -> Float[Tensor, "1 heads tokens head_dim"]:
+    """Standard normal tokens, of which the first `sinks` are `lowness` times smaller.
+
+    The same `outlier_channels` of every token have a mean of ±`outlier_size` (signs per channel) in addition to their
+    unit deviation; `outlier_spread` is the relative deviation of that size over tokens. With `sink_outliers` the sinks
+    have these outliers too, so they point in the direction of the other tokens; without, they have a direction of their
+    own, as OScaR (arXiv 2605.19660, section 4) describes attention sinks. Norms of other tokens do not depend on
+    `lowness`.
+
+    Raises:
+        ConfigError: more sinks than tokens or more outlier channels than channels.
+    """
+    if not 0 <= sinks <= tokens or not 0 <= outlier_channels <= head_dim:
+        raise ConfigError(
+            f"task.sinks={sinks}, task.outlier_channels={outlier_channels}: at most task.tokens={tokens} and "
+            f"task.head_dim={head_dim}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, heads, tokens, head_dim, generator=generator)
+    channels = torch.stack([torch.randperm(head_dim, generator=generator) for _ in range(heads)])[:, :outlier_channels]
+    signs = torch.randint(0, 2, (heads, outlier_channels), generator=generator).float() * 2 - 1
+    sizes = 1 + outlier_spread * torch.randn(heads, tokens, outlier_channels, generator=generator)
+    if not sink_outliers:
+        sizes[:, :sinks] = 0
+    x[0] += torch.zeros_like(x[0]).scatter_(
+        2, channels[:, None].expand_as(sizes), sizes * signs[:, None] * outlier_size
+    )
+    x[:, :, :sinks] /= lowness
+    return x
+
+
+def cell(codec: Codec, task: SyntheticConfig, block: int | None, lowness: float, outliers: float) -> dict[str, float]:
+    """Relative squared errors of all tokens, sinks, others, and the sinks' neighbours, each a mean over tokens.
+
+    `apart`: relative to the token minus the mean of all others, instead of the token itself. Neighbours: the other
+    tokens among the first 32, which is OScaR's and KIVI's group.
+    """
+    x = imbalanced(
+        task.tokens,
+        task.head_dim,
+        task.sinks,
+        lowness,
+        task.outlier_channels,
+        outliers,
+        task.outlier_spread,
+        task.sink_outliers,
+        task.repeats,
+        task.seed,
+    )
+    rope = rope_table(task.tokens, task.head_dim) if codec.uses_rope else None
+    x_hat = reconstruct(codec, x, block, rope)
+    # The mean of all keys adds the same to every logit, which softmax cancels, so errors are relative to the deviation.
+    common = x[:, :, task.sinks :].mean(2, keepdim=True)
+    error, power, apart = (part.double().square().sum(-1)[0] for part in (x_hat - x, x, x - common))
+    first = slice(task.sinks, min(TOKENS_PER_GROUP, task.tokens))
+    parts = {"sink": slice(0, task.sinks), "other": slice(task.sinks, None), "neighbour": first}
+    out = {"error": float((error / power).mean()), "apart_error": float((error / apart).mean())}
+    for name, part in parts.items():
+        if x[:, :, part].numel():
+            # Normalized per token: in a sum over tokens, the total loss of a low-norm sink would hardly be visible.
+            out[f"{name}_error"] = float((error / power)[:, part].mean())
+            out[f"{name}_apart_error"] = float((error / apart)[:, part].mean())
+    return out
+
+
+def measure_synthetic(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """Errors of the method's keys on the grid of settings; full precision has none."""
+    task: SyntheticConfig = inputs.config.task
+    rows: list[dict[str, Any]] = []
+    if method.key is not None:
+        block = block_of(method.residual.key)
+        for lowness in task.lowness:
+            for outliers in task.outliers:
+                found = cell(method.key, task, block, lowness, outliers)
+                rows.append({"kind": "plane", "lowness": lowness, "outliers": outliers, **found})
+    metrics = {"cells": float(len(task.lowness) * len(task.outliers))}
+    for name in ("error", "apart_error", "sink_error", "other_apart_error", "neighbour_apart_error"):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            metrics[f"{name}_mean"], metrics[f"{name}_max"] = sum(values) / len(values), max(values)
+    return Measurement(metrics, units_like(metrics, {"cells": "cells"}), rows)
+
+
+def check_synthetic(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a method of values alone, or a head dim that the method cannot do."""
+    task: SyntheticConfig = inputs.config.task
+    check_codecs_alone(method, task.name)
+    if method.by_layer:
+        check_layers_alike(method, task.name)
+    if method.key is None and not method.is_full_precision:
+        raise Unsupported(f"task=synthetic: {method.name} leaves keys in full precision")
+    if method.key is not None:
+        method.key.check(task.head_dim)
+
+
+TASKS = {
+    "error": Task(check, measure),
+    "synthetic": Task(check_synthetic, measure_synthetic, lambda _: "made-up keys"),  # settings name the tensors
+}

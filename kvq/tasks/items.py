@@ -1,23 +1,20 @@
-"""Tasks made of items: each item is scored, stored at once, and compared with the same item at full precision.
+"""Tasks made of items: each item is scored, saved at once, and compared with the same item in full precision.
 
 One rule says which prompts go through a model together. A batch has `task.batch_size` prompts; by default (null) as
 many as `ROWS`, and no more tokens than `TOKENS`. Prompts of unequal length share a batch where method and model hold
-sequences apart; elsewhere those of equal length do. Equal or not, the answers are those of each prompt alone, up to the
-last bits of what a batch rounds.
+sequences apart; elsewhere those of equal length do. Equal or not, the answers are those of each prompt on its own, up
+to the last bits of what a batch rounds.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
@@ -28,6 +25,7 @@ from kvq.errors import DataError
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.noise import judge_items
+from kvq.results.provenance import timed
 from kvq.results.statistics import paired_mean
 from kvq.tasks.measurement import RECOMPRESSED, STATES, STORED, Baseline, Measurement, storage_metrics
 from kvq.tasks.reader import Ends, Pick, Reader
@@ -119,69 +117,46 @@ class Items(Generic[T]):
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
-class Clock:
-    """Seconds by phase; synchronizes the device at the end of a phase."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to the phase."""
-        self._wait()
-        start = time.perf_counter()
-        yield
-        self._wait()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The new tokens of an answer, up to and with the one that ended it, and its `cost` as `Scored` has it."""
-
-    tokens: list[int]
-    cost: dict[str, float]
-
-
 def write_answers(
     reader: Reader,
     prompts: Sequence[Sequence[int]],
     most: int,
     ends: Ends,
+    sample: Callable[[int, list[int]], Sample],
     pick: Pick | None = None,
     stay: bool = False,
-) -> list[Answer]:
-    """Answers of at most `most` tokens to prompts that are read together.
+) -> list[Scored]:
+    """Write and score answers of at most `most` tokens to prompts that are read together.
 
     An answer that has ended leaves its batch, so that its storage is its own; with `stay` all rows go on until the last
     has ended, and each has its part of what the cache then holds.
 
+    Args:
+        sample: what the record keeps of the answer to a prompt, by the prompt's place and the new tokens, up to and
+            with the one that ended the answer.
+
     Raises:
         DataError: states that are not finite.
     """
-    clock, before, held = Clock(reader.loaded.device), reader.tokens_read, {}
-    with clock.phase("prefill"):
+    seconds: dict[str, float] = {}
+    device, before, stored = reader.loaded.device, reader.tokens_read, {}
+    with timed(seconds, "prefill", device=device):
         cache, logits = reader.begin_together(prompts)
     read = (reader.tokens_read - before) / len(prompts)
 
     def leave(row: int, own: KVCache) -> None:
         own.check_finite()
-        held[row] = storage_metrics(own, 1)
+        stored[row] = storage_metrics(own, 1)
 
-    with clock.phase("decode"):
+    with timed(seconds, "decode", device=device):
         rows = reader.write(cache, logits, most, ends, pick, None if stay else leave)
     if stay:
         cache.check_finite()
-        held = dict.fromkeys(range(len(rows)), storage_metrics(cache, len(rows)))
-    spent = {phase: seconds / len(rows) for phase, seconds in clock.seconds.items()}
+        stored = dict.fromkeys(range(len(rows)), storage_metrics(cache, len(rows)))
+    spent = {phase: took / len(rows) for phase, took in seconds.items()}
     costs = ({"prompt_tokens": float(len(prompt)), "read_tokens": read} for prompt in prompts)
     return [
-        Answer(row, cost | {"new_tokens": float(len(row)), **spent, **held[index]})
+        Scored(sample(index, row), cost | {"new_tokens": float(len(row)), **spent, **stored[index]})
         for index, (row, cost) in enumerate(zip(rows, costs, strict=True))
     ]
 
@@ -229,7 +204,8 @@ def measure_items(
     """
     say(items.skipped, "skipped")
     if not any(items.batches):
-        raise DataError(f"task={task.name}: no item can be scored; the first: {_first(items.skipped)}")
+        first = next((f"{item}: {why}" for item, why in sorted(items.skipped.items())), "there are none")
+        raise DataError(f"task={task.name}: no item can be scored; the first: {first}")
     scored = score_items(items, score, journal, label)
     samples = [one.sample for one in scored]
     metrics = {name: mean_score(samples), **costs(scored)}
@@ -237,22 +213,18 @@ def measure_items(
     if baseline is not None:
         metrics |= compare(samples, baseline, task, name)
     elif task.noise_floor:
-        again = Items(_other_order(items.batches), items.name)
+        # The same items in smaller batches, the last first.
+        halves = [half for batch in items.batches for half in (batch[: len(batch) // 2], batch[len(batch) // 2 :])]
+        again = Items([half for half in halves[::-1] if half], items.name)
 
         def score_again(batch: Sequence[T]) -> list[Scored]:
-            # For batches of one item, the second order scores the item beside a copy of itself.
+            # For batches of one item, the second order scores the item together with a copy of itself.
             return score(batch) if len(batch) > 1 else score([*batch, *batch])[:1]
 
         repeated = score_items(again, score_again, journal, f"{label} again", "again/")
         metrics["noise_flips"] = changed(samples, [one.sample for one in repeated])
     samples += [{"item": item, "skipped": why} for item, why in sorted(items.skipped.items())]
     return Measurement(metrics, units_of(metrics, {name: "1", f"delta_{name}": "1"}), samples)
-
-
-def _other_order(batches: Sequence[Sequence[T]]) -> list[Sequence[T]]:
-    """The same items in smaller batches, the last first."""
-    halves = [half for batch in batches for half in (batch[: len(batch) // 2], batch[len(batch) // 2 :]) if half]
-    return halves[::-1]
 
 
 def mean_score(samples: Sequence[Sample]) -> float:
@@ -279,9 +251,9 @@ def costs(scored: Sequence[Scored]) -> dict[str, float]:
         if total[phase] > 0 and total[tokens] > 0:
             out[f"{phase}_tokens_per_second"] = total[tokens] / total[phase]
     for name in (*STORED, *RECOMPRESSED, *STATES):
-        held = [one.cost[name] for one in scored if name in one.cost]
-        if held:
-            out[name] = float(np.mean(held))
+        found = [one.cost[name] for one in scored if name in one.cost]
+        if found:
+            out[name] = float(np.mean(found))
     return out
 
 
@@ -309,11 +281,8 @@ def compare(samples: Sequence[Sample], baseline: Baseline, task: ItemsConfig, na
     pairs = paired(samples, baseline.samples)
     ours, theirs = (np.array([pair[side]["score"] for pair in pairs], dtype=np.float64) for side in (0, 1))
     found = paired_mean(ours, theirs, resamples=task.resamples)
-    out = {f"delta_{name}": found.value}
-    if found.standard_error is not None:
-        out[f"delta_{name}_se"] = found.standard_error
     floor = baseline.metrics.get("noise_flips", 0.0)
-    return out | judge_items(ours, theirs, margin=task.margin, noise_flips=floor)
+    return found.metrics(f"delta_{name}") | judge_items(ours, theirs, margin=task.margin, noise_flips=floor)
 
 
 def say(items: Mapping[str, str], what: str) -> None:
@@ -323,7 +292,3 @@ def say(items: Mapping[str, str], what: str) -> None:
     shown = "; ".join(f"{item}: {why}" for item, why in sorted(items.items())[:_SHOWN])
     more = f"; and {len(items) - _SHOWN} more, all in the samples" if len(items) > _SHOWN else ""
     tqdm.write(f"{len(items)} {what} items: {shown}{more}", file=sys.stderr)
-
-
-def _first(skipped: Mapping[str, str]) -> str:
-    return next((f"{item}: {why}" for item, why in sorted(skipped.items())), "there are none")

@@ -1,7 +1,7 @@
 """`task=random_states`, `task=model_states`: errors of the codecs of one or two methods on known states.
 
 Random states are drawn from a known distribution, as kvquant-plus-plus does (sections 2.2, 3.2, 3.4 and 9.6); no model
-is read. A model's states are those of a block, layer by layer: its last query ranks its tokens, the queries behind it
+is read. A model's states are those of a block, layer by layer: its last query ranks its tokens, the queries after it
 are held out (sections 3.1-3.3). All tokens of a draw or of a layer are one block, whatever the residual.
 """
 
@@ -33,7 +33,7 @@ from kvq.results import run_key
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.results.versions import versions_of_method
-from kvq.tasks.capture import Layer, capture, windows_of
+from kvq.tasks.capture import LayerStates, capture, windows_of
 from kvq.tasks.measurement import Baseline, Measurement, Task
 from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
 
@@ -99,7 +99,7 @@ def attended(
 SIDES = ("key", "value")
 COMPARED = ("key_mse", "key_ranking_error", "key_held_out_error", "value_mse")
 """Errors that are compared with the other method's."""
-_BESIDE = "_beside"
+_OTHER = "_of_the_other"
 States = Float[Tensor, "1 heads tokens dim"]
 
 
@@ -179,10 +179,9 @@ def errors_of(side: str, known: Known, x_hat: States) -> dict[str, float]:
 
 def costs_of(side: str, fitted: Fitted, packed: Packed) -> dict[str, float]:
     """Bits per element, those of the sequence where it stores more; a Huffman code's rate; a correction's share."""
-    held = [packed] if fitted.before is None else [fitted.before, packed]
-    found = {
-        f"{side}_bits": 8 * sum(p.nbytes for p in held) / sum(p.batch * p.heads * p.tokens * p.head_dim for p in held)
-    }
+    stored = [packed] if fitted.before is None else [fitted.before, packed]
+    elements = sum(one.batch * one.heads * one.tokens * one.head_dim for one in stored)
+    found = {f"{side}_bits": 8 * sum(one.nbytes for one in stored) / elements}
     if side == "value":
         return found
     if isinstance(fitted.codec, HuffmanCodec):
@@ -197,7 +196,7 @@ def costs_of(side: str, fitted: Fitted, packed: Packed) -> dict[str, float]:
 
 
 @dataclass
-class Found:
+class PlaceMeans:
     """Numbers by place, each a mean over what was added."""
 
     _sums: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
@@ -214,11 +213,11 @@ class Found:
             x: States = getattr(known, side)
             packed = encoded(own, x, known.ranking)
             found = errors_of(side, known, own.codec.decode(packed)) | costs_of(side, own, packed)
-            beside = other.get(side)
-            if beside is not None:
-                decoded = beside.codec.decode(encoded(beside, x, known.ranking))
+            compared = other.get(side)
+            if compared is not None:
+                decoded = compared.codec.decode(encoded(compared, x, known.ranking))
                 theirs = errors_of(side, known, decoded)
-                found |= {f"{name}{_BESIDE}": value for name, value in theirs.items() if name in COMPARED}
+                found |= {f"{name}{_OTHER}": value for name, value in theirs.items() if name in COMPARED}
             for name, value in found.items():
                 numbers[name] += value
         self._counts[place] += 1
@@ -234,14 +233,14 @@ class Found:
         for place in sorted(self._sums):
             row = {name: value / self._counts[place] for name, value in self._sums[place].items()}
             for name in COMPARED:
-                if (beside := row.pop(f"{name}{_BESIDE}", None)) is not None:
-                    row[f"{name}_reduction"] = 0.0 if row[name] == beside == 0 else 1 - row[name] / beside
+                if (theirs := row.pop(f"{name}{_OTHER}", None)) is not None:
+                    row[f"{name}_reduction"] = 0.0 if row[name] == theirs == 0 else 1 - row[name] / theirs
             out.append({"kind": "states", "place": place, **row})
         return out
 
 
 def measurement(rows: list[dict[str, Any]]) -> Measurement:
-    """Means over places; of reductions also the least and the most."""
+    """The metrics: means over places, and of reductions also the least and the most."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in ("kind", "place")]
     metrics: dict[str, float] = {"places": float(len(rows))}
     for name in names:
@@ -256,7 +255,7 @@ def measurement(rows: list[dict[str, Any]]) -> Measurement:
 
 
 def drawn(task: RandomStatesConfig, draw: int) -> Known:
-    """The states of one draw; each part has a generator of its own, and none is a rotation's."""
+    """The random states of one draw; each part has its own generator, different from those of rotations."""
     shape = (task.heads, task.tokens, task.head_dim)
     key, value = (walk(task.states, shape, stream(task.seed, draw, part), task.drift, task.jumps) for part in (0, 1))
     queries = torch.randn(1, task.heads, task.queries + 1, task.head_dim, generator=stream(task.seed, draw, 2))
@@ -292,7 +291,7 @@ def moved(codec: Codec, x: Float[Tensor, "1 heads tokens dim"]) -> dict[str, flo
 def measure_random(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Errors and bits of the method's codecs, draw by draw; full precision has none."""
     task: RandomStatesConfig = inputs.config.task
-    found, other = Found(), against(inputs, task.head_dim)
+    found, other = PlaceMeans(), against(inputs, task.head_dim)
     for draw in range(0 if method.is_full_precision else task.draws):
         known = drawn(task, draw)
         if isinstance(method.plan, AdaptiveTiers):
@@ -301,8 +300,8 @@ def measure_random(inputs: Inputs, method: Method, baseline: Baseline | None, jo
             found.note(draw, moved(method.key, known.key))
             continue
         own = {side: ready(getattr(method, side), task, draw, side) for side in SIDES}
-        beside = {} if other is None else {side: ready(getattr(other, side), task, draw, side) for side in SIDES}
-        found.add(draw, known, own, beside)
+        compared = {} if other is None else {side: ready(getattr(other, side), task, draw, side) for side in SIDES}
+        found.add(draw, known, own, compared)
     return measurement(found.rows())
 
 
@@ -323,7 +322,7 @@ def check_random(inputs: Inputs, method: Method) -> None:
                 raise Unsupported(f"task={task.name}: {side} of {method.name}: '{name}' needs a model's {needed}")
 
 
-def known_of(layer: Layer, held_out: int) -> Known:
+def known_of(layer: LayerStates, held_out: int) -> Known:
     """A layer's states but those of the last `held_out` tokens, whose queries are held out.
 
     Query heads that share a KV head count as its queries. The weights are those among the block's tokens.
@@ -342,22 +341,22 @@ def known_of(layer: Layer, held_out: int) -> Known:
 def measure_model(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Errors and bits of the method's codecs by layer, means over windows; full precision has none."""
     task: ModelStatesConfig = inputs.config.task
-    found, other = Found(), None
+    found, other = PlaceMeans(), None
     seen: set[int] = set()
 
     def codec_of(side: str, layer: int) -> Fitted | None:
         codec: Codec | None = method.bound[side][layer] if side in method.bound else method.codec_of(side, layer)
         return None if codec is None else Fitted(codec)
 
-    def visit(layer: Layer) -> None:
+    def visit(layer: LayerStates) -> None:
         nonlocal other
         seen.add(layer.index)
         if task.layers is not None and layer.index not in task.layers:
             return
         known = known_of(layer, task.held_out)
         other = other or against(inputs, known.key.shape[-1])
-        beside = {} if other is None else {s: None if (c := getattr(other, s)) is None else Fitted(c) for s in SIDES}
-        found.add(layer.index, known, {side: codec_of(side, layer.index) for side in SIDES}, beside)
+        compared = {} if other is None else {s: None if (c := getattr(other, s)) is None else Fitted(c) for s in SIDES}
+        found.add(layer.index, known, {side: codec_of(side, layer.index) for side in SIDES}, compared)
 
     for tokens in [] if method.is_full_precision else windows_of(inputs):
         capture(inputs.model, tokens, visit)

@@ -8,12 +8,10 @@ from __future__ import annotations
 if __name__ == "__main__":
     from kvq.entry import enter
 
-    enter("kvq.tasks.lm_eval")
+    enter("kvq.tasks.lm_eval_model")
 
 import contextlib
-import hashlib
 import io
-import json
 import math
 import os
 import random
@@ -27,7 +25,7 @@ import numpy as np
 from kvq.config import Loader
 from kvq.config.tasks import LmEvalConfig
 from kvq.data import hub
-from kvq.errors import ConfigError, DataError
+from kvq.errors import ConfigError, DataError, one_line
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
@@ -36,7 +34,7 @@ from kvq.results.metrics import units_of
 from kvq.results.versions import code_behind
 from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say
 from kvq.tasks.lm_eval_model import CacheLM
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Reader, check_prefill
 
 # lm-eval's own seeds, so that prompts equal those of published results: of few-shot examples, and of what a task draws
@@ -97,7 +95,7 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
         except Exception as error:
             if _CODE_LEAVE in str(error):
                 raise _no_leave(name) from error
-            raise DataError(f"task.tasks={name}: cannot be loaded: {_one_line(error)}") from error
+            raise DataError(f"task.tasks={name}: cannot be loaded: {one_line(error, 300)}") from error
         out |= loaded["tasks"]
         if name in manager.all_tags:
             parts[name] = Part(list(loaded["tasks"]), by_size=True)
@@ -150,7 +148,7 @@ def check(inputs: Inputs, method: Method) -> None:
 
 
 def fingerprint(inputs: Inputs) -> str:
-    """What names the items: every document with the settings of its task that make prompts and scores."""
+    """Fingerprint of the items: every document, and the settings of its task that make prompts and scores."""
     task: LmEvalConfig = inputs.config.task
     settings = (task.tasks, task.include_path, task.limit, task.metadata, task.generation, task.num_fewshot)
     name = repr((settings, inputs.config.model, inputs.config.dataset.path))
@@ -160,17 +158,15 @@ def fingerprint(inputs: Inputs) -> str:
 def _fingerprint(inputs: Inputs) -> str:
     from lm_eval.api.task import ConfigurableTask
 
-    digest = hashlib.sha256(repr(inputs.longest_context).encode())  # which cuts prompts
+    parts: list[Any] = []
     for name, task in sorted(_quietly(load_tasks, inputs)[0].items()):
         deciding = {key: _plain(task.get_config(key)) for key in _DECIDING}
         if name in _FROM_FILE:
             deciding["metadata"] = None  # where the file lies; its items follow
         if type(task) is not ConfigurableTask:
             deciding["class"] = _plain(type(task))  # a task of its own, as `class:` names it
-        digest.update(json.dumps([name, deciding], sort_keys=True, default=str).encode())
-        for _, doc in task.doc_iterator(limit=inputs.config.task.limit):
-            digest.update(json.dumps(doc, sort_keys=True, default=str).encode())
-    return digest.hexdigest()
+        parts += [[name, deciding], *(doc for _, doc in task.doc_iterator(limit=inputs.config.task.limit))]
+    return items_fingerprint(inputs, parts)
 
 
 def _plain(value: Any) -> Any:
@@ -186,7 +182,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Run the tasks under `method`; a baseline is compared with item by item."""
     config = inputs.config
     task: LmEvalConfig = config.task
-    reader = Reader(inputs.model, method, task.prefill, config.cache.keep_decoded)
+    reader = Reader.of(inputs, method)
 
     def model(seed: int, copies: int = 1) -> CacheLM:
         longest = inputs.longest_context
@@ -330,7 +326,7 @@ def _merged(drawn: list[list[Sample]]) -> list[Sample]:
 
 
 def _quietly(action: Any, *arguments: Any, **settings: Any) -> Any:
-    """Without lm-eval's own progress bars where there is no terminal to draw them on."""
+    """Call `action`, without lm-eval's own progress bars where there is no terminal to draw them on."""
     if sys.stderr.isatty():
         return action(*arguments, **settings)
     with contextlib.redirect_stderr(io.StringIO()):
@@ -341,10 +337,6 @@ def _no_leave(name: str) -> ConfigError:
     return ConfigError(f"task.tasks={name}: runs code that the model writes; task.allow_code=true allows it")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 def texts(inputs: Inputs) -> list[str]:
     """What the documents say, one string each."""
     limit = inputs.config.task.limit
@@ -353,10 +345,3 @@ def texts(inputs: Inputs) -> list[str]:
 
 
 TASK = Task(check, measure, fingerprint, texts=texts)
-
-
-def main() -> int:
-    """Run lm-eval's own command line with the model `kvq`, and return its exit status."""
-    from kvq.tasks import lm_eval_model
-
-    return lm_eval_model.main()

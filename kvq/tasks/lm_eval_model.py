@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Float
@@ -42,7 +42,8 @@ from kvq.methods.build import method_of
 from kvq.methods.method import bind_kept_keys
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.tasks.items import Clock, read_in_batches
+from kvq.results.provenance import timed
+from kvq.tasks.items import read_in_batches
 from kvq.tasks.measurement import storage_metrics
 from kvq.tasks.reader import Pick, Reader, Sampler, check_prefill, end_tokens, greedy, stop_at
 
@@ -118,20 +119,17 @@ class CacheLM(HFLM):
         for key, (context, continuation) in zip(keys, cut, strict=True):
             if key not in self.journal.rows:
                 options.setdefault(context, {})[key] = continuation
-        clock = Clock(self.reader.loaded.device)
-        # What is scored alone need not be joined.
+        # Contexts that are scored one by one need not be joined.
         rows = self.rows if self.reader.prefill is Prefill.whole else 1
         with tqdm(total=len(options), desc="contexts", unit="context", leave=False, disable=None) as bar:
-            for batch, cache, logits, cost in self._read(list(options), rows, clock):
+            for batch, cache, logits, cost in self._read(list(options), rows):
                 for row, context in enumerate(batch):
                     own = cache if logits.shape[0] == 1 else cache.sequence(row)
-                    scored = self._score_all(context, own, logits[row : row + 1], options[context], clock)
+                    scored = self._score_all(context, own, logits[row : row + 1], options[context])
                     scored[0]["cost"] |= cost  # which the first option pays for
                     self.journal.add([one | {"sample": one["sample"] | {"together": len(batch)}} for one in scored])
                     bar.update()
-        for request, key in zip(requests, keys, strict=True):
-            self._note_batch(self._of(request[0]), key)
-        return [tuple(self.journal.rows[key]["sample"]["answer"]) for key in keys]
+        return list(map(tuple, self._recalled([self._of(request[0]) for request in requests], keys)))
 
     def _cut(self, request: Any) -> tuple[Tokens, Tokens]:
         """Context and continuation, the context's left end cut to what the model takes."""
@@ -147,11 +145,9 @@ class CacheLM(HFLM):
             raise ConfigError(f"model.context={self.max_length}: an answer to score has {count} tokens")
         whole = self._beginning(context, len(context) + 1)
         if len(whole) + count > self.max_length + 1:
-            self._note_cut(name, len(whole) + count - 1)
+            cut = f"{len(whole) + count - 1} tokens, the model takes {self.max_length}: cut on the left"
+            self.odd[self._of(name)] = cut
         return self._beginning(context, self.max_length + 1 - count), tuple(continuation)
-
-    def _note_cut(self, request: Any, tokens: int) -> None:
-        self.odd[self._of(request)] = f"{tokens} tokens, the model takes {self.max_length}: cut on the left"
 
     def _of(self, request: Any) -> str:
         return "a rolling window" if request is None else self._asked.get(tuple(request), "a request")
@@ -162,35 +158,37 @@ class CacheLM(HFLM):
         return [float(found.double().sum()), bool((likeliest == tokens).all())]
 
     def _score_all(
-        self, context: Tokens, cache: KVCache, logits: Logits, options: Mapping[str, Tokens], clock: Clock
+        self, context: Tokens, cache: KVCache, logits: Logits, options: Mapping[str, Tokens]
     ) -> list[dict[str, Any]]:
         """The journal's rows of all continuations of a context."""
         held, rows = storage_metrics(cache, 1), []
         for key, continuation in options.items():
-            with clock.phase("decode"):
+            spent = {"prompt_tokens": float(len(context))}
+            with timed(spent, "decode", device=self.reader.loaded.device):
                 answer = self._score(cache, logits, continuation)
-            spent = {"prompt_tokens": float(len(context)), "decode": clock.seconds.pop("decode")}
             rows.append({"item": key, "sample": {"answer": answer}, "cost": spent | held})
             held = {}
         return rows
 
-    def _note_batch(self, item: str, key: str) -> None:
-        self.together[item] = self.journal.rows[key]["sample"].get("together", 1)
+    def _recalled(self, items: Iterable[str], keys: Sequence[str]) -> list[Any]:
+        """The answers in the journal; keeps how many prompts were answered together with that of each item."""
+        found = [self.journal.rows[key]["sample"] for key in keys]
+        self.together |= {item: sample.get("together", 1) for item, sample in zip(items, found, strict=True)}
+        return [sample["answer"] for sample in found]
 
     def _read(
-        self, contexts: Sequence[Tokens], rows: int | None, clock: Clock
+        self, contexts: Sequence[Tokens], rows: int | None
     ) -> Iterator[tuple[list[Tokens], KVCache, Logits, dict[str, float]]]:
         """Batches of contexts, each with its cache, the logits after each context, and the cost of reading one."""
         reading = self._copied(contexts) if self.copies > 1 else read_in_batches(self.reader, contexts, rows)
         while True:
-            before = self.reader.tokens_read
-            with clock.phase("prefill"):
+            before, cost = self.reader.tokens_read, dict[str, float]()
+            with timed(cost, "prefill", device=self.reader.loaded.device):
                 found = next(reading, None)
-            seconds = clock.seconds.pop("prefill")
             if found is None:
                 return
             batch, cache, logits = found
-            cost = {"prefill": seconds, "read_tokens": float(self.reader.tokens_read - before)}
+            cost["read_tokens"] = float(self.reader.tokens_read - before)
             each = {name: value / logits.shape[0] for name, value in cost.items()}
             yield [contexts[index] for index in batch], cache, logits, each
 
@@ -201,28 +199,25 @@ class CacheLM(HFLM):
             yield [index], cache, logits
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Answers, greedy unless the request's settings sample."""
+        """Generate an answer to each request, greedily unless its settings ask for sampling."""
         wanted = [self._wanted(request) for request in requests]
         keys = [self._key("generate", context, settings) for context, settings in wanted]
         groups: dict[str, dict[Tokens, str]] = {}
         for key, (context, settings) in zip(keys, wanted, strict=True):
             if key not in self.journal.rows:
                 groups.setdefault(json.dumps(settings, sort_keys=True), {})[context] = key
-        clock = Clock(self.reader.loaded.device)
         with tqdm(total=len(set(keys)), desc="answers", unit="answer", leave=False, disable=None) as bar:
             bar.update(len(set(keys) & self.journal.rows.keys()))
             for given, contexts in groups.items():
-                for batch, cache, logits, cost in self._read(list(contexts), self.rows, clock):
-                    answers = self._answers(batch, cache, logits, json.loads(given), clock)
+                for batch, cache, logits, cost in self._read(list(contexts), self.rows):
+                    answers = self._answers(batch, cache, logits, json.loads(given))
                     rows = [
                         {"item": contexts[context], "sample": answer, "cost": cost | spent}
                         for context, (answer, spent) in zip(batch, answers, strict=True)
                     ]
                     self.journal.add(rows)
                     bar.update(len(batch))
-        for request, key in zip(requests, keys, strict=True):
-            self._note_batch(_name(request), key)
-        return [self.journal.rows[key]["sample"]["answer"] for key in keys]
+        return self._recalled(map(_name, requests), keys)
 
     def _wanted(self, request: Instance) -> tuple[Tokens, dict[str, Any]]:
         """The context's tokens, cut as `HFLM` cuts them, and the settings of the answer."""
@@ -247,7 +242,7 @@ class CacheLM(HFLM):
         return self._beginning(tokens, most), settings
 
     def _answers(
-        self, batch: Sequence[Tokens], cache: KVCache, logits: Logits, settings: dict[str, Any], clock: Clock
+        self, batch: Sequence[Tokens], cache: KVCache, logits: Logits, settings: dict[str, Any]
     ) -> list[tuple[dict[str, Any], dict[str, float]]]:
         """Sample and cost of an answer to each context of a batch."""
         held: dict[int, dict[str, float]] = {}
@@ -258,14 +253,14 @@ class CacheLM(HFLM):
         until = settings["until"]
         ends = stop_at(self.tokenizer, self._until_end, until)
         picks = [self._pick(context, settings) for context in batch for _ in range(self.copies)]
-        with clock.phase("decode"):
+        seconds: dict[str, float] = {}
+        with timed(seconds, "decode", device=self.reader.loaded.device):
             rows = self.reader.write(cache, logits, settings["max_gen_toks"], ends, picks, leave)
-        seconds = clock.seconds.pop("decode") / len(rows)
-        out = []
+        out, each = [], seconds["decode"] / len(rows)
         for index, (context, row) in enumerate(zip(batch, rows[:: self.copies], strict=True)):
             text = self.tok_decode(row[:-1] if row[-1] in self._until_end else row)
             text = postprocess_generated_text(generation=text, stop=until, think_end_token=None)
-            spent = {"prompt_tokens": float(len(context)), "new_tokens": float(len(row)), "decode": seconds}
+            spent = {"prompt_tokens": float(len(context)), "new_tokens": float(len(row)), "decode": each}
             sample = {"answer": text, "together": len(rows)}
             out.append((sample, spent | held[index * self.copies]))
         return out

@@ -8,7 +8,6 @@ differences where both answers are wrong.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 from collections.abc import Sequence
@@ -22,14 +21,14 @@ from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
 from kvq.data import hub
 from kvq.data.text import begun, conversation, encode
-from kvq.errors import ConfigError, DataError
+from kvq.errors import ConfigError, DataError, one_line
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.items import Items, Scored, batches_of, by_part, measure_items, paired, write_answers
+from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, paired, write_answers
 from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Reader, check_prefill, end_tokens
 
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
@@ -79,7 +78,11 @@ def read_documents(config: DatasetConfig, task: LongbenchConfig) -> list[Documen
     out: list[Document] = []
     for name in task.subsets:
         subset = load_subset(name)
-        rows = _hub_rows(subset) if config.path is None else _local_rows(Path(config.path), subset, task)
+        if config.path is None:
+            local, split = "a folder of <subset>.jsonl files", "test"
+            rows = list(hub.load_rows(f"task.subsets={name}", local, subset.hub_id, subset.hub_config, split=split))
+        else:
+            rows = _local_rows(Path(config.path), subset, task)
         for index, row in enumerate(rows[: task.limit]):
             # `input` in the benchmark's own files is `question` in its mirror on the hub and in the prompts.
             row = {"question": row.get("input", ""), **row}
@@ -102,23 +105,15 @@ def _local_rows(path: Path, subset: Subset, task: LongbenchConfig) -> list[dict[
             f"dataset.path={path}: one file for {len(task.subsets)} subsets; give a folder or task.subsets="
         )
     if not file.is_file():
-        raise DataError(f"dataset.path={path}: no {file.name} there; task.subsets= chooses among {_jsonl(path)}")
+        known = ", ".join(sorted(other.stem for other in path.glob("*.jsonl"))) or "no .jsonl files"
+        raise DataError(f"dataset.path={path}: no {file.name} there; task.subsets= chooses among {known}")
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, ValueError) as error:
-        raise DataError(f"dataset.path={file}: cannot be read: {' '.join(str(error).split())}") from error
+        raise DataError(f"dataset.path={file}: cannot be read: {one_line(error)}") from error
     if not all(isinstance(row, dict) for row in rows):
         raise DataError(f"dataset.path={file}: every line is an object with context, input and answers")
     return rows
-
-
-def _jsonl(path: Path) -> str:
-    return ", ".join(sorted(file.stem for file in path.glob("*.jsonl"))) or "no .jsonl files"
-
-
-def _hub_rows(subset: Subset) -> list[dict[str, Any]]:
-    local = "a folder of <subset>.jsonl files"
-    return list(hub.load_rows(f"task.subsets={subset.name}", local, subset.hub_id, subset.hub_config, split="test"))
 
 
 def documents(inputs: Inputs) -> list[Document]:
@@ -194,12 +189,12 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
     tokenizer, subset = inputs.tokenizer, batch[0].document.subset
     finish = end_tokens(reader.loaded, tokenizer)
     ends, pick = subset.ends(tokenizer, finish), subset.pick(tokenizer, finish)
-    found = write_answers(reader, [item.prompt for item in batch], subset.max_new_tokens, ends, pick)
-    out = []
-    for item, one in zip(batch, found, strict=True):
-        text = subset.answer(str(tokenizer.decode(one.tokens, skip_special_tokens=True)))
+
+    def sample(place: int, tokens: list[int]) -> Sample:
+        item = batch[place]
+        text = subset.answer(str(tokenizer.decode(tokens, skip_special_tokens=True)))
         words = int(item.document.row.get("length") or 0)
-        sample = {
+        return {
             "item": item.document.name,
             "subset": subset.name,
             "length": words,
@@ -209,8 +204,8 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[LongItem]) -> list[Sc
             "text": text,
             "score": subset.score(item.document.row, text),
         }
-        out.append(Scored(sample, one.cost))
-    return out
+
+    return write_answers(reader, [item.prompt for item in batch], subset.max_new_tokens, ends, sample, pick)
 
 
 def check(inputs: Inputs, method: Method) -> None:
@@ -223,7 +218,7 @@ def check(inputs: Inputs, method: Method) -> None:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Answer every item under `method`; a baseline is compared with item by item, by score and by ROUGE-L."""
     task: LongbenchConfig = inputs.config.task
-    reader = Reader(inputs.model, method, task.prefill, inputs.config.cache.keep_decoded)
+    reader = Reader.of(inputs, method)
     items = make_items(inputs, reader.unequal)
     found = measure_items(
         items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label, "score"
@@ -247,17 +242,11 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 def fingerprint(inputs: Inputs) -> str:
     """Fingerprint of the items: documents, prompts, answer lengths and metrics of subsets, the model's context."""
-    digest = hashlib.sha256(repr(inputs.longest_context).encode())  # which cuts prompts
-    for document in documents(inputs):
-        subset = document.subset
-        rules = [subset.name, subset.prompt, subset.ending, subset.max_new_tokens, subset.metric_source]
-        digest.update(json.dumps([rules, document.row], sort_keys=True, default=str).encode())
-    return digest.hexdigest()
+    rules = ("name", "prompt", "ending", "max_new_tokens", "metric_source")
+    found = ([[getattr(one.subset, rule) for rule in rules], one.row] for one in documents(inputs))
+    return items_fingerprint(inputs, found)
 
 
-def texts(inputs: Inputs) -> list[str]:
-    """The context of each item."""
-    return [str(document.row.get("context") or "") for document in documents(inputs)]
-
-
-TASK = Task(check, measure, fingerprint, texts=texts)
+TASK = Task(
+    check, measure, fingerprint, texts=lambda inputs: [str(one.row.get("context") or "") for one in documents(inputs)]
+)

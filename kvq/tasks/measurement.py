@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -11,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from tqdm import tqdm
 
+from kvq.cache import KVCache
+from kvq.codecs import HuffmanCodec
 from kvq.config import Loader, TaskConfig
 from kvq.config.tasks import is_timed
 from kvq.errors import ConfigError
-from kvq.results.statistics import delta_nll_of_samples
 
 if TYPE_CHECKING:
     from kvq.methods.method import Method
     from kvq.models.inputs import Inputs
     from kvq.results.journal import Journal
-from kvq.cache import KVCache
-from kvq.codecs import HuffmanCodec
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,13 @@ def units_like(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]
     return {name: next((unit for like, unit in known.items() if fnmatchcase(name, like)), "1") for name in names}
 
 
+def mean_metric(name: str, rows: Iterable[Mapping[str, Any]], quantity: str, /, **where: str | int) -> dict[str, float]:
+    """A metric: the mean of a quantity over the rows with these fields that have it; none where no row is such."""
+    alike = (row for row in rows if quantity in row and all(row.get(key) == value for key, value in where.items()))
+    values = [row[quantity] for row in alike]
+    return {name: sum(values) / len(values)} if values else {}
+
+
 def decoded(inputs: Inputs, tokens: Iterable[Tensor]) -> list[str]:
     """The text of each sequence of tokens."""
     return [str(inputs.tokenizer.decode(sequence.tolist(), skip_special_tokens=True)) for sequence in tokens]
@@ -61,6 +69,20 @@ def text_of_dataset(inputs: Inputs) -> list[str]:
     return decoded(inputs, inputs.streams(getattr(config.task, "context", 2)).streams)
 
 
+def text_fingerprint(inputs: Inputs) -> str:
+    """Fingerprint of the text of a run's data set."""
+    return inputs.tokens.fingerprint
+
+
+def items_fingerprint(inputs: Inputs, parts: Iterable[Any], *more: str) -> str:
+    """The sha256 (hex) of what names items: JSON data, and the model's longest context, which cuts or skips prompts."""
+    named = (*more, inputs.longest_context) if more else inputs.longest_context
+    digest = hashlib.sha256(repr(named).encode())
+    for part in parts:
+        digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class Task:
     """A task, as the runner calls it.
@@ -68,13 +90,13 @@ class Task:
     `check` reads no weights and raises `Unsupported` for a method, `ConfigError` for a length, that the task cannot do.
     `measure` writes what it has scored to the journal, from which a killed run resumes. `fingerprint` names the data
     that is scored, `texts` gives the texts in it, with which those of a calibration are compared.
-    `settings`: of a task outside the package, the dataclass of its settings, which is defined beside it (those of the
+    `settings`: of a task outside the package, the dataclass of its settings, which is defined next to it (those of the
     package's own tasks are in `kvq.config.tasks`, which imports no torch).
     """
 
     check: Callable[[Inputs, Method], None]
     measure: Callable[[Inputs, Method, Baseline | None, Journal], Measurement]
-    fingerprint: Callable[[Inputs], str]
+    fingerprint: Callable[[Inputs], str] = text_fingerprint
     settings: type[TaskConfig] | None = None
     texts: Callable[[Inputs], list[str]] = text_of_dataset
 
@@ -82,7 +104,12 @@ class Task:
 _HOMES = {
     **dict.fromkeys(("latency", "throughput"), "speed"),
     **dict.fromkeys(("random_states", "model_states"), "known_states"),
-    **dict.fromkeys(("trajectory", "drift"), "trajectory"),
+    **dict.fromkeys(("trajectory", "drift", "speculate"), "trajectory"),
+    **dict.fromkeys(("multimodal", "modality"), "multimodal"),
+    **dict.fromkeys(("error", "synthetic"), "error"),
+    **dict.fromkeys(("sensitivity", "limit"), "sensitivity"),
+    **dict.fromkeys(("conversation", "generate"), "conversation"),
+    **dict.fromkeys(("memory", "reuse"), "memory"),
 }
 """Modules of this package with several tasks, which are in their `TASKS`; another has the name of its one `TASK`."""
 
@@ -106,32 +133,34 @@ def task_of(settings: TaskConfig) -> Task:
     return task
 
 
-def delta_metrics(
-    samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]], part: str = "", **settings: int
-) -> dict[str, float]:
-    """The loss over the baseline's, paired by window, and its standard error where there is one.
+def journaled(
+    journal: Journal, items: Iterable[str], score: Callable[[str], Mapping[str, Any]], label: str, unit: str
+) -> list[dict[str, Any]]:
+    """The journal's rows of items, of which those that it lacks are scored and added to it at once.
 
     Args:
-        samples, baseline, settings: as `kvq.results.statistics.delta_nll_of_samples`.
-        part: ends the names, such as `[turn=1]`.
+        score: a row of an item, without its name.
+        label: names the progress bar.
+        unit: what an item is.
     """
-    delta = delta_nll_of_samples(samples, baseline, **settings)
-    out = {f"delta_nll{part}": delta.value}
-    return out if delta.standard_error is None else out | {f"delta_nll_se{part}": delta.standard_error}
+    rows = []
+    for item in tqdm(list(items), desc=label, unit=unit, leave=False, disable=None):
+        if item not in journal.rows:
+            journal.add([{"item": item, **score(item)}])
+        rows.append(journal.rows[item])
+    return rows
 
 
 def scored_rows(
     journal: Journal, kind: str, count: int, score: Callable[[int], Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The journal's rows `<kind> <index>`, of which those that it lacks are scored and added to it at once.
+    """The journal's rows `<kind> <index>`, as `journaled`.
 
     Returns:
         The rows, and the samples of a record: the rows without what their caches hold (`storage`).
     """
-    for index in tqdm(range(count), desc=f"{kind}s", unit=kind, leave=False, disable=None):
-        if (item := f"{kind} {index}") not in journal.rows:
-            journal.add([{"item": item, **score(index)}])
-    rows = [journal.rows[f"{kind} {index}"] for index in range(count)]
+    indices = {f"{kind} {index}": index for index in range(count)}
+    rows = journaled(journal, indices, lambda item: score(indices[item]), f"{kind}s", kind)
     return rows, [{name: value for name, value in row.items() if name != "storage"} for row in rows]
 
 

@@ -1,35 +1,55 @@
-"""`task=memory`: bytes of the cache by part after a prompt, from stored tensors, or for long prompts from their layout.
+"""`task=memory`, `task=reuse`: bytes of a cache by part, and of one that is stored, sent and read again.
 
-No weights are read: bytes depend on a model's shape alone. Layers with a window hold what `kvq.cache.window` leaves
-after a prompt that is read at once; latents count as they are cached, and states of fixed size as models of 16 bits
-keep them. The papers' results: nsn's 5.09x at 2,048 tokens and 3 bits, OScaR's 5.3x at 128K tokens and 2 bits, both
-against 16 bits.
+`task=memory` counts bytes after a prompt, from stored tensors, or for long prompts from their layout. No weights are
+read: bytes depend only on a model's shape. Layers with a window hold what `kvq.cache.window` leaves after a prompt
+that is read at once; latents count as they are cached, and states of fixed size as models of 16 bits keep them. The
+papers' results: nsn's 5.09x at 2,048 tokens and 3 bits, OScaR's 5.3x at 128K tokens and 2 bits, both against 16 bits.
+
+`task=reuse` writes a prefix to a file (`KVCache.save`), compresses, decompresses and reads it, and the text goes on
+from what was read. Sizes are of the file's tensors, whose numbers are coded byte by byte: of numbers of several bytes,
+all first bytes together, then all second ones. Source of the case: KVTC (2511.01815), which ends in DEFLATE, and
+CacheGen (2310.07240), whose coder is another.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+import statistics
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import UInt8
+from safetensors.torch import load_file
+from scipy.stats import entropy
 from torch import Tensor
 
+from kvq.cache import KVCache
 from kvq.cache.store import UNIT, BlockStore, TokenStore
 from kvq.cache.window import in_common, outside
-from kvq.codecs import Codec, Rope
+from kvq.codecs import Codec, Packed, Rope
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide, leaving
+from kvq.config.writing import ReuseConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, LayerKind, cache_shape
 from kvq.results.journal import Journal
-from kvq.results.metrics import metric_of
-from kvq.tasks.measurement import Baseline, Measurement, Task
+from kvq.results.metrics import metric_of, units_of
+from kvq.results.provenance import timed
+from kvq.results.statistics import delta_nll_of_samples
+from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
+from kvq.tasks.reader import Reader, check_prefill
 from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
+from kvq.tasks.windows import Window, cut_windows
 
 KINDS = ("codes", "scales", "norms", "shift", "other", "residual")
 
@@ -50,20 +70,21 @@ def kind_of(part: str) -> str:
     return "scales" if rest and rest[0] == "scale" else "other"
 
 
-def stored_parts(codec: Codec, states: Tensor, block: int | None, rope: Rope | None = None) -> dict[str, int]:
+def stored_parts(codec: Codec, states: Tensor, block: int | None, rope: Rope | None = None) -> Counter[str]:
     """Bytes of every part that `codec` stores of `[batch, heads, tokens, head_dim]` states.
 
     On the `meta` device no values are computed, only shapes and dtypes.
     """
     if not states.shape[2]:
-        return {}
-    packed = codec.encode(states, block, rope if codec.uses_rope else None)
-    return {name: part.numel() * part.element_size() for name, part in packed.parts.items()}
+        return Counter()
+    return _bytes_of(codec.encode(states, block, rope if codec.uses_rope else None))
 
 
-def layout(
-    codec: Codec, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, block: int | None
-) -> dict[str, int]:
+def _bytes_of(packed: Packed) -> Counter[str]:
+    return Counter({name: part.numel() * part.element_size() for name, part in packed.parts.items()})
+
+
+def layout(codec: Codec, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, block: int | None) -> Counter[str]:
     """Bytes of every part of `tokens` tokens without storing them: the bytes of one block times the number of blocks.
 
     Raises:
@@ -72,28 +93,24 @@ def layout(
     if codec.stores_lists:
         raise Unsupported(f"{type(codec).__name__}: its bytes follow the values, of which shapes say nothing")
 
-    def of(count: int, device: str) -> dict[str, int]:
+    def of(count: int, device: str) -> Counter[str]:
         states = torch.zeros(1, heads, count, head_dim, dtype=dtype, device=device)
         nothing = torch.zeros(1, count, 0, device=device)
         return stored_parts(codec, states, None, Rope(nothing, nothing))
 
     if block is None:
         try:
-            return of(tokens, "meta") if tokens else {}
+            return of(tokens, "meta")
         except RuntimeError as error:
             raise Unsupported("residual.prefill_block=whole: this quantizer's layout needs values") from error
     count, tail = divmod(tokens, block)
-    out: dict[str, int] = {}
-    for size, number in ((block, count), (tail, 1)):
-        if size and number:
-            for name, held in of(size, "cpu").items():
-                out[name] = out.get(name, 0) + held * number
-    return out
+    whole, rest = of(block if count else 0, "cpu"), of(tail, "cpu")
+    return Counter({name: size * count for name, size in whole.items()}) + rest
 
 
-def by_kind(parts: dict[str, int]) -> dict[str, int]:
-    """Bytes by `KINDS`."""
-    out = dict.fromkeys(KINDS, 0)
+def by_kind(parts: Mapping[str, int]) -> Counter[str]:
+    """Sum the bytes of parts by `KINDS`."""
+    out: Counter[str] = Counter()
     for name, size in parts.items():
         out[kind_of(name)] += size
     return out
@@ -115,8 +132,8 @@ def schedule(residual: ResidualSide, codec: Codec, tokens: int) -> tuple[int, in
         return tokens, None if whole else residual.size, False
     kept, group = residual.schedule(codec.token_group)
     whole = residual.prefill_block is PrefillBlock.whole
-    alone = residual.policy is Policy.sliding and group == 1
-    return leaving(tokens, kept, group, whole), None if whole and not alone else group, alone
+    independent = residual.policy is Policy.sliding and group == 1
+    return leaving(tokens, kept, group, whole), None if whole and not independent else group, independent
 
 
 def side_parts(
@@ -127,7 +144,7 @@ def side_parts(
     head_dim: int,
     measured: bool,
     dropped: int = 0,
-) -> dict[str, int]:
+) -> Counter[str]:
     """Bytes of keys or values of one layer by part; full-precision tokens are part `residual`.
 
     Args:
@@ -135,33 +152,29 @@ def side_parts(
         dropped: first tokens that the layer has forgotten.
     """
     if codec is None:
-        return {"residual": plain_bytes(tokens - dropped, heads, head_dim, FP16)}
-    packed, block, alone = schedule(residual, codec, tokens)
-    rest = {"residual": plain_bytes(tokens - packed, heads, head_dim, FP16)} if tokens > packed else {}
+        return Counter(residual=plain_bytes(tokens - dropped, heads, head_dim, FP16))
+    packed, block, independent = schedule(residual, codec, tokens)
+    rest = Counter(residual=plain_bytes(tokens - packed, heads, head_dim, FP16))
     packed -= dropped
     if not packed:
         return rest
     if not measured:
-        return layout(codec, packed, heads, head_dim, FP16, UNIT if alone else block) | rest
+        return layout(codec, packed, heads, head_dim, FP16, UNIT if independent else block) + rest
     states = torch.randn(1, heads, packed, head_dim, generator=torch.Generator().manual_seed(0)).to(FP16)
-    store = (TokenStore if alone else BlockStore)(codec, keep_decoded=False)
+    store = (TokenStore if independent else BlockStore)(codec, keep_decoded=False)
     nothing = torch.zeros(1, packed, 0)  # angles follow from positions and are not stored
     store.add(states, block, Rope(nothing, nothing) if codec.uses_rope else None)
-    out: dict[str, int] = {}
-    for run in store.packed:
-        for name, part in run.parts.items():
-            out[name] = out.get(name, 0) + part.numel() * part.element_size()
-    return out | rest
+    return sum(map(_bytes_of, store.packed), rest)
 
 
 def droppable(codec: Codec | None, residual: ResidualSide, tokens: int, wanted: int) -> int:
     """How many of the `wanted` first tokens of a side can be forgotten, after a prompt of `tokens`: whole blocks."""
     if codec is None:
         return wanted
-    packed, block, alone = schedule(residual, codec, tokens)
+    packed, block, independent = schedule(residual, codec, tokens)
     if codec.stores_lists:
         return 0
-    if alone:
+    if independent:
         block, packed = UNIT, packed // UNIT * UNIT
     if wanted >= packed:
         return packed
@@ -176,7 +189,7 @@ def _sides(kind: LayerKind, method: Method) -> dict[str, tuple[Codec | None, Res
 
 
 @dataclass(frozen=True)
-class _Held:
+class _StoredSide:
     """What one side of layers of a kind holds: `packed` encoded tokens; the first `dropped` tokens are forgotten."""
 
     side: str
@@ -187,13 +200,13 @@ class _Held:
     dropped: int
 
 
-def _held(shape: CacheShape, method: Method, tokens: int) -> Iterator[_Held]:
+def _stored_sides(shape: CacheShape, method: Method, tokens: int) -> Iterator[_StoredSide]:
     for kind in shape.layers:
         sides, gone = _sides(kind, method), outside(tokens, kind.window)
         dropped = in_common(gone, [functools.partial(droppable, *side, tokens) for side in sides.values()])
         for side, (codec, residual) in sides.items():
             packed = 0 if codec is None else schedule(residual, codec, tokens)[0] - dropped
-            yield _Held(side, kind, codec, residual, packed, dropped)
+            yield _StoredSide(side, kind, codec, residual, packed, dropped)
 
 
 def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> list[dict[str, Any]]:
@@ -203,12 +216,12 @@ def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> l
         | {"total": 0, "fp16": 0, "packed_tokens": 0}
         for side in ("key", "value")
     }
-    for held in _held(shape, method, tokens):
-        row, kind, dim = rows[held.side], held.kind, held.kind.dim(held.side)
-        parts = side_parts(held.codec, held.residual, tokens, kind.heads, dim, measured, held.dropped)
+    for stored in _stored_sides(shape, method, tokens):
+        row, kind, dim = rows[stored.side], stored.kind, stored.kind.dim(stored.side)
+        parts = side_parts(stored.codec, stored.residual, tokens, kind.heads, dim, measured, stored.dropped)
         for name, size in by_kind(parts).items():
             row[name] += kind.count * size
-        row["packed_tokens"] = max(row["packed_tokens"], held.packed)
+        row["packed_tokens"] = max(row["packed_tokens"], stored.packed)
         row["fp16"] += kind.count * plain_bytes(tokens - outside(tokens, kind.window), kind.heads, dim, FP16)
     for row in rows.values():
         row["total"] = sum(row[name] for name in KINDS)
@@ -229,8 +242,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
         total, plain = (sum(row[name] for row in here) for name in ("total", "fp16"))
         plain_parts = shape.state_bytes + sum(row.get("residual", 0) for row in here)
         in_packed = sum(
-            held.kind.count * plain_bytes(held.packed, held.kind.heads, held.kind.dim(held.side), FP16)
-            for held in _held(shape, method, tokens)
+            stored.kind.count * plain_bytes(stored.packed, stored.kind.heads, stored.kind.dim(stored.side), FP16)
+            for stored in _stored_sides(shape, method, tokens)
         )
         found = {"total_bytes": float(total), "compression": plain / total if total else 0.0}
         if total > plain_parts:
@@ -263,9 +276,121 @@ def check(inputs: Inputs, method: Method) -> None:
         )
 
 
-def fingerprint(inputs: Inputs) -> str:
-    """The shape: bytes do not depend on text."""
-    return cache_shape(inputs.config.model, inputs.config.cache.latent).name
+Row = dict[str, Any]
 
 
-TASK = Task(check, measure, fingerprint)
+def check_reuse(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a method whose cache no file holds, `ConfigError` for windows the model cannot take."""
+    task: ReuseConfig = inputs.config.task
+    inputs.check_context(task.context)
+    if method.backend is not None:
+        raise Unsupported(f"task=reuse: method={method.name} is transformers' cache, which has no form in a file")
+    check_prefill(method, task.prefill)
+    _zstandard()
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError("task=reuse: zstandard is not installed; pip install 'kvq-harness[storage]'") from error
+    return zstandard
+
+
+def planes(tensor: Tensor) -> list[UInt8[np.ndarray, " numbers"]]:
+    """The bytes of a tensor's numbers by their place in a number, low ones first."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return list(np.ascontiguousarray(flat.reshape(-1, tensor.element_size()).T))
+
+
+def order0_bytes(plane: UInt8[np.ndarray, " numbers"]) -> float:
+    """What an ideal coder of independent bytes, which knows their frequencies, makes of them: n H / 8 bytes."""
+    return float(entropy(np.bincount(plane), base=2)) * len(plane) / 8 if len(plane) else 0.0
+
+
+def deflated_bytes(plane: UInt8[np.ndarray, " numbers"]) -> int:
+    """What DEFLATE makes of bytes at zlib's usual level: no header, no checksum (RFC 1951)."""
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return len(packer.compress(plane.tobytes())) + len(packer.flush())
+
+
+def through_file(
+    cache: KVCache, inputs: Inputs, method: Method, folder: Path
+) -> tuple[KVCache, dict[str, float], dict[str, float]]:
+    """Write a cache to a file in `folder`, compress, decompress and read it; the cache, seconds of steps, and bytes."""
+    path, level, seconds = folder / "cache.safetensors", inputs.config.task.level, dict[str, float]()
+    with timed(seconds, "save"):
+        cache.save(path)
+    parts = [plane for tensor in load_file(path).values() for plane in planes(tensor)]
+    packer, unpacker = _zstandard().ZstdCompressor(level=level), _zstandard().ZstdDecompressor()
+    with timed(seconds, "compress"):
+        packed = [packer.compress(part.tobytes()) for part in parts]
+    with timed(seconds, "decompress"):
+        for part in packed:
+            unpacker.decompress(part)
+    with timed(seconds, "load"):
+        read = KVCache.load(path, inputs.model.model, method, inputs.config.cache.keep_decoded)
+    read.token_by_token = cache.token_by_token
+    sizes = {
+        "sent_bytes": float(sum(map(len, parts))),
+        "zstd_bytes": float(sum(map(len, packed))),
+        "deflate_bytes": float(sum(map(deflated_bytes, parts))),
+        "order0_bytes": sum(map(order0_bytes, parts)),
+    }
+    return read, seconds, sizes
+
+
+@torch.no_grad()
+def row_of(inputs: Inputs, method: Method, window: Window, folder: Path) -> Row:
+    """One window: its prefix is stored and read again, its other tokens are scored from both caches."""
+    task: ReuseConfig = inputs.config.task
+    reader = Reader.of(inputs, method)
+    tokens = reader.tensor([window.tokens.tolist()])
+    prefix, rest = tokens[:, : task.prefix], tokens[:, task.prefix :]
+    cache, logits = reader.begin(prefix)
+    read, seconds, sizes = through_file(cache, inputs, method, folder)
+    storage = storage_metrics(cache, 1)
+    wide = storage["total_bytes"] * 16 / storage["effective_bits"]
+    kept, _ = reader.log_probs(cache, logits, rest)
+    again, _ = reader.log_probs(read, logits, rest)
+    cache.check_finite()
+    rates = {f"{name}_rate": wide / 1e6 / took for name, took in seconds.items()}
+    bits = {f"{name.removesuffix('_bytes')}_bits": 16 * size / wide for name, size in sizes.items()}
+    off = float((kept - again).abs().max())
+    losses = {"tokens": rest.shape[1], "nll": -float(kept.double().sum()), "reload_difference": off}
+    return {**losses, **sizes, **bits, **rates, "storage": storage}
+
+
+def measure_reuse(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """A sample for each window; rates are medians over windows, in MB of the cache in 16 bits a second."""
+    task: ReuseConfig = inputs.config.task
+    windows = cut_windows(inputs.tokens.streams, task.context, limit=task.windows, bos=inputs.bos)
+    with tempfile.TemporaryDirectory(prefix="kvq-") as folder:
+
+        def score(index: int) -> Row:
+            return {"window": index, **row_of(inputs, method, windows[index], Path(folder))}
+
+        rows, samples = scored_rows(journal, "window", len(windows), score)
+    metrics = _metrics_of_reuse(rows)
+    if baseline is not None:
+        metrics |= delta_nll_of_samples(samples, baseline.samples).metrics("delta_nll")
+    return Measurement(metrics, units_of(metrics), samples)
+
+
+def _metrics_of_reuse(rows: Sequence[Row]) -> dict[str, float]:
+    tokens = sum(row["tokens"] for row in rows)
+    metrics = dict(rows[-1]["storage"])
+    metrics |= {"windows": float(len(rows)), "scored_tokens": float(tokens)}
+    metrics["nll"] = sum(row["nll"] for row in rows) / tokens
+    metrics["reload_difference"] = max(row["reload_difference"] for row in rows)
+    means = [name for name in rows[0] if name.endswith(("_bytes", "_bits"))]
+    rates = [name for name in rows[0] if name.endswith("_rate")]
+    metrics |= {name: statistics.fmean(row[name] for row in rows) for name in means}
+    return metrics | {name: statistics.median(row[name] for row in rows) for name in rates}
+
+
+TASKS = {
+    # Bytes depend on the model's shape, not on text.
+    "memory": Task(check, measure, lambda inputs: cache_shape(inputs.config.model, inputs.config.cache.latent).name),
+    "reuse": Task(check_reuse, measure_reuse),
+}

@@ -1,31 +1,39 @@
-"""`task=multimodal`: questions about images, answered through the quantized cache, scored by the benchmark's rule."""
+"""`task=multimodal`, `task=modality`: models that read images, by their answers and by the norms of their tokens.
+
+`task=multimodal` asks questions about images through the quantized cache and scores answers by the benchmark's rule.
+`task=modality` asks whether image tokens and text tokens, which share scales, differ in norm. Published claims under
+test: OScaR (arXiv 2605.19660), section 4.1 and Figures 19-21, on models that read images: norms vary more than in
+models of text alone; they are smooth within a modality and differ between modalities; some tokens have norms far above
+the others.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import json
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.config.diagnostics import ModalityConfig
 from kvq.config.tasks import MultimodalConfig, Prefill
 from kvq.data.multimodal import MediaItem, choice_score, ocrbench_score, read_items
+from kvq.diagnostics.norms import imbalance, over_median, relative_norms, token_norms
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
-from kvq.models.inputs import Inputs
+from kvq.models.inputs import MODALITIES, Inputs, MediaModel, modalities
 from kvq.models.load import load_processor
-from kvq.models.media import MODALITIES, MediaModel, modalities
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.items import Items, Scored, by_part, measure_items, write_answers
-from kvq.tasks.measurement import Baseline, Measurement, Task
-from kvq.tasks.reader import Reader, answer_text, end_tokens, stop_at
+from kvq.tasks.capture import LayerStates, capture
+from kvq.tasks.items import Items, Sample, Scored, by_part, measure_items, write_answers
+from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint, mean_metric, units_like
+from kvq.tasks.reader import Reader, answer_text
 
 _BESIDE = ("input_ids", "attention_mask")
 
@@ -90,21 +98,24 @@ def answer(inputs: Inputs, method: Method, processor: Any, item: MediaItem) -> S
     tokenizer = inputs.tokenizer
     loaded, tokens = with_media(inputs.model, processor, item)
     reader = Reader(loaded, method, task.prefill, inputs.config.cache.keep_decoded)
-    ends = stop_at(tokenizer, end_tokens(loaded, tokenizer), [])
+    labels = modalities(loaded.model.config, tokens)
+
+    def sample(_: int, written: list[int]) -> Sample:
+        text = answer_text(tokenizer, written, [])
+        right = choice_score(item.answers[0], item.choices, text) if item.choices else None
+        return {
+            "item": item.name,
+            "kind": item.kind or "other",
+            "text": text,
+            "score": ocrbench_score(item.source, item.answers, text) if right is None else right,
+            **{f"{name}_tokens": int((labels == index).sum()) for index, name in enumerate(MODALITIES[:2])},
+        }
+
     try:
-        (found,) = write_answers(reader, tokens.tolist(), task.max_new_tokens, ends)
+        (found,) = write_answers(reader, tokens.tolist(), task.max_new_tokens, reader.ends(tokenizer), sample)
     finally:
         loaded.forget()
-    text, labels = answer_text(tokenizer, found.tokens, []), modalities(loaded.model.config, tokens)
-    right = choice_score(item.answers[0], item.choices, text) if item.choices else None
-    sample = {
-        "item": item.name,
-        "kind": item.kind or "other",
-        "text": text,
-        "score": ocrbench_score(item.source, item.answers, text) if right is None else right,
-        **{f"{name}_tokens": int((labels == index).sum()) for index, name in enumerate(MODALITIES[:2])},
-    }
-    return Scored(sample, found.cost)
+    return found
 
 
 def make_items(inputs: Inputs, processor: Any, answer: int) -> Items[MediaItem]:
@@ -158,13 +169,129 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
 def fingerprint(inputs: Inputs) -> str:
     """Fingerprint of the items: questions, answers, images, and the model's context."""
-    digest = hashlib.sha256(repr(inputs.longest_context).encode())
     items, skipped = items_of(inputs)
-    for item in items:
-        row = [item.name, item.kind, item.source, item.question, item.answers, item.choices]
-        digest.update(json.dumps([*row, hashlib.sha256(item.media).hexdigest()]).encode())
-    digest.update(json.dumps(skipped, sort_keys=True).encode())
-    return digest.hexdigest()
+    fields = ("name", "kind", "source", "question", "answers", "choices")
+    rows = [[*(getattr(item, name) for name in fields), hashlib.sha256(item.media).hexdigest()] for item in items]
+    return items_fingerprint(inputs, [*rows, skipped])
 
 
-TASK = Task(check, measure, fingerprint, texts=lambda inputs: [item.question for item in items_of(inputs)[0]])
+SIDES = ("query", "key", "value")
+ALL = "all"
+_SPREADS = {"cv": "variation", "max_over_min": "max_over_min", "max_over_median": "max_over_median"}
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+class ByModality:
+    """Norm statistics of one prompt by layer, side and modality, and norms by position."""
+
+    def __init__(self, labels: Int[Tensor, " tokens"]) -> None:
+        self._labels = labels
+        self.rows: list[dict[str, Any]] = []
+        self._boxes: list[dict[str, Any]] = []
+
+    def add(self, layer: LayerStates) -> None:
+        """Take one layer."""
+        for side in SIDES:
+            norms, place = token_norms(getattr(layer, side)), {"layer": layer.index, "side": side}
+            self.rows += [{"kind": "modality", **place, **row} for row in self._statistics(norms)]
+            boxes = norms[0].quantile(torch.tensor(_QUANTILES, dtype=norms.dtype, device=norms.device), dim=0)
+            self._boxes.append({"kind": "tokens", **place, "norms": boxes.cpu()})
+
+    def boxes(self, count: int) -> list[dict[str, Any]]:
+        """Rows of norms by position, of `count` layers that are evenly spread."""
+        layers = sorted({row["layer"] for row in self._boxes})
+        steps = torch.linspace(0, len(layers) - 1, min(count, len(layers))).long().tolist()
+        chosen = {layers[step] for step in steps}
+        found = [row for row in self._boxes if row["layer"] in chosen]
+        return [row | {"spans": spans(self._labels), "norms": row["norms"].tolist()} for row in found]
+
+    def _statistics(self, norms: Float[Tensor, "1 heads tokens"]) -> Iterable[dict[str, Any]]:
+        relative = relative_norms(norms)[0]
+        for name in (ALL, *MODALITIES):
+            among = torch.ones_like(self._labels, dtype=torch.bool)
+            if name != ALL:
+                among = self._labels == MODALITIES.index(name)
+            if not bool(among.any()):
+                continue
+            among = among.to(norms.device)
+            part = norms[:, :, among]
+            spread = {key: float(value.mean()) for key, value in vars(imbalance(part)).items()}
+            highest = float(over_median(part).amax(-1).mean())
+            middle = float(relative[among].median())
+            row = {"modality": name, "tokens": int(among.sum()), **spread}
+            yield row | {"max_over_median": highest, "relative": middle}
+
+
+def spans(labels: Int[Tensor, " tokens"]) -> list[list[Any]]:
+    """Runs of tokens of one modality, in order: `[name, tokens]` each."""
+    values, counts = torch.unique_consecutive(labels, return_counts=True)
+    pairs = zip(values.tolist(), counts.tolist(), strict=True)
+    return [[MODALITIES[value], count] for value, count in pairs]
+
+
+def norms_by_modality(loaded: MediaModel, tokens: Int[Tensor, " tokens"], layers: int = 0) -> list[dict[str, Any]]:
+    """Rows of one prompt of `tokens`.
+
+    `kind` modality: one per layer, side and modality, and one for all tokens (`modality` all), with the means over
+    heads of `variation`, `max_over_min` and `median_over_min` (`task=tni`'s) and of `max_over_median` among the tokens
+    of that modality, and `relative`: their median norm over the median of all tokens.
+    `kind` tokens: one per side of `layers` layers evenly spread, with `norms` [5, tokens] (least, quartiles and
+    largest of each token's norms over its heads) and `spans` of tokens of one modality.
+
+    Raises:
+        Unsupported, DataError: as `capture`.
+    """
+    found = ByModality(modalities(loaded.model.config, tokens))
+    try:
+        capture(loaded, tokens, found.add, **loaded.media_of(tokens[None].to(loaded.device)))
+    finally:
+        loaded.forget()
+    return found.rows + found.boxes(layers)
+
+
+def measure_modality(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """Norms of every prompt by modality; by position too for the first prompt, in some layers."""
+    task: ModalityConfig = inputs.config.task
+    processor = load_processor(inputs.config.model)
+    items = make_items(inputs, processor, 0)
+    rows: list[dict[str, Any]] = []
+    for index, (item,) in enumerate(items.batches):
+        loaded, tokens = with_media(inputs.model, processor, item)
+        found = norms_by_modality(loaded, tokens[0], 0 if index else task.layers)
+        rows += [{"item": item.name, **row} for row in found]
+    if not rows:
+        reasons = next(iter(items.skipped.values()), "no items")
+        raise DataError(f"task=modality: no prompt can be read: {reasons}")
+    metrics = summary_of_norms(rows)
+    rows += [{"kind": "skipped", "item": name, "skipped": reason} for name, reason in items.skipped.items()]
+    metrics |= {"items": float(len(items.batches)), "skipped_items": float(len(items.skipped))}
+    return Measurement(metrics, units_like(metrics, {"*_tokens": "tokens", "*items": "items"}), rows)
+
+
+def summary_of_norms(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over prompts and layers: spreads of norms by side, and by modality with its relative median."""
+    out: dict[str, float] = {}
+    found = [row for row in rows if row["kind"] == "modality"]
+    for side, name in itertools.product(SIDES, (ALL, *MODALITIES)):
+        end, more = ("", {}) if name == ALL else (f"[modality={name}]", {"relative": "relative"})
+        for metric, key in (_SPREADS | more).items():
+            out |= mean_metric(f"{side}_{metric}{end}", found, key, side=side, modality=name)
+    first = found[0]["layer"]
+    for name in MODALITIES[:2]:
+        counts = [r["tokens"] for r in found if (r["side"], r["layer"], r["modality"]) == ("key", first, name)]
+        out[f"{name}_tokens"] = float(sum(counts))
+    return out
+
+
+def check_modality(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a method: norms are those of a model's states."""
+    if not method.is_full_precision:
+        raise Unsupported("task=modality: looks at queries, keys and values before any method; method=fp16")
+
+
+TASKS = {
+    "multimodal": Task(
+        check, measure, fingerprint, texts=lambda inputs: [item.question for item in items_of(inputs)[0]]
+    ),
+    "modality": Task(check_modality, measure_modality, fingerprint),
+}

@@ -7,6 +7,7 @@ same form, of which one is asked for; an answer is a hit, a wrong needle, a mixt
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvq.config import Loader
 from kvq.config.tasks import NiahConfig, NiahMode
-from kvq.data.needles import Needle, draw_needles, retrieval_prompt
-from kvq.data.text import TokenData, around_message, begun, encode
+from kvq.data.text import Needle, TokenData, around_message, begun, draw_needles, encode, random_piece, retrieval_prompt
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -26,31 +25,13 @@ from kvq.results.metrics import units_of
 from kvq.results.statistics import flips, mcnemar
 from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, paired, write_answers
 from kvq.tasks.measurement import Baseline, Measurement, Task, decoded
-from kvq.tasks.reader import Reader, answer_text, check_prefill, end_tokens, stop_at
+from kvq.tasks.reader import Reader, answer_text, check_prefill
 
 # Added to the seed of the items' generator, so that no other use of the same seed draws the same numbers.
 _ITEMS_STREAM = 0x6E696168
 _RANDOM_STREAM = 0x72616E64
 RANDOM_STRINGS = 50
 """Random strings per item from which the rate of chance mixtures is estimated."""
-
-
-@dataclass(frozen=True)
-class TemplateNeedle(Needle):
-    """A needle with configured sentences."""
-
-    needle_template: str = ""
-    question_template: str = ""
-
-    @property
-    def sentence(self) -> str:
-        """The sentence that is planted."""
-        return self.needle_template.format(key=self.key, value=self.value)
-
-    @property
-    def question(self) -> str:
-        """The text that ends the prompt."""
-        return self.question_template.format(key=self.key)
 
 
 @dataclass(frozen=True)
@@ -66,8 +47,7 @@ class NiahItem:
 
 def haystack(inputs: Inputs) -> TokenData:
     """The dataset as token streams; of documents, each as long as the longest prompt."""
-    task: NiahConfig = inputs.config.task
-    return inputs.streams(max(task.lengths) if inputs.config.dataset.loader is Loader.documents else 2)
+    return inputs.long_streams(max(inputs.config.task.lengths))
 
 
 def make_items(inputs: Inputs) -> list[NiahItem]:
@@ -90,18 +70,16 @@ def make_items(inputs: Inputs) -> list[NiahItem]:
         found = max((len(stream) for stream in haystack(inputs).streams), default=0)
         raise DataError(f"task.lengths={task.lengths}: the longest haystack in the dataset has {found} tokens")
     items = []
-    for length in task.lengths:
-        for place, depth in enumerate(task.depths):
-            for repeat in range(task.repeats):
-                rng = np.random.default_rng([_ITEMS_STREAM, task.seed, length, place, repeat])
-                stream = streams[int(rng.integers(len(streams)))]
-                room = length - len(start)
-                offset = int(rng.integers(len(stream) - room + 1))
-                needles = _needles(task, rng)
-                depths = [depth, *rng.uniform(size=len(needles) - 1).tolist()]
-                prompt = retrieval_prompt(stream[offset : offset + room], needles, depths, room, plain, after)
-                name = f"length={length} depth={depth:g} repeat={repeat}"
-                items.append(NiahItem(name, length, depth, tuple(needles), (*start, *prompt)))
+    for length, (place, depth) in itertools.product(task.lengths, enumerate(task.depths)):
+        for repeat in range(task.repeats):
+            rng = np.random.default_rng([_ITEMS_STREAM, task.seed, length, place, repeat])
+            room = length - len(start)
+            text = random_piece(streams, room, rng)
+            needles = _needles(task, rng)
+            depths = [depth, *rng.uniform(size=len(needles) - 1).tolist()]
+            prompt = retrieval_prompt(text, needles, depths, room, plain, after)
+            name = f"length={length} depth={depth:g} repeat={repeat}"
+            items.append(NiahItem(name, length, depth, tuple(needles), (*start, *prompt)))
     return items
 
 
@@ -110,10 +88,8 @@ def _needles(task: NiahConfig, rng: np.random.Generator) -> list[Needle]:
     if task.needle is None or task.question is None:
         return drawn
     values = [needle.value if task.answer is None else task.answer for needle in drawn]
-    return [
-        TemplateNeedle(needle.key, value, task.needle, task.question)
-        for needle, value in zip(drawn, values, strict=True)
-    ]
+    pairs = zip(drawn, values, strict=True)
+    return [Needle(needle.key, value, task.needle, task.question) for needle, value in pairs]
 
 
 def extract(text: str, value: str) -> str:
@@ -139,7 +115,7 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     """Ask for every needle under `method`; a baseline is compared with item by item."""
     config = inputs.config
     task: NiahConfig = config.task
-    reader = Reader(inputs.model, method, task.prefill, config.cache.keep_decoded)
+    reader = Reader.of(inputs, method)
     items = _batched(make_items(inputs), task, inputs)
     found = measure_items(items, lambda batch: ask(reader, inputs, batch), task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
@@ -182,10 +158,12 @@ def ask(reader: Reader, inputs: Inputs, batch: Sequence[NiahItem]) -> list[Score
     """Answers to prompts of equal length, as one batch."""
     task: NiahConfig = inputs.config.task
     tokenizer, most = inputs.tokenizer, max(answer_tokens(item, task, inputs) for item in batch)
-    ends = stop_at(tokenizer, end_tokens(reader.loaded, tokenizer), ["\n"])
-    found = write_answers(reader, [item.prompt for item in batch], most, ends, stay=True)
-    texts = [answer_text(tokenizer, one.tokens, ["\n"]) for one in found]
-    return [Scored(_sample(item, text), one.cost) for item, text, one in zip(batch, texts, found, strict=True)]
+    ends = reader.ends(tokenizer, ["\n"])
+
+    def sample(place: int, tokens: list[int]) -> Sample:
+        return _sample(batch[place], answer_text(tokenizer, tokens, ["\n"]))
+
+    return write_answers(reader, [item.prompt for item in batch], most, ends, sample, stay=True)
 
 
 def _sample(item: NiahItem, text: str) -> Sample:
@@ -229,12 +207,7 @@ def fingerprint(inputs: Inputs) -> str:
     return f"{text} in {longest} tokens" if tight else text
 
 
-def texts(inputs: Inputs) -> list[str]:
-    """The haystack."""
-    return decoded(inputs, haystack(inputs).streams)
-
-
-TASK = Task(check, measure, fingerprint, texts=texts)
+TASK = Task(check, measure, fingerprint, texts=lambda inputs: decoded(inputs, haystack(inputs).streams))
 
 
 SHORTEST_PIECE = 2
@@ -259,17 +232,17 @@ def is_mixture(answer: str, planted: Sequence[str]) -> bool:
     if answer in planted:
         return False
     # After each position: the one value that all pieces so far can come from, or None where two or more are needed.
-    behind: list[set[int | None]] = [set() for _ in range(len(answer) + 1)]
+    sources_at: list[set[int | None]] = [set() for _ in range(len(answer) + 1)]
     for end in range(SHORTEST_PIECE, len(answer) + 1):
         for start in range(end - SHORTEST_PIECE + 1):
             sources = {index for index, value in enumerate(planted) if answer[start:end] in value}
             if not sources:
                 continue
             if start == 0:
-                behind[end] |= sources
-            for source in behind[start]:
-                behind[end] |= {source if source == index else None for index in sources}
-    return None in behind[len(answer)]
+                sources_at[end] |= sources
+            for source in sources_at[start]:
+                sources_at[end] |= {source if source == index else None for index in sources}
+    return None in sources_at[len(answer)]
 
 
 def classify(answer: str, wanted: str, planted: Sequence[str]) -> Outcome:

@@ -24,8 +24,9 @@ from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
+from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks import engine
-from kvq.tasks.measurement import Baseline, Measurement, Task, decoded, delta_metrics, storage_metrics
+from kvq.tasks.measurement import Baseline, Measurement, Task, decoded, storage_metrics
 from kvq.tasks.scoring import (
     ScoredChunk,
     check_at_once,
@@ -35,6 +36,7 @@ from kvq.tasks.scoring import (
     score,
     score_continuation,
     scoring_bounds,
+    without_codecs,
 )
 from kvq.tasks.windows import (
     PplResult,
@@ -153,11 +155,6 @@ def _check(result: PplResult, indices: Sequence[int], cache: KVCache) -> None:
         raise DataError(f"window {indices[0]}: the log-probabilities are not finite, though keys and values are")
 
 
-def without_codecs(method: Method) -> Method:
-    """Full precision under the residual of a method, so that both cut a text alike."""
-    return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None, latent=method.latent)
-
-
 def _scored(
     loaded: LoadedModel,
     cache: KVCache,
@@ -204,8 +201,10 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     task: PplConfig = config.task
     loaded = inputs.model
     windows = ppl_windows(inputs.tokens.streams, task, inputs.bos)
-
-    writer = _writer(task, windows, loaded)
+    writer = None
+    if task.save_logits is not None:
+        tokens = torch.stack([window.tokens for window in windows])
+        writer = LogitsWriter(Path(task.save_logits), tokens, loaded.text_config.vocab_size)
     if task.engine:
         result = empty_result(windows, task)
         agreement, build = engine.run_engine(inputs, method, windows, result, writer)
@@ -240,7 +239,7 @@ def reference_of(
 ) -> tuple[ReferenceLogProbs, PplResult | None]:
     """Full precision's log-probabilities of the windows and its result, computed once by a process for a protocol.
 
-    The result is None where so much cannot be kept; full precision is then computed again beside each method.
+    The result is None where so much cannot be kept; full precision is then computed again together with each method.
     """
 
     def full_precision() -> tuple[ReferenceLogProbs, PplResult | None]:
@@ -253,16 +252,10 @@ def reference_of(
     return inputs.shared("reference", (inputs.names, repr(task)), full_precision)
 
 
-def _writer(task: PplConfig, windows: Sequence[Window], loaded: LoadedModel) -> LogitsWriter | None:
-    if task.save_logits is None:
-        return None
-    return LogitsWriter(Path(task.save_logits), torch.stack([w.tokens for w in windows]), loaded.text_config.vocab_size)
-
-
 def _differences(
     metrics: dict[str, float], samples: list[dict[str, Any]], baseline: Baseline, task: PplConfig
 ) -> dict[str, float]:
-    out = delta_metrics(samples, baseline.samples, **vars(task.bootstrap))
+    out = delta_nll_of_samples(samples, baseline.samples, **vars(task.bootstrap)).metrics("delta_nll")
     out["delta_perplexity"] = metrics["perplexity"] - baseline.metrics["perplexity"]
     return out | _differences_by_position(samples, baseline, task)
 
@@ -280,18 +273,9 @@ def _differences_by_position(samples: list[dict[str, Any]], baseline: Baseline, 
             ]
             for run in rows
         )
-        out |= delta_metrics(own, full, f"[position={start}]", **vars(task.bootstrap))
+        delta = delta_nll_of_samples(own, full, **vars(task.bootstrap))
+        out |= delta.metrics("delta_nll", f"[position={start}]")
     return out
-
-
-def fingerprint(inputs: Inputs) -> str:
-    """Fingerprint of the text."""
-    return inputs.tokens.fingerprint
-
-
-def texts(inputs: Inputs) -> list[str]:
-    """The text of each window."""
-    return window_texts(inputs, inputs.config.task)
 
 
 def window_texts(inputs: Inputs, task: PplConfig) -> list[str]:
@@ -299,4 +283,4 @@ def window_texts(inputs: Inputs, task: PplConfig) -> list[str]:
     return decoded(inputs, (window.tokens for window in ppl_windows(inputs.tokens.streams, task, inputs.bos)))
 
 
-TASK = Task(check, measure, fingerprint, texts=texts)
+TASK = Task(check, measure, texts=lambda inputs: window_texts(inputs, inputs.config.task))

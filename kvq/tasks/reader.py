@@ -25,6 +25,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.eviction import When
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
+from kvq.models.inputs import Inputs
 from kvq.tasks.scoring import FULL_PRECISION_CHUNK, log_probabilities, steps
 
 Logits = Float[Tensor, "batch vocab"]
@@ -58,6 +59,15 @@ class Reader:
     def __init__(self, loaded: LoadedModel, method: Method, prefill: Prefill, keep_decoded: bool = False) -> None:
         self.loaded, self.method, self.prefill, self.keep_decoded = loaded, method, prefill, keep_decoded
         self.tokens_read = 0
+
+    @classmethod
+    def of(cls, inputs: Inputs, method: Method) -> Reader:
+        """The reader of a run, with its task's `prefill` and its cache's `keep_decoded`."""
+        return cls(inputs.model, method, inputs.config.task.prefill, inputs.config.cache.keep_decoded)
+
+    def ends(self, tokenizer: Any, until: Sequence[str] = ()) -> Ends:
+        """Whether an answer is over: at the model's end tokens, or at one of the texts `until`."""
+        return stop_at(tokenizer, end_tokens(self.loaded, tokenizer), until)
 
     def new_cache(self) -> KVCache:
         """An empty cache with `token_by_token` set."""
@@ -155,7 +165,7 @@ class Reader:
         """Read prompts, each as a batch of one; yields index, the cache that holds the prompt, and the logits after it.
 
         The order is lexicographic in tokens. Under `chunked` every common prefix is read once and forked, with the
-        numbers of reading each prompt alone. Under `whole` only equal prompts share. The caller may change the cache.
+        numbers of reading each prompt by itself. Under `whole` only equal prompts share. The caller may change caches.
         """
         order = sorted(range(len(prompts)), key=lambda index: list(prompts[index]))
         if self.prefill is Prefill.whole:
@@ -167,20 +177,21 @@ class Reader:
                 yield first, cache, logits
             return
         common = [shared(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)] + [0]
-        held: list[tuple[int, KVCache, Logits | None]] = []
+        prefixes: list[tuple[int, KVCache, Logits | None]] = []
         for place, index in enumerate(order):
             prompt = prompts[index]
-            start, cache, behind = _fork(held) if held else (0, self.new_cache(), None)
+            start, cache, after = prefixes[-1] if prefixes else (0, self.new_cache(), None)
+            cache = cache.fork() if prefixes else cache
             for length in _beginnings(common, place, start):
-                behind = self._add(cache, self.tensor([prompt[start:length]]))
-                held.append((length, cache.fork(), behind))
+                after = self._add(cache, self.tensor([prompt[start:length]]))
+                prefixes.append((length, cache.fork(), after))
                 start = length
             if start < len(prompt):
-                behind = self._add(cache, self.tensor([prompt[start:]]))
-            assert behind is not None
-            yield index, cache, behind
-            while held and held[-1][0] > common[place]:
-                held.pop()
+                after = self._add(cache, self.tensor([prompt[start:]]))
+            assert after is not None
+            yield index, cache, after
+            while prefixes and prefixes[-1][0] > common[place]:
+                prefixes.pop()
 
     @torch.no_grad()
     def log_probs(
@@ -211,7 +222,7 @@ class Reader:
 
         Args:
             pick: for all rows, or one for each.
-            leave: receives each row as its answer ends, with the cache of this row alone; the others go on without it.
+            leave: receives each row as its answer ends, with the cache of only this row; the others go on without it.
                 None: all rows stay until the last has ended.
 
         Returns one list of new tokens per row of the batch, up to and with the one that ended it.
@@ -260,7 +271,7 @@ def _picked(logits: Logits, pick: Pick | Sequence[Pick] | None, rows: Sequence[i
 
 
 def room(cache: KVCache, most: int) -> int:
-    """How many of `most` tokens one forward may add with the results of one token per forward."""
+    """How many tokens, at most `most`, one forward may add with the same results as one token per forward."""
     layer = cache.kv_layers[0]
     sides: list[Any] = [layer.key, layer.value]
     quantized = [side for side in sides if side.codec is not None]
@@ -275,7 +286,7 @@ def room(cache: KVCache, most: int) -> int:
         return 1
     if any(side.residual.policy is Policy.sliding for side in quantized):
         return min(most, FULL_PRECISION_CHUNK)  # a token leaves full precision at every step, so no cut avoids copies
-    # Up to where a block is flushed: within a forward, its tokens would be held twice.
+    # Up to where a block is flushed: within a forward, its tokens would be stored twice.
     return 1 + bisect.bisect(range(2, most + 1), 0, key=lambda count: any(s.moves(count).queries for s in quantized))
 
 
@@ -296,11 +307,6 @@ def _beginnings(common: Sequence[int], place: int, start: int) -> list[int]:
         if not lengths or length < lengths[-1]:
             lengths.append(length)
     return lengths[::-1]
-
-
-def _fork(held: Sequence[tuple[int, KVCache, Logits | None]]) -> tuple[int, KVCache, Logits | None]:
-    length, cache, logits = held[-1]
-    return length, cache.fork(), logits
 
 
 def greedy(logits: Logits) -> Int[Tensor, " batch"]:

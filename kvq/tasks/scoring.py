@@ -48,8 +48,8 @@ def log_probabilities(logits: Float[Tensor, "*lead vocab"]) -> Float[Tensor, "*l
 def generation_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
     """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 
-    Results do not depend on the cuts: under `token_by_token` each query reads what it would alone, also where a sliding
-    residual releases a token at every step. Cuts at flushes avoid second copies of tokens.
+    Results do not depend on the cuts: under `token_by_token` each query reads what it would by itself, also where a
+    sliding residual releases a token at every step. Cuts at flushes avoid second copies of tokens.
 
     Args:
         chunk: at most this many tokens per forward (default: whole blocks; `FULL_PRECISION_CHUNK` where none cuts, and
@@ -77,6 +77,11 @@ def generation_bounds(method: Method, length: int, chunk: int | None = None) -> 
 def parallel_method(method: Method) -> Method:
     """The method with residual `none` on both sides; block sizes stay."""
     return dataclasses.replace(method, residual=method.residual.at_once())
+
+
+def without_codecs(method: Method) -> Method:
+    """Full precision under the residual of a method, so that both cut a text alike."""
+    return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None, latent=method.latent)
 
 
 @torch.no_grad()
@@ -166,7 +171,7 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> lis
 
 
 def _flushes(method: Method, length: int, chunk: int | None) -> list[tuple[int, int]]:
-    """Chunks for transformers' caches: the first token is quantized alone, then every `size` tokens."""
+    """Chunks for transformers' caches: the first token is a chunk, then every `size` tokens."""
     size = max(method.residual.key.size, 1)
     starts = [0, *range(1, length, size), length]
     cuts = {cut for start, end in itertools.pairwise(starts) for cut in range(start, end, chunk or size)}

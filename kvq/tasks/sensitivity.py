@@ -1,8 +1,16 @@
-"""`task=sensitivity`: what each layer's keys and values cost when they alone are quantized, and whether costs add up.
+"""`task=sensitivity`, `task=limit`: what the bits of each layer's keys and values cost, and what they cost at least.
 
-Each side of each layer is quantized alone while all others stay in full precision; then all at once; then random sets
-of them, whose cost is compared with the sum of their parts; where asked, each KV head alone. `kvq allocate` gives
-layers bits by these costs.
+`task=sensitivity` quantizes each side of each layer while all others stay in full precision; then all at once; then
+random sets of them, whose cost is compared with the sum of their parts; where asked, each KV head by itself. `kvq
+allocate` gives layers bits by these costs.
+
+`task=limit` computes the least loss that per-token Gaussian coding can have at given bits, from spectra on the task's
+text. Reverse water-filling over the components of all layers and sides, which are independent, with variances λ in
+nats: noise of relative size d costs λ d / 2. At a level θ those above it get (1/2) log2(λ / θ) bits. It is the limit of
+coding one token of one side at a time with normal states and second-order loss; states are not normal, and tokens, keys
+with values, and layers can be coded together. Source: Cover and Thomas, Elements of Information Theory, section 10.3.3.
+Keys are taken before RoPE. Gradients are those of the windows that are scored, so the limit knows the text: a method is
+calibrated on another. A method with a `FisherTransform` also has its predicted loss, from its own calibration.
 """
 
 from __future__ import annotations
@@ -14,9 +22,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from tqdm import tqdm
+import torch
+from jaxtyping import Float
+from scipy.stats import spearmanr
+from torch import Tensor
 
-from kvq.codecs import HeadsCodec, check_single_heads
+from kvq.calibration.budget import collect_joint, joint_parts, predicted
+from kvq.codecs import Codec, FisherTransform, HeadsCodec, JointMoments, check_single_heads
+from kvq.config.diagnostics import LimitConfig, LimitHeads
 from kvq.config.tasks import PplConfig, SensitivityConfig, Windows
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
@@ -24,9 +37,10 @@ from kvq.models.inputs import Inputs
 from kvq.models.layers import kv_layers_of
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.tasks.measurement import Baseline, Measurement, Task
-from kvq.tasks.ppl import check_scoring, fingerprint, ppl_windows, reference_of, run_ppl, window_texts, without_codecs
-from kvq.tasks.windows import PplResult, ReferenceLogProbs, Window
+from kvq.tasks.capture import windows_of
+from kvq.tasks.measurement import Baseline, Measurement, Task, journaled, units_like
+from kvq.tasks.ppl import check_scoring, ppl_windows, reference_of, run_ppl, window_texts
+from kvq.tasks.scoring import without_codecs
 
 SIDES = ("key", "value")
 Place = tuple[str, int]
@@ -132,85 +146,140 @@ def jobs_of(inputs: Inputs, method: Method) -> dict[str, Job]:
     return jobs | {f"layer {layer} {side} head {h}": Job([(side, layer)], h) for side, layer in places for h in heads}
 
 
-@dataclass
-class Pass:
-    """One pass over the windows under a method in some places."""
-
-    inputs: Inputs
-    method: Method
-    windows: list[Window]
-    reference: ReferenceLogProbs
-    full: float
-
-    def row(self, item: str, job: Job) -> dict[str, Any]:
-        """KL and loss over full precision, in nats per token, and what is stored of the places."""
-        loaded, keep = self.inputs.model, self.inputs.config.cache.keep_decoded
-        layers = layers_of(self.inputs)
-        if job.head is None:
-            method = only(self.method, job.places, layers)
-        else:
-            method = only_head(self.method, job.places[0], job.head, heads_of(self.inputs), layers)
-        result = run_ppl(loaded, method, self.windows, protocol(self.inputs.config.task), self.reference, False, keep)
-        found = result.metrics()
-        kept = {name: found[name] for name in ("kl_mean", "key_bits", "value_bits", "bits_per_element", "packed_bytes")}
-        return {"item": item, "delta_nll": found["nll"] - self.full, **kept}
-
-
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """A sample for each side of each layer, one for all of them and one for each random set."""
-    task: SensitivityConfig = inputs.config.task
-    windows = ppl_windows(inputs.tokens.streams, protocol(task), inputs.bos)
-    reference, full = reference_of(inputs, method, windows, protocol(task))
-    full = full or run_ppl(inputs.model, without_codecs(method), windows, protocol(task))
+    loaded, settings = inputs.model, protocol(inputs.config.task)
+    windows = ppl_windows(inputs.tokens.streams, settings, inputs.bos)
+    reference, known = reference_of(inputs, method, windows, settings)
+    full = known or run_ppl(loaded, without_codecs(method), windows, settings)
     if method.is_full_precision:
-        return _full_precision(full)
-    jobs = jobs_of(inputs, method)
-    one = Pass(inputs, method, windows, reference, full.nll)
-    with tqdm(total=len(jobs), desc=f"{method.label}: one at a time", unit="pass", leave=False, disable=None) as bar:
-        for item, job in jobs.items():
-            if item not in journal.rows:
-                journal.add([one.row(item, job)])
-            bar.update()
-    rows = [job.named(journal.rows[item]) for item, job in jobs.items()]
+        metrics = {name: value for name, value in full.metrics().items() if name in ("nll", "windows", "scored_tokens")}
+        return Measurement(metrics, units_of(metrics), full.samples())
+    jobs, layers = jobs_of(inputs, method), layers_of(inputs)
+
+    def score(item: str) -> dict[str, Any]:
+        """KL and loss over full precision, in nats per token, and what is stored of the places."""
+        places, head = jobs[item].places, jobs[item].head
+        if head is None:
+            own = only(method, places, layers)
+        else:
+            own = only_head(method, places[0], head, heads_of(inputs), layers)
+        keep = inputs.config.cache.keep_decoded
+        found = run_ppl(loaded, own, windows, settings, reference, keep_decoded=keep).metrics()
+        kept = {name: found[name] for name in ("kl_mean", "key_bits", "value_bits", "bits_per_element", "packed_bytes")}
+        return {"delta_nll": found["nll"] - full.nll, **kept}
+
+    rows = [jobs[row["item"]].named(row) for row in journaled(journal, jobs, score, method.label, "pass")]
     metrics = _metrics({row["item"]: row for row in rows}, jobs)
     return Measurement(metrics, units_of(metrics), rows)
 
 
-def _full_precision(full: PplResult) -> Measurement:
-    metrics = {name: value for name, value in full.metrics().items() if name in ("nll", "windows", "scored_tokens")}
-    return Measurement(metrics, units_of(metrics), full.samples())
-
-
 def _metrics(rows: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) -> dict[str, float]:
     whole = {item: job.places for item, job in jobs.items() if job.head is None}
-    alone = {places[0]: rows[item]["kl_mean"] for item, places in whole.items() if len(places) == 1}
-    together, total = rows["all"], sum(alone.values())
-    keys = sum(kl for (side, _), kl in alone.items() if side == "key")
+    single = {places[0]: rows[item]["kl_mean"] for item, places in whole.items() if len(places) == 1}
+    together, total = rows["all"], sum(single.values())
+    keys = sum(kl for (side, _), kl in single.items() if side == "key")
     names = ("kl_mean", "delta_nll", "key_bits", "value_bits", "bits_per_element")
     metrics = {name: float(together[name]) for name in names}
     metrics |= {"kl_sum": total, "kl_sum_keys": keys}
     if of_heads := [rows[item]["kl_mean"] for item, job in jobs.items() if job.head is not None]:
         metrics["kl_sum_heads"] = sum(of_heads)
     maps = [
-        (sum(alone[place] for place in places), rows[item]["kl_mean"])
+        (sum(single[place] for place in places), rows[item]["kl_mean"])
         for item, places in whole.items()
         if item.startswith("map")
     ]
     if len(maps) > 2:
-        metrics["sum_correlation"] = _rank_correlation(maps)
+        found = float(spearmanr(*zip(*maps, strict=True)).statistic)
+        metrics["sum_correlation"] = found if math.isfinite(found) else 0.0
     return metrics
 
 
-def _rank_correlation(pairs: list[tuple[float, float]]) -> float:
-    from scipy.stats import spearmanr
-
-    found = float(spearmanr(*zip(*pairs, strict=True)).statistic)
-    return found if math.isfinite(found) else 0.0
+_STEPS = 200  # of a bisection
 
 
-def texts(inputs: Inputs) -> list[str]:
-    """The text of each window."""
-    return window_texts(inputs, protocol(inputs.config.task))
+def spectrum_of(moments: JointMoments, transform: FisherTransform) -> Float[Tensor, " components"]:
+    """λ of a side of a layer in nats, descending, in fp64."""
+    return transform.fit_joint(moments)["spectrum"][0].double()
 
 
-TASK = Task(check, measure, fingerprint, texts=texts)
+def rate_at(spectrum: Float[Tensor, " components"], level: float) -> float:
+    """Mean bits of a component at a level θ."""
+    return float((spectrum / level).log2().clamp_min(0).mean() / 2)
+
+
+def loss_at(spectrum: Float[Tensor, " components"], level: float) -> float:
+    """Loss in nats per token at a level θ: (1/2) Σ min(λ, θ)."""
+    return float(spectrum.clamp_max(level).sum() / 2)
+
+
+def level_of_rate(spectrum: Float[Tensor, " components"], bits: float) -> float:
+    """The level at which components have `bits` on average, by bisection from 2^-64 of the largest λ to the largest."""
+    high = float(spectrum.max())
+    low = high * 2.0**-64
+    for _ in range(_STEPS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if rate_at(spectrum, middle) > bits else (low, middle)
+    return high
+
+
+CURVE = [bits / 4 for bits in range(1, 33)]
+"""Bits of the curve."""
+_KEPT = 64
+"""Components whose λ a record has, of a side of a layer."""
+
+
+def check_limit(inputs: Inputs, method: Method) -> None:
+    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method without a spectrum."""
+    inputs.check_context(inputs.config.task.context)
+    if not method.is_full_precision and any(joint_parts(getattr(method, side)) is None for side in SIDES):
+        raise Unsupported(f"task=limit: method={method.name} has no spectrum; fp16, or a method with FisherTransforms")
+
+
+def measure_limit(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """The limit at `task.rates`, its curve, and the spectrum of each layer and side."""
+    task: LimitConfig = inputs.config.task
+    windows = windows_of(inputs)
+    moments = collect_joint(inputs.model, torch.stack(windows), left_out=task.left_out)
+    transform = FisherTransform(heads_together=None if task.heads is LimitHeads.joint else 1, ridge=task.ridge)
+    spectra = {place: spectrum_of(own, transform) for place, own in moments.items()}
+    whole = torch.cat(list(spectra.values()))
+    metrics = {"windows": float(len(windows))}
+    metrics |= {f"limit_loss_{rate:g}": loss_at(whole, level_of_rate(whole, rate)) for rate in task.rates}
+    layers = 1 + max(layer for _, layer in spectra)
+    if not method.is_full_precision:
+        metrics["predicted_loss"] = _predicted(method, layers)
+    rows: list[dict[str, Any]] = []
+    for rate in CURVE:
+        level = level_of_rate(whole, rate)
+        rows.append({"kind": "curve", "bits": rate, "level": level, "loss": loss_at(whole, level)})
+    levels = {rate: level_of_rate(whole, rate) for rate in task.rates}
+    for side, layer in product(SIDES, range(layers)):
+        own = spectra[side, layer]
+        bits = {f"{rate:g}": rate_at(own, level) for rate, level in levels.items()}
+        rows.append({"kind": "layer", "side": side, "layer": layer, "bits": bits, "spectrum": _thinned(own)})
+    return Measurement(metrics, units_like(metrics, {"windows": "windows", "*_loss*": "nats/token"}), rows)
+
+
+def _thinned(spectrum: Tensor) -> list[list[float]]:
+    """Rank, from 0, and λ of evenly spread components, the largest and the smallest among them."""
+    ranks = torch.linspace(0, len(spectrum) - 1, min(_KEPT, len(spectrum))).round().long()
+    return [[float(rank), float(spectrum[rank])] for rank in ranks]
+
+
+def _predicted(method: Method, layers: int) -> float:
+    """Second-order loss of the method's widths on its own calibration text."""
+    total = 0.0
+    for side, layer in product(SIDES, range(layers)):
+        codec: Codec | None = method.codec(side, layer, layers)
+        parts = joint_parts(codec)
+        if parts is not None:
+            tables = parts[2].tables
+            total += predicted(parts[2], tables["weights"], tables["widths"])
+    return total
+
+
+TASKS = {
+    "sensitivity": Task(check, measure, texts=lambda inputs: window_texts(inputs, protocol(inputs.config.task))),
+    "limit": Task(check_limit, measure_limit),
+}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
@@ -37,10 +36,19 @@ from kvq.models.inputs import Inputs, with_cache_dtype
 from kvq.models.layers import head_dims_of
 from kvq.models.load import pick_device
 from kvq.results.journal import Journal
-from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name
+from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, now
 from kvq.tasks import steps
 from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
-from kvq.tasks.steps import cache_maker, check_decode_steps, check_regimes, check_steps, decode_metrics, step_metrics
+from kvq.tasks.steps import (
+    Row,
+    cache_maker,
+    check_regimes,
+    check_steps,
+    decode_metrics,
+    median_of,
+    paired_ratio,
+    step_metrics,
+)
 
 SUBJECT = "method"
 """Name of the run's method among the subjects of a cell."""
@@ -115,13 +123,11 @@ def cell(config: Config, batch: int, tokens: int, without: frozenset[str] = froz
 def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
     """A prefill and decoding by steps, where asked for and where the GPU has the memory for it."""
     task: Any = config.task
-
-    now = partial(_now, loaded)
     watched: dict[str, Callable[[Method], dict[str, Any]]] = {}
     if getattr(task, "prefill_steps", False):
-        watched[steps.PREFILL] = lambda own: steps.watched_prefill(loaded, own, prompt, now)
+        watched[steps.PREFILL] = lambda own: steps.watched_prefill(loaded, own, prompt)
     if getattr(task, "decode_steps", False):
-        watched[steps.DECODE] = lambda own: steps.watched_decode(loaded, own, prompt, task.new_tokens, now)
+        watched[steps.DECODE] = lambda own: steps.watched_decode(loaded, own, prompt, task.new_tokens)
     for name, measure in {} if config.method.is_full_precision else watched.items():
         try:
             yield name, measure(_method(config, loaded))
@@ -164,14 +170,11 @@ def _if_it_fits(loaded: LoadedModel, make: Callable[[], Any], prompt: Tensor, ne
 def timed(loaded: LoadedModel, cache: Any, prompt: Tensor, new_tokens: int) -> dict[str, Any]:
     """Read prompts and decode greedily; seconds of both, and their peak bytes above the memory in use before."""
     before, peak = bytes_in_use(loaded.device), PeakMemory(loaded.device)
-    start = _now(loaded)
+    start = now(loaded.device)
     token = steps.next_token(loaded, prompt, cache)
-    read, prefill_peak = _now(loaded) - start, peak.read()
-    peak, took = PeakMemory(loaded.device), []
-    for _ in range(new_tokens):
-        start = _now(loaded)
-        token = steps.next_token(loaded, token, cache)
-        took.append(_now(loaded) - start)
+    read, prefill_peak = now(loaded.device) - start, peak.read()
+    peak = PeakMemory(loaded.device)
+    took = steps.decode(loaded, cache, token, new_tokens)
     row: dict[str, Any] = {
         "prefill_seconds": read,
         "decode_seconds": sum(took),
@@ -182,44 +185,24 @@ def timed(loaded: LoadedModel, cache: Any, prompt: Tensor, new_tokens: int) -> d
     return row | {"cache_bytes": _bytes(cache)}
 
 
-def _now(loaded: LoadedModel) -> float:
-    if loaded.device.type == "cuda":
-        torch.cuda.synchronize(loaded.device)
-    return time.perf_counter()
-
-
 def _bytes(cache: Any) -> int:
     if hasattr(cache, "nbytes"):
         return int(cache.nbytes)
-    held = [states for layer in cache.layers for states in (layer.keys, layer.values)]
-    return sum(states.numel() * states.element_size() for states in held)
+    stored = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+    return sum(states.numel() * states.element_size() for states in stored)
 
 
-def median_of(rows: list[dict[str, Any]], subject: str, value: Callable[[dict[str, Any]], float]) -> float:
-    """Median over repeats."""
-    return statistics.median(value(row) for row in rows if row["subject"] == subject)
+def paired_ratios(rows: list[Row], value: Callable[[Row], float], subject: str = SUBJECT) -> dict[str, float]:
+    """For each reference that fits, the median over repeats of subject / reference."""
+    fitting = dict.fromkeys(row["subject"] for row in rows if row.get("fits", True))
+    return {name: paired_ratio(rows, value, subject, name) for name in fitting if name in set(References)}
 
 
-def mean_of(rows: list[dict[str, Any]], subject: str, value: Callable[[dict[str, Any]], float]) -> float:
-    """Mean over repeats."""
+def mean_of(rows: list[Row], subject: str, value: Callable[[Row], float]) -> float:
+    """The mean over repeats of a subject."""
     return statistics.fmean(value(row) for row in rows if row["subject"] == subject)
 
 
-def paired_ratios(
-    rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], subject: str = SUBJECT
-) -> dict[str, float]:
-    """For each reference that fits, the median over repeats of subject / reference."""
-    out = {}
-    timed_there = [row for row in rows if row.get("fits", True)]
-    for reference in dict.fromkeys(row["subject"] for row in timed_there if row["subject"] in set(References)):
-        pairs = {row["repeat"]: value(row) for row in rows if row["subject"] == reference}
-        mine = {row["repeat"]: value(row) for row in rows if row["subject"] == subject}
-        out[reference] = statistics.median(mine[repeat] / pairs[repeat] for repeat in mine)
-    return out
-
-
-Row = dict[str, Any]
-"""One repeat of a subject, as `kvq.tasks.speed.cell` gives it."""
 _UNITS = {
     "overhead_*": "%",
     "cache_bytes_*": "bytes",
@@ -289,11 +272,9 @@ def check_latency(inputs: Inputs, method: Method) -> None:
     task: LatencyConfig = inputs.config.task
     check_length(inputs, f"task.contexts={task.contexts}", max(task.contexts) + task.new_tokens, method)
     check_regimes(method, task.regimes)
-    packed = inputs.config.cache.attention is Attention.packed
-    if task.prefill_steps and not method.is_full_precision:
-        check_steps(method, packed)
-    if task.decode_steps and not method.is_full_precision:
-        check_decode_steps(method, packed)
+    if not method.is_full_precision:
+        packed = inputs.config.cache.attention is Attention.packed
+        check_steps(method, task.prefill_steps, task.decode_steps, packed)
 
 
 def measure_throughput(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
@@ -310,7 +291,7 @@ def measure_throughput(inputs: Inputs, method: Method, baseline: Baseline | None
 def rates_of(rows: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
     """Rates and ratios of every batch that fits, and of the largest ones.
 
-    `tokens_per_second` is over prefill and decoding, `decode_tokens_per_second` over decoding alone. `largest_batch` is
+    `tokens_per_second` is over prefill and decoding, `decode_tokens_per_second` only over decoding. `largest_batch` is
     the largest of `task.batches` that fits. `over_<reference>_largest` and `largest_batch_over_<reference>` compare
     each at its own largest batch; they exist only where a larger batch did not fit the reference, else its largest
     batch would not be known.

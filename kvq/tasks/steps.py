@@ -1,4 +1,4 @@
-"""What `task=latency` looks into: seconds by step, and regimes in which a decoded token reads a packed past.
+"""Parts of `task=latency`: seconds of each step, and different ways in which a decoded token reads packed tokens.
 
 The review of OScaR asks what norms cost while a prompt is read (limitation 7): `task.prefill_steps=true` reads the
 clock around each step of the codecs in PyTorch, as `cache.attention=dense` encodes, so the whole takes a little longer.
@@ -17,9 +17,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
 
@@ -36,6 +35,7 @@ from kvq.errors import Unsupported
 from kvq.kernels import watched
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
+from kvq.results.provenance import now, timed
 
 
 class PerHeadCodec(Codec):
@@ -83,15 +83,41 @@ CODECS: dict[Regime, type[PerHeadCodec | CompiledCodec]] = {
 }
 
 
+_FURTHER = ("backend", "plan", "eviction", "first_layers", "by_layer", "is_calibrated")
+
+
+def check_two_codecs(method: Method, setting: str, said: str, further: Sequence[str] = ("gqa", *_FURTHER)) -> None:
+    """Raise `Unsupported` in the name of a setting for a method with one of `further` parts next to its two codecs."""
+    for name in further:
+        if getattr(method, name):
+            raise Unsupported(f"{setting}: method={method.name} ({name}) {said}")
+
+
 def check_regimes(method: Method, regimes: list[Regime]) -> None:
     """Raise `Unsupported`, in one line, for a method with more than two codecs and a residual."""
-    for name in ("backend", "plan", "eviction", "first_layers", "by_layer", "is_calibrated"):
-        if regimes and getattr(method, name):
-            raise Unsupported(
-                f"task.regimes: method={method.name} ({name}) has no past that can be decoded in each way"
-            )
+    if regimes:
+        check_two_codecs(method, "task.regimes", "has no past that can be decoded in each way", _FURTHER)
     if Regime.packed in regimes and not method.is_full_precision:
         method.check_packed()
+
+
+def check_steps(method: Method, prefill: bool, decode: bool, packed: bool) -> None:
+    """Raise `Unsupported` for steps other than those of two codecs, where the clock is read around them.
+
+    Args:
+        method: not full precision.
+        prefill: steps of encoding a prompt are asked for.
+        decode: steps of attention are asked for, which has to read codes.
+        packed: attention reads codes, and encodes in one pass.
+    """
+    if prefill and packed:
+        raise Unsupported("task.prefill_steps: packed attention encodes in one pass; use cache.attention=dense")
+    if prefill:
+        check_two_codecs(method, "task.prefill_steps", "encodes by more than two codecs")
+    if decode and not packed:
+        raise Unsupported("task.decode_steps: the steps of attention on codes; use cache.attention=packed")
+    if decode:
+        check_two_codecs(method, "task.decode_steps", "has codes of more than two codecs")
 
 
 def cache_maker(regime: Regime, loaded: LoadedModel, method: Method) -> Callable[[], Any]:
@@ -112,41 +138,30 @@ NORMS = "norms"
 _WHOLE = "attention"
 
 
-class Clock:
-    """Seconds by step, summed over layers, and over blocks or tokens.
+Step = Callable[..., AbstractContextManager[None]]
+"""Opened around a step, by its names: it keeps the seconds."""
 
-    Of a prefill `key.hadamard`, `value.quantizer`, and all token norms as `norms`.
+
+def watch_codecs(method: Method, step: Step) -> None:
+    """Replace the encoding steps of a method's codecs, which no other cache may share, by watched ones.
+
+    Their names: `key.hadamard`, `value.quantizer`, and all token norms as `norms` too.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._now = now
-
-    @contextmanager
-    def __call__(self, *steps: str) -> Iterator[None]:
-        start = self._now()
-        yield
-        took = self._now() - start
-        for step in steps:
-            self.seconds[step] += took
-
-    def put_around(self, method: Method) -> None:
-        """Replace the encoding steps of a method's codecs, which no other cache may share, by watched ones."""
-        for side in ("key", "value"):
-            codec = getattr(method, side)
-            for name, stage in () if codec is None else codec.stages:
-                kinds = (f"{side}.{name}", *([NORMS] if isinstance(stage, TokenNorm) else []))
-                stage.forward = self._around(stage.forward, kinds)
-            if codec is not None:
-                codec.quantizer.encode = self._around(codec.quantizer.encode, (f"{side}.quantizer",))
-
-    def _around(self, call: Callable[..., Any], steps: tuple[str, ...]) -> Callable[..., Any]:
+    def around(call: Callable[..., Any], *names: str) -> Callable[..., Any]:
         @functools.wraps(call)
-        def timed(*given: Any, **named: Any) -> Any:
-            with self(*steps):
+        def watching(*given: Any, **named: Any) -> Any:
+            with step(*names):
                 return call(*given, **named)
 
-        return timed
+        return watching
+
+    for side in ("key", "value"):
+        if (codec := getattr(method, side)) is not None:
+            for name, stage in codec.stages:
+                kinds = [NORMS] if isinstance(stage, TokenNorm) else []
+                stage.forward = around(stage.forward, f"{side}.{name}", *kinds)
+            codec.quantizer.encode = around(codec.quantizer.encode, f"{side}.quantizer")
 
 
 def next_token(loaded: LoadedModel, tokens: Tensor, cache: Any) -> Tensor:
@@ -154,25 +169,14 @@ def next_token(loaded: LoadedModel, tokens: Tensor, cache: Any) -> Tensor:
     return loaded.logits(loaded.hidden_states(tokens, cache)[:, -1:]).argmax(-1)
 
 
-def check_steps(method: Method, packed: bool) -> None:
-    """Raise `Unsupported` for a method whose steps are not those of two codecs."""
-    if packed:
-        raise Unsupported("task.prefill_steps: packed attention encodes in one pass; use cache.attention=dense")
-    check_two_codecs(method, "task.prefill_steps", "encodes by")
-
-
-def check_two_codecs(method: Method, setting: str, does: str) -> None:
-    """Raise `Unsupported` in the name of a setting for a method that `does` something by more than two codecs."""
-    for name in ("backend", "plan", "eviction", "first_layers", "by_layer", "gqa", "is_calibrated"):
-        if getattr(method, name):
-            raise Unsupported(f"{setting}: method={method.name} ({name}) {does} more than two codecs")
-
-
-def check_decode_steps(method: Method, packed: bool) -> None:
-    """Raise `Unsupported` for attention that does not read codes, or codes of more than two codecs."""
-    if not packed:
-        raise Unsupported("task.decode_steps: the steps of attention on codes; use cache.attention=packed")
-    check_two_codecs(method, "task.decode_steps", "has codes of")
+def decode(loaded: LoadedModel, cache: Any, token: Tensor, count: int) -> list[float]:
+    """Decode `count` tokens greedily after `token` `[batch, 1]`; the seconds that each takes."""
+    took = []
+    for _ in range(count):
+        start = now(loaded.device)
+        token = next_token(loaded, token, cache)
+        took.append(now(loaded.device) - start)
+    return took
 
 
 def without_norms(method: Method) -> Method | None:
@@ -188,29 +192,43 @@ def _plain(codec: Codec | None) -> Codec | None:
     return codec and codec.rebuilt((name, stage) for name, stage in codec.stages if not isinstance(stage, TokenNorm))
 
 
-def watched_prefill(loaded: LoadedModel, method: Method, prompt: Tensor, now: Callable[[], float]) -> dict[str, Any]:
-    """Seconds of a prefill and of its steps; `method` is built for this alone."""
-    clock = Clock(now)
-    clock.put_around(method)
+def watched_prefill(loaded: LoadedModel, method: Method, prompt: Tensor) -> dict[str, Any]:
+    """Seconds of a prefill and of its steps, summed over layers and blocks; `method` serves nothing else."""
+    seconds, steps = dict[str, float](), dict[str, float]()
+    watch_codecs(method, functools.partial(timed, steps, device=loaded.device))
     cache = KVCache(loaded, method)
-    start = now()
-    next_token(loaded, prompt, cache)
-    return {"prefill_seconds": now() - start, "steps": dict(clock.seconds)}
+    with timed(seconds, "prefill_seconds", device=loaded.device):
+        next_token(loaded, prompt, cache)
+    return {**seconds, "steps": steps}
 
 
-def watched_decode(
-    loaded: LoadedModel, method: Method, prompt: Tensor, new_tokens: int, now: Callable[[], float]
-) -> dict[str, Any]:
+def watched_decode(loaded: LoadedModel, method: Method, prompt: Tensor, new_tokens: int) -> dict[str, Any]:
     """Seconds of decoding `new_tokens` after the prompt and of the steps of its attention, both per token."""
-    cache = KVCache(loaded, method, attention="packed")
+    cache, steps = KVCache(loaded, method, attention="packed"), dict[str, float]()
     token = next_token(loaded, prompt, cache)
-    clock, start = Clock(now), now()
-    with watched(clock):
-        for _ in range(new_tokens):
-            token = next_token(loaded, token, cache)
-    took = now() - start
-    steps = {step: seconds / new_tokens for step, seconds in clock.seconds.items()}
-    return {"step_seconds_mean": took / new_tokens, "steps": steps}
+    with watched(functools.partial(timed, steps, device=loaded.device)):
+        took = sum(decode(loaded, cache, token, new_tokens))
+    return {
+        "step_seconds_mean": took / new_tokens,
+        "steps": {step: seconds / new_tokens for step, seconds in steps.items()},
+    }
+
+
+Row = dict[str, Any]
+"""One repeat of a subject, as `kvq.tasks.speed.cell` gives it."""
+
+
+def median_of(rows: list[Row], subject: str, value: Callable[[Row], float]) -> float:
+    """The median over repeats of a subject."""
+    return statistics.median(value(row) for row in rows if row["subject"] == subject)
+
+
+def paired_ratio(rows: list[Row], value: Callable[[Row], float], subject: str, reference: str) -> float:
+    """The median over repeats of subject / reference."""
+    mine, pairs = (
+        {row["repeat"]: value(row) for row in rows if row["subject"] == name} for name in (subject, reference)
+    )
+    return statistics.median(mine[repeat] / pairs[repeat] for repeat in mine)
 
 
 def step_metrics(cell: str, rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -251,13 +269,9 @@ def decode_metrics(cell: str, rows: list[dict[str, Any]], subject: str) -> dict[
     here = [row for row in rows if row["subject"] == DECODE and row["fits"]]
     wholes = [row["steps"][_WHOLE] for row in here]
     metrics = medians_by_step(cell, here, ("decode_step", "decode_share"), wholes, without=_WHOLE)
-    value = itemgetter("step_seconds_median")
-    mine, plain = (
-        {row["repeat"]: value(row) for row in rows if row["subject"] == name and row["fits"]}
-        for name in (subject, PLAIN)
-    )
-    if plain and mine:
-        metrics[f"decode_{PLAIN}_{cell}"] = statistics.median(plain.values())
-        ratio = statistics.median(mine[repeat] / plain[repeat] for repeat in mine)
+    if any(row["subject"] == PLAIN and row["fits"] for row in rows):
+        middle = itemgetter("step_seconds_median")
+        metrics[f"decode_{PLAIN}_{cell}"] = median_of(rows, PLAIN, middle)
+        ratio = paired_ratio(rows, middle, subject, PLAIN)
         metrics |= {f"decode_over_{PLAIN}_{cell}": ratio, f"overhead_norms_{cell}": 100 * (ratio - 1)}
     return metrics

@@ -32,8 +32,8 @@ from kvq.diagnostics.norms import (
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
-from kvq.tasks.capture import Layer, block_of, capture, check, fingerprint, windows_of
-from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
+from kvq.tasks.capture import LayerStates, block_of, capture_windows, check
+from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like
 
 SIDES = ("query", "key", "value")
 _FIRST = 16
@@ -53,7 +53,7 @@ def positions_of(tokens: int, count: int) -> list[int]:
     return sorted({*range(min(_FIRST, tokens)), *(int(p) for p in spread if p < tokens), tokens - 1})
 
 
-class Norms:
+class NormStatistics:
     """Norm statistics of every layer and side, collected window by window."""
 
     def __init__(self, task: TniConfig) -> None:
@@ -63,7 +63,7 @@ class Norms:
         self._received: dict[int, list[Tensor]] = defaultdict(list)
         self._low: dict[tuple[int, str], Tensor] = {}
 
-    def add(self, layer: Layer) -> None:
+    def add(self, layer: LayerStates) -> None:
         """Take one layer of one window."""
         received = attention_received(layer.attention, layer.query, layer.key).cpu()
         for side in SIDES:
@@ -106,22 +106,14 @@ class Norms:
                 low = torch.nonzero(2 * self._low[layer, side][head] >= len(windows)).flatten().tolist()
                 out.append({"kind": "layer", "side": side, "layer": layer, "head": head, **statistics, "low": low})
             relative = torch.stack(self.relative[layer, side]).double().quantile(0.5, 0)
-            out.append(
-                {
-                    "kind": "positions",
-                    "side": side,
-                    "layer": layer,
-                    "positions": self.positions,
-                    "norms": mean["norms"].T.tolist(),
-                    "relative": relative[self.positions].tolist(),
-                    "attention": torch.stack(self._received[layer]).mean(0)[self.positions].tolist(),
-                }
-            )
+            row = {"kind": "positions", "side": side, "layer": layer, "positions": self.positions}
+            row |= {"norms": mean["norms"].T.tolist(), "relative": relative[self.positions].tolist()}
+            out.append(row | {"attention": torch.stack(self._received[layer]).mean(0)[self.positions].tolist()})
             out += [{"kind": "sink", "side": side, "layer": layer, **sink} for sink in self.sinks(layer, side)]
         return out
 
 
-class Groups:
+class GroupStatistics:
     """Ranges of groups through a method's stages, its step bound and its error, collected window by window."""
 
     def __init__(self, method: Method, sinks: dict[tuple[int, str], list[int]]) -> None:
@@ -130,14 +122,14 @@ class Groups:
         self._errors: dict[tuple[int, str], list[dict[str, Tensor]]] = defaultdict(list)
         self._without: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
 
-    def add(self, layer: Layer) -> None:
+    def add(self, layer: LayerStates) -> None:
         """Take one layer of one window."""
         for side in ("key", "value"):
             codec: Codec | None = self.method.codec_of(side, layer.index)
             if codec is not None:
                 self._side(layer, side, codec, block_of(getattr(self.method.residual, side)))
 
-    def _side(self, layer: Layer, side: str, codec: Codec, block: int | None) -> None:
+    def _side(self, layer: LayerStates, side: str, codec: Codec, block: int | None) -> None:
         x, group, at = getattr(layer, side), quantizer_group(codec), (layer.index, side)
         outputs = stage_outputs(codec, x, block, layer.rope)
         for name, y in outputs:
@@ -152,9 +144,9 @@ class Groups:
         spread, deviation = group_spread(token_norms(x)[:, :, kept], group)
         row = {"error": error, "norm_range": spread, "norm_deviation": deviation}
         if isinstance(codec.quantizer, UniformQuantizer) and shares_tokens(codec):
-            behind = group_ranges(outputs[-1][1], group)
+            last = group_ranges(outputs[-1][1], group)
             scale = token_norms(x)[:, :, kept].mean() / token_norms(outputs[-1][1]).mean().clamp_min(1e-30)
-            row["bound"] = step_bound(behind, codec.quantizer.bits).mean(3) * scale
+            row["bound"] = step_bound(last, codec.quantizer.bits).mean(3) * scale
         self._errors[at].append({name: part[0].cpu().double() for name, part in row.items()})
         if shares_tokens(codec):
             positions = torch.tensor(self._sinks[at])
@@ -173,10 +165,10 @@ class Groups:
                 values = {name: float(part[index]) for name, part in mean.items()}
                 out.append({"kind": "group", "side": side, "layer": layer, "group": index, **values})
         for (layer, side), pairs in self._without.items():
-            with_sinks, alone = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+            with_sinks, others = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
             place = {"kind": "without", "side": side, "layer": layer, "positions": self._sinks[layer, side]}
-            removed = 1 - alone / with_sinks if with_sinks else 0.0
-            out.append({**place, "with_sinks": with_sinks, "without_sinks": alone, "share_removed": removed})
+            removed = 1 - others / with_sinks if with_sinks else 0.0
+            out.append({**place, "with_sinks": with_sinks, "without_sinks": others, "share_removed": removed})
         return out
 
 
@@ -186,10 +178,8 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     Where no sink is found, the position of lowest norm is used instead (its rows say so).
     """
     task: TniConfig = inputs.config.task
-    windows = windows_of(inputs)
-    norms = Norms(task)
-    for tokens in windows:
-        capture(inputs.model, tokens, norms.add)
+    norms = NormStatistics(task)
+    windows = capture_windows(inputs, norms.add)
     rows = norms.samples()
     if not method.is_full_precision:
         chosen = {}
@@ -197,29 +187,21 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
             found = [sink["position"] for sink in norms.sinks(layer, side)]
             lowest = int(torch.stack(norms.relative[layer, side]).double().mean(0).argmin())
             chosen[layer, side] = found or [lowest]
-        groups = Groups(method, chosen)
-        for tokens in windows:
-            capture(inputs.model, tokens, groups.add)
+        groups = GroupStatistics(method, chosen)
+        capture_windows(inputs, groups.add)
         rows += groups.samples()
-    metrics = summary(rows) | {"windows": float(len(windows)), "context": float(task.context)}
+    metrics = summary(rows) | {"windows": float(windows), "context": float(task.context)}
     return Measurement(metrics, units_like(metrics, _UNITS), rows)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Metrics of the samples: means over layers and heads, and those of layer 0 by name."""
     out: dict[str, float] = {}
     for side in SIDES:
-        layers = [row for row in rows if row["kind"] == "layer" and row["side"] == side]
-        first = [row["variation"] for row in layers if row["layer"] == 0]
-        out[f"{side}_cv"] = _mean([row["variation"] for row in layers])
-        if first:
-            out[f"{side}_cv_layer0"] = _mean(first)
+        out |= mean_metric(f"{side}_cv", rows, "variation", kind="layer", side=side)
+        out |= mean_metric(f"{side}_cv_layer0", rows, "variation", kind="layer", side=side, layer=0)
         for name in ("max_over_min", "median_over_min"):
-            out[f"{side}_{name}"] = _mean([row[name] for row in layers])
+            out |= mean_metric(f"{side}_{name}", rows, name, kind="layer", side=side)
         sinks = [row for row in rows if row["kind"] == "sink" and row["side"] == side]
         out[f"{side}_sinks"] = float(len(sinks))
         out[f"{side}_layers_with_low_first_token"] = float(len({s["layer"] for s in sinks if s["position"] == 0}))
@@ -232,11 +214,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
                 if len(pairs) > 2 and all(len(set(column)) > 1 for column in zip(*pairs, strict=True)):
                     rhos.append(float(stats.spearmanr(*zip(*pairs, strict=True)).statistic))
             if rhos:
-                out[f"{side}_{name}_vs_error"] = _mean(rhos)
-        shares = [row["share_removed"] for row in rows if row["kind"] == "without" and row["side"] == side]
-        if shares:
-            out[f"{side}_error_share_of_sinks"] = _mean(shares)
+                out[f"{side}_{name}_vs_error"] = sum(rhos) / len(rhos)
+        out |= mean_metric(f"{side}_error_share_of_sinks", rows, "share_removed", kind="without", side=side)
     return out
 
 
-TASK = Task(check, measure, fingerprint)
+TASK = Task(check, measure)

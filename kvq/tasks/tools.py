@@ -5,12 +5,11 @@ the answer is `{"name": ..., "arguments": {...}}`. An item is right where functi
 Parts of that are scored too, because an answer can break in several ways (`CHECKS`).
 
 Requests are drawn (`kvq.data.functions`), or read from files of the Berkeley Function Calling Leaderboard
-(`kvq.data.bfcl`), whose prompts, written here, are not the leaderboard's.
+(`kvq.data.calls`), whose prompts, written here, are not the leaderboard's.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,10 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from kvq.config import Loader
 from kvq.config.tasks import ToolsConfig
-from kvq.data.bfcl import read_bfcl
-from kvq.data.calls import Request, Schema, written
-from kvq.data.functions import FAMILIES, Drawn, draw_requests, draw_shots
-from kvq.data.text import TokenData, around_message, begun, encode
+from kvq.data.calls import Request, Schema, read_bfcl, written
+from kvq.data.functions import FAMILIES, DrawnRequest, draw_requests, draw_shots
+from kvq.data.text import around_message, begun, encode, random_piece
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -42,8 +39,8 @@ from kvq.tasks.items import (
     paired,
     write_answers,
 )
-from kvq.tasks.measurement import Baseline, Measurement, Task
-from kvq.tasks.reader import Ends, Reader, answer_text, check_prefill, end_tokens, stop_at
+from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
+from kvq.tasks.reader import Ends, Reader, answer_text, check_prefill
 
 CHECKS = ("valid_json", "schema_valid", "right_function", "right_arguments")
 """What is said of each answer, true or false."""
@@ -66,7 +63,7 @@ def _refused(name: str) -> None:
 
 
 def judge(text: str, request: Request) -> dict[str, bool]:
-    """`CHECKS` of an answer.
+    """Check an answer in each of `CHECKS`.
 
     - `valid_json`: its first object parses; text before and after it is no fault.
     - `schema_valid`: it names an offered function, whose schema its arguments satisfy; none that the schema lacks.
@@ -131,7 +128,7 @@ def same(given: Any, value: Any, loose: bool) -> bool:
 
 
 def _listed(values: Any) -> Sequence[Any]:
-    """Allowed values of a field of an object, where a file gives one alone."""
+    """Allowed values of a field of an object, where a file gives a single one."""
     return values if isinstance(values, list) else [values]
 
 
@@ -160,7 +157,7 @@ def requests(inputs: Inputs) -> list[Request]:
 
     Raises:
         ConfigError: more functions or shots than there are.
-        DataError: as `kvq.data.bfcl.read_bfcl`.
+        DataError: as `kvq.data.calls.read_bfcl`.
     """
     task: ToolsConfig = inputs.config.task
     path, answers = task.path, task.answers
@@ -175,12 +172,6 @@ def requests(inputs: Inputs) -> list[Request]:
     return inputs.shared("bfcl", (path, answers), lambda: read_bfcl(path, answers))[: task.items]
 
 
-def filler(inputs: Inputs) -> TokenData:
-    """The dataset as token streams; of documents, each as long as the padding."""
-    task: ToolsConfig = inputs.config.task
-    return inputs.streams(max(2, task.padding) if inputs.config.dataset.loader is Loader.documents else 2)
-
-
 def padding_of(inputs: Inputs, count: int) -> list[list[int]]:
     """For each of `count` items `task.padding` tokens from a random place of the dataset.
 
@@ -190,21 +181,16 @@ def padding_of(inputs: Inputs, count: int) -> list[list[int]]:
     task: ToolsConfig = inputs.config.task
     if not task.padding:
         return [[] for _ in range(count)]
-    whole = [begun(inputs.tokenizer, stream.tolist(), None) for stream in filler(inputs).streams]
+    whole = [begun(inputs.tokenizer, stream.tolist(), None) for stream in inputs.long_streams(task.padding).streams]
     streams = [stream for stream in whole if len(stream) >= task.padding]
     if not streams:
         longest = max(map(len, whole), default=0)
         raise DataError(f"task.padding={task.padding}: the longest text in the dataset has {longest} tokens")
-    out = []
-    for place in range(count):
-        rng = np.random.default_rng([_PADDING, task.seed, place])
-        stream = streams[int(rng.integers(len(streams)))]
-        start = int(rng.integers(len(stream) - task.padding + 1))
-        out.append(stream[start : start + task.padding])
-    return out
+    generators = (np.random.default_rng([_PADDING, task.seed, place]) for place in range(count))
+    return [random_piece(streams, task.padding, rng) for rng in generators]
 
 
-def offered(task: ToolsConfig, request: Request, place: int) -> tuple[Request, list[Drawn]]:
+def offered(task: ToolsConfig, request: Request, place: int) -> tuple[Request, list[DrawnRequest]]:
     """A request with the functions of the shots among those offered, in a drawn order, and the shots."""
     shots = draw_shots(task.shots, request, place, task.seed, task.shown)
     functions = [*request.functions, *(shot.function for shot in shots if shot.function.name != request.function)]
@@ -232,9 +218,9 @@ def make_items(inputs: Inputs, unequal: bool = False) -> Items[ToolItem]:
     asked = requests(inputs)
     items, skipped = [], {}
     for place, (request, text) in enumerate(zip(asked, padding_of(inputs, len(asked)), strict=True)):
-        before, behind = words_of(task, request, place)
+        before, after = words_of(task, request, place)
         prompt = begun(tokenizer, encode(tokenizer, front + before, special=not task.chat_template), inputs.bos)
-        prompt += [*text, *encode(tokenizer, ("\n\n" if text else "") + behind + end, special=False)]
+        prompt += [*text, *encode(tokenizer, ("\n\n" if text else "") + after + end, special=False)]
         if longest is not None and len(prompt) + task.max_new_tokens > longest:
             needed = len(prompt) + task.max_new_tokens
             skipped[request.name] = f"prompt and answer take {needed} tokens, the model takes {longest}"
@@ -249,10 +235,10 @@ def until_of(task: ToolsConfig) -> Sequence[str]:
     return () if task.chat_template else _UNTIL
 
 
-def ends_of(inputs: Inputs) -> Ends:
+def ends_of(reader: Reader, inputs: Inputs) -> Ends:
     """Whether an answer is over: after its first JSON object, or where its text ends."""
     tokenizer = inputs.tokenizer
-    over = stop_at(tokenizer, end_tokens(inputs.model, tokenizer), until_of(inputs.config.task))
+    over = reader.ends(tokenizer, until_of(inputs.config.task))
 
     def ends(tokens: Sequence[int]) -> bool:
         return over(tokens) or first_object(str(tokenizer.decode(list(tokens), skip_special_tokens=True))) is not None
@@ -261,18 +247,17 @@ def ends_of(inputs: Inputs) -> Ends:
 
 
 def answer(reader: Reader, inputs: Inputs, batch: Sequence[ToolItem]) -> list[Scored]:
-    """Answers to prompts that are read together, judged."""
+    """Write and check answers to prompts that are read together."""
     task: ToolsConfig = inputs.config.task
-    out = []
-    answers = write_answers(reader, [item.prompt for item in batch], task.max_new_tokens, ends_of(inputs))
-    for item, one in zip(batch, answers, strict=True):
-        text = answer_text(inputs.tokenizer, one.tokens, until_of(task))
-        found = judge(text, item.request)
-        asked = {"item": item.request.name, "request": item.request.text, "function": item.request.function}
-        sample = {**asked, "allowed": dict(item.request.allowed), "text": text, **found}
-        sample["score"] = float(found["right_function"] and found["right_arguments"])
-        out.append(Scored(sample, one.cost))
-    return out
+
+    def sample(place: int, tokens: list[int]) -> Sample:
+        request, text = batch[place].request, answer_text(inputs.tokenizer, tokens, until_of(task))
+        found = judge(text, request)
+        asked = {"item": request.name, "request": request.text, "function": request.function}
+        right = float(found["right_function"] and found["right_arguments"])
+        return {**asked, "allowed": dict(request.allowed), "text": text, **found, "score": right}
+
+    return write_answers(reader, [item.prompt for item in batch], task.max_new_tokens, ends_of(reader, inputs), sample)
 
 
 def check(inputs: Inputs, method: Method) -> None:
@@ -284,7 +269,7 @@ def check(inputs: Inputs, method: Method) -> None:
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Answer every request under `method`; a baseline is compared with item by item, also in each of `CHECKS`."""
     task: ToolsConfig = inputs.config.task
-    reader = Reader(inputs.model, method, task.prefill, inputs.config.cache.keep_decoded)
+    reader = Reader.of(inputs, method)
     items = make_items(inputs, reader.unequal)
     found = measure_items(items, lambda batch: answer(reader, inputs, batch), task, journal, baseline, method.label)
     scored = [sample for sample in found.samples if "skipped" not in sample]
@@ -318,11 +303,9 @@ def _scored_by(samples: Sequence[Sample], name: str) -> list[Sample]:
 def fingerprint(inputs: Inputs) -> str:
     """Fingerprint of the prompts' texts, the padding's text and the model's context, which may skip some."""
     task: ToolsConfig = inputs.config.task
-    text = filler(inputs).fingerprint if task.padding else ""
-    digest = hashlib.sha256(repr((text, inputs.longest_context)).encode())
-    for place, request in enumerate(requests(inputs)):
-        digest.update(json.dumps([words_of(task, request, place), asdict(request)], sort_keys=True).encode())
-    return digest.hexdigest()
+    text = inputs.long_streams(task.padding).fingerprint if task.padding else ""
+    asked = enumerate(requests(inputs))
+    return items_fingerprint(inputs, ([words_of(task, one, place), asdict(one)] for place, one in asked), text)
 
 
 def texts(inputs: Inputs) -> list[str]:
@@ -331,8 +314,8 @@ def texts(inputs: Inputs) -> list[str]:
     asked = requests(inputs)
     out = []
     for place, (request, text) in enumerate(zip(asked, padding_of(inputs, len(asked)), strict=True)):
-        before, behind = words_of(task, request, place)
-        out.append(f"{before}{tokenizer.decode(text)}\n\n{behind}")
+        before, after = words_of(task, request, place)
+        out.append(f"{before}{tokenizer.decode(text)}\n\n{after}")
     return out
 
 

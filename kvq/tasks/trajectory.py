@@ -1,4 +1,4 @@
-"""`task=trajectory`, `task=drift`: continuations against full precision's, written freely and one step at a time.
+"""`task=trajectory`, `task=drift`, `task=speculate`: texts that a method writes, against those of full precision.
 
 Freely, a method's text leaves that of full precision at some token, and what follows cannot be compared. One step at a
 time (teacher forcing) the method reads full precision's text and says at each step which token it would write and how
@@ -6,6 +6,11 @@ far its distribution is. Texts are greedy, or sampled (`task.temperature`) by th
 that belong to passage, step and token, so that two distributions that are near choose the same token mostly.
 
 `task=drift` writes long texts and says how far the method is in each part of them: whether errors add up.
+
+`task=speculate` is greedy speculative decoding by one model whose draft, or whose target, reads a quantized cache.
+Setting: QuantSpec (2502.10424): the same weights, the draft's cache quantized and the target's in full precision;
+`task.drafts=full` is the other way round. A round drafts up to `task.length` tokens, the target reads them at once and
+keeps those that it would have written, and one of its own. The text is the target's greedy text, which is checked.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,20 +27,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.config.writing import DriftConfig, TrajectoryConfig
+from kvq.config.writing import Drafts, DriftConfig, SpeculateConfig, TrajectoryConfig
 from kvq.methods.method import Method
-from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
-from kvq.tasks.ppl import without_codecs
-from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, end_tokens, shared, stop_at
-from kvq.tasks.scoring import log_probabilities
+from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, shared
+from kvq.tasks.scoring import log_probabilities, without_codecs
 from kvq.tasks.windows import cut_windows, divergence, evenly
 
 _TOGETHER = 8  # passages that full precision continues in one batch, to see what another order of sums changes
-_STEPS = 32  # whose logits are held at once
+_STEPS = 32  # whose logits are in memory at once
 Row = dict[str, Any]
 
 
@@ -73,29 +76,23 @@ class Draws:
         """The token of each of the steps from `start` on."""
         if self.temperature is None:
             return logits.argmax(-1)
-        rows = [self._noise(start + step, logits.shape[-1]) for step in range(len(logits))]
-        return (logits.double().cpu() / self.temperature + torch.stack(rows)).argmax(-1).to(logits.device)
+        generators = (np.random.default_rng((*self.seed, start + step)) for step in range(len(logits)))
+        noise = torch.stack([torch.from_numpy(rng.gumbel(size=logits.shape[-1])) for rng in generators])
+        return (logits.double().cpu() / self.temperature + noise).argmax(-1).to(logits.device)
 
     def pick(self) -> Pick:
         """Chooses the tokens of one text, step after step."""
         steps = itertools.count()
         return lambda logits: self.chosen(logits, next(steps))
 
-    def _noise(self, step: int, size: int) -> Float[Tensor, " vocab"]:
-        return torch.from_numpy(np.random.default_rng((*self.seed, step)).gumbel(size=size))
-
 
 class Writer:
-    """Continues passages with caches of one method, and judges its steps on full precision's text."""
+    """Continues passages with caches of one method, and compares its steps with full precision's text."""
 
     def __init__(self, inputs: Inputs, method: Method) -> None:
         self.inputs, self.task = inputs, inputs.config.task
-        self.ends: Ends = stop_at(inputs.tokenizer, end_tokens(inputs.model, inputs.tokenizer), ())
-        self.reader = self._reader(inputs.model, method)
-        self.full = self._reader(inputs.model, without_codecs(method))
-
-    def _reader(self, loaded: LoadedModel, method: Method) -> Reader:
-        return Reader(loaded, method, self.task.prefill, self.inputs.config.cache.keep_decoded)
+        self.reader, self.full = Reader.of(inputs, method), Reader.of(inputs, without_codecs(method))
+        self.ends: Ends = self.reader.ends(inputs.tokenizer)
 
     def free(
         self, prompts: Sequence[Sequence[int]], first: int, reader: Reader | None = None
@@ -107,12 +104,12 @@ class Writer:
         return reader.write(cache, logits, self.task.new_tokens, self.ends, picks), cache
 
     def otherwise(self, prompts: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
-        """Full precision's continuations in batches, and with the cache in another dtype: what rounding changes."""
+        """Continuations of full precision in batches, and with another cache dtype, to see what rounding changes."""
         batches = [(start, prompts[start : start + _TOGETHER]) for start in range(0, len(prompts), _TOGETHER)]
         loaded = self.inputs.model
         wide = (loaded.cache_dtype or loaded.model.dtype) in (torch.float32, torch.float64)
         other = replace(loaded, cache_dtype=torch.float16 if wide else torch.float32)
-        reader = self._reader(other, self.full.method)
+        reader = Reader(other, self.full.method, self.full.prefill, self.full.keep_decoded)
         return {
             "batch": [row for start, batch in batches for row in self.free(batch, start)[0]],
             "dtype": [self.free([prompt], place, reader)[0][0] for place, prompt in enumerate(prompts)],
@@ -132,8 +129,8 @@ class Writer:
         for start in range(0, len(text), _STEPS):
             piece = tokens[:, start : start + _STEPS]
             found, right = (
-                torch.cat([first[:, None], reader.read(held, piece)], 1)
-                for reader, held, first in ((self.reader, cache, logits), (self.full, plain, expected))
+                torch.cat([first[:, None], reader.read(own, piece)], 1)
+                for reader, own, first in ((self.reader, cache, logits), (self.full, plain, expected))
             )
             logits, expected = found[:, -1], right[:, -1]
             same += (draws.chosen(found[0, :-1], start) == piece[0]).tolist()
@@ -195,6 +192,11 @@ def _kept(found: Sequence[int | None], rows: Sequence[Row]) -> list[int]:
     return [len(text) if first is None else first for first, text in zip(found, texts, strict=True)]
 
 
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the mean of two or more values."""
+    return statistics.stdev(values) / len(values) ** 0.5
+
+
 def _compared(rows: Sequence[Row]) -> dict[str, float]:
     """Metrics of a method and full precision, with standard errors over passages."""
     found = [row["first"] for row in rows]
@@ -202,9 +204,9 @@ def _compared(rows: Sequence[Row]) -> dict[str, float]:
     distances = np.concatenate([row["kl"] for row in rows])
     return {
         **_left(found, rows),
-        "kept_tokens_se": statistics.stdev(_kept(found, rows)) / len(rows) ** 0.5,
+        "kept_tokens_se": _standard_error(_kept(found, rows)),
         "same_share": statistics.fmean(shares),
-        "same_share_se": statistics.stdev(shares) / len(rows) ** 0.5,
+        "same_share_se": _standard_error(shares),
         "kl_mean": float(distances.mean()),
         "kl_p99": float(np.quantile(distances, 0.99)),
         "kl_max": float(distances.max()),
@@ -224,8 +226,7 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
         found = [row["kl"][start:end] for row in rows if len(row["kl"]) > start]
         metrics[f"kl_mean[part={end}]"] = float(np.concatenate(found).mean())
         if len(found) > 1:
-            over_texts = [float(np.mean(one)) for one in found]
-            metrics[f"kl_mean_se[part={end}]"] = statistics.stdev(over_texts) / len(over_texts) ** 0.5
+            metrics[f"kl_mean_se[part={end}]"] = _standard_error([float(np.mean(one)) for one in found])
     for row in rows:
         means = [np.mean(row["kl"][a:b]) for a, b in itertools.pairwise(cuts) if len(row["kl"]) >= b]
         known = [(np.log(b), np.log(m)) for b, m in zip(cuts[1:], means, strict=False) if m > 0]
@@ -235,8 +236,118 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
     if slopes:
         metrics["drift"] = statistics.fmean(slopes)
     if len(slopes) > 1:
-        metrics["drift_se"] = statistics.stdev(slopes) / len(slopes) ** 0.5
+        metrics["drift_se"] = _standard_error(slopes)
     return metrics
 
 
-TASKS = dict.fromkeys(("trajectory", "drift"), Task(check, measure, lambda inputs: inputs.tokens.fingerprint))
+@dataclass
+class Rounds:
+    """A text written in rounds.
+
+    Attributes:
+        tokens: the text.
+        drafted: tokens that were drafted, by round.
+        accepted: of them those that the target would have written.
+    """
+
+    tokens: list[int]
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def per_forward(self) -> float:
+        """Tokens of a round, which is one forward of the target."""
+        return 1 + sum(self.accepted) / max(len(self.accepted), 1)
+
+
+class Decoder:
+    """Draft or target: a cache that holds all of a text but its last token."""
+
+    def __init__(self, reader: Reader, prompt: Sequence[int]) -> None:
+        self.reader = reader
+        self.cache, self.logits = reader.begin(reader.tensor([prompt]))
+
+    def tried(self, tokens: Sequence[int]) -> tuple[KVCache, list[int]]:
+        """A copy of the cache that also holds `tokens`, and the token that would be written after each of them."""
+        cache = self.cache.fork()
+        return cache, self.reader.read(cache, self.reader.tensor([tokens]))[0].argmax(-1).tolist()
+
+    def draft(self, last: int, count: int) -> list[int]:
+        """Add the last token, and guess `count` tokens after it, which are not kept."""
+        self.logits = self.reader.read(self.cache, self.reader.tensor([[last]]))[:, -1]
+        (tokens,) = self.reader.write(self.cache.fork(), self.logits, count, lambda tokens: False)
+        return tokens
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add tokens."""
+        if tokens:
+            self.reader.read(self.cache, self.reader.tensor([tokens]))
+
+
+@torch.no_grad()
+def speculate(target: Decoder, draft: Decoder, most: int, length: int, ends: Ends) -> Rounds:
+    """Write a text of at most `most` tokens in rounds of up to `length` drafted tokens."""
+    text = [int(target.logits[0].argmax())]
+    rounds = Rounds(text)
+    while len(text) < most and not ends(text):
+        last = text[-1]
+        guessed = draft.draft(last, min(length, most - len(text)))
+        ahead, own = target.tried([last, *guessed])
+        kept = shared(guessed, own)
+        rounds.drafted.append(len(guessed))
+        rounds.accepted.append(kept)
+        if kept == len(guessed):
+            target.cache = ahead
+        else:
+            target.add([last, *guessed[:kept]])
+        draft.add(guessed[:kept])
+        for token in (*guessed[:kept], own[kept]):
+            if len(text) < most and not ends(text):
+                text.append(token)
+    return rounds
+
+
+def measure_speculate(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """A sample for each passage: its text, drafted and accepted tokens by round, whether it is the target's own."""
+    task: SpeculateConfig = inputs.config.task
+    readers = [Reader.of(inputs, one) for one in (method, without_codecs(method))]
+    draft, target = readers if task.drafts is Drafts.method else readers[::-1]
+    ends = target.ends(inputs.tokenizer)
+    prompts = passages(inputs)
+
+    def score(index: int) -> Row:
+        cache, logits = target.begin(target.tensor([prompts[index]]))
+        (plain,) = target.write(cache, logits, task.new_tokens, ends)
+        sides = Decoder(target, prompts[index]), Decoder(draft, prompts[index])
+        rounds = speculate(*sides, task.new_tokens, task.length, ends)
+        quantized = sides[1 if task.drafts is Drafts.method else 0].cache
+        quantized.check_finite()
+        made: Row = {"tokens": rounds.tokens, "equal": rounds.tokens == plain}
+        made |= {"drafted": rounds.drafted, "accepted": rounds.accepted, "per_forward": rounds.per_forward}
+        return made | {"storage": storage_metrics(quantized, 1)}
+
+    rows, samples = scored_rows(journal, "passage", len(prompts), score)
+    metrics = dict(rows[-1]["storage"]) | metrics_of_rounds(rows)
+    return Measurement(metrics, units_of(metrics), samples)
+
+
+def metrics_of_rounds(rows: Sequence[Row]) -> dict[str, float]:
+    """Shares of accepted tokens over all rounds, with standard errors over passages."""
+    drafted, accepted = ([sum(row[name]) for row in rows] for name in ("drafted", "accepted"))
+    shares = [kept / count for kept, count in zip(accepted, drafted, strict=True) if count]
+    speeds = [row["per_forward"] for row in rows if row["drafted"]]
+    metrics = {"passages": float(len(rows)), "equal_texts": statistics.fmean(row["equal"] for row in rows)}
+    for name, whole, parts in (
+        ("acceptance", sum(accepted) / max(sum(drafted), 1), shares),
+        ("tokens_per_forward", 1 + sum(accepted) / max(sum(len(row["drafted"]) for row in rows), 1), speeds),
+    ):
+        metrics[name] = whole
+        if len(parts) > 1:
+            metrics[f"{name}_se"] = _standard_error(parts)
+    return metrics
+
+
+TASKS = {
+    **dict.fromkeys(("trajectory", "drift"), Task(check, measure)),
+    "speculate": Task(check, measure_speculate),
+}

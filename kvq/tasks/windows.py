@@ -51,7 +51,7 @@ def cut_windows(
             tokens; a stream's first scores all, later ones only their last `stride` (EVALS: sliding).
         limit: at most this many windows.
         bos: the first token of every window. It is one of the `context` tokens, so that caches, blocks and the model's
-            longest context stay as they are; the `context - 1` tokens of text behind it are all targets.
+            longest context stay as they are; the `context - 1` tokens of text after it are all targets.
 
     Raises:
         DataError: no stream is as long as one window.
@@ -187,7 +187,7 @@ class WindowScore:
 class PplResult:
     """What one pass over the windows measured.
 
-    `stretch`: positions over which losses are reported together beside their mean; None: not reported.
+    `stretch`: positions over which losses are reported in addition to their mean; None: not reported.
     """
 
     scores: list[WindowScore]

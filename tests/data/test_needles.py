@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq.data.needles import ADJECTIVES, NOUNS, Needle, draw_needles, plant, retrieval_prompt
+from kvq.data.text import ADJECTIVES, NOUNS, Needle, draw_needles, plant, retrieval_prompt
 from kvq.errors import DataError
 
 HAYSTACK = [1000 + index for index in range(2000)]

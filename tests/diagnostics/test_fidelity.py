@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvq import build_method
 from kvq.codecs import Codec, Hadamard, Passthrough, TokenNorm, UniformQuantizer, rope_table
 from kvq.diagnostics.fidelity import (
-    Attention,
+    AttentionRule,
     arms,
     attention_errors,
     attention_received,
@@ -45,7 +45,7 @@ def test_relative_errors_of_hand_made_tokens() -> None:
 
 def test_attention_is_that_of_torch() -> None:
     query, key, value = states(1, 4, 300, 8), states(1, 2, 300, 8, seed=1), states(1, 2, 300, 8, seed=2)
-    attention = Attention(8**-0.5)
+    attention = AttentionRule(8**-0.5)
     chunks = [attention.log_weights(chunk, key, first).exp() for first, chunk in query_chunks(query)]
     found = torch.cat(chunks, 2) @ value.repeat_interleave(2, 1)
     assert torch.allclose(found, plain_attention(query, key, value))
@@ -53,18 +53,18 @@ def test_attention_is_that_of_torch() -> None:
 
 def test_window_and_cap_of_attention() -> None:
     query, key = states(1, 1, 6, 4), states(1, 1, 6, 4, seed=1)
-    weights = Attention(1.0, window=2).log_weights(query, key, 0).exp()[0, 0]
+    weights = AttentionRule(1.0, window=2).log_weights(query, key, 0).exp()[0, 0]
     assert bool((weights.triu(1) == 0).all())
     assert bool((weights.tril(-2) == 0).all())
     assert torch.allclose(weights.sum(-1), torch.ones(6, dtype=torch.float64))
-    capped = Attention(1.0, softcap=1e-9).log_weights(query, key, 0).exp()[0, 0]
+    capped = AttentionRule(1.0, softcap=1e-9).log_weights(query, key, 0).exp()[0, 0]
     assert torch.allclose(capped[5], torch.full((6,), 1 / 6, dtype=torch.float64))
 
 
 def test_errors_of_attention_against_the_formula() -> None:
     query, key, value = states(2, 4, 150, 8), states(2, 2, 150, 8, seed=1), states(2, 2, 150, 8, seed=2)
     key_hat, value_hat = key + 0.3 * states(2, 2, 150, 8, seed=3), value + 0.3 * states(2, 2, 150, 8, seed=4)
-    attention = Attention(8**-0.5)
+    attention = AttentionRule(8**-0.5)
     found = attention_errors(attention, query, key, value, [(key_hat, None), (None, value_hat), (key_hat, value_hat)])
     output = plain_attention(query, key, value)
     for error, pair in zip(found, ((key_hat, value), (key, value_hat), (key_hat, value_hat)), strict=True):
@@ -79,7 +79,7 @@ def test_errors_of_attention_against_the_formula() -> None:
 
 def test_a_key_shift_that_all_tokens_share_costs_nothing() -> None:
     query, key, value = states(1, 2, 40, 8), states(1, 2, 40, 8, seed=1), states(1, 2, 40, 8, seed=2)
-    (error,) = attention_errors(Attention(1.0), query, key, value, [(key + 5, None)])
+    (error,) = attention_errors(AttentionRule(1.0), query, key, value, [(key + 5, None)])
     assert float(error.output.max()) < 1e-20
     assert float(error.weight_kl.max()) < 1e-12
 
@@ -87,10 +87,10 @@ def test_a_key_shift_that_all_tokens_share_costs_nothing() -> None:
 def test_attention_received_by_a_sink() -> None:
     query, key = torch.ones(1, 2, 140, 4), torch.zeros(1, 1, 140, 4)
     key[:, :, 0] = 100.0
-    received = attention_received(Attention(1.0), query, key)
+    received = attention_received(AttentionRule(1.0), query, key)
     assert torch.allclose(received[:, 0], torch.ones(2, dtype=torch.float64))
     assert float(received[:, 1:].max()) < 1e-6
-    even = attention_received(Attention(1.0), query, torch.zeros(1, 1, 140, 4))
+    even = attention_received(AttentionRule(1.0), query, torch.zeros(1, 1, 140, 4))
     assert float(even[0, 138]) == pytest.approx(1 / 140)  # one later query, which sees 140 tokens
 
 

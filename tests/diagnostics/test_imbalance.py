@@ -5,7 +5,7 @@ import torch
 
 from kvq.diagnostics.norms import token_norms
 from kvq.errors import ConfigError
-from kvq.tasks.synthetic import imbalanced
+from kvq.tasks.error import imbalanced
 
 
 def made(**changes: object) -> torch.Tensor:

@@ -12,7 +12,7 @@ from kvq.calibration.budget import demand_of, predicted, shared_out
 from kvq.cli import main
 from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, ScalarQuantizer, TrellisQuantizer
 from kvq.results import Store
-from kvq.tasks.limit import level_of_rate, loss_at, rate_at, spectrum_of
+from kvq.tasks.sensitivity import level_of_rate, loss_at, rate_at, spectrum_of
 from tests.calibrated import joint_moments
 from tests.sweeps import records, small_run
 

@@ -197,8 +197,7 @@ def test_memory_is_that_of_some_rows(tmp_path, monkeypatch):
 @installed.llamacpp
 def test_a_file_of_the_engines_own_logits(tmp_path):
     """Rows that llama.cpp's formula makes of its logits are those that the writer makes of them."""
-    from kvq.engines.gguf_file import write_gguf
-    from kvq.engines.llamacpp import LlamaCpp
+    from kvq.engines.llamacpp import LlamaCpp, write_gguf
     from tests.engines.test_llamacpp import model_of
 
     write_gguf(model_of(), tmp_path / "model.gguf")

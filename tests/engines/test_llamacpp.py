@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq.cache import KVCache
 from kvq.engines import llamacpp
-from kvq.engines.gguf_file import write_gguf
-from kvq.engines.llamacpp import LlamaCpp
+from kvq.engines.llamacpp import LlamaCpp, write_gguf
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.tasks.engine import engine_attention, unstaged

@@ -10,8 +10,8 @@ from kvq.cache.hooks import attentions, named_arguments
 from kvq.cache.rotary import angles, styles_of
 from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
-from kvq.models.media import MODALITIES, MediaModel, modalities
-from kvq.tasks.modality import SIDES, norms_by_modality
+from kvq.models.inputs import MODALITIES, MediaModel, modalities
+from kvq.tasks.multimodal import SIDES, norms_by_modality
 from kvq.tasks.reader import Reader
 from tests.cache.states import nearest_bits
 from tests.media_models import FAMILIES, IMAGE, PATCHES, media_model

@@ -21,8 +21,8 @@ from kvq.methods.build import method_of
 from kvq.models import load_tokenizer
 from kvq.models.folder import folder_writes_bos
 from kvq.models.inputs import Inputs
-from kvq.sweep import lookup
-from kvq.tasks import capture, generate, longbench, multimodal, niah
+from kvq.sweep import known
+from kvq.tasks import capture, conversation, longbench, multimodal, niah
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.ppl import ppl_windows
 from kvq.tasks.reader import Reader
@@ -133,8 +133,8 @@ def test_windows_and_prompts_of_every_task(given: list[str]) -> None:
     assert chatting.tokenizer.decode(needles[0].prompt).endswith(f"{question}]")
     asked = inputs_of(given, "task=generate", "task.chat_template=true", "task.prompt='Name a river.'")
     asked.tokenizer.chat_template = CHAT
-    assert once(generate.prompt_of(asked))
-    assert asked.tokenizer.decode(generate.prompt_of(asked)) == "<s>[Name a river.]"
+    assert once(conversation.prompt_of(asked))
+    assert asked.tokenizer.decode(conversation.prompt_of(asked)) == "<s>[Name a river.]"
     document = longbench.Document("qasper/0", longbench.load_subset("qasper"), {"context": TEXT, "question": "What?"})
     for chat in ("false", "true"):
         asked = inputs_of(given, "task=longbench", f"task.chat_template={chat}")
@@ -244,8 +244,8 @@ def test_the_embedded_model_is_found_again_without_torch(tmp_path: Path) -> None
     asked, plain = (resolve(compose([*more, f"task.bos={bos}"])) for bos in ("true", "null"))
     made = runner.run(asked)
     assert made.config["task"]["bos"] is True
-    found = lookup.known(asked)
+    found = known(asked)
     assert found is not None
     assert found.key == made.key
-    assert lookup.known(plain) is None
+    assert known(plain) is None
     assert runner.run(plain).metrics["nll"] != made.metrics["nll"]

@@ -7,13 +7,13 @@ from kvq.config.diagnostics import TniConfig
 from kvq.diagnostics.fidelity import query_chunks
 from kvq.errors import ConfigError, DataError
 from kvq.models import LoadedModel
-from kvq.tasks.capture import Layer, capture, check
+from kvq.tasks.capture import LayerStates, capture, check
 from tests.random_models import llama, random_llama, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs
 
 
-def layers_of(loaded: LoadedModel, tokens: torch.Tensor) -> list[Layer]:
-    found: list[Layer] = []
+def layers_of(loaded: LoadedModel, tokens: torch.Tensor) -> list[LayerStates]:
+    found: list[LayerStates] = []
     capture(loaded, tokens, found.append)
     return found
 
@@ -69,7 +69,7 @@ def test_the_model_is_left_as_it_was() -> None:
     loaded, tokens = random_llama(), token_ids(20)
     before = loaded.model(input_ids=tokens).logits
 
-    def fail(_layer: Layer) -> None:
+    def fail(_layer: LayerStates) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):

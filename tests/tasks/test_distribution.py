@@ -11,7 +11,7 @@ from kvq.config.diagnostics import DistributionConfig
 from kvq.config.identity import canonical
 from kvq.errors import ConfigError, Unsupported
 from kvq.tasks import distribution
-from kvq.tasks.capture import Layer, capture
+from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.distribution import channel_kl, hadamard, nsn
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
@@ -24,7 +24,7 @@ def config(**changes: object) -> DistributionConfig:
 def test_table_one_of_captured_values(tmp_path: Path) -> None:
     inputs = DiagnosedInputs(config())
     found = distribution.measure(inputs, build_method("fp16"), None, journal(tmp_path))
-    layers: list[Layer] = []
+    layers: list[LayerStates] = []
     capture(inputs.model, inputs.ids[:128], layers.append)
     kl = [channel_kl(hadamard(nsn(layer.value, "NSN"))[0, head]).mean() for layer in layers for head in range(2)]
     assert found.metrics["kl_value_NSN_hadamard"] == pytest.approx(float(torch.stack(kl).mean()))
@@ -63,7 +63,7 @@ def test_ranges_of_channels_are_kept_where_asked(tmp_path: Path) -> None:
 def test_keys_go_through_nsn_before_rope(tmp_path: Path) -> None:
     inputs = DiagnosedInputs(config())
     found = distribution.measure(inputs, build_method("fp16"), None, journal(tmp_path))
-    layers: list[Layer] = []
+    layers: list[LayerStates] = []
     capture(inputs.model, inputs.ids[:128], layers.append)
     kl = []
     for layer in layers:
@@ -90,7 +90,7 @@ def test_vectors_are_kept_of_the_windows_asked_for(tmp_path: Path) -> None:
     found = distribution.measure(inputs, build_method("fp16"), None, journal(tmp_path))
     kept = [row for row in found.samples if row["kind"] == "vector" and row["side"] == "key"]
     assert [(row["window"], row["position"]) for row in kept] == [(0, 0), (0, 127), (1, 0), (1, 63), (1, 127)]
-    layers: list[Layer] = []
+    layers: list[LayerStates] = []
     capture(inputs.model, inputs.ids[128:256], layers.append)
     last = [row for row in found.samples if row["kind"] == "vector" and row["side"] == "value"][-1]
     assert last["values"] == pytest.approx(layers[0].value[0, 0, 127].tolist(), rel=1e-3)

@@ -10,7 +10,7 @@ from kvq import build_method
 from kvq.config.diagnostics import Arms, ErrorConfig
 from kvq.diagnostics.fidelity import relative_mse
 from kvq.tasks import error
-from kvq.tasks.capture import Layer, capture
+from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.error import bins_of
 from kvq.tasks.measurement import Measurement
 from tests.tasks.diagnosed import DiagnosedInputs, journal
@@ -19,7 +19,7 @@ from tests.tasks.diagnosed import DiagnosedInputs, journal
 def measured(folder: Path, name: str, bits: int = 2, overrides: tuple[str, ...] = (), **settings: Any) -> Measurement:
     inputs = DiagnosedInputs(ErrorConfig(context=128, **settings))
     method = build_method(name, bits, 32, overrides)
-    error.TASK.check(inputs, method)
+    error.check(inputs, method)
     return error.measure(inputs, method, None, journal(folder))
 
 
@@ -37,7 +37,7 @@ def test_every_stage_of_oscar_before_and_after_rope(tmp_path: Path) -> None:
 def test_errors_are_those_of_the_codec_on_captured_states(tmp_path: Path) -> None:
     found = measured(tmp_path, "kivi", windows=1)
     method, inputs = build_method("kivi", 2, 32), DiagnosedInputs(ErrorConfig())
-    layers: list[Layer] = []
+    layers: list[LayerStates] = []
     capture(inputs.model, inputs.ids[:128], layers.append)
     assert method.value is not None
     expected = [relative_mse(x.value, method.value.decode(method.value.encode(x.value, 128))) for x in layers]

@@ -12,7 +12,7 @@ from kvq import build_method
 from kvq.config.diagnostics import Drawn, ModelStatesConfig, RandomStatesConfig
 from kvq.diagnostics.fidelity import relative_mse, weighted_mse
 from kvq.errors import ConfigError, Unsupported
-from kvq.tasks.capture import Layer, capture
+from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.known_states import TASKS, attended, drawn, stream, walk
 from kvq.tasks.measurement import Measurement
 from tests.tasks.diagnosed import DiagnosedInputs, journal
@@ -150,7 +150,7 @@ def test_a_block_of_a_models_states(tmp_path: Path) -> None:
     method = build_method(f"{PLUS}/attention", 3, 32)
     TASKS["model_states"].check(inputs, method)
     found = TASKS["model_states"].measure(inputs, method, None, journal(tmp_path))
-    layers: list[Layer] = []
+    layers: list[LayerStates] = []
     capture(inputs.model, inputs.ids[:96], layers.append)
     assert [row["place"] for row in found.samples] == [0, 1]
     plain = build_method("turboquant/prod_keys", 3, 32).key

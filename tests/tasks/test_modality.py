@@ -11,7 +11,7 @@ import pytest
 from kvq.cli import main
 from kvq.report.figures.drawing import kinds
 from kvq.results import Store
-from kvq.tasks.modality import SIDES
+from kvq.tasks.multimodal import SIDES
 from tests.media_models import PATCHES, picture, save_llava
 from tests.report.diagnosed import drawn
 from tests.sweeps import records, samples

@@ -11,8 +11,7 @@ from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
 from kvq.runner import Prepared, run
 from kvq.tasks.reader import shared
-from kvq.tasks.speculate import Rounds, metrics_of
-from kvq.tasks.trajectory import Draws, Writer, passages
+from kvq.tasks.trajectory import Draws, Rounds, Writer, metrics_of_rounds, passages
 
 GIVEN = "model=tiny task=speculate task.prompts=3 task.context=96 task.new_tokens=24 residual.size=16 threads=1".split()
 
@@ -74,7 +73,7 @@ def test_numbers_by_hand() -> None:
         {"drafted": [4], "accepted": [0], "per_forward": 1.0, "equal": False},
         {"drafted": [], "accepted": [], "per_forward": 1.0, "equal": True},
     ]
-    found = metrics_of(rows)
+    found = metrics_of_rounds(rows)
     assert found["acceptance"] == pytest.approx(5 / 12)
     assert found["tokens_per_forward"] == pytest.approx(1 + 5 / 3)
     assert found["equal_texts"] == pytest.approx(2 / 3)

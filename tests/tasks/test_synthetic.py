@@ -7,9 +7,9 @@ import pytest
 from kvq import build_method
 from kvq.config.diagnostics import SyntheticConfig
 from kvq.errors import Unsupported
-from kvq.tasks import synthetic
+from kvq.tasks import error
 from kvq.tasks.capture import block_of
-from kvq.tasks.synthetic import cell
+from kvq.tasks.error import cell
 from tests.tasks.diagnosed import DiagnosedInputs, journal
 
 
@@ -44,13 +44,13 @@ def test_a_sink_without_the_others_outliers_harms_them_at_any_norm() -> None:
 def test_a_plane_of_cells(tmp_path: Path) -> None:
     task = SyntheticConfig(lowness=[1.0, 10.0], outliers=[0.0, 5.0, 20.0], repeats=2, sinks=0)
     inputs = DiagnosedInputs(task)
-    found = synthetic.measure(inputs, build_method("identity"), None, journal(tmp_path))
+    found = error.measure_synthetic(inputs, build_method("identity"), None, journal(tmp_path))
     assert len(found.samples) == 6
     assert all(row["error"] == 0 for row in found.samples)
     assert "sink_error_mean" not in found.metrics
-    assert synthetic.measure(inputs, build_method("fp16"), None, journal(tmp_path)).metrics == {"cells": 6.0}
+    assert error.measure_synthetic(inputs, build_method("fp16"), None, journal(tmp_path)).metrics == {"cells": 6.0}
 
 
 def test_methods_of_values_alone(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="leaves keys in full precision"):
-        synthetic.check(DiagnosedInputs(SyntheticConfig()), build_method("nsn", 2, 128, ["key=null"]))
+        error.check_synthetic(DiagnosedInputs(SyntheticConfig()), build_method("nsn", 2, 128, ["key=null"]))

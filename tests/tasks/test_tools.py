@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvq.config import compose, resolve
-from kvq.data.bfcl import read_bfcl
-from kvq.data.calls import Function, Request, allowing, written
+from kvq.data.calls import Function, Request, allowing, read_bfcl, written
 from kvq.data.functions import FAMILIES, draw_requests, draw_shots
 from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
