@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -26,12 +27,14 @@ class GroupedSweeper(Sweeper):
 
     def setup(self, *, hydra_context, task_function, config):
         """Called by Hydra before `sweep`."""
-        from kvq.config.composing import SweepLoader
+        from kvq.config.composing import InProcess, SweepLoader
 
         self.config, self.loader = config, SweepLoader(hydra_context.config_loader)
         quick = HydraContext(self.loader, hydra_context.callbacks)
         plugins = Plugins.instance()
         self.launcher = plugins.instantiate_launcher(hydra_context=quick, task_function=task_function, config=config)
+        if isinstance(self.launcher, BasicLauncher):
+            self.launcher = InProcess(self.launcher, self.loader, config, task_function, hydra_context.callbacks)
 
     def sweep(self, arguments):
         """Launch the jobs of the command line's overrides, one batch after the other."""

@@ -11,13 +11,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from kvq.config import outside
 from kvq.config.bits import Bits, BitsByLayerConfig, first_width, parse_bits
 from kvq.config.choices import CONFIG_NAME, conf_dir, register_rows
-from kvq.config.merging import Files, by_hydra, merged, merged_part
+from kvq.config.merging import Composed, Files, by_hydra, merged, merged_part
 from kvq.config.method import MethodConfig
 from kvq.config.run import LOGGERS, Config
 from kvq.config.task import TaskConfig
@@ -220,7 +222,7 @@ class SweepLoader(ConfigLoader):
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
         """The configuration of one job, as Hydra has it."""
         given = list(sweep_overrides)
-        found = merged(Files.of(conf_dir()), given) if _reads_own_files(master_config) else None
+        found = self.quick(master_config, given)
         if found is None or self._first is None:
             job: DictConfig = self.whole.load_sweep_config(master_config, given)
             if found is not None:
@@ -237,9 +239,13 @@ class SweepLoader(ConfigLoader):
         OmegaConf.copy_cache(from_config=master_config, to_config=job)
         return job
 
+    def quick(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> Composed | None:
+        """A job without the `hydra` node, for the caller to change; None: Hydra has to compose it."""
+        return merged(Files.of(conf_dir()), sweep_overrides) if _reads_own_files(master_config) else None
+
     def check(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> None:
         """Raise what is wrong with a job ahead of time."""
-        if not _reads_own_files(master_config) or merged(Files.of(conf_dir()), sweep_overrides) is None:
+        if self.quick(master_config, sweep_overrides) is None:
             self.whole.load_sweep_config(master_config, list(sweep_overrides))
 
     def load_configuration(self, *given: Any, **named: Any) -> DictConfig:
@@ -259,6 +265,59 @@ class SweepLoader(ConfigLoader):
 
     def compute_defaults_list(self, *given: Any, **named: Any) -> Any:
         return self.whole.compute_defaults_list(*given, **named)
+
+
+class InProcess:
+    """Launches a sweep's jobs in this process, one after the other, in a tenth of the time of Hydra's `basic` launcher.
+
+    That one copies the configuration of each job, with Hydra's own settings, five times. What needs them (callbacks of
+    a user, folders or environment variables of a job, overrides that only Hydra composes) is left to it, `whole`.
+    """
+
+    def __init__(self, whole: Any, loader: SweepLoader, config: DictConfig, task_function: Any, callbacks: Any) -> None:
+        self.whole, self.loader, self.config, self.task_function = whole, loader, config, task_function
+        job = config.hydra.job
+        own = [one for one in callbacks.callbacks if not type(one).__module__.startswith("kvq.")]
+        self.all_whole = bool(own or job.chdir or job.env_set or config.hydra.output_subdir)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Run the jobs; what one raises is raised by its `return_value`."""
+        returns: list[JobReturn] = []
+        before = HydraConfig.instance().cfg
+        node: Any = None
+        try:
+            for number, given in enumerate(job_overrides, initial_job_idx):
+                found = None if self.all_whole else self.loader.quick(self.config, given)
+                if found is None:
+                    returns += self.whole.launch([given], number)
+                    continue
+                if node is None:
+                    HydraConfig.instance().set_config(self.loader.whole.load_sweep_config(self.config, list(given)))
+                    node = HydraConfig.instance().cfg
+                HydraConfig.instance().cfg = node
+                _set_job(node.hydra, found, given, number)
+                returns.append(self._run(found.config, list(given)))
+        finally:
+            HydraConfig.instance().cfg = before
+        return returns
+
+    def _run(self, config: DictConfig, given: list[str]) -> JobReturn:
+        done = JobReturn(overrides=given, cfg=config, status=JobStatus.COMPLETED)
+        try:
+            done.return_value = self.task_function(config)
+        except Exception as error:
+            done.return_value, done.status = error, JobStatus.FAILED
+        return done
+
+
+def _set_job(hydra: DictConfig, found: Composed, given: Sequence[str], number: int) -> None:
+    """Change Hydra's own settings to those of a job."""
+    with read_write(hydra), open_dict(hydra):
+        hydra.overrides.task = list(given)
+        hydra.job.num = hydra.job.id = number
+        own = {group: name for group, name in found.choices.items() if not group.startswith("hydra/")}
+        hydras = {group: name for group, name in hydra.runtime.choices.items() if group.startswith("hydra/")}
+        hydra.runtime.choices = own | hydras
 
 
 def _reads_own_files(master: DictConfig) -> bool:

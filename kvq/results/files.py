@@ -7,6 +7,7 @@ are found again by the digits of the key that end each name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import tempfile
@@ -162,6 +163,12 @@ class Places:
         if known is None or known.changed != changed or known.read - changed / 1e9 < _COARSEST_CLOCK:
             known = self._known[path] = _listed(path, changed)
         return known
+
+
+@functools.lru_cache(maxsize=16)
+def places_of(root: Path, here: Path) -> Places:
+    """The record files under a folder, which all stores of a process share. `here`: where a relative path begins."""
+    return Places(root)
 
 
 def _listed(path: Path, changed: int) -> _Folder:

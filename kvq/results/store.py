@@ -22,10 +22,10 @@ from kvq.results.files import (
     RECORD,
     SAMPLES,
     TEMPORARY,
-    Places,
     make_folders,
     names,
     place,
+    places_of,
     sync_folder,
     write_temporary,
 )
@@ -68,7 +68,7 @@ class Store:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self.runs = self.root / "runs"
-        self._places = Places(self.runs)
+        self._places = places_of(self.runs, Path.cwd())
         self._scanned: dict[str, Path] = {}
 
     def record_path(self, key: str) -> Path:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.base import Node
 
 from kvq.cli import main
 from kvq.config import compose, conf_dir, merging, resolve_part
-from kvq.config.composing import SweepLoader
+from kvq.config.composing import InProcess
 from kvq.config.explain import choices
 from kvq.config.merging import Composed, Files, by_hydra, merged, merged_part
+from kvq.errors import KvqError
 
 GROUPS = choices()
 MORE = ["bits=k3v2", "seed=7", "residual.size=64", "dataset.data_files=[a.txt,b.txt]"]
@@ -190,17 +195,59 @@ SWEEPS = [
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=" ".join)
 def test_the_jobs_of_a_sweep_are_those_of_hydras_own_loader(sweep: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    quick, jobs = SweepLoader.load_sweep_config, []
+    """In this process, and as another launcher's worker gets them."""
+    run, jobs, measured = InProcess._run, [], []
 
-    def compared(self: SweepLoader, master: DictConfig, given: list[str]) -> DictConfig:
-        found = quick(self, master, given)
+    def compared(self: InProcess, config: DictConfig, given: list[str]) -> JobReturn:
         if len(jobs) < 4:
-            whole = self.whole.load_sweep_config(master, list(given))
-            assert OmegaConf.to_container(found) == OmegaConf.to_container(whole)
-        jobs.append(found)
-        return found
+            whole = self.loader.whole.load_sweep_config(self.config, list(given))
+            for _ in range(2):  # the first is composed by Hydra, later ones are merged
+                found = self.loader.load_sweep_config(self.config, given)
+                assert OmegaConf.to_container(found) == OmegaConf.to_container(whole)
+            shown = HydraConfig.get()
+            assert shown.mode == whole.hydra.mode
+            assert shown.overrides.task == whole.hydra.overrides.task == given
+            assert shown.runtime.choices == whole.hydra.runtime.choices
+            with open_dict(whole):
+                del whole["hydra"]
+            assert config == whole
+        jobs.append(given)
+        return run(self, config, given)
 
-    monkeypatch.setattr(SweepLoader, "load_sweep_config", compared)
-    monkeypatch.setattr("kvq.cli._measure", lambda config, sweep: None)
+    monkeypatch.setattr(InProcess, "_run", compared)
+    monkeypatch.setattr("kvq.cli._measure", lambda config, sweep: measured.append(config))
     assert main(["-m", *sweep]) == 0
-    assert len(jobs) >= 2
+    assert len(measured) >= 2
+    assert len(jobs) == (0 if any(word.startswith("++") for word in sweep) else len(measured))
+    assert HydraConfig.instance().cfg is None
+
+
+class Counted(Callback):
+    """A user's callback, for which Hydra composes every job whole."""
+
+    seen: ClassVar[list[str]] = []
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Note the method and the number of a job."""
+        self.seen.append(f"{config.hydra.job.num} {config.method.name}")
+
+
+def test_callbacks_of_a_user_are_called_for_each_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvq.cli._measure", lambda config, sweep: None)
+    mine = f"+hydra.callbacks.mine._target_={__name__}.Counted"
+    Counted.seen.clear()
+    assert main(["-m", "method=nsn,kivi", mine]) == 0
+    assert Counted.seen == ["0 nsn", "1 kivi"]
+
+
+def test_a_job_that_raises_counts_as_failed_and_the_next_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def measured(config: DictConfig, sweep: bool) -> None:
+        seen.append(config.method.name)
+        if config.method.name == "nsn":
+            raise KvqError("no luck")
+
+    monkeypatch.setattr("kvq.cli._measure", measured)
+    assert main(["-m", "method=nsn,kivi"]) == 1
+    assert seen == ["nsn", "kivi"]
