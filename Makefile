@@ -51,14 +51,14 @@ leaderboard: setup ## write results/leaderboard.html: methods by model and budge
 	$(BIN)/python -m kvq.recommend.leaderboard
 
 screenshot: setup ## take docs/report.png of the report of the committed records; needs chromium and chromedriver
-	$(BIN)/python experiments/screenshot.py
+	$(BIN)/python experiments/docs/screenshot.py
 
 docs: setup ## fill the numbers of README.md, docs/findings.md, docs/experiments.md and docs/methods.md from records and configurations (fails where a finding no longer holds); build site/
-	$(BIN)/python experiments/readme.py
-	$(BIN)/python experiments/findings.py
-	$(BIN)/python experiments/documents.py
-	$(BIN)/python experiments/complexity.py
-	$(BIN)/python experiments/citations.py
+	$(BIN)/python experiments/docs/readme.py
+	$(BIN)/python experiments/docs/findings.py
+	$(BIN)/python experiments/docs/documents.py
+	$(BIN)/python experiments/docs/complexity.py
+	$(BIN)/python experiments/docs/citations.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wandb-sync: setup ## send finished records to Weights & Biases (WANDB="--project mine --workspace"); what is there stays
@@ -90,19 +90,19 @@ lint: setup ## check style and types
 	$(BIN)/mypy
 
 tiny-model: setup ## train the embedded model again (about 80 minutes on 2 cores)
-	$(BIN)/python experiments/train_tiny_model.py
+	$(BIN)/python experiments/models/train_tiny_model.py
 
 tiny-sinks: setup ## train the sink of tiny_sinks again (about 80 minutes on one core)
-	$(BIN)/python experiments/train_tiny_sinks.py
+	$(BIN)/python experiments/models/train_tiny_sinks.py
 
 codebooks: setup ## make the vector codebooks again from synthetic Gaussian data (about 10 minutes on one core)
-	$(BIN)/python experiments/codebooks.py
+	$(BIN)/python experiments/models/codebooks.py
 
 trellises: setup ## train the trellises again from synthetic Gaussian data (about 6 minutes on one core)
-	$(BIN)/python experiments/trellises.py
+	$(BIN)/python experiments/models/trellises.py
 
 bench: setup ## measure time and memory of codecs and scoring on this machine
-	$(BIN)/python experiments/bench.py
+	$(BIN)/python experiments/bench
 
 clean: ## remove caches and build products; results and .venv stay
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

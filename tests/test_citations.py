@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from experiments.citations import ROOT, bibtex
+from experiments.docs.citations import ROOT, bibtex
 from kvq.config import conf_dir
 from kvq.config.choices import choices_in
 

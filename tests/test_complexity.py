@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kvq
-from experiments.complexity import PAGE, of_codec, table
-from experiments.places import PLACE, filled
+from experiments.docs.complexity import PAGE, of_codec, table
+from experiments.docs.places import PLACE, filled
 from kvq.codecs import Hadamard, TokenNorm
 from kvq.config import compose, resolve
 
@@ -85,7 +85,7 @@ def test_loops_of_oscars_keys_count_as_the_page_does() -> None:
 
 
 def test_the_page_has_the_counts_of_the_configurations() -> None:
-    """`python experiments/complexity.py` writes them."""
+    """`python experiments/docs/complexity.py` writes them."""
     page = PAGE.read_text(encoding="utf-8")
     assert [place[2] for place in PLACE.finditer(page)].count("complexity") == 1
     assert filled(page, "complexity", table) == page

@@ -14,8 +14,8 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from experiments import readme
-from experiments.places import PLACE, filled
+from experiments.docs import readme
+from experiments.docs.places import PLACE, filled
 from kvq import KVCache, cli
 from kvq.config import compose, conf_dir, resolve
 from kvq.config.choices import find
@@ -229,7 +229,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 
 def test_the_readme_shows_the_committed_tables() -> None:
-    """Every number of the README's tables is that of results/tables; `python experiments/readme.py` puts them there."""
+    """Every number of the README's tables is that of results/tables; `experiments/docs/readme.py` puts them there."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert filled(text, "table", readme.table_lines) == text
     for place in PLACE.finditer(text):

@@ -15,7 +15,7 @@ from kvq.results import Store
 from tests.results import made
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = runpy.run_path(str(ROOT / "experiments" / "findings.py"))
+SCRIPT = runpy.run_path(str(ROOT / "experiments" / "docs" / "findings.py"))
 Findings, PLACE = SCRIPT["Findings"], SCRIPT["PLACE"]
 TEMPLATE = ROOT / "docs" / "findings.in.md"
 
@@ -37,7 +37,7 @@ USE = "<!-- use: task=ppl metric=delta_nll as=.3f -->\n"
 
 @pytest.mark.parametrize("name", ["engines", pytest.param("findings", marks=pytest.mark.long), "rivals", "waterfill"])
 def test_the_page_is_what_the_records_say(name: str) -> None:
-    """`python experiments/findings.py` writes it; a claim that fails is a sentence to change."""
+    """`python experiments/docs/findings.py` writes it; a claim that fails is a sentence to change."""
     template = ROOT / "docs" / f"{name}.in.md"
     assert template in SCRIPT["TEMPLATES"]
     findings = Findings(ROOT / "results")

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from PIL import Image
 
-from experiments.notebooks import MOST_BYTES, slim
+from experiments.docs.notebooks import MOST_BYTES, slim
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -35,7 +35,7 @@ def test_committed_as_it_ran(path: Path) -> None:
     notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    ran = "python experiments/notebooks.py runs them"
+    ran = "python experiments/docs/notebooks.py runs them"
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), ran
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]

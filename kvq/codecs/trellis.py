@@ -7,7 +7,7 @@ State s is the last L bits of the string, so a component of k bits moves it to (
 decodes to; Viterbi's search finds the string. There is one table of values for each k. Bits before a string are zeros.
 
 Source: trellis-coded quantization, Marcellin and Fischer 1990; the bit-shift trellis with a table, QTIP
-(arXiv 2406.11235). Tables are trained by `experiments/trellises.py`.
+(arXiv 2406.11235). Tables are trained by `experiments/models/trellises.py`.
 """
 
 from __future__ import annotations

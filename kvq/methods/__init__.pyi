@@ -1,4 +1,4 @@
-# Written by experiments/presets.py from conf/method: the calls that kvq.methods.presets makes.
+# Written by experiments/docs/presets.py from conf/method: the calls that kvq.methods.presets makes.
 
 from collections.abc import Mapping
 from typing import Any

@@ -2,7 +2,7 @@
 
 A keyword is a setting of the quantizers of keys and values; `key={"group_size": 128}` is of one side. A stage's
 settings have its name in front (`rotation_seed`), and a stage's own name with None leaves it out (`hadamard=None`).
-`kvq/methods/__init__.pyi` has the signatures for editors and type checkers; `python experiments/presets.py` writes it.
+`kvq/methods/__init__.pyi` has the signatures for editors and type checkers; `experiments/docs/presets.py` writes it.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _written(value: Any) -> str:
 
 def stub() -> str:
     """The text of `kvq/methods/__init__.pyi`."""
-    lines = ["# Written by experiments/presets.py from conf/method: the calls that kvq.methods.presets makes.", ""]
+    lines = ["# Written by experiments/docs/presets.py from conf/method: the calls that kvq.methods.presets makes.", ""]
     lines += ["from collections.abc import Mapping", "from typing import Any", ""]
     lines += ["from kvq.methods.quantized import Preset", ""]
     for name, called in names().items():

@@ -29,7 +29,7 @@ _ON_LOADING = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
 def onednn_linear() -> Iterator[None]:
     """Linear layers in float32 on a CPU are computed by oneDNN, but where a gradient is asked for.
 
-    torch multiplies by MKL, which is slow on AMD processors (`experiments/bench.py --only torch_linear_over_onednn`).
+    torch multiplies by MKL, which is slow on AMD processors (`experiments/bench --only torch_linear_over_onednn`).
     Results differ as those of two processors do, in the last bits of float32.
     """
     plain, product = nn.Linear.forward, torch.ops.mkldnn._linear_pointwise

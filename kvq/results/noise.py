@@ -62,7 +62,7 @@ def max_t(differences: Float[np.ndarray, "tests windows"]) -> MaxT:
     number of tests where they go together (Westfall and Young, 1993, "Resampling-based multiple testing", section 2.6;
     Romano and Wolf, 2005, "Exact and approximate stepdown methods for multiple hypothesis testing"). The statistic is
     |sum| over the root of the sum of squares, which no flip changes: a monotone function of Student's |t|. The chance
-    of a false finding is at most `ALPHA`, whichever hypotheses hold (`experiments/noise_levels.py` measures it).
+    of a false finding is at most `ALPHA`, whichever hypotheses hold (`experiments/bench/noise_levels.py` measures it).
 
     Args:
         differences: of windows' losses; weighted by nothing, since a sum of losses has the weight of its tokens.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments import codebooks as script
+from experiments.models import codebooks as script
 from kvq.codecs import vector
 
 

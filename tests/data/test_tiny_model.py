@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments.tiny_model.evaluation import bits_per_byte, needle_accuracy
+from experiments.models.tiny_model.evaluation import bits_per_byte, needle_accuracy
 from kvq.data.embedded import load_corpus
 
 FOLDER = Path(__file__).parents[2] / "kvq" / "models" / "tiny"
@@ -61,7 +61,7 @@ def test_card_meets_the_bars():
 
 
 def test_card_is_that_of_the_recipe_in_the_repository(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER.parents[2] / "experiments")
+    monkeypatch.syspath_prepend(FOLDER.parents[2] / "experiments" / "models")
     from tiny_model.recipe import Recipe
 
     assert CARD["recipe"] == json.loads(json.dumps(asdict(Recipe())))

@@ -18,7 +18,7 @@ MODELS = ROOT / "kvq" / "models"
 
 @pytest.fixture(autouse=True)
 def _experiments(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "experiments")
+    monkeypatch.syspath_prepend(ROOT / "experiments" / "models")
 
 
 @pytest.fixture

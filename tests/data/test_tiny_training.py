@@ -16,7 +16,7 @@ TINY = ROOT / "kvq" / "models" / "tiny"
 
 @pytest.fixture(autouse=True)
 def _experiments(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "experiments")
+    monkeypatch.syspath_prepend(ROOT / "experiments" / "models")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.long
 def test_the_gpu_check_runs_without_one(tmp_path):
     out = tmp_path / "gpu.json"
-    command = [sys.executable, "experiments/gpu_check.py", "--tiny", "--out", str(out)]
+    command = [sys.executable, "experiments/bench/gpu_check.py", "--tiny", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(out.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, on CPU tensors; with a GPU, `experiments/gpu_check.py` compiles them."""
+"""Triton kernels in Triton's interpreter, on CPU tensors; on a GPU, `experiments/bench/gpu_check.py` compiles them."""
 
 import os
 import subprocess

@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments.documents import PAGE, ROOT, Item, Rows, documents_of
-from experiments.places import PLACE, filled
+from experiments.docs.documents import PAGE, ROOT, Item, Rows, documents_of
+from experiments.docs.places import PLACE, filled
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.papers.expected import layout_named, names
@@ -69,7 +69,7 @@ OURS = (None, "embedded", "real", "speed", "suite", "waterfill")
 
 @pytest.mark.long
 def test_the_page_is_what_experiments_and_records_say() -> None:
-    """`python experiments/documents.py` writes it."""
+    """`python experiments/docs/documents.py` writes it."""
     rows = Rows(ROOT / "results")
     page = PAGE.read_text(encoding="utf-8")
     assert filled(page, "document", rows.table) == page

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from experiments import browser
+from experiments.docs import browser
 from kvq.report.comparisons import read_records
 from kvq.report.html import write_report
 from kvq.report.labels import main_model

@@ -1,4 +1,4 @@
-"""How often a table of equal methods has a false mark, and what it finds: `python experiments/noise_levels.py [draws]`.
+"""How often a table of equal methods has a false mark, and what it finds: `experiments/bench/noise_levels.py [draws]`.
 
 Windows are drawn from a normal distribution with the covariance between methods that the committed sliding-window
 protocols have, each window on its own (`serial=0`) or correlated with the one before it. A false mark is a row that
@@ -20,7 +20,7 @@ from kvq.results import Record, Store
 from kvq.results.noise import max_t
 from kvq.results.statistics import ALPHA, losses
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WINDOWS = (4, 6, 8, 12, 16, 29)
 ROWS, LEAST = 40, 29
 TOKENS = 512

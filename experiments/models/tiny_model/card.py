@@ -151,7 +151,7 @@ exact match.
 
 ## Recipe
 
-`python experiments/train_tiny_model.py --tokens {recipe["tokens"]} --seed {recipe["seed"]}`:
+`python experiments/models/train_tiny_model.py --tokens {recipe["tokens"]} --seed {recipe["seed"]}`:
 {card["steps"]:,} steps of {recipe["step_tokens"]:,} tokens in {card["minutes"]:g} minutes on two cores. {card["note"]}
 
 Muon (Newton-Schulz, updates scaled to AdamW's) at {recipe["muon_rate"]:g} for the matrices, AdamW at

@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in one run of under 8 minutes: errors, times and bytes, as one JSON to commit.
 
-python experiments/gpu_check.py [--out results/bench/gpu.json]
-python experiments/gpu_check.py --tiny --out somewhere.json     # the same steps, small, on any machine
+python experiments/bench/gpu_check.py [--out results/bench/gpu.json]
+python experiments/bench/gpu_check.py --tiny --out somewhere.json     # the same steps, small, on any machine
 
 The file is written anew behind every step, and a step that fails leaves its reason and takes nothing else away.
 """

@@ -1,4 +1,4 @@
-"""List what the source documents print in docs/experiments.md, and what answers it: `python experiments/documents.py`.
+"""List what the source documents print in docs/experiments.md, and what answers it: `experiments/docs/documents.py`.
 
 A place is `<!-- document: nsnquant_paper -->` to `<!-- end -->`. results/reference/documents.yaml names the documents;
 the tables of a paper come from the layouts of the experiments, counts from the records and the drawn figures.
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from experiments.places import ROOT, fill
+from experiments.docs.places import ROOT, fill
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.papers.expected import experiment_of, layout_named, names, of_no_paper, resolved
 from kvq.papers.sweep import Overrides, cells_of, is_embedded, jobs_of, missing_choices

@@ -1,6 +1,6 @@
 """Time and memory of `make tables figures report` on 2,000 synthetic records, made from the committed ones.
 
-python experiments/bench_report.py [--records 2000]
+python experiments/bench/bench_report.py [--records 2000]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from kvq.results import Store, run_key
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Each with the name under which `make` has it.
 COMMANDS = {
     "tables": ("kvq.report",),

@@ -1,4 +1,4 @@
-"""`python experiments/presets.py`: write the signatures of methods as Python calls, kvq/methods/__init__.pyi."""
+"""`python experiments/docs/presets.py`: write the signatures of methods as Python calls, kvq/methods/__init__.pyi."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from PIL import Image
 from kvq.report.html import write_report
 from kvq.results import Store
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 WIDTH, HEIGHT, SCALE = 1200, 1180, 1.5
 
 
 def main() -> int:
     """Write the image and say how large it is; 1 where there is no browser."""
-    from experiments import browser
+    from experiments.docs import browser
 
     if missing := browser.missing():
         print(missing, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Fill the numbers of docs/*.in.md from the records, into docs/*.md: `python experiments/findings.py`.
+"""Fill the numbers of docs/*.in.md from the records, into docs/*.md: `python experiments/docs/findings.py`.
 
 A place is `{{nsnquant 2}}`: a method, bits (`-`: none), then words that narrow the runs down to one. `name=value` is
 a field of the record (`model`) or of its configuration (`task.scoring`); `a|b` allows both; a word alone is an alias.
@@ -37,7 +37,7 @@ from kvq.results import Record, Store, is_stale
 from kvq.results.noise import family
 from kvq.results.statistics import delta_nll_of_samples, losses
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEMPLATES = tuple(sorted((ROOT / "docs").glob("*.in.md")))
 LINE = re.compile(r" *<!-- (alias|use|claim): (.+?) -->\n")
 PLACE = re.compile(r"\{\{(.+?)\}\}", re.S)

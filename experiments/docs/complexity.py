@@ -1,4 +1,4 @@
-"""Operations per element of methods, in closed form, in docs/methods.md: `python experiments/complexity.py`.
+"""Operations per element of methods, in closed form, in docs/methods.md: `python experiments/docs/complexity.py`.
 
 A place is `<!-- complexity: oscar kivi at 2 -->` to `<!-- end -->`: methods and the bits of their codes. Counted are
 the additions, multiplications, divisions, comparisons, roundings and look-ups of an element (a channel of a token), as
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from experiments.places import ROOT, fill
+from experiments.docs.places import ROOT, fill
 from kvq.config import compose, resolve
 from kvq.report.tables.formats import markdown_table
 

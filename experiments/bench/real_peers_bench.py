@@ -1,7 +1,7 @@
 """Caches of three engines on SmolLM2's own weights behind 8K tokens: decoded tokens per second, bytes, divergence.
 
-    python experiments/bench.py --only real_peers       # into results/bench/cpu.json; two idle threads, some minutes
-    python experiments/real_peers_bench.py              # draws docs/peers.png from it
+    python experiments/bench --only real_peers       # into results/bench/cpu.json; two idle threads, some minutes
+    python experiments/bench/real_peers_bench.py              # draws docs/peers.png from it
 
 transformers (DynamicCache, its quantized caches, kvq's packed ones), llama.cpp and MLX-LM hold the same prompt and read
 the same tokens, a few in each turn, so that ratios are paired. llama.cpp reads the prompt itself; the others are given
@@ -36,7 +36,7 @@ PACKED = (("q8_0", 8), ("q4_0", 4), ("kivi", 4), ("kivi", 2), ("oscar", 2), ("ns
 LLAMACPP = ("f16", "q8_0", "q4_0")
 MLX = (None, 8, 4)
 TORCH = "transformers"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Reader = Callable[[Tensor], Tensor]
 """Reads some tokens behind what was read, and returns the logits after each."""
 

@@ -1,4 +1,4 @@
-"""Train what makes a sink of the token in front of `tiny`: `python experiments/train_tiny_sinks.py`.
+"""Train what makes a sink of the token in front of `tiny`: `python experiments/models/train_tiny_sinks.py`.
 
 Writes the difference from kvq/models/tiny/ and a card to kvq/models/tiny_sinks/, or to `--output`. A run is a function
 of its seed and its number of tokens, up to rounding; `--resume` goes on from the last checkpoint in `--work`.
@@ -24,7 +24,7 @@ from kvq.models import load_model
 from kvq.models.folder import DELTA_SETTINGS
 from kvq.models.weights import save_delta
 
-BASE = Path(__file__).parents[1] / "kvq" / "models" / "tiny"
+BASE = Path(__file__).parents[2] / "kvq" / "models" / "tiny"
 OUTPUT = BASE.with_name("tiny_sinks")
 LENGTHS = (256, 512, 1024, 2048)
 KINDS = ("pydocs", "pysource")

@@ -1,4 +1,4 @@
-"""Train the embedded model: `python experiments/train_tiny_model.py` (half an hour on two idle cores).
+"""Train the embedded model: `python experiments/models/train_tiny_model.py` (half an hour on two idle cores).
 
 Writes weights, config, tokenizer and card to kvq/models/tiny/, or to `--output`. A run is a function of its seed
 and its number of tokens, up to rounding: the number of workers decides its speed alone.
@@ -19,7 +19,7 @@ from tiny_model.recipe import Recipe
 from tiny_model.training import final_state, train
 from transformers import LlamaForCausalLM
 
-OUTPUT = Path(__file__).parents[1] / "kvq" / "models" / "tiny"
+OUTPUT = Path(__file__).parents[2] / "kvq" / "models" / "tiny"
 LENGTHS = (256, 512, 1024, 2048)
 
 

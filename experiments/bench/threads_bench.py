@@ -3,7 +3,7 @@
 Each number of threads has a process of its own, in turns: a process that changes its number of threads gets new ones
 from OpenMP, and these spin on a core that the timed ones need.
 
-    python experiments/threads_bench.py 2     # the medians with two threads, as JSON
+    python experiments/bench/threads_bench.py 2     # the medians with two threads, as JSON
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attention_bench import clock, ratios, references, states_of
 from kvq.kernels import attend
 from kvq.methods.build import build_method
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CELLS = tuple((name, group) for name in ("kivi", "nsn", "oscar") for group in (1, 4))
 HEADS, TOKENS, DIM, BITS = 8, 32768, 128, 2
 WARM, CALLS = 4, 21

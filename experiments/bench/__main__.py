@@ -3,7 +3,7 @@
 Each figure is the median of ratios of runs made in turn (A B A B ...), so that a machine whose speed drifts does not
 matter. Nothing here fails on time.
 
-    python experiments/bench.py [--pairs 7] [--only packed_attention] [--out results/bench/cpu.json]
+    python experiments/bench [--pairs 7] [--only packed_attention] [--out results/bench/cpu.json]
 """
 
 from __future__ import annotations

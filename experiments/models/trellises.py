@@ -5,7 +5,7 @@ share the code have values all over the line, and so have states that share what
 partition has it. Of many multipliers and random orders the best few, as they are, are trained by Lloyd's iteration
 through Viterbi's search on fresh draws. The errors are those of fresh draws too, in strings of 256 components.
 
-    python experiments/trellises.py [--out kvq/codecs/trellis.safetensors] [--record results/bench/trellises.json]
+    python experiments/models/trellises.py [--out kvq/codecs/trellis.safetensors] [--record bench/trellises.json]
 
 About 5 minutes on one CPU core. Other versions of numpy may give other last digits.
 """
@@ -97,7 +97,7 @@ def main() -> None:
     """Write the trellises and the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=FILE)
-    parser.add_argument("--record", type=Path, default=Path(__file__).parents[1] / "results/bench/trellises.json")
+    parser.add_argument("--record", type=Path, default=Path(__file__).parents[2] / "results/bench/trellises.json")
     args = parser.parse_args()
     tables, rows = {}, []
     for memory in range(LEAST, MOST_MEMORY + 1):

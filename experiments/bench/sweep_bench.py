@@ -11,7 +11,7 @@ from typing import Any
 
 import attention_bench
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SWEEP = ["-m", "method=nsn,oscar,kivi", "bits=2,3,4", "threads=1"]
 TWO = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 

@@ -1,4 +1,4 @@
-"""Put the tables of results/tables into the README's marked places: `python experiments/readme.py`.
+"""Put the tables of results/tables into the README's marked places: `python experiments/docs/readme.py`.
 
 A place is `<!-- table: ppl-tiny-pydocs-f6320084 of kivi nsn at 2 3 -->` to `<!-- end -->`: a table's name, then, where
 not all rows are wanted, methods (full precision always stands first) and bits.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from experiments.places import ROOT, fill
+from experiments.docs.places import ROOT, fill
 
 WORDS = re.compile(r"([\w-]+)(?: of ([\w/ ]+?))?(?: at ([\w. ]+))?")
 HEAD = 3

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PLACE = re.compile(r"(<!-- (\w+): ([^\n]+?) -->\n)(.*?)(<!-- end -->)", re.S)
 
 

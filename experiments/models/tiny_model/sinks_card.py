@@ -153,7 +153,8 @@ def _recipe(card: dict[str, Any]) -> str:
     read = ", ".join(f"{number:,} of {length} tokens" for length, number in card["sequences"].items())
     return f"""## Recipe
 
-`python experiments/train_tiny_sinks.py --tokens {recipe["tokens"]} --seed {recipe["seed"]}`: {card["steps"]:,} steps of
+`python experiments/models/train_tiny_sinks.py --tokens {recipe["tokens"]} --seed {recipe["seed"]}`:
+{card["steps"]:,} steps of
 {recipe["step_tokens"]:,} tokens in {card["minutes"]:g} minutes. {card["note"]}
 
 AdamW at {recipe["adam_rate"]:g}, {recipe["warmup_steps"]} steps of warm-up, constant, then down to zero over the last

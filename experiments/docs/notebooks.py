@@ -1,4 +1,4 @@
-"""`python experiments/notebooks.py [NAME]`: run the notebooks and keep what they print and draw, made small."""
+"""`python experiments/docs/notebooks.py [NAME]`: run the notebooks and keep what they print and draw, made small."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "notebooks"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

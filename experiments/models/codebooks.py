@@ -5,7 +5,7 @@ tokens and what is read back for them: gradients reach the codewords through the
 codeword. The shipped `finetuned` codebooks have entries of 4 bits (an integer times one fp16 step). Rounding happens
 within the tuning: first in its forward pass, then by single steps of single entries, taken where they raise the cosine.
 
-    python experiments/codebooks.py [--steps 1500] [--out kvq/codecs/gaussian8.safetensors]
+    python experiments/models/codebooks.py [--steps 1500] [--out kvq/codecs/gaussian8.safetensors]
 
 About 10 minutes on one CPU core. Other versions of torch give other last digits, so a rebuilt file has another SHA-256;
 where the shipped file is replaced, so is the hash that `kvq.codecs.vector` names.
