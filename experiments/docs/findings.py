@@ -29,7 +29,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvq.report.comparisons import judge_losses
+from kvq.report.comparisons import mark_within_noise
 from kvq.report.figures.cost import searches
 from kvq.report.figures.over_models import stand_in_table, text_order_table
 from kvq.report.labels import method_departures, protocol_departures
@@ -66,7 +66,7 @@ class Findings:
     def __init__(self, results: Path) -> None:
         self._store = Store(results)
         done = [record for record in self._store.scan()[0] if record.status == "done"]
-        self._records = judge_losses(done, self._store)
+        self._records = mark_within_noise(done, self._store)
         self._aliases: dict[str, str] = {}
         self._use: Words = {}
         self._pairs: pd.DataFrame | None = None

@@ -115,7 +115,7 @@ def _stands_in(layout: LayoutConfig, model: str) -> dict[str, str] | None:
 
 
 def of_no_paper(jobs: Iterable[Overrides]) -> bool:
-    """Whether all models that runs name run anywhere; drawn states count as such. False where no model is named."""
+    """Whether all models that runs name are embedded, installed or drawn states; False where none is named."""
     own = {word.partition("=")[2] for job in jobs for word in job if word.startswith("model=")}
     return bool(own) and all(model in _choices()["model"] and runs_anywhere(model) for model in own)
 
@@ -176,7 +176,7 @@ def _run(run: Overrides, present: Present, own: Path | None) -> CellRun:
 
 @functools.cache
 def _partly(present: Present) -> frozenset[tuple[str | None, str | None]]:
-    """Pairs of model and method that there are records of, None in the place of either for any."""
+    """Pairs of model and method that there are records of; None in place of either stands for any."""
     return frozenset(itertools.chain.from_iterable(itertools.product((a, None), (b, None)) for a, b in present))
 
 

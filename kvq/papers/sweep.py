@@ -186,7 +186,7 @@ def product(overrides: Iterable[Override]) -> list[list[str]]:
 
 
 def grouped(jobs: Iterable[Job]) -> list[Job]:
-    """Jobs of one model one after the other, of these those of one text and task; else as they were.
+    """Order jobs by model, then by text and task, and keep the order of the rest.
 
     A process holds one model, one text and one full-precision reference at a time (`kvq.models.inputs`): a sweep that
     goes back and forth between two would load them for every run.

@@ -64,8 +64,8 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A format that is recommended, its bytes at the question's context and batch, and what its loss rests on."""
+class Recommendation:
+    """A recommended format, its bytes at the question's context and batch, and the records that its loss is from."""
 
     row: Row
     bytes: float
@@ -137,7 +137,7 @@ class Advisor:
         """Bytes of the cache in fp16."""
         return (bytes_of(self.shape, "fp16", "", self.question.context) or 0.0) * self.question.batch
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[Recommendation]:
         """At most `MOST` formats, the cheapest first, or the best first where only memory is bounded.
 
         Raises:
@@ -147,7 +147,8 @@ class Advisor:
         found = self._ranked([row.record for row in rows.values() if self._fits(row.record)])
         chosen = found[:MOST] if self.question.loss is not None else found[: -MOST - 1 : -1]
         return [
-            Choice(rows[one.key], self._bytes_of(one) or 0.0, self._line(one), self._rests_on(one)) for one in chosen
+            Recommendation(rows[one.key], self._bytes_of(one) or 0.0, self._line(one), self._rests_on(one))
+            for one in chosen
         ]
 
     def _ranked(self, records: Sequence[Record]) -> list[Record]:
@@ -243,8 +244,8 @@ def is_of_decoding(table: Table) -> bool:
     return table.rows[0].record.task == "ppl" and settings.get("scoring") == "generation"
 
 
-def shown(choice: Choice, place: int, full: float) -> str:
-    """A choice in four lines."""
+def shown(choice: Recommendation, place: int, full: float) -> str:
+    """The text of a recommendation, in four lines."""
     metrics, record = choice.row.record.metrics, choice.row.record
     error = metrics.get("delta_nll_se")
     loss = f"{metrics['delta_nll']:+.4f}" + ("" if error is None else f" ± {error:.4f}")

@@ -2,7 +2,7 @@
 
 Costs are those of `task=sensitivity` on record, at every width that was measured; a side of a layer, or a head of it,
 may also stay in full precision. An integer program finds the map of least cost that stores at most the bits asked for,
-as measured; a greedy one and the best single width stand beside it.
+as measured; a greedy one and the best single width are printed next to it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Place = tuple[int, str] | tuple[int, str, int]
 
 
 class Option(NamedTuple):
-    """What a place may have: nominal width, bytes stored, and KL to full precision in nats per token."""
+    """A bit width for a layer's keys or values: nominal width, bytes stored, KL to full precision in nats per token."""
 
     width: int
     bytes: float
@@ -142,7 +142,7 @@ def exact(costs: Costs, bits: float) -> dict[Place, Option]:
 
 
 def greedy(costs: Costs, bits: float) -> dict[Place, Option]:
-    """From the narrowest map on, always the step that saves most cost per byte, while it fits into `bits`."""
+    """Widen the narrowest map greedily: each step saves most cost per byte, while it fits into `bits`."""
     chosen, budget = _narrowest(costs), bits * costs.numbers / 8
     while True:
         room = budget - sum(option.bytes for option in chosen.values())

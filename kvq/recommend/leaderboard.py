@@ -76,16 +76,16 @@ def budget_of(bits: float) -> float | None:
 
 
 def entries(store: Store, by: About | None = None) -> list[Entry]:
-    """The lines of a store, by model, budget and loss."""
+    """The leaderboard's entries of a store, sorted by model, budget and loss."""
     tables: dict[str, Table] = {}
     scanned = read_records(store)
     for table in filter(is_of_decoding, build_tables(store, scanned=scanned).tables):
         model = table.rows[0].record.model
         if model not in tables or len(_listed(table)) > len(_listed(tables[model])):
             tables[model] = table
-    beside = _Beside(scanned[0])
+    others = _SamePreset(scanned[0])
     found = [
-        _entry(row, budget, beside, by)
+        _entry(row, budget, others, by)
         for table in tables.values()
         for row in _listed(table)
         if (budget := budget_of(row.record.metrics["bits_per_element"])) is not None
@@ -94,7 +94,7 @@ def entries(store: Store, by: About | None = None) -> list[Entry]:
 
 
 def _listed(table: Table) -> list[Row]:
-    """Methods that a reader may choose; canaries, variants and runs of another version are none."""
+    """Rows of methods to choose from, without canaries, variants and runs of another version."""
     return [
         row
         for row in table.rows
@@ -105,7 +105,7 @@ def _listed(table: Table) -> list[Row]:
     ]
 
 
-class _Beside:
+class _SamePreset:
     """Needles, speed and bytes of the same preset and bits on the same model."""
 
     def __init__(self, records: Iterable[Record]) -> None:
@@ -149,7 +149,7 @@ def _shape_of(model: str) -> CacheShape | None:
         return None
 
 
-def _entry(row: Row, budget: float, beside: _Beside, by: About | None) -> Entry:
+def _entry(row: Row, budget: float, others: _SamePreset, by: About | None) -> Entry:
     record, metrics = row.record, row.record.metrics
     engine = record.provenance.engine or ("by preset" if record.method.startswith("engine/") else "")
     return Entry(
@@ -160,9 +160,9 @@ def _entry(row: Row, budget: float, beside: _Beside, by: About | None) -> Entry:
         loss=metrics["delta_nll"],
         error=metrics.get("delta_nll_se"),
         tail=metrics.get("kl_p999"),
-        needles=beside.needles(record),
-        bytes=beside.bytes(record),
-        speed=beside.speed(record),
+        needles=others.needles(record),
+        bytes=others.bytes(record),
+        speed=others.speed(record),
         noise=row.within_noise,
         frontier=row.best_measured,
         engine=engine,

@@ -1,7 +1,7 @@
 """`kvq submit FOLDER name="A Name" licence=CC-BY-4.0`: another person's records, checked and added to the leaderboard.
 
 A folder is taken whole or not at all: records that can be read, of this version, whose keys name their settings, on
-texts that are known here, with the canaries `identity` and `zero` beside every protocol.
+texts that are known here, with the canaries `identity` and `zero` in every protocol.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def folder_of(about: About) -> Path:
 
 
 def submissions(root: Path) -> Iterator[tuple[About, Store]]:
-    """What others submitted, by name; a folder that is none is left out."""
+    """All submissions of a results folder, by name; other folders are left out."""
     for path in sorted((root / SUBMISSIONS).glob(f"*/{ABOUT}")):
         try:
             yield About.model_validate_json(path.read_bytes()), Store(path.parent)

@@ -76,7 +76,7 @@ def write_files(what: str, folder: Path, files: Mapping[str, str | bytes]) -> li
 
 
 def collect_seldom() -> None:
-    """Search for reference cycles seldom: at Python's own thresholds that takes a tenth of a report's time."""
+    """Collect garbage rarely: at Python's own thresholds its search for cycles takes a tenth of a report's time."""
     gc.set_threshold(1_000_000, 20, 20)
 
 
@@ -91,19 +91,19 @@ def made_of(
     what: str,
     skip: Callable[[Part, str], None],
 ) -> Made | None:
-    """`make` of those parts for which it raises nothing; None where there are none.
+    """Call `make` with the parts for which it raises nothing; None where there are none.
 
     A record that validates may still lack a setting, or its samples may be of another task or missing. After any
-    exception, each part for which `make` raises alone goes to `skip` with the reason in one line (the first part where
-    none does), and `make` is called with the rest.
+    exception, `make` is tried with each part by itself. Those for which it raises go to `skip` with the reason in one
+    line (the first part where none does), and `make` is called with the rest.
     """
     left = list(parts)
     while left:
         try:
             return make(left)
         except Exception as error:
-            alone = enumerate(_why_not(make, part) for part in left)
-            found = {place: caught for place, caught in alone if caught is not None} or {0: error}
+            caught_of = enumerate(_why_not(make, part) for part in left)
+            found = {place: caught for place, caught in caught_of if caught is not None} or {0: error}
         for place, caught in found.items():
             skip(left[place], f"{name(left[place])}: {what}: {line(caught)}")
         left = [part for place, part in enumerate(left) if place not in found]
@@ -129,7 +129,7 @@ def why(error: Exception) -> str:
 
 
 def noted(skipped: list[str] | None) -> Callable[[object, str], None]:
-    """A `skip` that adds reasons to a list, once each, or raises them as `RecordError` where there is none."""
+    """Make a `skip` for `made_of` that adds each reason to a list once; without a list it raises `RecordError`."""
 
     def skip(_: object, reason: str) -> None:
         if skipped is None:

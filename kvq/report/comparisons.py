@@ -1,7 +1,7 @@
-"""The records of a store judged: which runs differ by more than noise, on the windows and items they share.
+"""Which runs of a store differ by more than noise, tested on the windows and items that they share.
 
 At the end: bits that a run has above the limit of per-token Gaussian coding at equal loss (`task=limit`). A limit is of
-all keys and values of a text quantized at once, so it stands beside runs that score so.
+all keys and values of a text quantized at once, so it is compared with runs that are scored so.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Comparisons:
             return None
 
     def losses(self, record: Record) -> Losses | None:
-        """Losses of a run by window; None where it has no samples of losses."""
+        """Losses of a run by window; None where its samples hold none."""
         if record.key not in self._losses:
             try:
                 self._losses[record.key] = losses(self.samples(record))
@@ -73,7 +73,7 @@ class Comparisons:
         return self._losses[record.key]
 
     def family(self, pairs: Iterable[tuple[Record, Record]]) -> Family:
-        """Pairs of runs judged at once, by the keys of both."""
+        """Test the differences of several pairs of runs together; results are by the keys of both."""
         known = {(a.key, b.key): (self.losses(a), self.losses(b)) for a, b in pairs}
         return family({keys: (a, b) for keys, (a, b) in known.items() if a is not None and b is not None})
 
@@ -98,8 +98,8 @@ class Verdicts:
     precision a false mark of either kind is as rare as one of the first alone.
 
     Args:
-        records: runs of one protocol, all pairs of which are judged at once.
-        further: more pairs, judged with them, such as a variant's at two widths.
+        records: runs of one protocol, all pairs of which are tested together.
+        further: more pairs, tested with them, such as a variant's at two widths.
         comparisons: gives their losses.
     """
 
@@ -111,11 +111,11 @@ class Verdicts:
     ) -> None:
         every = {frozenset((a.key, b.key)): (a, b) for a, b in (*combinations(records, 2), *further)}
         self._family, self._losses = comparisons.family(every.values()), comparisons.losses
-        self._judged = {key for pair in self._family.p for key in pair}
+        self._with_verdicts = {key for pair in self._family.p for key in pair}
 
     def knows(self, record: Record) -> bool:
         """Whether a run was compared with others: it has losses of as many windows as a verdict needs."""
-        return record.key in self._judged
+        return record.key in self._with_verdicts
 
     def beats(self, record: Record, other: Record) -> bool:
         """Whether the loss of `record` is lower than that of `other` beyond noise."""
@@ -132,7 +132,7 @@ class Verdicts:
 
 
 def is_noise(record: Record, p_value: float | None = None) -> bool:
-    """Whether a run is within noise of full precision, as `read_records` judged it.
+    """Whether a run is within noise of full precision, by the flag that `read_records` gives it.
 
     `p_value`: that of its items, corrected for the rows of a table.
     """
@@ -186,7 +186,7 @@ def frontier(
 
 
 def unbeaten(records: Sequence[Record], verdicts: Verdicts, size_of: Callable[[Record], float | None]) -> list[Record]:
-    """Runs of which none of at most their size is better, smallest first, judged beyond noise (`FRONTIER_RULE`).
+    """The Pareto frontier of size and loss, smallest run first; differences count beyond noise (`FRONTIER_RULE`).
 
     Runs are visited by increasing size. One is kept if no run of at most its size beats it, and it beats the run kept
     before it; so the first is, and of two runs that differ within noise, the smaller one.
@@ -205,12 +205,12 @@ _TESTS = ("p_value", "not_worse_p", "within_noise", "not_worse")
 
 
 def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
-    """`labelled(store)`, with p-values and verdicts computed anew, so that one test judges all records.
+    """Read the records of a store, with p-values and verdicts computed anew, so that all have the same test.
 
     Verdicts on items follow from the samples of a run and of its full precision, and from the margin in its settings.
-    Losses of windows are within noise of full precision or not as `kvq.results.noise` judges all runs of a protocol at
-    once, whichever of them a table shows. Where samples cannot be paired there is no verdict. With `keys`, the verdicts
-    of other protocols' records stay as measured.
+    Losses of windows are within noise of full precision or not by the test of `kvq.results.noise` over all runs of a
+    protocol, whichever of them a table shows. Where samples cannot be paired there is no verdict. With `keys`, the
+    verdicts of other protocols' records stay as measured.
 
     Raises:
         RecordError: the folder cannot be listed.
@@ -218,11 +218,11 @@ def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[lis
     records, broken = labelled(store)
     known = {record.key: record for record in records}
     odd: dict[Path, str] = {}
-    out = [_judged(one, known, store, odd) if keys is None or one.key in keys else one for one in records]
-    return judge_losses(out, store, keys), [*broken, *(Broken(path, reason) for path, reason in odd.items())]
+    out = [_with_verdicts(one, known, store, odd) if keys is None or one.key in keys else one for one in records]
+    return mark_within_noise(out, store, keys), [*broken, *(Broken(path, reason) for path, reason in odd.items())]
 
 
-def judge_losses(records: Sequence[Record], store: Store, keys: Collection[str] | None = None) -> list[Record]:
+def mark_within_noise(records: Sequence[Record], store: Store, keys: Collection[str] | None = None) -> list[Record]:
     """Records with the flag `within_noise` of their losses, where it can be told; arguments as in `read_records`."""
     known = {record.key: record for record in records}
     groups: dict[str, list[Record]] = defaultdict(list)
@@ -246,7 +246,7 @@ def judge_losses(records: Sequence[Record], store: Store, keys: Collection[str] 
 
 
 def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[str, Any]]:
-    """`Store.samples_of`; samples that cannot be used are put into `odd`, with the reason.
+    """Read the samples of a record; the path of a file that cannot be used is put into `odd`, with the reason.
 
     Raises:
         RecordError: as `Store.samples_of`.
@@ -260,7 +260,7 @@ def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[
         raise
 
 
-def _judged(record: Record, known: Mapping[str, Record], store: Store, odd: dict[Path, str]) -> Record:
+def _with_verdicts(record: Record, known: Mapping[str, Record], store: Store, odd: dict[Path, str]) -> Record:
     margin = part_of(record.config, "task").get("margin")
     if "items" not in record.metrics or record.baseline_key is None or not isinstance(margin, int | float):
         return record
@@ -288,7 +288,7 @@ def _scores(samples: list[dict[str, Any]]) -> dict[Any, float]:
 
 Curve = tuple[tuple[float, float], ...]
 """(bits per element, loss in nats per token), from few bits to many."""
-Limits = Mapping["Place", Curve]
+Limits = Mapping["Conditions", Curve]
 
 
 NOTE = (
@@ -297,46 +297,46 @@ NOTE = (
 )
 
 
-class Place(NamedTuple):
-    """What a limit is of: weights, text and tokens of a window."""
+class Conditions(NamedTuple):
+    """What a limit depends on: the model's weights, the text and the tokens of a window."""
 
     model: str
     text: str
     context: int
 
 
-def place_of(record: Record) -> Place:
-    """The place of a run or of a limit. Settings of the model that change no weight are left out."""
+def conditions_of(record: Record) -> Conditions:
+    """The conditions of a run or of a limit. Settings of the model that change no weight are left out."""
     model = {name: value for name, value in record.config["model"].items() if not name.endswith("dtype")}
     text = record.provenance.dataset_fingerprint or json.dumps(record.config["dataset"], sort_keys=True)
-    return Place(json.dumps(model, sort_keys=True), text, int(record.config["task"]["context"]))
+    return Conditions(json.dumps(model, sort_keys=True), text, int(record.config["task"]["context"]))
 
 
-def limits_of(records: Sequence[Record], samples: Callable[[Record], list[dict[str, Any]]]) -> dict[Place, Curve]:
-    """The curve of each place with a record of `task=limit` of all heads together; of several, that of most windows.
+def limits_of(records: Sequence[Record], samples: Callable[[Record], list[dict[str, Any]]]) -> dict[Conditions, Curve]:
+    """The curve of limits under each `Conditions`, from records of `task=limit`; of several, that of most windows.
 
     A record whose samples cannot be read gives none.
     """
-    found: dict[Place, Curve] = {}
+    found: dict[Conditions, Curve] = {}
     for record in sorted(records, key=lambda one: (one.metrics.get("windows", 0.0), one.key)):
         task = record.config.get("task") or {}
         if record.task != "limit" or record.status != "done" or task.get("heads") != "joint":
             continue
         try:
             rows = [row for row in samples(record) if row.get("kind") == "curve"]
-            found[place_of(record)] = tuple(sorted((float(row["bits"]), float(row["loss"])) for row in rows))
+            found[conditions_of(record)] = tuple(sorted((float(row["bits"]), float(row["loss"])) for row in rows))
         except (RecordError, KeyError, TypeError, ValueError):
             continue
     return found
 
 
-def limit_beside(record: Record, limits: Limits) -> Curve:
+def limit_of(record: Record, limits: Limits) -> Curve:
     """The limit that a run is measured against; empty where there is none or the run quantizes token by token."""
     task = record.config.get("task") or {}
     if not limits or record.task != "ppl" or task.get("scoring") != "parallel":
         return ()
     try:
-        return limits.get(place_of(record), ())
+        return limits.get(conditions_of(record), ())
     except (KeyError, TypeError, ValueError):
         return ()
 

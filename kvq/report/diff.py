@@ -68,15 +68,15 @@ def compare(first: Store, second: Store) -> list[Change]:
     by_name = [_unique(records) for records in (left, right)]
     pairs += [(by_name[0][name], by_name[1][name]) for name in sorted(by_name[0].keys() & by_name[1].keys())]
     paired = {record.key for pair in pairs for record in pair}
-    judged = _family(pairs, first, second)
-    changes = _corrected([_change(before, after, first, second, judged) for before, after in pairs])
+    tested = _family(pairs, first, second)
+    changes = _corrected([_change(before, after, first, second, tested) for before, after in pairs])
     for records, where in ((left, ALONE[0]), (right, ALONE[1])):
         changes += [_alone(record, where) for record in records if record.key not in paired]
     return sorted(changes, key=lambda change: change.name)
 
 
 def _family(pairs: Iterable[tuple[Record, Record]], first: Store, second: Store) -> Family:
-    """The losses of all pairs, by the key of the second: those of the same windows are judged at once."""
+    """Test the losses of all pairs of the same windows together; results are by the key of the second run."""
     found: dict[str, tuple[Losses, Losses]] = {}
     for before, after in pairs:
         if _metric(after) == "nll":
@@ -113,7 +113,7 @@ def _alone(record: Record, where: str) -> Change:
     return Change(_label(record), _metric(record), before, after, None, None, None, (None, None), where, place=place)
 
 
-def _change(before: Record, after: Record, first: Store, second: Store, judged: Family) -> Change:
+def _change(before: Record, after: Record, first: Store, second: Store, tested: Family) -> Change:
     metric, why = _metric(after), _moved(before, after)
     values = [record.metrics.get(metric) for record in (before, after)]
     bits = tuple(record.metrics.get("bits_per_element") for record in (before, after))
@@ -127,7 +127,7 @@ def _change(before: Record, after: Record, first: Store, second: Store, judged: 
     known = known._replace(difference=values[1] - values[0])
     try:
         rows = first.samples_of(before), second.samples_of(after)
-        return _loss_judged(known, *rows, judged.p.get(after.key)) if metric == "nll" else _judged(known, *rows)
+        return _loss_verdict(known, *rows, tested.p.get(after.key)) if metric == "nll" else _item_verdict(known, *rows)
     except (RecordError, KeyError, TypeError, ValueError) as error:
         return known._replace(verdict="cannot be told", why=f"no samples to pair: {error}")
 
@@ -135,13 +135,13 @@ def _change(before: Record, after: Record, first: Store, second: Store, judged: 
 Samples = Sequence[Mapping[str, Any]]
 
 
-def _loss_judged(change: Change, before: Samples, after: Samples, p_value: float | None) -> Change:
+def _loss_verdict(change: Change, before: Samples, after: Samples, p_value: float | None) -> Change:
     found = delta_nll_of_samples(after, before)
     verdict = "too few windows" if p_value is None else "within noise" if p_value > ALPHA else "changed"
     return change._replace(difference=found.value, error=found.standard_error, verdict=verdict)
 
 
-def _judged(change: Change, before: Samples, after: Samples) -> Change:
+def _item_verdict(change: Change, before: Samples, after: Samples) -> Change:
     scores = [{row["item"]: float(row["score"]) for row in rows if "skipped" not in row} for rows in (before, after)]
     if scores[0].keys() != scores[1].keys():
         raise RecordError("other items were scored")
@@ -165,7 +165,7 @@ def _corrected(changes: Sequence[Change]) -> list[Change]:
 
 
 def _moved(before: Record, after: Record) -> str:
-    """What is not the same about two runs of one name: settings, or only the versions of what made them."""
+    """What differs between two runs of one name: settings, or only the versions of what made them."""
     if before.key == after.key:
         ours, theirs = before.versions, after.versions
         raised = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
@@ -196,9 +196,9 @@ def grid_of(changes: Sequence[Change], everything: bool = False) -> Sheet:
     counts = Counter(change.verdict for change in changes)
     notes = [", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())) + "."]
     for verdict in () if everything else ALONE:
-        alone = Counter(change.place for change in changes if change.verdict == verdict)
-        if alone:
-            where = ", ".join(f"{place} ({count})" for place, count in sorted(alone.items()))
+        only = Counter(change.place for change in changes if change.verdict == verdict)
+        if only:
+            where = ", ".join(f"{place} ({count})" for place, count in sorted(only.items()))
             notes.append(f"{verdict[0].upper()}{verdict[1:]}: {where}; --all names each.")
     notes.append("Differences are B minus A on the same windows or items; p-values of items are corrected (Holm).")
     return Sheet("A to B", ["run", "metric", "A", "B", "B - A", "bits", "verdict", "why"], rows, 1, notes=notes)

@@ -44,7 +44,7 @@ _MOST_TEXTS = 20
 _AT_ONCE_SECONDS = 60.0
 
 
-class Figure(NamedTuple):
+class EmbeddedFigure(NamedTuple):
     """A figure on the page: its PNG as a data address, or None where there was no room for it."""
 
     name: str
@@ -93,7 +93,7 @@ def write_report(store: Store, out: Path, *, tables: Tables | None = None, figur
     return Written(out, sum(len(table.rows) for table in tables.tables), len(content), tuple(warnings))
 
 
-def embed(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[Figure]:
+def embed(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[EmbeddedFigure]:
     """PNG files as figures of the page, until `room` bytes are used."""
     found = []
     for path in paths:
@@ -104,11 +104,11 @@ def embed(paths: Sequence[Path], room: int = FIGURE_BYTES) -> list[Figure]:
         width, height = struct.unpack(">II", content[16:24])
         room -= len(uri)
         title = re.sub(r"-[0-9a-f]{6,8}$", "", path.stem)
-        found.append(Figure(path.stem, title.replace("-", " · "), uri if room >= 0 else None, width, height))
+        found.append(EmbeddedFigure(path.stem, title.replace("-", " · "), uri if room >= 0 else None, width, height))
     return found
 
 
-def render(tables: Tables, figures: Sequence[Figure] = (), warnings: Sequence[str] = ()) -> str:
+def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Sequence[str] = ()) -> str:
     """The page as text, the same for the same records.
 
     Args:

@@ -26,7 +26,7 @@ ON_TEST_TEXT = "calibrated on the text under test"
 
 
 def labelled(store: Store) -> tuple[list[Record], list[Broken]]:
-    """`store.scan()`, with the records whose settings no label can be made of among the broken.
+    """Read the records of a store; one whose settings no label can be made of counts as broken.
 
     Raises:
         RecordError: the folder cannot be listed.

@@ -62,7 +62,8 @@ def png_uri(content: bytes) -> str | None:
 LONGEST_PART = 32 * 1024
 MOST_METRICS = 200
 _OF_A_RUN = ("started", "wall_seconds", "peak_memory_bytes")
-_SAID = {"label", "from_presets", "command"}
+_APART = {"key", "metrics", "config", "provenance"}
+"""Fields of a record that the page has of a run itself, or part by part."""
 
 
 class Pool:
@@ -73,7 +74,7 @@ class Pool:
         self._places: dict[str, int] = {}
 
     def add(self, value: Any) -> int:
-        """The place of a JSON value; one that is longer than `LONGEST_PART` becomes a sentence that says so."""
+        """Add a JSON value and return its index; one longer than `LONGEST_PART` becomes a sentence that says so."""
         text = json.dumps(value, sort_keys=True)
         if len(text) > LONGEST_PART:
             value = f"left out: {len(text) / 1024:.0f} KiB; the record has it"
@@ -84,7 +85,7 @@ class Pool:
         return self._places[text]
 
     def add_parts(self, value: Mapping[str, Any]) -> dict[str, int]:
-        """Places of the parts of a mapping, by name."""
+        """Add the parts of a mapping and return their indices by name."""
         return {shown(str(name)): self.add(part) for name, part in value.items()}
 
 
@@ -178,18 +179,13 @@ def _run(place: int, row: Row, pool: Pool, metrics: Mapping[str, Metric]) -> dic
 
 
 def _whole(record: Record, pool: Pool) -> dict[str, Any]:
-    """What `_run` does not have of a record, by place in the pool."""
+    """The parts of a record that `_run` leaves out, by their indices in the pool."""
     provenance = record.provenance.model_dump(mode="json", exclude_unset=True)  # as it stands in the file
     return {
         "config": pool.add_parts(record.config),
         "provenance": pool.add_parts({name: part for name, part in provenance.items() if name not in _OF_A_RUN}),
         "own": {name: provenance[name] for name in _OF_A_RUN},
-        "units": pool.add(record.units),
-        "versions": pool.add(record.versions),
-        "baseline_key": record.baseline_key,
-        "samples_sha256": record.samples_sha256,
-        "schema_version": record.schema_version,
-        "said": pool.add_parts(record.model_dump(mode="json", include=_SAID, exclude_unset=True)),
+        "fields": pool.add_parts(record.model_dump(mode="json", exclude=_APART, exclude_unset=True)),
         "left_out": max(len(record.metrics) - MOST_METRICS, 0),
     }
 

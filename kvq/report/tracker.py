@@ -84,7 +84,7 @@ def entry_of(record: Record, group: str | None = None) -> Entry:
 
 
 def sweep_of(command: str) -> str | None:
-    """Name of the sweep that a command was, from the command alone; None for a single run."""
+    """Name of the sweep that a command started, derived from the command; None for a single run."""
     words = words_of(command)[1:]
     if not any(word in _MULTIRUN or word.startswith("+experiment=") for word in words):
         return None
@@ -108,7 +108,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str
 
 # Seconds until an unreachable server is noticed; the client's defaults take a quarter of an hour.
 _RETRIES = {"x_graphql_retry_max": 2, "x_file_stream_retry_max": 3, "x_file_transfer_retry_max": 3}
-# Nothing of this machine or its checkout is sent beside the record.
+# Nothing of this machine or its checkout is sent besides the record.
 _NOTHING_ELSE = {
     "silent": True,
     "console": "off",
@@ -272,7 +272,7 @@ class Pushed:
         self._project = project
 
     def has(self, identifier: str, digest: str) -> bool:
-        """Whether this very record was sent."""
+        """Whether a record was sent in its present form."""
         return self._read().get(self._project, {}).get(identifier) == digest
 
     def add(self, identifier: str, digest: str) -> None:

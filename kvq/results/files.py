@@ -103,7 +103,7 @@ def safe(text: str) -> str:
 
 
 def names(path: Path, key: str) -> bool:
-    """Whether a record of `key` may lie at `path`."""
+    """Whether the file at `path` may hold the record of `key`."""
     stem = path.name.removesuffix(RECORD)
     return stem == key if KEY_PATTERN.match(stem) else digits_of(path.name) == key[:DIGITS]
 

@@ -1,4 +1,4 @@
-"""What differs beyond noise: losses, judged for all rows of a table at once, and two runs' scores of the same items.
+"""What differs beyond noise: losses, tested for all rows of a table together, and two runs' scores of the same items.
 
 One rule for tables, figures and the page. Losses of runs on the same windows are compared by flips of signs, not by
 standard errors: two errors either way are too few where windows are few (8 windows leave Student's t 7 degrees of
@@ -122,7 +122,7 @@ class Family(NamedTuple):
 
 
 def family(pairs: Mapping[Name, tuple[Losses, Losses]]) -> Family:
-    """`max_t` of all pairs of runs; those of other windows (a broken or an old run) are a family of their own."""
+    """Test all pairs of runs with `max_t`; those of other windows (a broken or old run) are a family of their own."""
     groups: dict[Hashable, list[Name]] = defaultdict(list)
     runs = {id(run): run for pair in pairs.values() for run in pair}
     scored = {place: (str(run.windows), run.tokens.tobytes()) for place, run in runs.items()}

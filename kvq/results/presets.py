@@ -1,4 +1,4 @@
-"""Presets in the form of a record's settings, and what a run's settings have that its presets have not, in words.
+"""Presets in the form of a record's settings, and how a run's settings depart from its presets, in words.
 
 The words are found when a run is measured, with the presets as they are then, and its record keeps them. For a record
 of an earlier version they are found when it is read.
@@ -178,7 +178,7 @@ def _ranges(numbers: Sequence[int]) -> list[str]:
 
 
 def _both(sides: Mapping[str, Sequence[tuple[str, str]]], one: str, both: str) -> list[str]:
-    """Words of each side; those that keys and values share appear once, without a side."""
+    """Name the side of words that hold for keys or for values; those of both appear once, without a side."""
     shared = [word for word in sides["key"] if word in sides["value"]]
     out = [both.format(sign=sign, name=name) for sign, name in shared]
     for side in SIDES:

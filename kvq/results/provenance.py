@@ -91,7 +91,7 @@ def single_command(words: Sequence[str]) -> str:
 
 
 def full_precision_words(words: Sequence[str]) -> list[str]:
-    """Overrides of the baseline of the run that these compose."""
+    """Overrides of the full-precision baseline of the run that these overrides compose."""
     return [*(word for word in words if _group(word) not in ("method", "bits", "residual")), "method=fp16"]
 
 
@@ -157,7 +157,7 @@ def device_name(device: str | torch.device) -> str:
 
 
 def bytes_in_use(device: str | torch.device) -> int:
-    """Bytes held now: the allocator's on a GPU, the resident set on a CPU (0 where the system does not say)."""
+    """Bytes in use: the allocator's on a GPU, the resident set on a CPU (0 where the system does not say)."""
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))

@@ -114,7 +114,7 @@ class Provenance(_Frozen):
 
 
 class FromPresets(_Frozen):
-    """What a run's settings have that the presets of its names have not, in words; empty: nothing."""
+    """How a run's settings depart from the presets of the same names, in words; empty: not at all."""
 
     method: list[str] = Field(description="of the method, such as '− key.hadamard' or 'residual 64'")
     protocol: list[str] = Field(description="of task, model, data set and seed")
@@ -193,7 +193,7 @@ def dump_record(record: Record) -> bytes:
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """For `parse_constant` of `json.loads`: NaN and infinities are no JSON."""
+    """Refuse NaN and infinities, which JSON does not have; for `parse_constant` of `json.loads`."""
     raise ValueError(f"{name} is not a JSON number")
 
 

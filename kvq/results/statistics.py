@@ -3,7 +3,7 @@
 Consecutive windows of one text are correlated, so the bootstrap draws blocks of consecutive windows (Künsch, 1989, "The
 jackknife and the bootstrap for general stationary observations"). The difficulty of the text is common to two runs on
 the same windows and cancels in their per-window difference. These are errors to show; whether losses differ is
-judged for all rows of a table at once (`kvq.results.noise`). Items of a task are independent: `paired_mean` draws them
+tested for all rows of a table together (`kvq.results.noise`). Items of a task are independent: `paired_mean` draws them
 one by one, `flips` and `mcnemar` compare right and wrong answers, and `noise` tests
 differences. At the end: sets of points of which less is better, which are beaten and what they dominate.
 """
@@ -24,7 +24,7 @@ from kvq.errors import RecordError
 BLOCK = 2
 RESAMPLES = 2000
 
-# Resampled values held at once: 32 MiB of float64, whatever the number of windows.
+# Resampled values in memory at once: 32 MiB of float64, whatever the number of windows.
 _BATCH_VALUES = 2**22
 
 ALPHA = 0.05

@@ -79,10 +79,10 @@ def _read(path: Path, what: str, form: str, tensors: bool) -> tuple[dict[str, An
                 raise ValueError("tensors without a header of kvq's")
             header = json.loads(text, parse_constant=refuse_constant)
             given = header["format"]
-            held = {name: file.get_tensor(name) for name in file.keys()} if tensors and given == form else {}  # noqa: SIM118 - not a mapping
+            found = {name: file.get_tensor(name) for name in file.keys()} if tensors and given == form else {}  # noqa: SIM118 - not a mapping
     except _FAILURES as error:
         said = (str(error).splitlines() or [""])[0][:200]
         raise DataError(f"{what} {path}: cannot be read ({type(error).__name__}: {said})") from error
     if given != form:
         raise DataError(f"{what} {path}: of format {str(given)[:80]!r}, not {form}")
-    return header, held
+    return header, found

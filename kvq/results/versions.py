@@ -33,7 +33,7 @@ Versions = dict[str, int | str]
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _CLASS: Final = re.compile(r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$", re.MULTILINE)
 # Settings of a method without a `_target_`, and the class that reads them.
-_BEHIND: Final = {
+_IMPLIED: Final = {
     "sink_tokens": "SinkSide",
     "gqa_compensation": "GqaCompensation",
     "merge_rotation": "MergedRotation",
@@ -83,7 +83,7 @@ def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None)
     own = {name: declared()[name] for name in names}
     found: Versions = {name: task.version, **own, **versions_of_method(config["method"])}
     if name not in SCHEMAS:
-        found |= _versions_behind(task)
+        found |= _versions_of_class(task)
     return dict(sorted(found.items()))
 
 
@@ -93,7 +93,7 @@ def versions_of_method(method: Mapping[str, Any]) -> Versions:
     Raises:
         RecordError: as `versions_of_parts`.
     """
-    names = {behind for setting, behind in _BEHIND.items() if method.get(setting)}
+    names = {implied for setting, implied in _IMPLIED.items() if method.get(setting)}
     if any(isinstance(own, list) for layers in method.get("bits_by_layer", {}).values() for own in layers):
         names.add("HeadsCodec")
     return {**{name: declared()[name] for name in names}, **versions_of_parts(method)}
@@ -107,7 +107,7 @@ def versions_of_parts(method: Any) -> Versions:
     """
     found: Versions = {}
     for target in set(_targets(method)):
-        found |= _versions_behind(pkgutil.resolve_name(target))
+        found |= _versions_of_class(pkgutil.resolve_name(target))
     return found
 
 
@@ -117,12 +117,12 @@ def is_stale(record: Record) -> bool:
 
 
 def judge() -> Callable[[Record], bool]:
-    """`is_stale` for many records at once: files outside the package are read once."""
+    """Make an `is_stale` for many records: it reads each file outside the package once."""
     now = functools.cache(_now)
-    return lambda record: any(now(name) != version for name, version in _judged(record))
+    return lambda record: any(now(name) != version for name, version in _deciding(record))
 
 
-def _judged(record: Record) -> Iterator[tuple[str, int | str]]:
+def _deciding(record: Record) -> Iterator[tuple[str, int | str]]:
     """The versions that decide whether a record is stale: of a task outside the package, the hash of its file."""
     by_file = record.task not in SCHEMAS and any(isinstance(version, str) for version in record.versions.values())
     return ((name, version) for name, version in record.versions.items() if not (by_file and name == record.task))
@@ -139,8 +139,8 @@ def _targets(value: Any) -> Iterator[str]:
             yield from _targets(item)
 
 
-def _versions_behind(part: Any) -> Versions:
-    """Versions of a class and of those it inherits from; of what lies outside the package, a hash of its file."""
+def _versions_of_class(part: Any) -> Versions:
+    """Versions of a class and its base classes; of what lies outside the package, a hash of its file."""
     found: Versions = {}
     for kind in inspect.getmro(part) if inspect.isclass(part) else (part,):
         if kind.__module__ == "kvq" or kind.__module__.startswith("kvq."):
@@ -191,7 +191,7 @@ def code_behind(function: Callable[..., Any]) -> str:
     its code, in turn. What has no file counts by its bytecode, or by the name of its class.
     """
     function = inspect.unwrap(getattr(function, "func", function))  # a partial's
-    names = _names_behind(function) or _names_behind(type(function))
+    names = _globals_of(function) or _globals_of(type(function))
     if names is None:
         code = getattr(function, "__code__", None)
         told = f"{type(function).__module__}.{type(function).__qualname__}" if code is None else repr(_bytecode(code))
@@ -226,7 +226,7 @@ def _imported(file: Path, folder: Path) -> Iterator[Path]:
                 yield from (found.resolve() for found in own if found.is_file() and found.is_relative_to(folder))
 
 
-def _names_behind(value: Any) -> dict[str, Any] | None:
+def _globals_of(value: Any) -> dict[str, Any] | None:
     """The global names of the module that a function or class was made in; None where that has no file."""
     if isinstance(value, type):
         found: Any = vars(sys.modules[value.__module__]) if value.__module__ in sys.modules else {}

@@ -138,7 +138,7 @@ def _saved(drawing: Drawing, folder: Path) -> list[Path]:
 
 
 def _sound(drawing: Drawing, reasons: list[str]) -> Drawing | None:
-    """The drawing without the lines or the methods that break it, which `reasons` names; None where nothing is left."""
+    """Leave out the rows or methods that cannot be drawn and name them in `reasons`; None where nothing is left."""
     column = next((name for name in ("method", "variant") if name in drawing.table), None)
     if column is None or drawing.table.empty:
         return None

@@ -1,4 +1,4 @@
-"""Figures of errors: by stage, layer and position, on synthetic keys, on states that are known, of layers alone."""
+"""Figures of errors: by stage, layer and position, on synthetic keys, on states that are known, of single layers."""
 
 from __future__ import annotations
 
@@ -253,11 +253,11 @@ def states_of(task: Mapping[str, Any]) -> str:
     parts = [f"{task.get('tokens')} {task.get('states')} tokens of {task.get('head_dim')} channels"]
     if task.get("states") == "drifting":
         parts.append(f"drift {task.get('drift'):g}" + (f", jumps {task['jumps']}" if task.get("jumps") else ""))
-    return ", ".join([*parts, *beside(task)])
+    return ", ".join([*parts, *compared_with(task)])
 
 
-def beside(task: Mapping[str, Any]) -> list[str]:
-    """The method that errors are compared with, in words."""
+def compared_with(task: Mapping[str, Any]) -> list[str]:
+    """The method that a task's errors are compared with, in words."""
     if not task.get("against"):
         return []
     bits = f" at {task['against_bits']} bits" if task.get("against_bits") else ""
@@ -309,10 +309,10 @@ def sums_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     lines = []
     for record in records:
         rows = store.samples_of(record)
-        alone = {(row["side"], row["layer"]): row["kl_mean"] for row in rows if "side" in row}
+        single = {(row["side"], row["layer"]): row["kl_mean"] for row in rows if "side" in row}
         for row in rows:
             if "layers" in row:
-                parts = [alone[side, layer] for side, layers in row["layers"].items() for layer in layers]
+                parts = [single[side, layer] for side, layers in row["layers"].items() for layer in layers]
                 own = {"set": row["item"], "places": len(parts), "sum": sum(parts), "kl": row["kl_mean"]}
                 lines.append({"method": named(record), **own})
     return pd.DataFrame(lines, columns=["method", "set", "places", "sum", "kl"])
@@ -320,7 +320,7 @@ def sums_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
 
 @titled
 def sums_figure(table: pd.DataFrame) -> Figure:
-    """Each set a point: the sum of its parts across, what it costs up; on the line both are the same."""
+    """A point for each set of layers: the sum of its parts' KL along x, its own KL along y; equal on the line."""
     made, axis = panels(2, 3.2)
     for index, (method, part) in enumerate(table.groupby("method", sort=False)):
         points(axis, part["sum"], part["kl"], index, str(method))

@@ -131,7 +131,7 @@ def _sound(group: Sequence[Record], make: Maker, store: Store, what: str, skippe
 
 
 def run_of(record: Record) -> str:
-    """A run in a sentence about what cannot be drawn."""
+    """How a message names a run that cannot be drawn."""
     return f"run {record.key[:12]}"
 
 
@@ -198,7 +198,7 @@ class Chart(BaseModel):
     table: str | None = None
     of: Literal["runs", "all", "first", "each"] = "runs"
     column: str | None = None
-    beside: str | None = None
+    also: str | None = None
 
     @property
     def draw(self) -> Callable[..., Figure]:
@@ -233,7 +233,7 @@ _WORDS: dict[str, Callable[[Record], object]] = {
     "model": lambda record: model_name(record.model),
     "machine": lambda record: record.config.get("machine"),
     "states": lambda record: errors.states_of(record.config["task"]),
-    "block": lambda r: ", ".join([f"{model_name(r.model)}, {r.dataset}", *errors.beside(r.config["task"])]),
+    "block": lambda r: ", ".join([f"{model_name(r.model)}, {r.dataset}", *errors.compared_with(r.config["task"])]),
     "sinks": lambda record: "with" if record.config["task"].get("sink_outliers") else "without",
 }
 
@@ -254,7 +254,7 @@ def _charts_of(task: str, group: Sequence[Record], store: Store) -> Iterator[Dra
             words = {name: say(record) for name, say in _WORDS.items() if f"{{{name}}}" in stem + chart.title}
             words["layer"] = table["layer"].min() if "layer" in table else None
             more: list[str | pd.DataFrame] = [] if chart.column is None else [chart.column]
-            more += [] if chart.beside is None else [errors.rows_of(record, store, chart.beside)]
+            more += [] if chart.also is None else [errors.rows_of(record, store, chart.also)]
             arguments = (*more, chart.title.format_map(words))
             yield Drawing(stem.format_map(words), table, chart.draw, arguments)
 

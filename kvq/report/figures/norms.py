@@ -58,7 +58,7 @@ def boxes_figure(table: pd.DataFrame) -> Figure:
 
 
 def _by_side_and_layer(table: pd.DataFrame, layers: Sequence[int]) -> tuple[Figure, Any, list[tuple[Any, ...]]]:
-    """Norms as they are: panels of sides by layers, from 0."""
+    """Lay out panels for norms: a row for each of queries, keys and values, a column for each layer."""
     sides, names = {side: f"{side} norm" for side in SIDES}, {layer: f"layer {layer}" for layer in layers}
     found = multiples(4.4, table, ("side", sides), ("layer", names), sharex=True, sharey="row")
     found[0].supxlabel("position (token)", fontsize=8)

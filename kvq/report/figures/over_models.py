@@ -63,7 +63,7 @@ def dispersion_table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _protocol(record: Record, names: Sequence[str] = _PROTOCOL) -> str:
-    """A hash of how a run was measured. Models begin their windows as they were trained, which parts no protocols."""
+    """A hash of how a run was measured. How a model's windows begin is left out where it is as it was trained."""
     parts = {name: record.config.get(name) for name in names}
     task = parts["task"]
     if isinstance(task, Mapping):

@@ -141,19 +141,19 @@ parts_figure = titled(functools.partial(_places_figure, words="tokens written up
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """Runs by method and bits: ΔNLL to full precision with its error, and the paired change from the width before.
 
-    `valley`: the loss is higher than at the next smaller width beyond noise, all steps judged at once.
+    `valley`: the loss is higher than at the next smaller width beyond noise, all steps tested together.
     """
     lines: list[dict[str, Any]] = []
     wanted = [record for record in records if record.bits.isdecimal() and "delta_nll" in record.metrics]
     wanted.sort(key=lambda r: (label(r), int(r.bits)))
     steps = {after.key: before for before, after in itertools.pairwise(wanted) if label(before) == label(after)}
-    judged = Comparisons(store.samples_of).family([(after, steps[after.key]) for after in wanted if after.key in steps])
+    tested = Comparisons(store.samples_of).family([(after, steps[after.key]) for after in wanted if after.key in steps])
     for record in wanted:
         before, change = steps.get(record.key), (math.nan, math.nan)
         if before is not None:
             change = loss_change(record, before, store)
         found = {name: record.metrics.get(name, math.nan) for name in ("delta_nll", "delta_nll_se", "delta_perplexity")}
-        worse = before is not None and change[0] > 0 and judged.differs((record.key, before.key))
+        worse = before is not None and change[0] > 0 and tested.differs((record.key, before.key))
         step = {"step": change[0], "step_se": change[1], "valley": worse}
         lines.append({"method": label(record), "bits": int(record.bits), **found, **step})
     return pd.DataFrame(lines)
@@ -211,8 +211,8 @@ def shift_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     for group in groups.values():
         first = group[0]
         fits = first.metrics["bits_per_element"] <= most and _place(first) in places
-        beside = fits and _text(first) == "none" and not _is_variant(first, small)
-        if group not in pairs and not beside:
+        reference = fits and _text(first) == "none" and not _is_variant(first, small)
+        if group not in pairs and not reference:
             continue
         own = next((record for record in group if _text(record) == record.dataset), None)
         names = min((label(record) for record in group), key=len)
@@ -238,7 +238,7 @@ def _text(record: Record) -> str:
 
 
 def _without_text(record: Record) -> str:
-    """Names a run but for the text that it was calibrated on."""
+    """A hash of a run's settings without the text that it was calibrated on."""
     method = dict(record.config["method"])
     if "calibration" in method:
         left_out = ("dataset", "fingerprint")
@@ -265,12 +265,12 @@ def shift_figure(table: pd.DataFrame) -> Figure:
     made, axes = panels(2, 1.0 + 0.17 * len(rows), 1, len(tested), squeeze=False, sharey=True, sharex=True)
     for axis, dataset in zip(axes[0], tested, strict=True):
         for line in ordered[ordered["dataset"] == dataset].to_dict("records"):
-            beside = 0.0 if line["calibrated_on"] == "none" else 0.16 * (1 if line["shifted"] else -1)
+            offset = 0.0 if line["calibrated_on"] == "none" else 0.16 * (1 if line["shifted"] else -1)
             text = texts.index(line["calibrated_on"])
             error = 0 if math.isnan(line["delta_nll_se"]) else line["delta_nll_se"]
             look: dict[str, Any] = {"fmt": marker(text), "color": colour(text), "elinewidth": 0.8}
             look["markerfacecolor"] = "white" if line["shifted"] else colour(text)
-            axis.errorbar(line["delta_nll"], rows.index(line["row"]) + beside, xerr=error, **look)
+            axis.errorbar(line["delta_nll"], rows.index(line["row"]) + offset, xerr=error, **look)
         dress(axis, METRICS["delta_nll"].title, grid="both", title=f"tested on {dataset}")
     symlog(axes[0, 0], table["delta_nll"], "x")
     rows_named(axes[0, 0], rows)

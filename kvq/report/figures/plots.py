@@ -41,7 +41,7 @@ def panels(width: int, height: float, rows: int = 1, columns: int = 1, **options
 
 
 def wrapped(made: Figure, count: int, across: int, **options: Any) -> list[Any]:
-    """`count` axes in lines of `across`."""
+    """Make `count` axes, `across` to a row."""
     axes = made.subplots(math.ceil(count / across), min(across, count), squeeze=False, **options).flat
     for axis in axes[count:]:
         axis.remove()
@@ -81,7 +81,7 @@ def dress(axis: Any, x: str = "", y: str = "", grid: str = "", title: str = "", 
     Args:
         axis: the panel.
         x: below it.
-        y: beside it.
+        y: left of it.
         grid: of which axis there are lines: x, y or both.
         title: above it.
         whole: ticks along x are at integers alone.
@@ -99,7 +99,7 @@ def dress(axis: Any, x: str = "", y: str = "", grid: str = "", title: str = "", 
 
 
 def level(axis: Any, value: float = 0) -> None:
-    """A thin grey line across."""
+    """Draw a thin grey horizontal line at a value."""
     axis.axhline(value, color=GREY, linewidth=0.6)
 
 
@@ -109,7 +109,7 @@ def below(made: Figure, axis: Any, columns: int, **more: Any) -> None:
 
 
 def rows_named(axis: Any, names: Sequence[str]) -> None:
-    """Names of the rows 0, 1, …, which go down."""
+    """Name the rows 0, 1, … of a panel, the first on top."""
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
 
@@ -122,7 +122,7 @@ def powers_of_two(axis: Any, ticks: Sequence[float], names: Sequence[str]) -> No
 
 
 def handle(name: str, **look: Any) -> Any:
-    """A line of a legend, for what the axes do not name."""
+    """Make an entry of a legend for what no axes have a label of."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=name, **look)
@@ -144,6 +144,6 @@ def heat(axis: Any, grid: pd.DataFrame | np.ndarray, **more: Any) -> Any:
 
 
 def bare(axis: Any) -> None:
-    """A heat map in a grid of them: no frame, no ticks, small names."""
+    """Take the frame and ticks from a panel of heat maps and make its names small."""
     axis.spines[:].set_visible(False)
     axis.tick_params(length=0, labelsize=6)

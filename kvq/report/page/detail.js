@@ -6,11 +6,9 @@ function parts(places) {
 // The record as it lies under runs/.
 function recordOf(run) {
   const { record } = run;
-  const whole = { baseline_key: record.baseline_key, bits: run.baseline || run.bits === "fixed" ? "" : run.bits, config: parts(record.config),
-    dataset: run.dataset, key: run.key, method: run.method, metrics: Object.fromEntries(run.metrics), model: run.model,
-    provenance: { ...parts(record.provenance), ...record.own }, reason: run.reason || null, samples_sha256: record.samples_sha256,
-    schema_version: record.schema_version, status: run.status, task: run.task,
-    units: data.pool[record.units], versions: data.pool[record.versions], ...parts(record.said) };
+  const fields = { ...parts(record.fields), key: run.key, metrics: Object.fromEntries(run.metrics), config: parts(record.config),
+    provenance: { ...parts(record.provenance), ...record.own } };
+  const whole = Object.fromEntries(Object.entries(fields).sort(([first], [second]) => (first < second ? -1 : 1)));
   if (record.left_out) whole["(left out)"] = `${record.left_out} more metrics; the record has them`;
   return whole;
 }
@@ -53,7 +51,7 @@ function saveButton(name, content) {
 }
 
 function metricLines(run) {
-  const units = data.pool[run.record.units] ?? {};
+  const units = data.pool[run.record.fields.units] ?? {};
   const names = [...run.metrics.keys()].filter((name) => !(name.endsWith("_se") && run.metrics.has(name.slice(0, -3))));
   const order = new Map(Object.keys(data.metrics).map((name, place) => [name, place]));
   names.sort((a, b) => (order.get(a) ?? 1e9) - (order.get(b) ?? 1e9) || natural(a, b));
@@ -89,7 +87,7 @@ function chips(run) {
 function fillDetail(run) {
   const record = recordOf(run);
   const json = () => `${JSON.stringify(record, null, 2)}\n`;
-  const baseline = run.record.baseline_key;
+  const baseline = record.baseline_key ?? null;
   $("detail-title").textContent = run.baseline ? run.name : `${run.name} · ${run.bits}`;
   const command = String(record.command ?? record.provenance.command ?? "");
   const settings = Object.entries(record.config).map(([name, part]) => block(name, pairs(leaves(part).map(([leaf, value]) => [leaf || name, value]))));

@@ -24,7 +24,7 @@ from kvq.report.comparisons import (
     effective_bits,
     frontier,
     is_noise,
-    limit_beside,
+    limit_of,
     limits_of,
     measured_bits,
     read_records,
@@ -98,7 +98,7 @@ def build_tables(
 
 
 def _join_baselines(groups: dict[str, list[Record]]) -> None:
-    """Put a full precision without all settings of its runs (`task.free`) with them, if no other runs ask for it."""
+    """Put full precision that lacks settings of its runs (`task.free`) in their table, if no others need it."""
     asking: dict[str, set[str]] = defaultdict(set)
     for name, group in groups.items():
         for record in group:
@@ -109,7 +109,7 @@ def _join_baselines(groups: dict[str, list[Record]]) -> None:
 
 
 def told_apart(tables: Sequence[Table]) -> list[Table]:
-    """Tables whose titles differ: where their presets do not tell them apart, the settings that differ do."""
+    """Give every table a title of its own: settings that differ are added where presets do not tell tables apart."""
     groups: dict[str, list[Table]] = defaultdict(list)
     for table in tables:
         groups[table.title].append(table)
@@ -132,7 +132,7 @@ def _titled(name: str, words: str) -> str:
 
 def _against(table: Table, limits: Limits) -> Table:
     """The table with the limit of its model and text, and each row's bits above it."""
-    curve = next((curve for row in table.rows if (curve := limit_beside(row.record, limits))), ())
+    curve = next((curve for row in table.rows if (curve := limit_of(row.record, limits))), ())
     if not curve:
         return table
     rows = [row if row.baseline else replace(row, above_limit=bits_above(row.record, curve)) for row in table.rows]
@@ -140,7 +140,7 @@ def _against(table: Table, limits: Limits) -> Table:
 
 
 def _checked(table: Table) -> Table:
-    """The table; raises what writing any of its cells raises."""
+    """Return the table, or raise what writing any of its cells raises."""
     for column in columns_of(table):
         for row in table.lines:
             column.cell(row)
@@ -302,14 +302,14 @@ def _continuation(row: Row, text: str, full: str | None) -> Continuation:
     if row.baseline or full is None:
         return Continuation(name, "", shown, "", "")
     same = os.path.commonprefix([shown, _clean(full)])  # noqa: RUF071 - of characters, not of folders
-    behind = shown[len(same) :]
-    word = re.match(r"\s*\S*", behind)
+    rest = shown[len(same) :]
+    word = re.match(r"\s*\S*", rest)
     cut = word.end() if word else 0
     if shown == _clean(full):
         return Continuation(name, "the same text as full precision", shown, "", "")
     metrics = row.record.metrics
     said = f"{metrics.get('same_tokens', 0):.0f} of {metrics.get('new_tokens', 0):.0f} tokens as full precision"
-    return Continuation(name, said, same, behind[:cut], behind[cut:])
+    return Continuation(name, said, same, rest[:cut], rest[cut:])
 
 
 def _clean(text: str) -> str:

@@ -65,7 +65,7 @@ def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Sheet
     rows = [axis for axis in experiment.rows if any(cell.asked.labels.get(axis) for cell in cells)]
     others = [axis for axis in AXES if axis not in (*experiment.rows, *experiment.sections)]
     columns = [axis for axis in others if len(labels_of(cells, [axis])) > 1]
-    alone = [label for axis in others if axis not in columns for (label,) in labels_of(cells, [axis])]
+    constant = [label for axis in others if axis not in columns for (label,) in labels_of(cells, [axis])]
     printed = any(cell.published is not None for cell in cells)
     numbers: dict[str, int] = {}
     lines = []
@@ -81,7 +81,7 @@ def _grid(experiment: Experiment, cells: Sequence[Shown], section: str) -> Sheet
     what = ", ".join(filter(None, ["measured / published / difference" if printed else "measured", experiment.units]))
     names = [", ".join(filter(None, title)) or what for title in titles]
     bits = [*_BITS[:1]] * printed + [*_BITS[1:]]
-    title = ": ".join(filter(None, [experiment.title, "; ".join(filter(None, [section, *alone]))]))
+    title = ": ".join(filter(None, [experiment.title, "; ".join(filter(None, [section, *constant]))]))
     notes = [f"Cells: {what}."] if columns else []
     return Sheet(title, [*rows, *bits, *names], lines, len(rows), notes=[*notes, *_notes(experiment, cells, numbers)])
 

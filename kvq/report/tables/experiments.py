@@ -1,4 +1,4 @@
-"""The cells of an experiment's table: measured number, published number and difference, from records alone."""
+"""The cells of an experiment's table: measured number, published number and difference, from records only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Asked:
 class Experiment:
     """A table of a paper as it is asked for; `stand_ins`: model -> cells of a small run of the same shape.
 
-    `runs` counts the distinct runs of a full reproduction, `baselines` those of full precision beside them; `waiting`:
+    `runs` counts the distinct runs of a full reproduction, `baselines` those of full precision besides; `waiting`:
     choice that is not here yet -> runs that need it; `own`: labels that no paper prints, shown all the same.
     """
 
@@ -110,7 +110,7 @@ def signature(config: Mapping[str, Any], model: str, dataset: str) -> str:
 
 
 def _named(part: Any) -> Any:
-    """A part of a key without its fingerprint."""
+    """A part of a run's settings without its fingerprint."""
     return {name: item for name, item in part.items() if name != "fingerprint"} if isinstance(part, Mapping) else part
 
 
@@ -199,8 +199,8 @@ def _shown(asked: Asked, published: Published | None, records: _Records, machine
     value = _value(found, asked.metric, experiment.pool, records.by_key)
     if value is None:
         return Shown(asked, published, reason=f"{NO_METRIC} '{asked.metric}'", machine=machine)
-    alone = found[0] if len(found) == 1 else None
-    error = None if alone is None else alone.metrics.get(f"{asked.metric}_se")
+    single = found[0] if len(found) == 1 else None
+    error = None if single is None else single.metrics.get(f"{asked.metric}_se")
     return Shown(
         asked,
         published,
@@ -208,7 +208,7 @@ def _shown(asked: Asked, published: Published | None, records: _Records, machine
         error=None if error is None else abs(experiment.scale) * error,
         bits=_same(record.metrics.get("bits_per_element") for record in found),
         effective_bits=_same(record.metrics.get("effective_bits") for record in found),
-        within_noise=alone is not None and _within_noise(alone, asked.metric),
+        within_noise=single is not None and _within_noise(single, asked.metric),
         unquantized=all(is_unquantized(record, records.by_key) for record in found),
         stale=any(records.stale(record) for record in found),
         on_test_text=any(map(is_on_test_text, found)),

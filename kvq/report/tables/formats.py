@@ -179,7 +179,7 @@ def _across(sheet: Sheet) -> list[list[int]]:
 
 
 def _down(sheet: Sheet) -> list[range]:
-    """Rows of each part: whole names, unless one name alone is longer than a page."""
+    """Rows of each part of a table: names are kept whole, unless the rows of one name are longer than a page."""
     longest = _LONGEST - (_noted(sheet) if _noted(sheet) <= _MOST_NOTES else 0)
     parts: list[range] = []
     start = end = 0

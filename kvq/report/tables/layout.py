@@ -112,7 +112,7 @@ UNQUANTIZED = "nothing quantized"
 
 
 class Cell(NamedTuple):
-    """Text as it is, not escaped."""
+    """The text of a table's cell, not escaped."""
 
     text: str
     bold: bool = False

@@ -52,7 +52,7 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _short(rows: Sequence[Row], comparisons: Comparisons) -> Iterator[str]:
-    """What a table of few windows cannot tell; the |t| needed is that of the runs shown."""
+    """Say that a table has few windows, and how large a |t| of the runs shown has to be."""
     full = {row.record.key: row.record for row in rows if row.baseline}
     pairs = [(row.record, full[key]) for row in rows if (key := row.record.baseline_key or "") in full]
     shown = [losses for pair in pairs for run in pair if (losses := comparisons.losses(run)) is not None]

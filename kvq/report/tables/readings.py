@@ -141,7 +141,7 @@ def read_metric(record: Record, metric: str) -> float | None:
 
 
 def read_statistic(records: Sequence[Record], metric: str, known: Known) -> tuple[bool, float | None]:
-    """Whether a name is that of a statistic over a cell's records, and its value (None: they do not give it).
+    """Whether a metric's name is a statistic over a cell's records, and its value (None: they do not give it).
 
     - `median of M`; `models above X of M`, `models below X of M`: how many
     - `mean reduction in percent of M`: mean over models of how much less a model's first run has than its second
