@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LOSSES = tuple((name, METRICS[name].title) for name in ("delta_nll", "kl_mean"))
 _USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant", "turboquant", "waterfill")
-_BESIDE = ("kivi", "oscar", "nsnquant", "turboquant")
+_FIRST_COMPARED = ("kivi", "oscar", "nsnquant", "turboquant")
 _LOSSES = ("delta_nll", "delta_nll_se", "kl_mean")
 _GREY, _FRONT = "#b4b8be", "#333333"
 _BITS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
@@ -274,17 +274,17 @@ def families(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
     if numbers.empty:
         return
     own = numbers["method"].map(method_of)
-    for method in sorted(set(own) - set(_BESIDE)):
+    for method in sorted(set(own) - set(_FIRST_COMPARED)):
         part = numbers[own == method]
         if part["method"].nunique() >= _FEWEST and part[MEASURED.column].round(1).nunique() >= _RATES:
-            yield method, numbers[(own == method) | numbers["method"].isin(_BESIDE)]
+            yield method, numbers[(own == method) | numbers["method"].isin(_FIRST_COMPARED)]
 
 
 @titled
 def family_figure(numbers: pd.DataFrame) -> Figure:
     """ΔNLL with standard errors by measured bits: a marker for each variant, lines of the methods compared first."""
     known = numbers[numbers["delta_nll"].notna()].sort_values(MEASURED.column, kind="stable")
-    usual = [name for name in _BESIDE if (known["method"] == name).any()]
+    usual = [name for name in _FIRST_COMPARED if (known["method"] == name).any()]
     variants = sorted(set(known["method"]) - set(usual))
     looks: dict[str, dict[str, Any]] = {
         name: {**look._asdict(), "alpha": 0.6, "markersize": 3, "label": name} for name, look in lines_of(usual).items()
