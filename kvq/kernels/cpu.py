@@ -1,6 +1,6 @@
 """Decode attention on packed codes on a CPU: compiled loops over segments of the packed prefix, one task per head.
 
-Uniform grids are read by `cpu_loops`, levels and codebooks by `cpu_tables`; the shifts of NSNQuant are `shifts`.
+Uniform grids are read by `cpu_loops`, levels and codebooks by `cpu_tables`; the shifts of NSNQuant by `cpu_shifts`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvq.codecs.uniform import ZeroPoint
 from kvq.errors import Unsupported
 from kvq.kernels import cpu_integers
 from kvq.kernels.cpu_loops import Grid, loops_for
+from kvq.kernels.cpu_shifts import TurnedShifts, shift_weights
 from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops
 from kvq.kernels.cpu_vectors import weights_of
 from kvq.kernels.linear_chain import (
@@ -42,7 +43,7 @@ from kvq.kernels.linear_chain import (
     is_per_channel,
     linear_chain_of,
 )
-from kvq.kernels.pieces import shift_scores, shift_weights
+from kvq.kernels.pieces import shift_scores
 
 SEGMENTS = 64
 """Largest number of segments per side; blocks whose bytes and groups are not contiguous are one each."""
@@ -82,7 +83,8 @@ def attend(
     q = query.float().reshape(batch, heads, -1, dim) * scaling
     group, tokens = q.shape[2], keys.tokens
     rotated = key_side.chain.rotate(q).numpy()
-    moved = shift_scores(keys, key_side.chain, q)
+    turned = TurnedShifts.of(keys, key_side.chain, q)
+    moved = shift_scores(keys, [s for s in key_side.chain.shifts if s not in turned.shifts], key_side.chain, q)
     behind = None if keys.full is None else (q @ keys.full.float().mT).numpy()
     mixed = torch.zeros(batch, heads, group, out_dim)
     rest = torch.zeros(batch, heads, group, tokens - values.packed_tokens)
@@ -95,6 +97,7 @@ def attend(
         scores = _scratch(group, tokens)
         for segment in key_side.segments:
             key_side.scores(segment, rotated[place], place, scores)
+        turned.add(place, scores)
         if moved is not None:
             scores[:, : keys.packed_tokens] += moved[place].numpy()
         if behind is not None:

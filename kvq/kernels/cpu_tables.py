@@ -41,7 +41,7 @@ class Loops:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """How steps read a kind of codes.
 
     Attributes:
@@ -65,7 +65,7 @@ def level_loops(dim: int, widths: tuple[int, ...]) -> Loops:
     """For symmetric levels whose codes have planes of `widths`; the table is the positive levels, ascending."""
     tokens = max(step_tokens(width) for width in widths)
     lanes = lanes_of(dim)
-    return _loops(_Kind(functools.partial(_Levels, widths, lanes), dim, lanes, lambda rows: (tokens, 4), tokens, 1))
+    return _loops(Kind(functools.partial(_Levels, widths, lanes), dim, lanes, lambda rows: (tokens, 4), tokens, 1))
 
 
 @functools.cache
@@ -73,12 +73,12 @@ def book_loops(dim: int, signed: bool, shifted: bool) -> Loops:
     """Tables are 256 entries, and of the second plane's byte masks of signs (int32) and shifts, each `[256, 8]`."""
     vectors = 4 if dim // GROUP % 4 == 0 else 1
     make = functools.partial(_Book, signed, shifted)
-    return _loops(_Kind(make, dim, GROUP, lambda rows: (8 // rows, 8 // rows), 1, vectors))
+    return _loops(Kind(make, dim, GROUP, lambda rows: (8 // rows, 8 // rows), 1, vectors))
 
 
 @no_type_check
 def _loops(kind):
-    dots, sums = (by_rows(functools.partial(make, kind)) for make in (_dots, _sums))
+    dots, sums = (by_rows(functools.partial(make, kind)) for make in (dots_of, _sums))
 
     @compiled(OPTIONS, keep=True)
     def scores(query, planes, tables, norms, out):
@@ -177,7 +177,7 @@ class _Book(Step):
 
 
 @no_type_check
-def _dots(kind, rows):
+def dots_of(kind, rows):
     """Products of `rows` queries with the values of `count` tokens from `first` on, into `found[query, token]`."""
     per_step, together = kind.dot_tokens(rows)
 

@@ -232,7 +232,7 @@ def attend(
     tops, totals = (q.new_empty(batch, heads, every, group) for _ in range(2))
     d, rows = triton.next_power_of_2(dim), max(16, triton.next_power_of_2(group))
     rotated = launches[0][0].chain.rotate(q).contiguous()
-    moved = shift_scores(keys, launches[0][0].chain, q)
+    moved = shift_scores(keys, launches[0][0].chain.shifts, launches[0][0].chain, q)
     moved = None if moved is None else moved.contiguous()
     full = triton_loops.Full(rest_k, rest_v, (*rest_k.stride()[:2], *rest_v.stride()[:2]))
     none = triton_loops.Shifts(q, q, (0, 0, 0, 0), 1)

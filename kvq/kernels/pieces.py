@@ -11,9 +11,8 @@ and on to keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -132,14 +131,14 @@ _Blocks = tuple[int, BlockRun, dict[str, Tensor]]
 
 
 def shift_scores(
-    states: PackedStates, chain: LinearChain, query: Float[Tensor, "batch heads group dim"]
+    states: PackedStates, shifts: Sequence[Shift], chain: LinearChain, query: Float[Tensor, "batch heads group dim"]
 ) -> Float[Tensor, "batch heads group tokens"] | None:
-    """What the shifts add to the scores of the packed tokens, in fp32; None: there are none."""
+    """What shifts add to the scores of the packed tokens, in fp32; None: there are none."""
     found = None
-    for shift in chain.shifts:
+    for shift in shifts:
         seen = chain.rotate(query, shift.rotations)[:, None]
         pieces = []
-        for start, run, blocks in _blocks(states):
+        for start, run, blocks in runs_of(states):
             offset = shift_of(shift, blocks, states.shape[2], torch.float32)
             if shift.turned and states.rope is not None:
                 rope = states.rope.narrow(start, run.tokens * run.count).blocks(run.tokens, run.count)
@@ -151,35 +150,6 @@ def shift_scores(
             pieces.append(more.permute(0, 2, 3, 1, 4).flatten(-2))
         moved = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
         found = moved if found is None else found + moved
-    return found
-
-
-@dataclass(frozen=True)
-class ShiftMix:
-    """By run: start, block length, vectors `[batch, blocks, heads, dim]`, factors `[batch, heads or 1, tokens]`."""
-
-    runs: list[tuple[int, int, Any, Any]]
-
-    def mix(self, weights: Any, place: tuple[int, int], out: Any) -> None:
-        """Add the weighted sum of one head's shifts to `out` `[group, dim]`. `weights`: `[group, tokens]`."""
-        batch, head = place
-        for start, length, offsets, norms in self.runs:
-            own = weights[:, start : start + offsets.shape[1] * length]
-            if norms is not None:
-                own = own * norms[batch, min(head, norms.shape[1] - 1)]
-            out += own.reshape(len(own), -1, length).sum(-1) @ offsets[batch, :, head]
-
-
-def shift_weights(states: PackedStates, chain: LinearChain) -> list[ShiftMix]:
-    """The shifts of values, in the order of `chain.shifts`."""
-    found = []
-    for shift in chain.shifts:
-        runs = []
-        for start, run, blocks in _blocks(states):
-            offset, norms = shift_terms(chain, shift, blocks, run, states.shape[2])
-            flat = None if norms is None else norms.numpy()
-            runs.append((start, run.tokens, offset.contiguous().numpy(), flat))
-        found.append(ShiftMix(runs))
     return found
 
 
@@ -202,7 +172,7 @@ def shift_of(
     return restored("offset", side, shift.stage.double_quant, 1, dim, dtype)
 
 
-def _blocks(states: PackedStates) -> Iterator[_Blocks]:
+def runs_of(states: PackedStates) -> Iterator[_Blocks]:
     """Each run of blocks: its first token, and its parts cut into blocks."""
     start = 0
     for packed in states.packed:
