@@ -15,7 +15,7 @@ from torch import Tensor
 from kvq.calibration.collect import LayerStates, collect
 from kvq.calibration.text import text_of
 from kvq.codecs import NonUniformQuantizer, UndoRope
-from kvq.codecs.kmeans import codebooks, nearest
+from kvq.codecs.levels import codebooks, nearest
 from kvq.codecs.quantizers import Axis
 from kvq.config import compose, resolve
 from kvq.models.inputs import Inputs

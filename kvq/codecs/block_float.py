@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from kvq.codecs.block_formats import in_groups
 from kvq.codecs.levels import looked_up
-from kvq.codecs.packing import pack_parts, unpack_parts
+from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import CodeQuantizer, Parts, choice
 from kvq.codecs.uniform import Halves
 from kvq.errors import ConfigError, at_least

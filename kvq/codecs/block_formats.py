@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.levels import looked_up, nearest_level
-from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
+from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, CodeQuantizer, Parts, Quantizer, choice, to_stored
 from kvq.codecs.uniform import Halves, SideDtype, UniformQuantizer
 from kvq.errors import ConfigError, Unsupported, at_least

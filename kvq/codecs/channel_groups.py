@@ -14,7 +14,7 @@ from typing_extensions import override
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.lloyd_max import MAX_BITS
-from kvq.codecs.packing import pack, unpack
+from kvq.codecs.packed import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, choice, shared_group
 from kvq.codecs.split import TwoWaySplit
 from kvq.errors import ConfigError, Unsupported, at_least, within

@@ -10,8 +10,7 @@ from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.codec import Codec, check_nested
-from kvq.codecs.packed import together
-from kvq.codecs.packing import pack, unpack
+from kvq.codecs.packed import pack, together, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.errors import ConfigError, Unsupported, at_least
 

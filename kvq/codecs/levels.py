@@ -1,8 +1,9 @@
-"""Scalar levels: the nearest level of a value, values of codes, and the levels of least squared error."""
+"""Scalar levels and codebooks of vectors: looking them up, and fitting them by Lloyd's conditions or by k-means."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -47,3 +48,166 @@ def fixed_point(centroids: Callable[[Array], Array], start: Array) -> Array:
         raise ArithmeticError(f"levels: no convergence for {len(start)} levels")
     levels: Array = found.x
     return levels
+
+
+_SCORES = 2**19  # that exist at once: 2 MiB in fp32
+_BINS = 2**16
+_STARTS = 4  # of k-means in one dimension; the best is kept
+_REACHED = 1e-4  # relative change of the error below which iterating stops
+
+
+def levels_1d(values: Float[Tensor, " n"], weights: Float[Tensor, " n"], count: int, seed: int) -> Tensor:
+    """`count` ascending centroids in fp64 of all values; of fewer distinct values the last is repeated.
+
+    More than `_BINS` values are first replaced by the weighted means of `_BINS` bins of equal width. This changes the
+    result only through bins that a border between two centroids divides.
+
+    Runs on one thread, because another order of summation would change the bytes of the tables.
+    """
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
+
+    points, share = values.double().cpu().numpy(), weights.double().cpu().numpy()
+    points, share = points[share > 0], share[share > 0]
+    if not len(points):
+        points, share = values.double().cpu().numpy(), np.ones(len(values))
+    if len(points) > _BINS:
+        points, share = _binned(points, share)
+    distinct = np.unique(points)
+    if len(distinct) <= count:
+        levels = np.concatenate([distinct, np.repeat(distinct[-1:], count - len(distinct))])
+    else:
+        with threadpool_limits(limits=1):
+            means = KMeans(count, n_init=_STARTS, tol=1e-8, random_state=seed)
+            means.fit(points[:, None], sample_weight=share / share.mean())
+        levels = np.sort(means.cluster_centers_[:, 0])
+    return torch.from_numpy(levels)
+
+
+def _binned(points: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weighted means and weights of the bins that hold a value."""
+    low, high = points.min(), points.max()
+    if low == high:
+        return points[:1], share.sum(keepdims=True)
+    bins = np.minimum(((points - low) * (_BINS / (high - low))).astype(np.int64), _BINS - 1)
+    mass = np.bincount(bins, share, _BINS)
+    held = mass > 0
+    return np.bincount(bins, share * points, _BINS)[held] / mass[held], mass[held]
+
+
+def nearest(
+    points: Float[Tensor, "sets rows channels"], centroids: Float[Tensor, "sets count channels"]
+) -> Float[Tensor, "sets rows"] | Tensor:
+    """Index of the nearest centroid (L2) of the same set, computed in tiles to bound memory."""
+    sets, rows, _ = points.shape
+    count = centroids.shape[1]
+    # A further channel of ones brings -|c|²/2 into the product.
+    scoring = torch.cat([centroids, centroids.square().sum(-1, keepdim=True) / -2], -1).mT.contiguous()
+    points = torch.nn.functional.pad(points, (0, 1), value=1)
+    out = torch.empty(sets, rows, dtype=torch.int32, device=points.device)
+    for some, part in _tiles(sets, rows, count, points.device):
+        out[some, part] = torch.bmm(points[some, part], scoring[some]).max(-1).indices.int()
+    return out
+
+
+def _tiles(sets: int, rows: int, count: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    room = max(1, (_SCORES if device.type == "cpu" else 256 * _SCORES) // count)
+    tile = min(rows, room)
+    together = max(1, room // tile)
+    for first in range(0, sets, together):
+        for start in range(0, rows, tile):
+            yield slice(first, first + together), slice(start, start + tile)
+
+
+def codebooks(
+    points: Float[Tensor, "sets rows channels"],
+    weights: Float[Tensor, "sets rows"],
+    count: int,
+    iterations: int,
+    seed: int,
+) -> Float[Tensor, "sets count channels"]:
+    """Centroids that minimise the weighted squared error of each set: greedy k-means++, then Lloyd's iterations.
+
+    Lloyd's iterations end after `iterations`, or when no set's error falls by more than 1e-4 of itself. A centroid
+    without rows keeps its place. Rows of weight 0 are ignored; where all rows of a set have weight 0, they count
+    equally. Sets with fewer distinct rows than centroids repeat rows.
+
+    Source: Arthur and Vassilvitskii (2007), section 2; greedy as in scikit-learn, the best of `2 + ln(count)` draws.
+    """
+    sets = len(points)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(sets, count, 2 + int(math.log(count)), generator=generator, dtype=torch.float64)
+    whole = weights.sum(-1, keepdim=True)
+    weights = torch.where(whole > 0, weights / whole.masked_fill(whole == 0, 1), torch.ones_like(weights)).float()
+    weights = weights * weights.shape[-1]
+    # On a CPU only as many sets together as have distances that stay in its cache.
+    together = sets if points.device.type != "cpu" else max(1, _SCORES // drawn[0, 0].numel() // points.shape[1])
+    out = []
+    for first in range(0, sets, together):
+        some = slice(first, first + together)
+        begin = _plus_plus(points[some], weights[some], drawn[some].to(points.device))
+        out.append(_lloyd(points[some], weights[some], begin, iterations))
+    return torch.cat(out)
+
+
+def _plus_plus(
+    points: Float[Tensor, "sets rows channels"],
+    weights: Float[Tensor, "sets rows"],
+    drawn: Float[Tensor, "sets count trials"],
+) -> Float[Tensor, "sets count channels"]:
+    """Rows to begin with: each the one of `trials`, drawn by weighted squared distance, that lowers the error most."""
+    sets, rows, channels = points.shape
+    count = drawn.shape[1]
+    if rows <= count:
+        return points[:, torch.arange(count, device=points.device) % rows]
+    length = points.square().sum(-1)
+    columns = torch.cat([points.mT, torch.ones_like(length)[:, None], length[:, None]], 1)
+    weighted = weights[..., None]
+    chosen = torch.empty(sets, count, dtype=torch.long, device=points.device)
+    distance = torch.ones_like(weights)
+    for step in range(count):
+        reach = (distance * weights).double().cumsum(-1)
+        trials = drawn[:, step, :1] if step == 0 else drawn[:, step]
+        at = torch.searchsorted(reach, trials * reach[:, -1:]).clamp_max(rows - 1)
+        tried = points.gather(1, at[..., None].expand(-1, -1, channels))
+        scores = torch.cat([tried * -2, tried.square().sum(-1, keepdim=True), torch.ones_like(tried[..., :1])], -1)
+        found = torch.bmm(scores, columns).clamp_(min=0)
+        if step:
+            found = torch.minimum(found, distance[:, None], out=found)
+        best = torch.bmm(found, weighted).argmin(1)
+        distance = found.gather(1, best[..., None].expand(-1, -1, rows))[:, 0]
+        chosen[:, step] = at.gather(1, best)[:, 0]
+    return points.gather(1, chosen[..., None].expand(-1, -1, channels))
+
+
+def _lloyd(
+    points: Float[Tensor, "sets rows channels"],
+    weights: Float[Tensor, "sets rows"],
+    centroids: Float[Tensor, "sets count channels"],
+    iterations: int,
+) -> Float[Tensor, "sets count channels"]:
+    sets, count, channels = centroids.shape
+    weighted = torch.cat([points * weights[..., None], weights[..., None]], -1)
+    offset = torch.arange(sets, device=points.device)[:, None] * count
+    before = torch.full((sets,), torch.inf, dtype=torch.float64, device=points.device)
+    for _ in range(iterations):
+        chosen = nearest(points, centroids).long()
+        sums = _sums((chosen + offset).flatten(), weighted.flatten(0, 1), sets * count).view(sets, count, -1)
+        mass = sums[..., -1:]
+        centroids = torch.where(mass > 0, sums[..., :-1] / mass.clamp_min(torch.finfo(mass.dtype).tiny), centroids)
+        found = centroids.gather(1, chosen[..., None].expand(-1, -1, channels))
+        error = ((points - found).square().sum(-1) * weights).sum(-1, dtype=torch.float64)
+        if bool((error >= before * (1 - _REACHED)).all()):
+            break
+        before = error
+    return centroids
+
+
+def _sums(index: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Sums of rows by index, in the order of rows on every device: atomic additions would not be reproducible."""
+    if index.device.type == "cpu":
+        return rows.new_zeros(count, rows.shape[-1]).index_add_(0, index, rows)
+    order = index.argsort(stable=True)
+    ends = torch.searchsorted(index[order], torch.arange(count + 1, device=index.device))
+    running = torch.nn.functional.pad(rows[order].double().cumsum(0), (0, 0, 1, 0))
+    return (running[ends[1:]] - running[ends[:-1]]).to(rows.dtype)

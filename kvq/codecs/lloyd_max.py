@@ -16,7 +16,7 @@ from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
-from kvq.codecs.packing import pack_parts, unpack_parts
+from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import CodeQuantizer, Gain, Parts, Quantizer, choice, more_bits
 from kvq.errors import Unsupported, at_least, check_seed
 

@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.codec import Codec
-from kvq.codecs.kmeans import codebooks, nearest
-from kvq.codecs.packed import Packed
-from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
+from kvq.codecs.levels import codebooks, nearest
+from kvq.codecs.packed import MAX_BITS, Packed, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage

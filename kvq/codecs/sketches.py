@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.lloyd_max import MAX_BITS, LloydMaxQuantizer, Marginal
-from kvq.codecs.packing import pack, unpack
+from kvq.codecs.packed import pack, unpack
 from kvq.codecs.quantizers import Parts, Quantizer, choice, more_bits, to_stored
 from kvq.codecs.rotations import per_block, rotation
 from kvq.errors import ConfigError, Unsupported, at_least

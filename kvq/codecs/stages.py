@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
+from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, Parts, choice, to_stored
 from kvq.errors import ConfigError, Unsupported, at_least
 
@@ -267,6 +267,21 @@ class ChannelScale(Stage):
         free = max(x.shape[-2] - 1, 1)
         deviation = ((x - x.mean(-2, keepdim=True)).square().sum(-2, keepdim=True) / free).sqrt()
         return x / deviation.masked_fill(deviation == 0, 1), {"scale": deviation}
+
+    @override
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        return y * side["scale"]
+
+
+class ChannelRoot(Stage):
+    """Divide each channel of a block by the square root of its largest magnitude (ZipCache, section 4.2)."""
+
+    version: ClassVar[int] = 1
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        scale = x.abs().amax(-2, keepdim=True).sqrt()
+        return x / scale.masked_fill(scale == 0, 1), {"scale": scale}
 
     @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:

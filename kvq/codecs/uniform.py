@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.packing import MAX_BITS, pack_parts, unpack_parts
+from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, CodeQuantizer, Gain, Parts, Quantizer, choice, more_bits, to_stored
 from kvq.errors import ConfigError, Unsupported, at_least
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import UniformQuantizer
-from kvq.codecs.packing import unpack_parts
+from kvq.codecs.packed import unpack_parts
 from kvq.codecs.quantizers import Axis
 from kvq.codecs.uniform import ZeroPoint
 from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, folds, linear_chain_of, turned_scores

@@ -19,8 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import Packed, Rope, UniformQuantizer
-from kvq.codecs.packed import BlockRun
-from kvq.codecs.packing import plane_widths
+from kvq.codecs.packed import BlockRun, plane_widths
 from kvq.codecs.quantizers import Axis
 from kvq.codecs.stages import restored
 from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, turned_scores

@@ -24,7 +24,7 @@ from kvq.codecs import (
     fit_codec,
     rope_table,
 )
-from kvq.codecs.kmeans import codebooks, levels_1d, nearest
+from kvq.codecs.levels import codebooks, levels_1d, nearest
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from tests.calibrated import build, random_states

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq.codecs import LloydMaxQuantizer
-from kvq.codecs.packing import unpack_parts
+from kvq.codecs.packed import unpack_parts
 from kvq.codecs.rotations import per_block
 from tests.cache.states import nearest_bits
 from tests.calibrated import build

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvq.codecs import TurboMindQuantizer
-from kvq.codecs.packing import unpack_parts
+from kvq.codecs.packed import unpack_parts
 from kvq.config import compose, resolve
 from kvq.methods.build import build_method, method_of
 from tests.calibrated import build

@@ -30,7 +30,7 @@ from kvq.codecs import (
     plane_widths,
     rope_table,
 )
-from kvq.codecs.packing import pack
+from kvq.codecs.packed import pack
 from kvq.codecs.vector import VectorQuantizer
 from kvq.errors import Unsupported
 from tests.calibrated import build

@@ -22,8 +22,8 @@ from kvq.codecs import (
     UniformQuantizer,
     VectorQuantizer,
 )
-from kvq.codecs.huffman import entropy
 from kvq.codecs.lloyd_max import cell_probabilities, optimal_levels
+from kvq.codecs.variable_length import entropy
 from kvq.errors import Unsupported
 from kvq.kernels import linear_chain_of
 from kvq.results.metrics import METRICS

@@ -9,8 +9,8 @@ from scipy import integrate
 
 import kvq
 from kvq.codecs import BlockRotation, CoupledQuantizer, LatticeQuantizer, OctahedralQuantizer, QueryTransform
+from kvq.codecs.geometric import norm_levels, square_levels
 from kvq.codecs.levels import nearest_level
-from kvq.codecs.octahedral import norm_levels, square_levels
 from kvq.errors import ConfigError, Unsupported
 from tests.calibrated import build
 from tests.codecs import triplet_oracles as oracle

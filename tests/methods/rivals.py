@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvq
 from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table, trellis
-from kvq.codecs.octahedral import norm_levels, square_levels
+from kvq.codecs.geometric import norm_levels, square_levels
 from tests.calibrated import build
 from tests.codecs import kvtc_oracle, rival_oracles, triplet_oracles
 from tests.codecs.oracles import hadamard

@@ -1,4 +1,4 @@
-"""Transforms in which the second-order cost of noise is a sum over independent components."""
+"""Transforms and grids fitted to what noise costs: second moments of the queries or of the loss's gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
-from kvq.codecs.quantizers import choice, to_stored
+from kvq.codecs.quantizers import Axis, Parts, choice, to_stored
 from kvq.codecs.rotations import per_block
 from kvq.codecs.stages import Side, Stage
+from kvq.codecs.uniform import UniformQuantizer
 from kvq.errors import ConfigError, Unsupported, at_least
 
 _LEAST = 1e-12  # of the largest eigenvalue: components below it have no variance
@@ -239,3 +240,82 @@ class FisherTransform(Calibrated, Stage):
         parts = [product(spread[..., i * count : (i + 1) * count], own) for i, own in enumerate(matrices)]
         found = torch.cat(parts, -1) + self.table("mean", y)
         return found.unflatten(-1, (y.shape[-3], -1)).transpose(-3, -2).contiguous()
+
+
+class SubspaceQuantizer(Calibrated, UniformQuantizer):
+    """Rounds channels in groups, first to last, and moves the later ones against the error that queries would see.
+
+    With Q the queries of a KV head, `rows` of them, Q̂ᵀQ̂ the `rank` largest eigenpairs of QᵀQ, and A = I + `weight`
+    Q̂ᵀQ̂: after a group s is rounded with error e (decoded less given), the channels r after it become
+    k_r - A_rr⁻¹ A_rs e, which minimizes |k̂ - k|² + `weight` |Q̂ (k̂ - k)|² over k_r. Codes are those of the grid, and
+    decoding is.
+
+    Args:
+        bits, group_size: of the grid per channel, asymmetric, with a float zero point.
+        channels: of a group; None: half of the head dim.
+        rank, weight, rows: as above. Queries of a calibration stand for those of a prompt: their moment is QᵀQ / rows.
+
+    Table: `carry` `[heads, dim, dim]` in fp32: rows of a group take its error to the channels after it.
+
+    Raises:
+        ConfigError: a number out of range.
+        Unsupported: fewer than 2 channels.
+
+    Source: SQuat (arXiv 2503.24358) and its released `new_pack.py`.
+    """
+
+    version: ClassVar[int] = 1
+    wants_moments = True
+
+    def __init__(
+        self,
+        bits: int,
+        group_size: int | None = 32,
+        channels: int | None = None,
+        rank: int = 60,
+        weight: float = 1e-3,
+        rows: int = 8192,
+    ) -> None:
+        super().__init__(bits, Axis.per_channel, group_size)
+        for name, number in (("channels", channels), ("rank", rank), ("rows", rows)):
+            at_least(name, 1 if number is None else number, 1)
+        if not weight > 0:
+            raise ConfigError(f"weight={weight}: above 0")
+        self.channels, self.rank, self.weight, self.rows = channels, rank, weight, rows
+
+    @override
+    def check(self, head_dim: int) -> None:
+        if head_dim < 2:
+            raise Unsupported(f"head_dim={head_dim}: no channel behind the first ones")
+        super().check(head_dim)
+
+    def _ends(self, dim: int) -> list[int]:
+        """Where groups end that have others after them."""
+        size = self.channels or -(-dim // 2)
+        return list(range(size, dim, size))
+
+    @override
+    def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
+        assert moments is not None
+        dim = moments.shape[-1]
+        energies, vectors = torch.linalg.eigh((moments.double() + moments.double().mT) / 2)
+        kept = energies[..., -self.rank :].clamp(min=0).unsqueeze(-2) * vectors[..., -self.rank :]
+        metric = torch.eye(dim, dtype=torch.float64) + self.weight * self.rows * kept @ vectors[..., -self.rank :].mT
+        carry = torch.zeros_like(metric)
+        start = 0
+        for end in self._ends(dim):
+            moved = torch.linalg.solve(metric[:, end:, end:], metric[:, end:, start:end])
+            carry[:, start:end, end:] = -moved.mT
+            start = end
+        return {"carry": carry.float()}
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        moved, carry, start = x.clone(), self.table("carry", x), 0
+        for end in self._ends(x.shape[-1]):
+            own = moved[..., start:end]
+            error = self.decode(super().encode(own, dtype), own.shape, x.dtype) - own
+            steps = [per_block(error[..., head, :, :], one) for head, one in enumerate(carry[:, start:end, end:])]
+            moved[..., end:] += torch.stack(steps, -3)
+            start = end
+        return super().encode(moved, dtype)

@@ -1,29 +1,24 @@
-"""KVQuant's quantizer: a lookup table of the layer's own, ranges offline (keys) or online (values), sparse outliers."""
+"""Scalar codebooks fitted to a calibration: KVQuant's with sparse outliers, and SpectralQuant's by coordinate."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
-from kvq.codecs.codec import Codec
-from kvq.codecs.kmeans import levels_1d
-from kvq.codecs.levels import looked_up, nearest_level
-from kvq.codecs.packed import Packed, merge_runs
-from kvq.codecs.packing import pack_parts, unpack_parts
+from kvq.codecs.levels import levels_1d, looked_up, nearest_level
+from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, Parts, Quantizer, choice, to_stored
-from kvq.codecs.rope import Rope
 from kvq.errors import ConfigError, Unsupported
 
 MAX_BITS = 8
-_INDICES = 2**16
+INDICES = 2**16
 TOGETHER = 32
 """Tokens whose outliers share a list; they leave a sliding residual in groups of this size."""
 
@@ -103,7 +98,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         """
         if not self.outliers:
             return 0
-        if width >= _INDICES:
+        if width >= INDICES:
             raise Unsupported(f"{width} channels of all KV heads: the index of an outlier has 16 bits")
         return max(1, round(self.outliers / 2 * width))
 
@@ -181,7 +176,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         value = to_stored(flat.gather(-1, index), torch.float16)
         empty = torch.arange(most, device=flat.device) >= count
         index, value = index.masked_fill(empty, flat.shape[-1]), value.masked_fill(empty, 0)
-        parts = {"outlier.value": value, "outlier.index": (index - _INDICES // 2).to(torch.int16)}
+        parts = {"outlier.value": value, "outlier.index": (index - INDICES // 2).to(torch.int16)}
         if self.ragged:
             parts["outlier.count"] = count.to(torch.int16)
         return {name: part.unsqueeze(-3) for name, part in parts.items()}
@@ -198,79 +193,11 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             center, reach = parts["center"].to(dtype), parts["reach"].to(dtype)
         out = looked_up(levels, codes) * reach + center
         if "outlier.index" in parts:
-            index = parts["outlier.index"].squeeze(-3).long() + _INDICES // 2
+            index = parts["outlier.index"].squeeze(-3).long() + INDICES // 2
             flat = torch.nn.functional.pad(_joined(out), (0, 1))  # one more channel receives empty entries
             flat = flat.scatter(-1, index, parts["outlier.value"].squeeze(-3).to(dtype))[..., :-1]
             out = flat.unflatten(-1, (shape[-3], shape[-1])).transpose(-3, -2).contiguous()
         return out
-
-
-class SparseCodec(Codec):
-    """A codec whose quantizer stores a varying number of outliers per token.
-
-    They are stored as lists, `outlier.value` and `outlier.index` `[batch, 1, entries, 1]` in the order of tokens;
-    `outlier.count` has the number of each token. The sequences of a batch have lists of equal length: a shorter one is
-    padded with entries that name no channel and count for its last token.
-    """
-
-    version: ClassVar[int] = 1
-    stores_lists = True
-
-    @override
-    def encode(
-        self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
-    ) -> Packed:
-        tokens = x.shape[2]
-        self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
-        whole = tokens - tokens % block if block is not None and block < tokens else tokens
-        packed = self._listed(super().encode(x[:, :, :whole], block, None if rope is None else rope.narrow(0, whole)))
-        if whole == tokens:
-            return packed
-        turned = None if rope is None else rope.narrow(whole, tokens - whole)
-        tail = self._listed(super().encode(x[:, :, whole:], None, turned))
-        parts = {name: torch.cat([part, tail.parts[name]], 2) for name, part in packed.parts.items()}
-        return replace(packed, parts=parts, runs=merge_runs(packed.runs, tail.runs))
-
-    @staticmethod
-    def _listed(packed: Packed) -> Packed:
-        """The parts with lists instead of padded rows."""
-        if "outlier.count" not in packed.parts:
-            return packed
-        parts = dict(packed.parts)
-        count = parts["outlier.count"].int()
-        total = count.sum(2, keepdim=True)
-        count[:, :, -1:] += total.max() - total
-        most = int(count.max())
-        held = torch.arange(most, device=count.device) < count
-        for name, empty in _LISTS.items():
-            missing = max(most - parts[name].shape[-1], 0)
-            rows = torch.nn.functional.pad(parts[name], (0, missing), value=empty(packed.heads * packed.head_dim))
-            parts[name] = rows[..., :most][held].view(packed.batch, 1, -1, 1)
-        parts["outlier.count"] = count.to(torch.int16)
-        runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n not in _LISTS}) for run in packed.runs]
-        return replace(packed, parts=parts, runs=tuple(runs))
-
-    @override
-    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
-        if "outlier.count" not in packed.parts:
-            return super().decode(packed, rope)
-        parts = dict(packed.parts)
-        count = parts["outlier.count"].int()
-        most = int(count.max())
-        held = torch.arange(most, device=count.device) < count
-        for name, empty in _LISTS.items():
-            rows = parts[name].new_full((*count.shape[:-1], most), empty(packed.heads * packed.head_dim))
-            rows[held] = parts[name].flatten()
-            parts[name] = rows
-        runs = tuple(replace(run, rows=run.rows | dict.fromkeys(_LISTS, run.tokens)) for run in packed.runs)
-        return super().decode(replace(packed, parts=parts, runs=runs), rope)
-
-
-_LISTS: dict[str, Callable[[int], int]] = {
-    "outlier.value": lambda width: 0,
-    "outlier.index": lambda width: width - _INDICES // 2,
-}
-"""Parts that are lists, and the value of an empty entry where a token has `width` channels."""
 
 
 def _normalized(values: Float[Tensor, " n"], levels: Tensor) -> Tensor:
@@ -303,3 +230,140 @@ def quantiles(x: Float[Tensor, "*lead n"], share: float) -> tuple[Tensor, Tensor
     ends = (ordered, ordered.flip(-1))
     first, last = (torch.lerp(end[..., low : low + 1], end[..., high : high + 1], at - low) for end in ends)
     return first, last
+
+
+_MOST = 8
+_STEPS = 200  # of Lloyd at most
+_STILL = 1e-6  # a change of no level above this ends them
+
+
+class SpectralQuantizer(Calibrated, Quantizer):
+    """Rounds each coordinate of a head to the nearest level of its codebook; nothing but codes is stored.
+
+    Of coordinates by energy λ (mean square), the first s = round((Σ λ)² / Σ λ²) are semantic (1 to dim - 1), the others
+    are the tail. Bits h >= l, 1 to 8, are those whose s h + (dim - s) l is nearest to dim `bits`; of equally near pairs
+    that with the larger h, then l. A coordinate of the tail has l bits, and they share one codebook. The semantic ones
+    have s h bits together, each next one for the largest λ / 4^b of less than 8 (`water_filling`), and a codebook each;
+    with 0 bits a coordinate is its mean. Else each has h, and they share a codebook.
+
+    A codebook is fitted to the calibration: Lloyd's steps from even levels between its extremes, at most 200; an empty
+    cell keeps its level.
+
+    Args:
+        bits: mean bits of a coordinate.
+        water_filling: version 2; else version 1.
+
+    Tables: `widths` `[heads, 1, dim]`; `book` `[heads, 1, dim]`, a row of `levels` `[heads, books, 2^b]` in fp32, in
+    which unused ones are infinite. Row 0 is the tail's.
+
+    Raises:
+        ConfigError: `bits` outside of 1 to 8.
+        Unsupported: one channel, or another number than that of the calibration.
+
+    Source: SpectralQuant's released `nonuniform_quantization.py` and `waterfill.py`.
+    """
+
+    version: ClassVar[int] = 1
+    token_group = 1
+
+    def __init__(self, bits: float | int, water_filling: bool = True) -> None:
+        if not 1 <= bits <= _MOST:
+            raise ConfigError(f"bits={bits}: a mean of 1 to {_MOST}")
+        self.bits, self.water_filling = bits, water_filling
+
+    @override
+    def check(self, head_dim: int) -> None:
+        if head_dim < 2:
+            raise Unsupported(f"head_dim={head_dim}: no coordinates but semantic ones")
+        super().check(head_dim)
+
+    @override
+    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
+        """Tables of coordinates that are in the order of their energy."""
+        dim, found = x.shape[-1], []
+        for head in x.double():
+            energies = head.square().mean(0)
+            ratio = energies.sum() ** 2 / energies.square().sum().clamp(min=torch.finfo(energies.dtype).tiny)
+            split = min(max(round(float(ratio)), 1), dim - 1)
+            high, low = pair_of_bits(split, dim, self.bits)
+            widths = water_filled(energies[:split].tolist(), high * split) if self.water_filling else [high] * split
+            books = [lloyd_levels(head[:, split:], low)]
+            if self.water_filling:
+                books += [lloyd_levels(head[:, i], width) for i, width in enumerate(widths)]
+            else:
+                books.append(lloyd_levels(head[:, :split], high))
+            rows = list(range(1, split + 1)) if self.water_filling else [1] * split
+            found.append((widths + [low] * (dim - split), rows + [0] * (dim - split), books))
+        longest = max(len(book) for *_, books in found for book in books)
+        levels = torch.full((len(found), max(len(books) for *_, books in found), longest), torch.inf)
+        for own, (*_, books) in zip(levels, found, strict=True):
+            for row, book in zip(own, books, strict=False):
+                row[: len(book)] = book
+        tables = {"widths": [widths for widths, *_ in found], "book": [rows for _, rows, _ in found]}
+        return {name: torch.tensor(rows)[:, None].to(torch.int16) for name, rows in tables.items()} | {"levels": levels}
+
+    def _codebooks(self, like: Tensor) -> Float[Tensor, "heads dim levels"]:
+        levels = self.table("levels", like)
+        book = self.table("book", like)[:, 0].long()
+        return levels.gather(1, book[..., None].expand(-1, -1, levels.shape[-1]))
+
+    def _planes(self, like: Tensor) -> Iterator[tuple[int, int, Int[Tensor, " size"]]]:
+        """Head, bits and the coordinates that have them; those without bits are left out."""
+        for head, (own,) in enumerate(self.table("widths", like).long()):
+            for width in own.unique().tolist():
+                if width:
+                    yield head, width, (own == width).nonzero()[:, 0]
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """`<head>.<bits>.<plane>` for the coordinates of a head with equal bits."""
+        levels, parts = self._codebooks(x), Parts()
+        middles = (levels[..., 1:] + levels[..., :-1]) / 2
+        codes = torch.searchsorted(middles.expand(*x.shape[:-3], -1, -1, -1).contiguous(), x.mT.contiguous()).mT
+        for head, width, places in self._planes(x):
+            own = codes.narrow(-3, head, 1).index_select(-1, places)
+            parts |= pack_parts(own, width, f"{head}.{width}")
+        return parts
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        codes = torch.zeros(shape, dtype=torch.long, device=next(iter(parts.values())).device)
+        for head, width, places in self._planes(torch.empty(shape, dtype=dtype, device=codes.device)):
+            own = unpack_parts(parts, width, shape[-2], f"{head}.{width}").long()
+            codes.narrow(-3, head, 1).index_copy_(-1, places, own)
+        levels = self._codebooks(torch.empty(shape, dtype=dtype, device=codes.device))
+        return levels.expand(*shape[:-3], -1, -1, -1).gather(-1, codes.mT).mT
+
+
+def pair_of_bits(split: int, dim: int, mean: float | int) -> tuple[int, int]:
+    """Bits of the semantic coordinates and of the tail."""
+    pairs = [(high, low) for high in range(_MOST, 0, -1) for low in range(high, 0, -1)]
+    return min(pairs, key=lambda pair: abs(split * pair[0] + (dim - split) * pair[1] - mean * dim))
+
+
+def water_filled(energies: list[float], total: int) -> list[int]:
+    """Bits of each energy, `total` together."""
+    widths = [0] * len(energies)
+    for _ in range(total):
+        open_ones = [i for i, width in enumerate(widths) if width < _MOST]
+        widths[max(open_ones, key=lambda i: max(energies[i], 1e-12) / 4.0 ** widths[i])] += 1
+    return widths
+
+
+def lloyd_levels(values: Tensor, bits: int) -> Float[Tensor, " levels"]:
+    """2^bits levels for all values, ascending, in fp64: see `SpectralQuantizer`."""
+    values = values.flatten().double().sort().values
+    sums = torch.nn.functional.pad(values.cumsum(0), (1, 0))
+    levels = torch.linspace(float(values[0]), float(values[-1]), 2**bits, dtype=torch.float64)
+    if not bits:
+        return values.mean()[None]
+    for _ in range(_STEPS):
+        inner = torch.searchsorted(values, (levels[1:] + levels[:-1]) / 2, right=True)
+        ends = torch.nn.functional.pad(inner, (1, 0))
+        ends = torch.cat([ends, ends.new_tensor([len(values)])])
+        held = ends.diff()
+        found = torch.where(held > 0, sums[ends].diff() / held.clamp(min=1), levels)
+        moved, levels = float((found - levels).abs().max()), found
+        if moved < _STILL:
+            break
+    return levels.sort().values

@@ -1,8 +1,8 @@
-"""Huffman coding of a codec's indices: the same indices in fewer bytes."""
+"""Codecs that store a varying number of bytes per token: lists of outliers, and Huffman codes of indices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,13 +13,82 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from kvq.codecs.calibrated_levels import INDICES
 from kvq.codecs.codec import Codec
-from kvq.codecs.packed import BlockRun, Packed
-from kvq.codecs.packing import pack_parts, plane_widths, unpack_parts
+from kvq.codecs.packed import BlockRun, Packed, merge_runs, pack_parts, plane_widths, unpack_parts
 from kvq.codecs.quantizers import Quantizer
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage
 from kvq.errors import Unsupported
+
+
+class SparseCodec(Codec):
+    """A codec whose quantizer stores a varying number of outliers per token.
+
+    They are stored as lists, `outlier.value` and `outlier.index` `[batch, 1, entries, 1]` in the order of tokens;
+    `outlier.count` has the number of each token. The sequences of a batch have lists of equal length: a shorter one is
+    padded with entries that name no channel and count for its last token.
+    """
+
+    version: ClassVar[int] = 1
+    stores_lists = True
+
+    @override
+    def encode(
+        self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
+    ) -> Packed:
+        tokens = x.shape[2]
+        self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
+        whole = tokens - tokens % block if block is not None and block < tokens else tokens
+        packed = self._listed(super().encode(x[:, :, :whole], block, None if rope is None else rope.narrow(0, whole)))
+        if whole == tokens:
+            return packed
+        turned = None if rope is None else rope.narrow(whole, tokens - whole)
+        tail = self._listed(super().encode(x[:, :, whole:], None, turned))
+        parts = {name: torch.cat([part, tail.parts[name]], 2) for name, part in packed.parts.items()}
+        return replace(packed, parts=parts, runs=merge_runs(packed.runs, tail.runs))
+
+    @staticmethod
+    def _listed(packed: Packed) -> Packed:
+        """The parts with lists instead of padded rows."""
+        if "outlier.count" not in packed.parts:
+            return packed
+        parts = dict(packed.parts)
+        count = parts["outlier.count"].int()
+        total = count.sum(2, keepdim=True)
+        count[:, :, -1:] += total.max() - total
+        most = int(count.max())
+        held = torch.arange(most, device=count.device) < count
+        for name, empty in _LISTS.items():
+            missing = max(most - parts[name].shape[-1], 0)
+            rows = torch.nn.functional.pad(parts[name], (0, missing), value=empty(packed.heads * packed.head_dim))
+            parts[name] = rows[..., :most][held].view(packed.batch, 1, -1, 1)
+        parts["outlier.count"] = count.to(torch.int16)
+        runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n not in _LISTS}) for run in packed.runs]
+        return replace(packed, parts=parts, runs=tuple(runs))
+
+    @override
+    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
+        if "outlier.count" not in packed.parts:
+            return super().decode(packed, rope)
+        parts = dict(packed.parts)
+        count = parts["outlier.count"].int()
+        most = int(count.max())
+        held = torch.arange(most, device=count.device) < count
+        for name, empty in _LISTS.items():
+            rows = parts[name].new_full((*count.shape[:-1], most), empty(packed.heads * packed.head_dim))
+            rows[held] = parts[name].flatten()
+            parts[name] = rows
+        runs = tuple(replace(run, rows=run.rows | dict.fromkeys(_LISTS, run.tokens)) for run in packed.runs)
+        return super().decode(replace(packed, parts=parts, runs=runs), rope)
+
+
+_LISTS: dict[str, Callable[[int], int]] = {
+    "outlier.value": lambda width: 0,
+    "outlier.index": lambda width: width - INDICES // 2,
+}
+"""Parts that are lists, and the value of an empty entry where a token has `width` channels."""
+
 
 MAX_BITS = 8
 _STREAM, _LENGTHS, _SIZE = "stream", "lengths", "size"
