@@ -85,6 +85,14 @@ def within(setting: str, value: int | None, lowest: int, highest: int) -> None:
         raise ConfigError(f"{setting}={value}: {side}")
 
 
+def require(
+    holds: bool, setting: str, value: object, allowed: str, kind: type[ConfigError | Unsupported] = ConfigError
+) -> None:
+    """Raise `kind` naming `setting`, the `value` given and what is `allowed`, unless a condition `holds`."""
+    if not holds:
+        raise kind(f"{setting}={value}: {allowed}")
+
+
 def check_seed(setting: str, value: int) -> None:
     """Raise `ConfigError` naming `setting` when `value` is no seed."""
     if not 0 <= value <= MAX_SEED:

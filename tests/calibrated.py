@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvq.calibration.budget import fit_sharing, joint_parts
-from kvq.calibration.groups import fit_groups, grouped_parts, joined
+from kvq.calibration.budget import fit_groups, fit_sharing, grouped_parts, joined, joint_parts
 from kvq.codecs import (
     Codec,
     CoupledQuantizer,

@@ -27,7 +27,7 @@ import encode_bench
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq.cache import KVCache
-from kvq.cache.preallocated import PreallocatedCache
+from kvq.cache.packed import PreallocatedCache
 from kvq.codecs import Codec
 from kvq.kernels import FusedCodec, attend, eager
 from kvq.kernels.encode import encoder_for

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
+from kvq.cache.contents import NO_CROP, placed, states_behind, states_of
 from kvq.cache.hooks import (
     Expansion,
     WatchfulCache,
@@ -29,7 +30,6 @@ from kvq.cache.layer import Layer
 from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.padded import PaddableCache
-from kvq.cache.recurrent import NO_CROP, placed, states_behind, states_of
 from kvq.cache.rotary import RopeTable, angles, styles_of_whole
 from kvq.config.run import Latent
 from kvq.errors import ConfigError, Unsupported

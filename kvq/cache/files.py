@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvq.cache.contents import StateLayer
 from kvq.cache.hooks import attentions
 from kvq.cache.layer import Layer
-from kvq.cache.recurrent import StateLayer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Reader, Writer
 from kvq.errors import DataError, RecordError

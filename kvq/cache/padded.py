@@ -18,9 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache.chunk_masks import SourceColumns
-from kvq.cache.counted import CountedCache
+from kvq.cache.contents import CountedCache, StateLayer, placed
 from kvq.cache.layer import Layer
-from kvq.cache.recurrent import StateLayer, placed
 from kvq.cache.rotary import RopeTable
 from kvq.cache.window import outside
 from kvq.errors import Unsupported

@@ -1,31 +1,43 @@
-"""One budget of bits for all layers and sides, from moments of states and gradients: each bit goes where it saves most.
+"""Bits shared by all layers and sides: one budget in nats (Fisher transforms), and KVTC's groups of coefficients.
 
-Second moments of all KV heads of a token and of the loss's gradients at them are summed up without keeping states. A
-part that shares bits says what each further bit of each of its components saves in nats (`Demand`). Bits are given in
-the order of what they save, until the budget is spent: the water level is what the last one saves.
+Budget: a part that shares bits says what each further bit of each of its components saves in nats (`Demand`). Bits are
+given in the order of what they save, until the budget is spent: the water level is what the last one saves.
+
+Groups: the error of every possible group is measured on the calibration's coefficients. Over the coefficients of a
+layer, in the order of their variances, the least error at each number of bits follows from that of fewer coefficients;
+over layers, from that of fewer layers. Both are exact. Source: KVTC (arXiv 2511.01815), section 3.2 and appendix B.17,
+as public reproductions quote them: docs/methods.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from kvq.cache.rotary import styles_of
-from kvq.calibration.collect import Kept, drawn_positions, loss, made_once, ropes_of, text_name
-from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, JointMoments, Rope, Tables, Widths
+from kvq.calibration.collect import Place
+from kvq.codecs import (
+    Budget,
+    Codec,
+    CoefficientQuantizer,
+    ComponentQuantizer,
+    FisherTransform,
+    Groups,
+    JointMoments,
+    PrincipalComponents,
+    Rope,
+    Tables,
+    Widths,
+)
+from kvq.codecs.coefficients import KINDS, coded, cost, values_of
 from kvq.codecs.stages import Stage
-from kvq.config.method import CalibrationConfig
-from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models import LoadedModel
-
-Place = tuple[str, int]
-"""A side and the index of a layer."""
+from kvq.errors import ConfigError, Unsupported
 
 
 @dataclass(frozen=True)
@@ -143,106 +155,166 @@ def predicted(quantizer: ComponentQuantizer, spectrum: Tensor, widths: Tensor) -
     return float((spectrum.double() * errors[widths.long()]).sum() / 2)
 
 
-@dataclass
-class _Sums:
-    """Sums over tokens of one side of a layer, in fp64."""
+_TOGETHER = 2**24
+"""Numbers that are in memory at once while errors are measured."""
+_NONE = (1, 0)
 
-    heads: int = 0
-    tokens: int = 0
-    first: Tensor | float = 0.0
-    second: Tensor | float = 0.0
-    gradients: Tensor | float = 0.0
-    label: str = field(default="")
 
-    def see(self, x: Float[Tensor, "1 heads tokens dim"], rope: Rope | None, kept: Tensor) -> None:
-        rows = self._rows(x, rope, kept, "state")
-        self.heads, self.tokens = x.shape[1], self.tokens + len(rows)
-        self.first, self.second = self.first + rows.sum(0), self.second + rows.mT @ rows
+@dataclass(frozen=True)
+class Errors:
+    """Squared errors of the groups of n coefficients, summed over tokens.
 
-    def see_gradient(self, x: Float[Tensor, "1 heads tokens dim"], rope: Rope | None, kept: Tensor) -> None:
-        rows = self._rows(x, rope, kept, "gradient")
-        self.gradients = self.gradients + rows.mT @ rows
+    `energies` `[n]`: of coefficients that are not stored. `of[size, kind]` `[n - size + 1]`: of the group that begins
+    at a coefficient.
+    """
 
-    @torch.no_grad()
-    def _rows(self, x: Tensor, rope: Rope | None, kept: Tensor, what: str) -> Float[Tensor, "kept n"]:
-        wide = x.detach().cpu().double()
-        if rope is not None:
-            wide = rope.rotate(wide, back=True)
-        if not bool(torch.isfinite(wide).all()):
-            raise DataError(f"calibration: {self.label}: a {what} is NaN or infinite; model.dtype=float32")
-        return wide[0].transpose(0, 1).flatten(1).index_select(0, kept)
+    energies: Float[np.ndarray, " n"]
+    of: Mapping[tuple[int, int], Float[np.ndarray, " starts"]]
 
     @property
-    def moments(self) -> JointMoments:
-        mean = torch.as_tensor(self.first) / self.tokens
-        covariance = torch.as_tensor(self.second) / self.tokens - torch.outer(mean, mean)
-        return JointMoments(mean, covariance, torch.as_tensor(self.gradients) / self.tokens, self.heads, self.tokens)
+    def options(self) -> list[tuple[int, int]]:
+        """Sizes and kinds that a group may have; the first is one coefficient that is not stored."""
+        return [_NONE, *self.of]
 
 
-def collect_joint(
-    loaded: LoadedModel,
-    windows: Int[Tensor, "samples length"],
-    tokens: int | None = None,
-    seed: int = 0,
-    left_out: int = 1,
-    before_rope: bool = True,
-) -> dict[Place, JointMoments]:
-    """Moments of keys and values of every layer that computes them, by one backward pass per window.
+def measured(z: Float[Tensor, "tokens n"], sizes: Sequence[int]) -> Errors:
+    """Errors of all groups of these sizes, those that are larger than n left out."""
+    found = {}
+    for size in (size for size in sizes if size <= z.shape[1]):
+        windows = z.unfold(1, size, 1)
+        for kind in KINDS if size > 1 else KINDS[:1]:  # one coefficient is its shift, whatever the bits
+            pieces = windows.split(max(1, _TOGETHER // (len(z) * size)), 1)
+            found[size, kind] = torch.cat([_error(piece, kind) for piece in pieces]).numpy()
+    return Errors(z.double().square().sum(0).numpy(), found)
 
-    Gradients are those of a window's loss summed over its tokens: what noise in one token's state costs all later
-    tokens. Memory: the activations of one window, and 2 n² numbers in fp64 per layer and side.
 
-    Args:
-        tokens: number of tokens that count, at the same positions in every layer, drawn by `seed`; None: all.
-        left_out: first tokens of a window that do not count.
-        before_rope: keys and their gradients before RoPE, where the model has it.
+def _error(x: Float[Tensor, "tokens groups size"], kind: int) -> Float[Tensor, " groups"]:
+    codes, scale, shift = coded(x, kind)
+    out = values_of(codes, kind, x.dtype) * scale.to(x.dtype) + shift.to(x.dtype)
+    return (out - x).square().sum((0, 2), dtype=torch.float64)
+
+
+class _Table:
+    """Least errors of the first i coefficients at up to u units of bits, `[n + 1, u + 1]`, and the last group."""
+
+    def __init__(self, errors: Errors, unit: int, most: int) -> None:
+        n = len(errors.energies)
+        self.errors, self.unit = errors, unit
+        self.least = np.zeros((n + 1, most + 1))
+        self.last = np.zeros((n + 1, most + 1), dtype=np.uint8)
+        for end in range(1, n + 1):
+            best = self.least[end - 1] + errors.energies[end - 1]
+            for number, (size, kind) in enumerate(errors.options):
+                spent = cost(size, kind) // unit
+                if kind == 0 or size > end or spent > most:
+                    continue
+                tried = self.least[end - size, : most + 1 - spent] + errors.of[size, kind][end - size]
+                better = tried < best[spent:]
+                best[spent:][better] = tried[better]
+                self.last[end, spent:][better] = number
+            self.least[end] = best
+
+    @property
+    def curve(self) -> Float[np.ndarray, " units"]:
+        """Least error of all coefficients at up to each number of units."""
+        return self.least[-1]
+
+    def groups(self, units: int) -> Groups:
+        """The groups of least error at up to `units`, without coefficients after the last that is stored."""
+        found, end = [], len(self.least) - 1
+        while end:
+            size, kind = self.errors.options[self.last[end, units]]
+            found.append((size, kind))
+            end, units = end - size, units - cost(size, kind) // self.unit
+        while found and found[0][1] == 0:
+            found.pop(0)
+        return Groups(tuple(size for size, _ in reversed(found)), tuple(kind for _, kind in reversed(found)))
+
+
+def planned(layers: Sequence[Errors], bits: int) -> list[Groups]:
+    """The groups of least total error whose bits of a token, over all layers, are at most `bits`."""
+    unit = math.gcd(*(cost(*option) for errors in layers for option in errors.options)) or 1
+    units = bits // unit
+    curves = [_Table(errors, unit, min(units, _useful(errors, unit))).curve for errors in layers]
+    shares = _shares(curves, units)
+    return [_Table(errors, unit, share).groups(share) for errors, share in zip(layers, shares, strict=True)]
+
+
+def _useful(errors: Errors, unit: int) -> int:
+    """Units beyond which more bits change nothing: every coefficient in a group of its own, of the most bits."""
+    most = max((cost(size, kind) / size for size, kind in errors.of), default=0.0)
+    return math.ceil(most * len(errors.energies) / unit)
+
+
+def _shares(curves: Sequence[Float[np.ndarray, " units"]], units: int) -> list[int]:
+    """Units of each layer, at which the sum of the curves is least; of equal ones, fewer for later layers."""
+    total = np.zeros(units + 1)
+    chosen = []
+    for curve in curves:
+        best, share = np.full(units + 1, np.inf), np.zeros(units + 1, dtype=np.int32)
+        for own, error in enumerate(curve):
+            tried = total[: units + 1 - own] + error
+            better = tried < best[own:]
+            best[own:][better], share[own:][better] = tried[better], own
+        total = best
+        chosen.append(share)
+    left, shares = units, []
+    for share in reversed(chosen):
+        shares.append(int(share[left]))
+        left -= shares[-1]
+    return shares[::-1]
+
+
+def grouped_parts(codec: Codec | None) -> tuple[str, PrincipalComponents, CoefficientQuantizer] | None:
+    """Name of the transform, it, and the quantizer of its components; None: the codec has neither.
 
     Raises:
-        DataError: states or gradients that are not finite, windows without tokens that count.
-        Unsupported: latents; a rotary embedding that cannot be undone; attentions that do not put their keys into the
-            cache they are given.
+        ConfigError: as `last_stage`.
     """
-    if getattr(loaded.text_config, "kv_lora_rank", None):
-        raise Unsupported("model: caches latents; a Fisher transform is of keys and values of heads")
-    layers = len(styles_of(loaded.model))
-    sums: dict[Place, _Sums] = {}
-    for window, positions in drawn_positions(windows, tokens, seed):
-        kept = positions[positions >= left_out]
-        with ropes_of(loaded) as found:
-
-            def see(
-                index: int, key: Tensor, value: Tensor, kept: Tensor = kept, found: dict[int, Rope] = found
-            ) -> tuple[Tensor, Tensor]:
-                states = {"key": key, "value": value}
-                for side, part in states.items():
-                    rope = found.get(index) if before_rope and side == "key" else None
-                    own = sums.setdefault((side, index), _Sums(label=f"layer {index} {side}s"))
-                    own.see(part, rope, kept)
-                    if not part.requires_grad:  # the first layer's: the weights are frozen
-                        states[side] = part = part.detach().requires_grad_()
-                    part.register_hook(partial(own.see_gradient, rope=rope, kept=kept))
-                return states["key"], states["value"]
-
-            loss(loaded, window, see, backward=True)
-    if len(sums) != 2 * layers:
-        raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {len(sums) // 2} of {layers} layers away")
-    if not all(own.tokens for own in sums.values()):
-        raise DataError(
-            f"calibration: windows of {windows.shape[1]} tokens, of which the first {left_out} are left out"
-        )
-    return {place: sums[place].moments for place in sorted(sums)}
-
-
-_Collected = tuple[dict[Place, JointMoments], float]
-_kept: Kept[dict[Place, JointMoments]] = {}
-
-
-def moments_of(
-    loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, left_out: int, before_rope: bool
-) -> _Collected:
-    """As `collect_joint`, once for the methods of a sweep; and the seconds it took, where it was not done just now."""
-    return made_once(
-        _kept,
-        (*text_name(loaded, windows, settings), left_out, before_rope),
-        lambda: collect_joint(loaded, windows, settings.tokens, settings.seed, left_out, before_rope),
+    quantizer = None if codec is None else codec.quantizer
+    said = (
+        "PrincipalComponents stand last of their stages, behind none but those of RoPE, and before a "
+        "CoefficientQuantizer"
     )
+    found = last_stage(codec, PrincipalComponents, isinstance(quantizer, CoefficientQuantizer), said)
+    return None if found is None else (*found, cast(CoefficientQuantizer, quantizer))
+
+
+def joined(codec: Codec, x: Float[Tensor, "heads tokens dim"], rope: Rope | None) -> Float[Tensor, "tokens n"]:
+    """States of a layer as the transform sees them, the channels of all heads of a token in a row."""
+    for _, stage in codec.stages[:-1]:
+        x = stage.forward(x, rope=rope)[0]  # type: ignore[call-arg]
+    return x.transpose(0, 1).flatten(1)
+
+
+def fit_groups(
+    codecs: Mapping[Place, Codec], rows: Callable[[Place], Float[Tensor, "tokens n"]]
+) -> dict[Place, Tables]:
+    """Tables of all codecs, `<part>.<table>`; layers of a side share their bits as their quantizers have it.
+
+    Args:
+        rows: states of a place, as `joined` gives them, asked for once.
+
+    Raises:
+        ConfigError: as `grouped_parts`.
+    """
+    parts = {place: found for place, codec in codecs.items() if (found := grouped_parts(codec)) is not None}
+    tables: dict[Place, Tables] = {}
+    errors: dict[Place, Errors] = {}
+    for place, (_, stage, quantizer) in parts.items():
+        own = rows(place)
+        tables[place] = stage.fit_rows(own)
+        seen = own[:: max(1, len(own) // quantizer.tokens)][: quantizer.tokens].float()
+        errors[place] = measured((seen - tables[place]["mean"]) @ tables[place]["basis"], quantizer.sizes)
+    shared: dict[object, list[Place]] = {}
+    for place, (_, _, quantizer) in parts.items():
+        shared.setdefault(place[0] if quantizer.budget is Budget.side else place, []).append(place)
+    out: dict[Place, Tables] = {}
+    for places in shared.values():
+        bits = sum(parts[place][2].bits * len(errors[place].energies) for place in places)
+        for place, groups in zip(places, planned([errors[place] for place in places], math.floor(bits)), strict=True):
+            name, _, quantizer = parts[place]
+            basis = tables[place]["basis"][:, : max(groups.used, 1)].contiguous()
+            out[place] = {f"{name}.mean": tables[place]["mean"], f"{name}.basis": basis}
+            out[place] |= {f"quantizer.{table}": found for table, found in quantizer.planned(groups).items()}
+    return out

@@ -15,10 +15,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvq.calibration import files
-from kvq.calibration.budget import Place, fit_sharing, joint_parts, moments_of
-from kvq.calibration.collect import Kept, LayerStates, collect, drawn_positions, loss, made_once, text_name
+from kvq.calibration.budget import fit_groups, fit_sharing, grouped_parts, joined, joint_parts
+from kvq.calibration.collect import (
+    Kept,
+    LayerStates,
+    Place,
+    collect,
+    drawn_positions,
+    loss,
+    made_once,
+    moments_of,
+    text_name,
+)
 from kvq.calibration.files import Calibration, bind
-from kvq.calibration.groups import fit_groups, grouped_parts, joined
 from kvq.calibration.text import text_of
 from kvq.codecs import Codec, LearnedRotation, Tables, calibrated_parts, cayley_step, fit_codec
 from kvq.config.method import CalibrationConfig

@@ -15,7 +15,7 @@ from kvq.codecs.levels import looked_up
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import CodeQuantizer, Parts, choice
 from kvq.codecs.uniform import Halves
-from kvq.errors import ConfigError, at_least
+from kvq.errors import ConfigError, at_least, require
 
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -75,8 +75,7 @@ class BlockFloatQuantizer(CodeQuantizer):
         at_least("group_size", group_size, 1)
         self.group_size, self.four_over_six = group_size, four_over_six
         self.scale, self.halves = choice(BlockScale, scale, "scale"), choice(Halves, halves, "halves")
-        if self.halves not in (Halves.even, Halves.up, Halves.down):
-            raise ConfigError(f"halves={self.halves.name}: even, up or down")
+        require(self.halves in (Halves.even, Halves.up, Halves.down), "halves", self.halves.name, "even, up or down")
         if four_over_six and self.scale is not BlockScale.e4m3:
             raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale.name}")
 

@@ -16,7 +16,7 @@ from kvq.codecs.levels import looked_up, nearest_level
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, CodeQuantizer, Parts, Quantizer, choice, to_stored
 from kvq.codecs.uniform import Halves, SideDtype, UniformQuantizer
-from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.errors import ConfigError, Unsupported, at_least, require
 
 
 def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, "*lead groups size"]:
@@ -120,8 +120,7 @@ class TurboMindQuantizer(UniformQuantizer):
     version: ClassVar[int] = 1
 
     def __init__(self, bits: int) -> None:
-        if bits > 8:
-            raise Unsupported(f"bits={bits}: TurboMind's grid has 1 to 8 bits")
+        require(bits <= 8, "bits", bits, "TurboMind's grid has 1 to 8 bits", Unsupported)
         super().__init__(bits, Axis.per_token)
 
     @property

@@ -12,10 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.codec import Codec
-from kvq.codecs.quantizers import Quantizer
+from kvq.codecs.quantizers import Quantizer, prefixed, under
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Side, Stage
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, require
 
 Tables = dict[str, Tensor]
 States = Float[Tensor, "heads tokens head_dim"]
@@ -34,7 +34,7 @@ class Calibrated:
         wants_pairs: of the moments, `fit` reads the energies of RoPE pairs alone, so a stage that turns these may
             precede the part; no other stage may precede one that takes moments.
         wants_joint: the tables are of all heads of a token, and fitted with those of all layers
-            (`kvq.calibration.budget`, `kvq.calibration.groups`).
+            (`kvq.calibration.budget`, `kvq.calibration.budget`).
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
     """
 
@@ -98,10 +98,7 @@ def bind_codec(codec: Codec, tables: Mapping[str, Tensor] | None, heads: int, he
     """A copy of the codec with its tables, named `<part>.<table>`; None: a copy that only checks shapes."""
     bound = {}
     for name, part in calibrated_parts(codec).items():
-        prefix = f"{name}."
-        own = None
-        if tables is not None:
-            own = {key[len(prefix) :]: table for key, table in tables.items() if key.startswith(prefix)}
+        own = None if tables is None else under(tables, f"{name}.")
         bound[name] = part.bound(own, heads, head_dim)
     stages = [(name, bound.get(name, stage)) for name, stage in codec.stages]
     return codec.rebuilt(stages, bound.get(QUANTIZER))  # type: ignore[arg-type]
@@ -144,7 +141,7 @@ def fit_codec(
                     raise ConfigError(f"stage '{name}': first in its codec, and fitted on a model's queries")
                 wanted = {"moments": moments}
             found = part.fit(x, gradients if part.wants_gradients else None, seed, **wanted)
-            tables |= {f"{name}.{key}": table for key, table in found.items()}
+            tables |= prefixed(found, f"{name}.")
             bound = part.bound(found, heads, head_dim)
             part = cast("Stage | Quantizer", bound)
         if isinstance(part, Stage) and left:
@@ -177,8 +174,7 @@ class LayerScale(Calibrated, Stage):
     token_group = 1
 
     def __init__(self, divisor: float, per_head: bool = False) -> None:
-        if not divisor > 0:
-            raise ConfigError(f"divisor={divisor}: above 0")
+        require(divisor > 0, "divisor", divisor, "above 0")
         self.divisor, self.per_head = divisor, per_head
 
     @override

@@ -15,7 +15,7 @@ from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.levels import levels_1d, looked_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, Parts, Quantizer, choice, to_stored
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import Unsupported, require
 
 MAX_BITS = 8
 INDICES = 2**16
@@ -68,10 +68,8 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         qnorm: bool = False,
         chosen: Outliers | str = Outliers.threshold,
     ) -> None:
-        if not 1 <= bits <= MAX_BITS:
-            raise Unsupported(f"bits={bits}: a lookup table has 1 to {MAX_BITS} bits")
-        if not 0 <= outliers < 0.5:
-            raise ConfigError(f"outliers={outliers}: a share of the entries, 0 to below 0.5")
+        require(1 <= bits <= MAX_BITS, "bits", bits, f"a lookup table has 1 to {MAX_BITS} bits", Unsupported)
+        require(0 <= outliers < 0.5, "outliers", outliers, "a share of the entries, 0 to below 0.5")
         self.bits, self.outliers, self.qnorm = bits, outliers, qnorm
         self.axis, self.chosen = choice(Axis, axis, "axis"), choice(Outliers, chosen, "chosen")
 
@@ -267,14 +265,12 @@ class SpectralQuantizer(Calibrated, Quantizer):
     token_group = 1
 
     def __init__(self, bits: float | int, water_filling: bool = True) -> None:
-        if not 1 <= bits <= _MOST:
-            raise ConfigError(f"bits={bits}: a mean of 1 to {_MOST}")
+        require(1 <= bits <= _MOST, "bits", bits, f"a mean of 1 to {_MOST}")
         self.bits, self.water_filling = bits, water_filling
 
     @override
     def check(self, head_dim: int) -> None:
-        if head_dim < 2:
-            raise Unsupported(f"head_dim={head_dim}: no coordinates but semantic ones")
+        require(head_dim >= 2, "head_dim", head_dim, "no coordinates but semantic ones", Unsupported)
         super().check(head_dim)
 
     @override

@@ -15,7 +15,7 @@ from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.quantizers import choice
 from kvq.codecs.rotations import RandomizedHadamard, hadamard_matrix, has_hadamard, per_block
 from kvq.codecs.stages import Side, Stage
-from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.errors import Unsupported, at_least, require
 
 
 class Start(enum.Enum):
@@ -77,8 +77,7 @@ class LearnedRotation(_TableRotation):
         self, steps: int = 100, rate: float = 1.5, start: Start | str = Start.random_hadamard, seed: int = 0
     ) -> None:
         at_least("steps", steps, 1)
-        if not rate > 0:
-            raise ConfigError(f"rate={rate}: above 0")
+        require(rate > 0, "rate", rate, "above 0")
         self.steps, self.rate, self.seed = steps, rate, seed
         self.start = choice(Start, start, "start")
 
@@ -281,8 +280,7 @@ class RankClip(Stage):
     token_group = 1
 
     def __init__(self, share: float | int) -> None:
-        if not 0 < share <= 1:
-            raise ConfigError(f"share={share}: above 0, at most 1")
+        require(0 < share <= 1, "share", share, "above 0, at most 1")
         self.share = share
 
     @override

@@ -15,9 +15,9 @@ from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.lloyd_max import MAX_BITS
 from kvq.codecs.packed import pack, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, choice, shared_group
+from kvq.codecs.quantizers import Parts, Quantizer, choice, prefixed, shared_group, under
 from kvq.codecs.split import TwoWaySplit
-from kvq.errors import ConfigError, Unsupported, at_least, within
+from kvq.errors import ConfigError, Unsupported, at_least, require, within
 
 
 class ChannelGroups(Calibrated, Quantizer):
@@ -82,16 +82,16 @@ class ChannelGroups(Calibrated, Quantizer):
         parts: Parts = {}
         for head, prefix, channels, codec in self._each(x):
             own = x.narrow(-3, head, 1).index_select(-1, channels)
-            parts |= {f"{prefix}{name}": part for name, part in codec.encode_block(own, dtype=dtype).items()}
+            parts |= prefixed(codec.encode_block(own, dtype=dtype), prefix)
         return parts
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         out = torch.empty(shape, dtype=dtype, device=next(iter(parts.values())).device)
         for head, prefix, channels, codec in self._each(out):
-            own = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
             size = Size((*shape[:-3], 1, shape[-2], len(channels)))
-            out.narrow(-3, head, 1).index_copy_(-1, channels, codec.decode_block(own, size, dtype))
+            own = codec.decode_block(under(parts, prefix), size, dtype)
+            out.narrow(-3, head, 1).index_copy_(-1, channels, own)
         return out
 
 
@@ -121,16 +121,14 @@ class PairWidths(ChannelGroups):
 
     def __init__(self, codec: Codec, bits: float | int, most: int = MAX_BITS) -> None:
         within("most", most, 1, MAX_BITS)
-        if not 1 <= bits <= most:
-            raise ConfigError(f"bits={bits}: a mean of at least 1 and at most {most} (most)")
+        require(1 <= bits <= most, "bits", bits, f"a mean of at least 1 and at most {most} (most)")
         super().__init__({f"bits{width}": codec.with_more_bits(width - 1, most) for width in range(1, most + 1)})
         self.bits, self.most = bits, most
 
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: an odd head dim, or another than that of the calibration."""
-        if head_dim % 2:
-            raise Unsupported(f"head_dim={head_dim}: an odd number of channels has no pairs")
+        require(head_dim % 2 == 0, "head_dim", head_dim, "an odd number of channels has no pairs", Unsupported)
         super().check(head_dim)
 
     @override
@@ -173,19 +171,25 @@ class Choice(enum.Enum):
 
 
 class _TwoChannelGroups(TwoWaySplit):
-    """`high` encodes the outlier channels, `low` the others."""
+    """`high` encodes the outlier channels, of which a head has `count`, and `low` the others.
+
+    Subclasses whose outlier channels follow from the layer and the head dim say which they are (`_mask`).
+    """
 
     axis = -1
 
-    @property
-    @override
-    def indices(self) -> dict[str, int]:
-        """Those of both groups, which have the tokens of the block."""
-        groups = self.codecs.items()
-        return {f"{group}.{name}": bits for group, codec in groups for name, bits in codec.quantizer.indices.items()}
+    def count(self, head_dim: int) -> int:
+        """Outlier channels of a head."""
+        raise NotImplementedError
 
-    def _check_channels(self, outliers: int, head_dim: int) -> None:
+    def _mask(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> Tensor:
+        """1 for each outlier channel, `[..., heads, 1, dim]`."""
+        raise NotImplementedError
+
+    @override
+    def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
+        outliers = self.count(head_dim)
         if not 0 < outliers < head_dim:
             raise Unsupported(f"outliers={outliers}: head_dim={head_dim} leaves no other channels")
         for name, codec, _, channels in self._groups((outliers, head_dim - outliers)):
@@ -193,6 +197,22 @@ class _TwoChannelGroups(TwoWaySplit):
                 codec.check(channels)
             except Unsupported as error:
                 raise Unsupported(f"{name} ({channels} of {head_dim} channels): {error}") from error
+
+    @override
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        return self._encode_mask(x, self._mask(x), self.count(x.shape[-1]), dtype)
+
+    @override
+    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
+        like = torch.empty(*shape[:-2], 0, shape[-1], dtype=dtype, device=next(iter(parts.values())).device)
+        return self._decode_mask(parts, self._mask(like), self.count(shape[-1]), shape, dtype)
+
+    @property
+    @override
+    def indices(self) -> dict[str, int]:
+        """Those of both groups, which have the tokens of the block."""
+        groups = self.codecs.items()
+        return {f"{group}.{name}": bits for group, codec in groups for name, bits in codec.quantizer.indices.items()}
 
 
 class ChannelSplit(_TwoChannelGroups):
@@ -234,9 +254,8 @@ class ChannelSplit(_TwoChannelGroups):
         self.bits = low.quantizer.bits if hasattr(low.quantizer, "bits") else None
 
     @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
-        self._check_channels(self.outliers, head_dim)
+    def count(self, head_dim: int) -> int:
+        return self.outliers
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
@@ -287,14 +306,14 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
         super().__init__(high, low)
         self.outliers, self.differences = outliers, differences
 
+    @override
     def count(self, head_dim: int) -> int:
-        """Outlier channels of a head."""
         return head_dim // 4 if self.outliers is None else self.outliers
 
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a group that cannot be, or another head dim than that of the calibration."""
-        self._check_channels(self.count(head_dim), head_dim)
+        _TwoChannelGroups.check(self, head_dim)
         super().check(head_dim)
 
     @override
@@ -304,17 +323,9 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
         chosen = spread.var(1, correction=0, keepdim=True).topk(self.count(x.shape[-1]), -1).indices
         return {"mask": torch.zeros_like(x[:, :1], dtype=torch.uint8).scatter_(-1, chosen, 1)}
 
-    def _mask(self, like: Float[Tensor, "*lead heads tokens dim"]) -> Tensor:
+    @override
+    def _mask(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> Tensor:
         return self.table("mask", like).expand(*like.shape[:-2], 1, -1)
-
-    @override
-    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        return self._encode_mask(x, self._mask(x), self.count(x.shape[-1]), dtype)
-
-    @override
-    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        like = torch.empty(*shape[:-2], 0, shape[-1], dtype=dtype, device=next(iter(parts.values())).device)
-        return self._decode_mask(parts, self._mask(like), self.count(shape[-1]), shape, dtype)
 
 
 class LeadingChannels(_TwoChannelGroups):
@@ -340,19 +351,10 @@ class LeadingChannels(_TwoChannelGroups):
         self.first, self.token_group = first, 1 if {high.token_group, low.token_group} == {1} else None
 
     @override
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
-        self._check_channels(self.first, head_dim)
+    def count(self, head_dim: int) -> int:
+        return self.first
 
-    def _mask(self, like: Tensor, dim: int) -> Tensor:
-        mask = torch.arange(dim, device=like.device) < self.first
+    @override
+    def _mask(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> Tensor:
+        mask = torch.arange(like.shape[-1], device=like.device) < self.first
         return mask.to(torch.uint8).expand(*like.shape[:-2], 1, -1)
-
-    @override
-    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        return self._encode_mask(x, self._mask(x, x.shape[-1]), self.first, dtype)
-
-    @override
-    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        mask = self._mask(next(iter(parts.values())), shape[-1])
-        return self._decode_mask(parts, mask, self.first, shape, dtype)

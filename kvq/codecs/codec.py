@@ -7,13 +7,16 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Size, Tensor
 
 from kvq.codecs.packed import UNIT, BlockRun, Packed
-from kvq.codecs.quantizers import Gain, Parts, Quantizer, shared_group, to_stored
+from kvq.codecs.quantizers import Gain, Parts, Quantizer, shared_group, to_stored, under
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage
-from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean
+from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean, require
+
+Blocks = Float[Tensor, "*lead heads tokens head_dim"]
+States = Float[Tensor, "batch heads tokens head_dim"]
 
 
 class Codec:
@@ -39,8 +42,7 @@ class Codec:
         for name in order:
             if name not in stages:
                 raise ConfigError(f"order: unknown stage '{name}'.{did_you_mean(name, stages)}")
-        if len(set(order)) != len(order):
-            raise ConfigError(f"order={list(order)}: each stage once")
+        require(len(set(order)) == len(order), "order", list(order), "each stage once")
         left_out = [name for name, stage in stages.items() if stage is not None and name not in order]
         if left_out:
             raise ConfigError(f"order={list(order)}: leaves out stage '{left_out[0]}'; set it to null to drop it")
@@ -76,7 +78,7 @@ class Codec:
         """The codec of the tokens that follow those held, of which there may be none; see `fits_first_tokens`."""
         return self
 
-    def staged(self, x: Float[Tensor, "*lead heads tokens head_dim"], rope: Rope | None = None) -> Tensor:
+    def staged(self, x: Blocks, rope: Rope | None = None) -> Blocks:
         """What the quantizer is given of one block, in the compute dtype."""
         y = x.to(_compute_dtype(x.dtype))
         for _, stage in self.stages:
@@ -89,9 +91,7 @@ class Codec:
             stage.check(head_dim)
         self.quantizer.check(head_dim)
 
-    def encode(
-        self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
-    ) -> Packed:
+    def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
         """Encode all tokens as one block, or as blocks of `block` tokens, each with its own statistics.
 
         A short tail is a separate block. `rope`: the rotations (RoPE) of the tokens, for a codec that undoes them.
@@ -129,7 +129,7 @@ class Codec:
                 given = "none" if rope is None else f"those of {rope.tokens}"
                 raise Unsupported(f"stage '{name}' needs the rotations (rope) of {tokens} tokens; given: {given}")
 
-    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
+    def decode(self, packed: Packed, rope: Rope | None = None) -> States:
         """The reconstruction that attention reads, from the stored tensors alone, in the dtype that was encoded.
 
         Raises:
@@ -139,7 +139,7 @@ class Codec:
         out, first = [], 0
         for run, parts in packed.by_run():
             blocks = run.blocks(parts)
-            shape = torch.Size((packed.batch, run.count, packed.heads, run.tokens, packed.head_dim))
+            shape = Size((packed.batch, run.count, packed.heads, run.tokens, packed.head_dim))
             length = run.tokens * run.count
             turned = None if rope is None else rope.narrow(first, length).blocks(run.tokens, run.count)
             first += length
@@ -147,12 +147,7 @@ class Codec:
             out.append(decoded.transpose(1, 2).reshape(packed.batch, packed.heads, -1, packed.head_dim))
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
-    def encode_block(
-        self,
-        blocks: Float[Tensor, "*lead heads tokens head_dim"],
-        rope: Rope | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Parts:
+    def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
         """Stored parts of blocks, each `[heads, tokens, head_dim]`; rows (dim -2) run along a block's tokens.
 
         `dtype`: of the states, for a codec inside of a quantizer, which has them in the compute dtype (None: that of
@@ -189,20 +184,14 @@ class Codec:
                 break
         parts["gain"] = to_stored(factor, torch.float16)
 
-    def decode_block(
-        self, parts: Parts, shape: torch.Size, dtype: torch.dtype, rope: Rope | None = None
-    ) -> Float[Tensor, "*lead heads tokens head_dim"]:
+    def decode_block(self, parts: Parts, shape: Size, dtype: torch.dtype, rope: Rope | None = None) -> Blocks:
         """Inverse of `encode_block`, in the compute dtype `dtype`."""
         y = self.quantizer.decode(parts, shape, dtype)
         if "gain" in parts:
             y = y * parts["gain"].to(dtype)
         for name, stage in reversed(self.stages):
-            prefix = f"{name}."
-            side = {
-                key[len(prefix) :]: part.to(dtype) if part.is_floating_point() else part
-                for key, part in parts.items()
-                if key.startswith(prefix)
-            }
+            kept = under(parts, f"{name}.").items()
+            side = {key: part.to(dtype) if part.is_floating_point() else part for key, part in kept}
             y = stage.inverse(y, side, **_wanted(stage, rope))
         return y
 

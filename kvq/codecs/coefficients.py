@@ -1,6 +1,6 @@
 """KVTC's transform and quantizer: principal components of all KV heads of a token, in groups that share a scale.
 
-Both are fitted with all layers at once, because the bits of a side are shared out over them (`kvq.calibration.groups`).
+Both are fitted with all layers at once, because the bits of a side are shared out over them (`kvq.calibration.budget`).
 """
 
 from __future__ import annotations

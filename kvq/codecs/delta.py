@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.packed import pack, together, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, to_stored
+from kvq.codecs.quantizers import Parts, Quantizer, prefixed, to_stored, under
 from kvq.errors import ConfigError, Unsupported, at_least
 
 _PROBES, _PROBE_SEED = 256, 2_718_281_829
@@ -112,14 +112,13 @@ class DeltaQuantizer(Quantizer):
         else:
             one = self.codec.encode_block(torch.zeros_like(x[..., :1, :]))
             parts = {name: part[..., :0, :] for name, part in one.items()}
-        return {f"delta.{name}": part for name, part in parts.items()}
+        return prefixed(parts, "delta.")
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         regular = self._anchors(shape[-2])
         rest = Size((*shape[:-2], regular.count(False), shape[-1]))
-        own = {name.removeprefix("delta."): part for name, part in parts.items() if name.startswith("delta.")}
-        steps = iter(self.codec.decode_block(own, rest, dtype).split(1, -2) if rest[-2] else ())
+        steps = iter(self.codec.decode_block(under(parts, "delta."), rest, dtype).split(1, -2) if rest[-2] else ())
         anchors = iter(parts["anchors"].to(dtype).split(1, -2))
         far: list[tuple[Tensor, Tensor]] = []
         if self.variable_rows and rest[-2]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, require
 
 _ANGLE_BITS = 8
 _ANGLE_NODES, _ANGLE_WEIGHTS = np.polynomial.legendre.leggauss(64)
@@ -250,8 +250,7 @@ class OctahedralQuantizer(Quantizer):
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: fewer than 4 channels."""
-        if head_dim < 4:
-            raise Unsupported(f"head_dim={head_dim}: OctahedralQuantizer takes 4 channels and more")
+        require(head_dim >= 4, "head_dim", head_dim, "OctahedralQuantizer takes 4 channels and more", Unsupported)
 
     def _tables(self, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
         levels = square_levels(self.bits + 1), norm_levels(self.bits - 1, dim)
@@ -315,8 +314,7 @@ class LatticeQuantizer(Quantizer):
     token_group = 1
 
     def __init__(self, bits: int) -> None:
-        if not 2 <= bits <= 4:
-            raise Unsupported(f"bits={bits}: LatticeQuantizer takes 2, 3 or 4")
+        require(2 <= bits <= 4, "bits", bits, "LatticeQuantizer takes 2, 3 or 4", Unsupported)
         self.bits = bits
 
     @property
@@ -337,8 +335,7 @@ class LatticeQuantizer(Quantizer):
     @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a head dim that is no multiple of 8."""
-        if head_dim % DIM:
-            raise Unsupported(f"head_dim={head_dim}: lattice points are of {DIM} channels")
+        require(head_dim % DIM == 0, "head_dim", head_dim, f"lattice points are of {DIM} channels", Unsupported)
 
     def _points(self, x: Float[Tensor, "*lead 8"]) -> tuple[Tensor, Tensor]:
         """The nearest point of each part of the set, integers first, before they are cut."""

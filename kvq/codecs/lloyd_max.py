@@ -18,7 +18,7 @@ from typing_extensions import override
 from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import CodeQuantizer, Gain, Parts, Quantizer, choice, more_bits
-from kvq.errors import Unsupported, at_least, check_seed
+from kvq.errors import Unsupported, at_least, check_seed, require
 
 MAX_BITS = 8
 _TIE = 2.0**-11  # of the states' machine epsilon: far above the rounding of a rotation, far below that of the states
@@ -177,8 +177,7 @@ class CodebookQuantizer(CodeQuantizer):
     def __init__(
         self, bits: int, gain: Gain | str, made: Callable[..., Array], given: tuple[Any, ...], unit: bool = False
     ) -> None:
-        if not 1 <= bits <= MAX_BITS:
-            raise Unsupported(f"bits={bits}: a Lloyd-Max codebook has 1 to {MAX_BITS} bits")
+        require(1 <= bits <= MAX_BITS, "bits", bits, f"a Lloyd-Max codebook has 1 to {MAX_BITS} bits", Unsupported)
         self.bits, self.gain, self.unit = bits, choice(Gain, gain, "gain"), unit
         self._start = made, given
 

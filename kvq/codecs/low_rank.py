@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.codec import Codec, check_nested
-from kvq.codecs.quantizers import Axis, Parts, Quantizer, choice, to_stored
+from kvq.codecs.quantizers import Axis, Parts, Quantizer, choice, prefixed, to_stored, under
 from kvq.codecs.uniform import UniformQuantizer
-from kvq.errors import ConfigError, Unsupported, at_least, check_seed
+from kvq.errors import Unsupported, at_least, check_seed, require
 
 Blocks = Float[Tensor, "blocks tokens dim"]
 Factors = tuple[Float[Tensor, "blocks tokens rank"], Float[Tensor, "blocks rank dim"]]
@@ -110,13 +110,11 @@ class LowRankCorrection(Calibrated, Quantizer):
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         found = self.base.encode_block(x, dtype=dtype)
         rest = x - self.base.decode_block(found, x.shape, x.dtype)
-        parts = {f"{_PREFIX}{name}": part for name, part in found.items()}
-        return parts | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
+        return prefixed(found, _PREFIX) | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        own = {name.removeprefix(_PREFIX): part for name, part in parts.items() if name.startswith(_PREFIX)}
-        return self.base.decode_block(own, shape, dtype) + product(parts, shape, dtype)
+        return self.base.decode_block(under(parts, _PREFIX), shape, dtype) + product(parts, shape, dtype)
 
 
 def stored_factors(factors: Factors, shape: Size) -> Parts:
@@ -213,15 +211,11 @@ class SparseLowRank(Quantizer):
         iterations: int = 3,
         seed: int = 0,
     ) -> None:
-        if not 0 <= sparsity < 1:
-            raise ConfigError(f"sparsity={sparsity}: a share, from 0 to below 1")
-        for setting, given, least in (
-            ("rank", rank, 0),
-            ("buffer_rank", buffer_rank, 0),
-            ("buffer", buffer, 0),
-            ("iterations", iterations, 1),
-        ):
-            at_least(setting, given, least)
+        require(0 <= sparsity < 1, "sparsity", sparsity, "a share, from 0 to below 1")
+        at_least("rank", rank, 0)
+        at_least("buffer_rank", buffer_rank, 0)
+        at_least("buffer", buffer, 0)
+        at_least("iterations", iterations, 1)
         self.backbone, self.sparsity, self.iterations, self.seed = backbone, sparsity, iterations, seed
         self.rank, self.buffer_rank, self.buffer = rank, buffer_rank, buffer
         self.bits = backbone.bits

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.codec import Codec
+from kvq.codecs.codec import States as BatchStates
 from kvq.codecs.levels import codebooks, nearest
 from kvq.codecs.packed import MAX_BITS, Packed, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Parts, Quantizer, to_stored
@@ -277,15 +278,13 @@ class PrefillCodec(Codec):
         return self if held is None else self._by(held.parts[_BOOK])
 
     @override
-    def encode(
-        self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
-    ) -> Packed:
+    def encode(self, x: BatchStates, block: int | None = None, rope: Rope | None = None) -> Packed:
         self._check_rope(rope, x.shape[2])
         book = self._product.fit(self.staged(x, rope))
         packed = self._by(book).encode(x, block, rope)
         return replace(packed, parts=packed.parts | {_BOOK: book})
 
     @override
-    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
+    def decode(self, packed: Packed, rope: Rope | None = None) -> BatchStates:
         parts = {name: part for name, part in packed.parts.items() if name != _BOOK}
         return self._by(packed.parts[_BOOK]).decode(replace(packed, parts=parts), rope)

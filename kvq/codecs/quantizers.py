@@ -6,14 +6,14 @@ import abc
 import copy
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.errors import ConfigError, Unsupported, did_you_mean
+from kvq.errors import ConfigError, Unsupported, did_you_mean, require
 
 Parts = dict[str, Tensor]
 _Kind = TypeVar("_Kind", bound=enum.Enum)
@@ -61,6 +61,21 @@ def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
         limit = torch.finfo(dtype).max
         x = x.clamp(-limit, limit)
     return x.to(dtype)
+
+
+def check_group(setting: str, size: int | None, whole: str) -> None:
+    """Raise `ConfigError` naming `setting` for a group of less than one element; None: the `whole` is one group."""
+    require(size is None or size >= 1, setting, size, f"at least 1, or null for {whole}")
+
+
+def under(parts: Mapping[str, Tensor], prefix: str) -> Parts:
+    """The parts (or tables) whose names begin with `prefix`, named without it; the inverse of `prefixed`."""
+    return {name[len(prefix) :]: part for name, part in parts.items() if name.startswith(prefix)}
+
+
+def prefixed(parts: Mapping[str, Tensor], prefix: str) -> Parts:
+    """The same parts with `prefix` before their names."""
+    return {f"{prefix}{name}": part for name, part in parts.items()}
 
 
 class Quantizer(abc.ABC):

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from kvq.codecs.quantizers import choice
 from kvq.codecs.stages import Side, Stage
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, require
 
 _FEWEST_ROWS = 8  # of a matrix product; MKL has other code for 1 to 3
 _PALEY = {12: 11, 20: 19, 28: 13}
@@ -233,8 +233,7 @@ class BlockRotation(_Rotation):
     version: ClassVar[int] = 1
 
     def __init__(self, size: int, seed: int = 0, one_sided: bool = False) -> None:
-        if size not in (2, 3, 4):
-            raise ConfigError(f"size={size}: blocks of 2, 3 or 4 channels")
+        require(size in (2, 3, 4), "size", size, "blocks of 2, 3 or 4 channels")
         if one_sided and size != 4:
             raise ConfigError(f"one_sided=true: with size=4, not {size}")
         self.size, self.seed, self.one_sided = size, seed, one_sided

@@ -17,7 +17,7 @@ from kvq.codecs.quantizers import Axis, Parts, choice, to_stored
 from kvq.codecs.rotations import per_block
 from kvq.codecs.stages import Side, Stage
 from kvq.codecs.uniform import UniformQuantizer
-from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.errors import Unsupported, at_least, require
 
 _LEAST = 1e-12  # of the largest eigenvalue: components below it have no variance
 
@@ -162,12 +162,9 @@ class FisherTransform(Calibrated, Stage):
         if heads_together is not None:
             at_least("heads_together", heads_together, 1)
         at_least("left_out", left_out, 0)
-        if not ridge > 0:
-            raise ConfigError(f"ridge={ridge}: above 0")
-        if not 0 <= mixing <= 1:
-            raise ConfigError(f"mixing={mixing}: a share, 0 to 1")
-        if tables not in ("float32", "float16"):
-            raise ConfigError(f"tables={tables}: float32 or float16")
+        require(ridge > 0, "ridge", ridge, "above 0")
+        require(0 <= mixing <= 1, "mixing", mixing, "a share, 0 to 1")
+        require(tables in ("float32", "float16"), "tables", tables, "float32 or float16")
         self.heads_together, self.ridge, self.mixing, self.left_out = heads_together, ridge, mixing, left_out
         self.dtype = getattr(torch, tables)
 
@@ -279,14 +276,12 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
         super().__init__(bits, Axis.per_channel, group_size)
         for name, number in (("channels", channels), ("rank", rank), ("rows", rows)):
             at_least(name, 1 if number is None else number, 1)
-        if not weight > 0:
-            raise ConfigError(f"weight={weight}: above 0")
+        require(weight > 0, "weight", weight, "above 0")
         self.channels, self.rank, self.weight, self.rows = channels, rank, weight, rows
 
     @override
     def check(self, head_dim: int) -> None:
-        if head_dim < 2:
-            raise Unsupported(f"head_dim={head_dim}: no channel behind the first ones")
+        require(head_dim >= 2, "head_dim", head_dim, "no channel behind the first ones", Unsupported)
         super().check(head_dim)
 
     def _ends(self, dim: int) -> list[int]:

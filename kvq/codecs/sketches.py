@@ -167,13 +167,10 @@ class SketchQuantizer(Quantizer):
         sketch: Sketch | str = Sketch.orthogonal,
         seed: int = 1,
     ) -> None:
-        for setting, given, least in (
-            ("ratio", ratio, 1),
-            ("outliers", outliers, 0),
-            ("outlier_ratio", outlier_ratio, 1),
-            ("group_size", group_size, 1),
-        ):
-            at_least(setting, given, least)
+        at_least("ratio", ratio, 1)
+        at_least("outliers", outliers, 0)
+        at_least("outlier_ratio", outlier_ratio, 1)
+        at_least("group_size", group_size, 1)
         if shared_rows and outliers and outlier_ratio > ratio:
             raise ConfigError(f"outlier_ratio={outlier_ratio}: at most ratio ({ratio}) where shared_rows=true")
         self.ratio, self.outliers, self.outlier_ratio, self.seed = ratio, outliers, outlier_ratio, seed

@@ -12,11 +12,11 @@ from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import calibrated_parts
-from kvq.codecs.codec import Codec, check_nested
+from kvq.codecs.codec import Blocks, Codec, check_nested
 from kvq.codecs.packed import pack, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, shared_group
+from kvq.codecs.quantizers import Parts, Quantizer, prefixed, shared_group, under
 from kvq.codecs.rope import Rope, rope_table
-from kvq.errors import ConfigError, Unsupported
+from kvq.errors import ConfigError, Unsupported, require
 
 
 class Split(Quantizer):
@@ -70,10 +70,9 @@ class Split(Quantizer):
         pieces = []
         for name, codec, _, size in self._groups(sizes):
             if size:
-                own = {key.removeprefix(f"{name}."): part for key, part in parts.items() if key.startswith(f"{name}.")}
-                held = list(shape)
-                held[self.axis] = size
-                pieces.append(codec.decode_block(own, Size(held), dtype))
+                own = list(shape)
+                own[self.axis] = size
+                pieces.append(codec.decode_block(under(parts, f"{name}."), Size(own), dtype))
         order = self._order(group).expand(shape)
         out = torch.empty(shape, dtype=dtype, device=group.device)
         return out.scatter_(self.axis, order, torch.cat(pieces, self.axis))
@@ -130,8 +129,7 @@ class TokenSplit(TwoWaySplit):
     axis = -2
 
     def __init__(self, share: float | int, high: Codec, low: Codec, per_head: bool = False) -> None:
-        if not 0 <= share <= 1:
-            raise ConfigError(f"share={share}: of the tokens, 0 to 1")
+        require(0 <= share <= 1, "share", share, "of the tokens, 0 to 1")
         super().__init__(high, low)
         self.share, self.per_head = share, per_head
         more, fewer = (getattr(codec.quantizer, "bits", None) for codec in (high, low))
@@ -230,12 +228,7 @@ class PlannedCodec(Codec):
             self._mask = None
 
     @override
-    def encode_block(
-        self,
-        blocks: Float[Tensor, "*lead heads tokens head_dim"],
-        rope: Rope | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Parts:
+    def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
         if self._mask is None or not isinstance(self.quantizer, TokenSplit):
             return super().encode_block(blocks, rope, dtype)
         number, length = blocks.shape[1], blocks.shape[-2]
@@ -300,29 +293,22 @@ class HeadsCodec(Codec):
             codec.check(head_dim)
 
     @override
-    def encode_block(
-        self,
-        blocks: Float[Tensor, "*lead heads tokens head_dim"],
-        rope: Rope | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Parts:
+    def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
         *pieces, whole = self._split(blocks)
         parts = Parts()
         for i, (codec, piece) in enumerate(zip(self._own, pieces, strict=True)):
-            parts |= {f"heads{i}.{name}": part for name, part in codec.encode_block(piece, rope, dtype).items()}
+            parts |= prefixed(codec.encode_block(piece, rope, dtype), f"heads{i}.")
         return {**parts, _WHOLE: whole.to(dtype or blocks.dtype, copy=True)} if whole.shape[-3] else parts
 
     @override
-    def decode_block(
-        self, parts: Parts, shape: torch.Size, dtype: torch.dtype, rope: Rope | None = None
-    ) -> Float[Tensor, "*lead heads tokens head_dim"]:
+    def decode_block(self, parts: Parts, shape: Size, dtype: torch.dtype, rope: Rope | None = None) -> Blocks:
         out = []
         for i, codec in enumerate(self._own):
-            prefix = f"heads{i}."
-            own = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
-            heads = torch.Size([*shape[:-3], len(self._groups[i]), *shape[-2:]])
-            out.append(codec.decode_block(own, heads, dtype, rope))
-        return self._joined([*out, parts[_WHOLE].to(dtype)] if _WHOLE in parts else out)
+            heads = Size([*shape[:-3], len(self._groups[i]), *shape[-2:]])
+            out.append(codec.decode_block(under(parts, f"heads{i}."), heads, dtype, rope))
+        if _WHOLE in parts:
+            out.append(parts[_WHOLE].to(dtype))
+        return torch.cat(out, -3)[..., self._back, :, :]
 
     def _split(self, states: Tensor) -> tuple[Tensor, ...]:
         """The heads of each codec, then those without one."""
@@ -331,9 +317,6 @@ class HeadsCodec(Codec):
                 f"bits of {len(self.codecs)} heads in a layer of {states.shape[-3]}; one for each KV head"
             )
         return states[..., self._order, :, :].split([len(group) for group in self._groups], -3)
-
-    def _joined(self, pieces: list[Tensor]) -> Tensor:
-        return torch.cat(pieces, -3)[..., self._back, :, :]
 
 
 def check_single_heads(codec: Codec, head_dim: int) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, Parts, choice, to_stored
-from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.errors import ConfigError, Unsupported, at_least, require
 
 Side = dict[str, Tensor]
 
@@ -78,8 +78,7 @@ class DoubleQuant:
     version: ClassVar[int] = 1
 
     def __init__(self, bits: int, axis: Axis | str, group_size: int | None = None, signed: bool = False) -> None:
-        if not 2 <= bits <= MAX_BITS:
-            raise Unsupported(f"double_quant.bits={bits}: 2 to {MAX_BITS}")
+        require(2 <= bits <= MAX_BITS, "double_quant.bits", bits, f"2 to {MAX_BITS}", Unsupported)
         if group_size is not None and group_size < 1:
             raise ConfigError(f"double_quant.group_size={group_size}: at least 1, or null for one group")
         self.bits, self.group_size, self.signed = bits, group_size, signed

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, CodeQuantizer, Gain, Parts, Quantizer, choice, more_bits, to_stored
-from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.errors import ConfigError, Unsupported, at_least, require
 
 _INT16_MAX = 32767
 _FP16_TINY = 2.0**-24  # the smallest positive number
@@ -179,8 +179,7 @@ class UniformQuantizer(CodeQuantizer):
             raise Unsupported(f"bits={bits}: {kind} uniform quantizer has {lowest} to {MAX_BITS} bits")
         if group_size is not None and group_size < 1:
             raise ConfigError(f"group_size={group_size}: at least 1, or null for the whole block")
-        if not 0 < clip <= 1:
-            raise ConfigError(f"clip={clip}: above 0, at most 1")
+        require(0 < clip <= 1, "clip", clip, "above 0, at most 1")
         self.bits, self.group_size, self.symmetric, self.clip = bits, group_size, symmetric, clip
         self.axis = choice(Axis, axis, "axis")
         self.zero_point = choice(ZeroPoint, zero_point, "zero_point")

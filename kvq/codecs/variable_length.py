@@ -8,13 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated_levels import INDICES
-from kvq.codecs.codec import Codec
+from kvq.codecs.codec import Codec, States
 from kvq.codecs.packed import BlockRun, Packed, merge_runs, pack_parts, plane_widths, unpack_parts
 from kvq.codecs.quantizers import Quantizer
 from kvq.codecs.rope import Rope
@@ -34,9 +33,7 @@ class SparseCodec(Codec):
     stores_lists = True
 
     @override
-    def encode(
-        self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
-    ) -> Packed:
+    def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
         tokens = x.shape[2]
         self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
         whole = tokens - tokens % block if block is not None and block < tokens else tokens
@@ -68,7 +65,7 @@ class SparseCodec(Codec):
         return replace(packed, parts=parts, runs=tuple(runs))
 
     @override
-    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
+    def decode(self, packed: Packed, rope: Rope | None = None) -> States:
         if "outlier.count" not in packed.parts:
             return super().decode(packed, rope)
         parts = dict(packed.parts)
@@ -148,9 +145,7 @@ class HuffmanCodec(Codec):
         return None
 
     @override
-    def encode(
-        self, x: Float[Tensor, "batch heads tokens head_dim"], block: int | None = None, rope: Rope | None = None
-    ) -> Packed:
+    def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
         packed = super().encode(x, block, rope)
         parts = {name: part for name, part in packed.parts.items() if not self._is_plane(name)}
         runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n in parts}) for run in packed.runs]
@@ -163,7 +158,7 @@ class HuffmanCodec(Codec):
         return replace(packed, parts=parts, runs=tuple(runs))
 
     @override
-    def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
+    def decode(self, packed: Packed, rope: Rope | None = None) -> States:
         return super().decode(self.planes(packed), rope)
 
     def planes(self, packed: Packed) -> Packed:

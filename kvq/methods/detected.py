@@ -11,7 +11,7 @@ from typing_extensions import override
 from kvq.cache.side import CacheSide, States
 from kvq.codecs import Codec
 from kvq.config.residual import ResidualSide
-from kvq.errors import ConfigError
+from kvq.errors import require
 from kvq.methods.kept_keys import Chosen, KeptRows
 
 
@@ -33,8 +33,7 @@ class SinkDetection:
     version: ClassVar[int] = 1
 
     def __init__(self, share: float | int = 0.3) -> None:
-        if not 0 < share < 1:
-            raise ConfigError(f"share={share}: above 0, below 1")
+        require(0 < share < 1, "share", share, "above 0, below 1")
         self.share = share
 
     def sinks(self, hidden: Float[Tensor, "batch tokens channels"]) -> Chosen:

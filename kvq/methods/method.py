@@ -21,10 +21,9 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import linear_chain_of
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
-from kvq.methods.kept_keys import KeptKeys, numbered
+from kvq.methods.kept_keys import KeptKeys, numbered, packed_side_of, side_of
 from kvq.methods.merged import MergedRotation
 from kvq.methods.plan import MixedPrecision
-from kvq.methods.sinks import packed_side_of, side_of
 from kvq.methods.transformers_caches import TransformersLayer
 from kvq.models.layers import KvLayer, interleaved_in_gguf
 from kvq.results.tensor_files import digest

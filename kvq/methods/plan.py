@@ -26,7 +26,7 @@ from kvq.codecs.quantizers import choice
 from kvq.codecs.split import PlannedCodec, TokenSplit
 from kvq.config.residual import Policy, PrefillBlock, Residual
 from kvq.errors import ConfigError, Unsupported, at_least
-from kvq.methods.attended import AttendedLayer
+from kvq.methods.eviction import AttendedLayer
 
 
 class MixedPrecision(abc.ABC):

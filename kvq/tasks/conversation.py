@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.cache.counted import bytes_together
+from kvq.cache.contents import bytes_together
 from kvq.config.writing import ConversationConfig, GenerateConfig
 from kvq.data.text import begun, conversation, encode
 from kvq.errors import DataError, reason_of

@@ -27,7 +27,8 @@ from jaxtyping import Float
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from kvq.calibration.budget import collect_joint, joint_parts, predicted
+from kvq.calibration.budget import joint_parts, predicted
+from kvq.calibration.collect import collect_joint
 from kvq.codecs import Codec, FisherTransform, HeadsCodec, JointMoments, check_single_heads
 from kvq.config.diagnostics import LimitConfig, LimitHeads
 from kvq.config.tasks import PplConfig, SensitivityConfig, Windows

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from kvq.cache import KVCache
-from kvq.cache.preallocated import PreallocatedCache
+from kvq.cache.packed import PreallocatedCache
 from kvq.calibration import files
 from kvq.calibration.fit import bind_calibration
 from kvq.config import Attention, Config

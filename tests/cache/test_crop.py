@@ -14,7 +14,7 @@ from kvq.cache import CacheSide, KVCache
 from kvq.cache.layer import KVCacheLayer
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.errors import Unsupported
-from kvq.methods.sinks import SinkSide
+from kvq.methods.kept_keys import SinkSide
 from tests.cache.states import states
 from tests.random_models import llama, token_ids
 

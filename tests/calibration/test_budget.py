@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kvq
-from kvq.calibration.budget import Demand, collect_joint, demand_of, fit_sharing, joint_parts, predicted, shared_out
-from kvq.calibration.collect import collect
+from kvq.calibration.budget import Demand, demand_of, fit_sharing, joint_parts, predicted, shared_out
+from kvq.calibration.collect import collect, collect_joint
 from kvq.codecs import Codec, FisherTransform, JointMoments, ScalarQuantizer, Stage, TokenNorm, bind_codec
 from kvq.codecs.components import scalar_errors
 from kvq.errors import ConfigError, DataError, Unsupported

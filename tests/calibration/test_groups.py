@@ -10,8 +10,8 @@ import torch
 
 import kvq
 from kvq.calibration import fit
+from kvq.calibration.budget import Errors, fit_groups, grouped_parts, measured, planned
 from kvq.calibration.collect import collect
-from kvq.calibration.groups import Errors, fit_groups, grouped_parts, measured, planned
 from kvq.codecs import (
     Codec,
     CoefficientQuantizer,

@@ -11,8 +11,8 @@ import transformers
 
 import kvq
 from kvq.cache import KVCache
+from kvq.cache.contents import reads_in_parts
 from kvq.cache.files import FORMAT
-from kvq.cache.recurrent import reads_in_parts
 from kvq.errors import DataError, Unsupported
 from kvq.models.layers import KvLayer, head_dims_of, kv_layers_of, state_layers_of
 from kvq.models.placing import onednn_linear

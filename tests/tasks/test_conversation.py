@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.cache.counted import bytes_together
+from kvq.cache.contents import bytes_together
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.inputs import Inputs

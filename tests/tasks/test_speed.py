@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.cache.preallocated import PreallocatedCache
+from kvq.cache.packed import PreallocatedCache
 from kvq.config import compose, full_precision, resolve
 from kvq.config.diagnostics import LatencyConfig
 from kvq.config.identity import canonical
