@@ -47,7 +47,7 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def nbytes(self) -> int:
-        return sum(state.numel() * state.element_size() for _, _, state in self._held())
+        return sum(state.nbytes for _, _, state in self._held())
 
     def reset(self) -> None:
         """Forget everything, also the shapes."""
@@ -282,7 +282,7 @@ def bytes_together(caches: Sequence[CountedCache]) -> int:
     """
     own, shared = 0, dict[int, int]()
     for cache in caches:
-        views = {view.data_ptr(): view.numel() * view.element_size() for view in _rows(cache)}
+        views = {view.data_ptr(): view.nbytes for view in _rows(cache)}
         own += cache.nbytes - sum(views.values())
         shared |= {place: max(size, shared.get(place, 0)) for place, size in views.items()}
     return own + sum(shared.values())

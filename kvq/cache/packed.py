@@ -270,4 +270,4 @@ class PreallocatedCache(Cache):
         """Bytes of keys and values, room that is not filled included."""
         layers: list[Any] = self.layers
         held = [states for layer in layers if layer.is_initialized for states in (layer.keys, layer.values)]
-        return sum(states.numel() * states.element_size() for states in held)
+        return sum(states.nbytes for states in held)

@@ -114,7 +114,7 @@ class CacheSide:
     @property
     def residual_bytes(self) -> int:
         """Bytes of the full-precision tokens."""
-        return 0 if self._full is None else self._full.view.numel() * self._full.view.element_size()
+        return 0 if self._full is None else self._full.view.nbytes
 
     @property
     def bits_per_element(self) -> float:

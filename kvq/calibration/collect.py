@@ -66,7 +66,7 @@ class LayerStates:
     def nbytes(self) -> int:
         """Bytes of states, gradients and moments."""
         parts = (self.key, self.value, *self.gradients.values(), self.queries)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 class _Recorder(DynamicCache):

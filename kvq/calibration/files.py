@@ -21,6 +21,7 @@ from torch import Tensor
 import kvq.codecs
 from kvq.calibration.text import fingerprint_of
 from kvq.codecs import bind_codec, calibrated_parts
+from kvq.codecs.quantizers import under
 from kvq.config.identity import canonical
 from kvq.errors import DataError, RecordError, Unsupported
 from kvq.methods.method import Method
@@ -56,7 +57,7 @@ class Calibration:
     @property
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Size of the tables and cost of the calibration as metrics, separate from the bits stored per token.
@@ -112,9 +113,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
         codecs = []
         for layer, (heads, dim) in layers:
             prefix = f"{side}.{layer}."
-            tables = {
-                name[len(prefix) :]: table for name, table in calibration.tensors.items() if name.startswith(prefix)
-            }
+            tables = under(calibration.tensors, prefix)
             missing = [part for part in calibrated_parts(codec) if not any(n.startswith(f"{part}.") for n in tables)]
             if missing and layer not in kept:
                 raise Unsupported(f"calibration of method={calibration.method}: has no tables for {prefix}{missing[0]}")

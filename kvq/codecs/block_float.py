@@ -10,7 +10,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.block_formats import in_groups
+from kvq.codecs.block_formats import in_groups, times_scale
 from kvq.codecs.levels import looked_up
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import CodeQuantizer, Parts, choice
@@ -106,11 +106,10 @@ class BlockFloatQuantizer(CodeQuantizer):
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * number`."""
-        groups = in_groups(_numbers(unpack_parts(parts, self.bits, shape[-2]), dtype), self.group_size)
-        scale = parts["scale"].to(dtype).unsqueeze(-1)
+        scale = parts["scale"].to(dtype)
         if self.scale.is_exponent:
             scale = torch.exp2(scale - 127)
-        return (groups * scale).flatten(-2)[..., : shape[-1]]
+        return times_scale(_numbers(unpack_parts(parts, self.bits, shape[-2]), dtype), scale, self.group_size)
 
 
 def _e4m3(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvq.codecs.levels import looked_up, nearest_level
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import Axis, CodeQuantizer, Parts, Quantizer, choice, to_stored
+from kvq.codecs.quantizers import Axis, CodeQuantizer, Parts, Quantizer, check_group, choice, to_stored
 from kvq.codecs.uniform import Halves, SideDtype, UniformQuantizer
 from kvq.errors import ConfigError, Unsupported, at_least, require
 
@@ -23,6 +23,14 @@ def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, 
     """The channels in groups of `size` (None: all); a short last group gets zeros, which are never the largest."""
     size = min(size or x.shape[-1], x.shape[-1])
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+
+
+def times_scale(
+    values: Float[Tensor, "*lead dim"], scale: Float[Tensor, "*lead groups"], size: int | None
+) -> Float[Tensor, "*lead dim"]:
+    """The channels of each group of `size` (None: all) times the group's scale."""
+    groups = in_groups(values, size) * scale.unsqueeze(-1)
+    return groups.flatten(-2)[..., : values.shape[-1]]
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
@@ -55,8 +63,7 @@ class SignedMaxQuantizer(CodeQuantizer):
     def __init__(self, bits: int, group_size: int | None = None) -> None:
         if not 2 <= bits <= MAX_BITS:
             raise Unsupported(f"bits={bits}: a grid with a signed scale has 2 to {MAX_BITS} bits")
-        if group_size is not None and group_size < 1:
-            raise ConfigError(f"group_size={group_size}: at least 1, or null for the whole head_dim")
+        check_group("group_size", group_size, "the whole head_dim")
         self.bits, self.group_size = bits, group_size
         self._middle = 2 ** (bits - 1)
 
@@ -73,9 +80,8 @@ class SignedMaxQuantizer(CodeQuantizer):
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * (code - 2^(b-1))`, from the stored scale."""
-        groups = in_groups(unpack_parts(parts, self.bits, shape[-2]).to(dtype), self.group_size)
-        out = groups.sub(self._middle).mul_(parts["scale"].to(dtype).unsqueeze(-1))
-        return out.flatten(-2)[..., : shape[-1]]
+        steps = unpack_parts(parts, self.bits, shape[-2]).to(dtype).sub(self._middle)
+        return times_scale(steps, parts["scale"].to(dtype), self.group_size)
 
 
 class HalfAwayQuantizer(UniformQuantizer):
@@ -230,10 +236,7 @@ class Float8Quantizer(Quantizer):
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * value`, from the stored scale."""
         values = parts["values"].to(dtype)
-        if "scale" not in parts:
-            return values
-        groups = in_groups(values, self.group_size) * parts["scale"].to(dtype).unsqueeze(-1)
-        return groups.flatten(-2)[..., : shape[-1]]
+        return times_scale(values, parts["scale"].to(dtype), self.group_size) if "scale" in parts else values
 
 
 class LevelsQuantizer(CodeQuantizer):
@@ -264,8 +267,7 @@ class LevelsQuantizer(CodeQuantizer):
         ascending = all(low < high for low, high in itertools.pairwise(levels))
         if not (2 <= len(levels) <= 256 and ascending and levels[0] < 0):
             raise ConfigError(f"levels={list(levels)}: 2 to 256 ascending numbers, the first of them negative")
-        if group_size is not None and group_size < 1:
-            raise ConfigError(f"group_size={group_size}: at least 1, or null for the whole head_dim")
+        check_group("group_size", group_size, "the whole head_dim")
         self.levels, self.group_size, self.refit, self.least = tuple(map(float, levels)), group_size, refit, least
         self.bits = (len(levels) - 1).bit_length()
 
@@ -289,10 +291,8 @@ class LevelsQuantizer(CodeQuantizer):
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * level`, from the stored scale."""
         codes = unpack_parts(parts, self.bits, shape[-2])
-        values = in_groups(
-            looked_up(torch.tensor(self.levels, dtype=dtype, device=codes.device), codes), self.group_size
-        )
-        return (values * parts["scale"].to(dtype).unsqueeze(-1)).flatten(-2)[..., : shape[-1]]
+        values = looked_up(torch.tensor(self.levels, dtype=dtype, device=codes.device), codes)
+        return times_scale(values, parts["scale"].to(dtype), self.group_size)
 
 
 class RmsLevelsQuantizer(LevelsQuantizer):
@@ -319,9 +319,8 @@ class RmsLevelsQuantizer(LevelsQuantizer):
         self, levels: Sequence[float], per_rms: float, one: float = 64.0, group_size: int | None = None
     ) -> None:
         super().__init__(levels, group_size)
-        for name, number in (("per_rms", per_rms), ("one", one)):
-            if not number > 0:
-                raise ConfigError(f"{name}={number}: above 0")
+        require(per_rms > 0, "per_rms", per_rms, "above 0")
+        require(one > 0, "one", one, "above 0")
         self.per_rms, self.one = per_rms, one
 
     @override

@@ -107,12 +107,10 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         tables: Tables = {}
         if self.axis is Axis.per_channel:
             ends = [quantiles(head.T, self.outliers / 2) for head in x]
-            low, high = (torch.stack(side).mT for side in zip(*ends, strict=True))
-            tables = {"center": (high + low) / 2, "reach": (high - low) / 2}
-            center, reach = tables.values()
+            center, reach = _range(*(torch.stack(side).mT for side in zip(*ends, strict=True)))
+            tables = {"center": center, "reach": reach}
         elif self.chosen is Outliers.threshold:
-            low, high = (end.unsqueeze(-3) for end in quantiles(_joined(x), self.outliers / 2))
-            center, reach = (high + low) / 2, (high - low) / 2
+            center, reach = _range(*(end.unsqueeze(-3) for end in quantiles(_joined(x), self.outliers / 2)))
         else:
             center, reach, _ = self._online(x)
         scaled = (x - center) / reach.masked_fill(reach == 0, 1)
@@ -142,7 +140,8 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             low, high = bottom.values[..., side:], top.values[..., side:]
             index = torch.cat([top.indices[..., :side], bottom.indices[..., :side]], -1)
             mask = torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, index, True)
-        return ((high + low) / 2).unsqueeze(-3), ((high - low) / 2).unsqueeze(-3), mask
+        center, reach = _range(low, high)
+        return center.unsqueeze(-3), reach.unsqueeze(-3), mask
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
@@ -205,6 +204,11 @@ def _normalized(values: Float[Tensor, " n"], levels: Tensor) -> Tensor:
     spread = rounded.std(correction=0)
     factor = wide.std(correction=0) / spread if spread > 0 else 1.0
     return (levels - rounded.mean()) * factor + wide.mean()
+
+
+def _range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Center and half of the length of the range between two ends."""
+    return (high + low) / 2, (high - low) / 2
 
 
 def _joined(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.quantizers import choice
-from kvq.codecs.rotations import RandomizedHadamard, hadamard_matrix, has_hadamard, per_block
+from kvq.codecs.rotations import RandomizedHadamard, hadamard_matrix, has_hadamard, per_block, per_head
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import Unsupported, at_least, require
 
@@ -41,7 +41,7 @@ class _TableRotation(Calibrated, Stage):
     def _turned(self, x: Float[Tensor, "*lead heads tokens dim"], rotation: Tensor) -> Tensor:
         if rotation.ndim == 2 or len(rotation) == 1:
             return per_block(x, rotation.view(rotation.shape[-2:]))
-        return torch.stack([per_block(x[..., head, :, :], one) for head, one in enumerate(rotation)], -3)
+        return per_head(x, rotation)
 
     @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
@@ -195,6 +195,12 @@ def bit_reversal(order: int) -> Int[Tensor, " order"]:
     return out.argsort().argsort()
 
 
+def eigenvectors(moments: Moments) -> Moments:
+    """Columns in the ascending order of eigenvalues, each with its entry of largest magnitude positive."""
+    vectors = torch.linalg.eigh(moments).eigenvectors
+    return vectors * torch.sign(vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True)))
+
+
 def covariance_rotation(moments: Moments) -> Moments:
     """R = U (H / √D) P for each second moment, in fp64; rows of states times R are quantized.
 
@@ -205,9 +211,9 @@ def covariance_rotation(moments: Moments) -> Moments:
         moments: symmetric, `[heads, dim, dim]`, of a dim that has a Hadamard matrix.
     """
     dim = moments.shape[-1]
-    vectors = torch.linalg.eigh((moments.double() + moments.double().mT) / 2).eigenvectors
-    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
-    turned = vectors * torch.sign(largest) @ (hadamard_matrix(dim).to(vectors.device) / dim**0.5)
+    turned = eigenvectors((moments.double() + moments.double().mT) / 2) @ (
+        hadamard_matrix(dim).to(moments.device) / dim**0.5
+    )
     order = torch.empty(dim, dtype=torch.long)
     order[bit_reversal(dim)] = torch.arange(dim - 1, -1, -1)
     return turned.index_select(-1, order.to(turned.device))
@@ -258,9 +264,7 @@ class EigenRotation(_TableRotation):
     @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         wide = x.double()
-        vectors = torch.linalg.eigh(wide.mT @ wide / wide.shape[1]).eigenvectors.flip(-1)
-        largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
-        return {"rotation": (vectors * torch.sign(largest)).float()}
+        return {"rotation": eigenvectors(wide.mT @ wide / wide.shape[1]).flip(-1).float()}
 
 
 class RankClip(Stage):

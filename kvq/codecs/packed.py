@@ -184,7 +184,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of every stored tensor, codes and side information alike."""
-        return sum(part.numel() * part.element_size() for part in self.parts.values())
+        return sum(part.nbytes for part in self.parts.values())
 
     @property
     def bits_per_element(self) -> float:

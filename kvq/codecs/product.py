@@ -66,14 +66,6 @@ class GroupedIndices:
         found = centroids.flatten(0, 2).index_select(0, (codes.long() + sets * count).flatten())
         return found.view(*codes.shape[:-1], -1)
 
-    def packed(self, codes: Integer[Tensor, "*lead heads tokens groups"]) -> Parts:
-        """Indices as stored."""
-        return pack_parts(codes, self.code_bits)
-
-    def unpacked(self, parts: Parts, tokens: int) -> Integer[Tensor, "*lead heads tokens groups"]:
-        """Inverse of `packed`."""
-        return unpack_parts(parts, self.code_bits, tokens)
-
 
 class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
     """`channels` contiguous channels of a head share one `code_bits`-bit index: 4 and 9 give 2.25 bits, 8 and 10 1.25.
@@ -144,11 +136,11 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
 
     @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        return self.packed(self.indices_of(x, self._centroids(x)))
+        return pack_parts(self.indices_of(x, self._centroids(x)), self.code_bits)
 
     @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        codes = self.unpacked(parts, shape[-2])
+        codes = unpack_parts(parts, self.code_bits, shape[-2])
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
         return self.centroids_of(codes, self._centroids(like))
 
@@ -225,11 +217,12 @@ class ProductQuantizer(GroupedIndices, Quantizer):
     @override
     def encode(self, x: Float[Tensor, "batch blocks heads tokens dim"], dtype: torch.dtype) -> Parts:
         books = self._centroids(x.shape[-3], x.dtype)
-        return self.packed(torch.stack([self.indices_of(own, book) for own, book in zip(x, books, strict=True)]))
+        codes = torch.stack([self.indices_of(own, book) for own, book in zip(x, books, strict=True)])
+        return pack_parts(codes, self.code_bits)
 
     @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "batch blocks heads tokens dim"]:
-        codes, books = self.unpacked(parts, shape[-2]), self._centroids(shape[-3], dtype)
+        codes, books = unpack_parts(parts, self.code_bits, shape[-2]), self._centroids(shape[-3], dtype)
         return torch.stack([self.centroids_of(own, book) for own, book in zip(codes, books, strict=True)])
 
 

@@ -102,6 +102,13 @@ def per_block(
     return found.reshape(*x.shape[:-1], matrix.shape[1])
 
 
+def per_head(
+    x: Float[Tensor, "*lead heads tokens dim"], matrices: Float[Tensor, "heads dim columns"]
+) -> Float[Tensor, "*lead heads tokens columns"]:
+    """`per_block` with a matrix for each head."""
+    return torch.stack([per_block(x[..., head, :, :], one) for head, one in enumerate(matrices)], -3)
+
+
 class Hadamard(_Rotation):
     """`x H_n / sqrt(n)` (QuaRot, arXiv 2404.00456), in Sylvester's order where n is a power of two; orthonormal.
 

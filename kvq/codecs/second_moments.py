@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.quantizers import Axis, Parts, choice, to_stored
-from kvq.codecs.rotations import per_block
+from kvq.codecs.rotations import per_block, per_head
 from kvq.codecs.stages import Side, Stage
 from kvq.codecs.uniform import UniformQuantizer
 from kvq.errors import Unsupported, at_least, require
@@ -112,15 +112,11 @@ class QueryTransform(Calibrated, Stage):
 
     @override
     def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
-        return _by_head(x - self.table("mean", x), self.table("forward", x)), {}
+        return per_head(x - self.table("mean", x), self.table("forward", x)), {}
 
     @override
     def inverse(self, y: Float[Tensor, "*lead heads tokens dim"], side: Side) -> Tensor:
-        return _by_head(y, self.table("inverse", y)) + self.table("mean", y)
-
-
-def _by_head(x: Float[Tensor, "*lead heads tokens dim"], matrices: Float[Tensor, "heads dim dim"]) -> Tensor:
-    return torch.stack([per_block(x[..., head, :, :], one) for head, one in enumerate(matrices)], -3)
+        return per_head(y, self.table("inverse", y)) + self.table("mean", y)
 
 
 class FisherTransform(Calibrated, Stage):
@@ -310,7 +306,6 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
         for end in self._ends(x.shape[-1]):
             own = moved[..., start:end]
             error = self.decode(super().encode(own, dtype), own.shape, x.dtype) - own
-            steps = [per_block(error[..., head, :, :], one) for head, one in enumerate(carry[:, start:end, end:])]
-            moved[..., end:] += torch.stack(steps, -3)
+            moved[..., end:] += per_head(error, carry[:, start:end, end:])
             start = end
         return super().encode(moved, dtype)

@@ -17,8 +17,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import Axis, Parts, choice, to_stored
-from kvq.errors import ConfigError, Unsupported, at_least, require
+from kvq.codecs.quantizers import Axis, Parts, check_group, choice, to_stored
+from kvq.errors import Unsupported, at_least, require
 
 Side = dict[str, Tensor]
 
@@ -79,8 +79,7 @@ class DoubleQuant:
 
     def __init__(self, bits: int, axis: Axis | str, group_size: int | None = None, signed: bool = False) -> None:
         require(2 <= bits <= MAX_BITS, "double_quant.bits", bits, f"2 to {MAX_BITS}", Unsupported)
-        if group_size is not None and group_size < 1:
-            raise ConfigError(f"double_quant.group_size={group_size}: at least 1, or null for one group")
+        check_group("double_quant.group_size", group_size, "one group")
         self.bits, self.group_size, self.signed = bits, group_size, signed
         self.axis = choice(Axis, axis, "double_quant.axis")
         self._top = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
@@ -166,8 +165,7 @@ class TokenNorm(Stage):
             count = x.shape[-1] * (x.shape[-3] if self.scope is Scope.token else 1)
             norm = norm / count**0.5
         side = stored_side("scale", norm, self.double_quant)
-        if self.double_quant is not None:
-            norm = restored("scale", side, self.double_quant, x.shape[-2], 1, x.dtype)
+        norm = restored("scale", side, self.double_quant, x.shape[-2], 1, x.dtype)
         return x / norm.masked_fill(norm == 0, 1), side
 
     @override
@@ -230,8 +228,7 @@ class ChannelShift(Stage):
         if self.center is Center.median:
             offset = geometric_median(x, offset)
         side = stored_side("offset", offset, self.double_quant)
-        if self.double_quant is not None:
-            offset = restored("offset", side, self.double_quant, 1, x.shape[-1], x.dtype)
+        offset = restored("offset", side, self.double_quant, 1, x.shape[-1], x.dtype)
         return x - offset, side
 
     @override

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
-from kvq.codecs.quantizers import Axis, CodeQuantizer, Gain, Parts, Quantizer, choice, more_bits, to_stored
+from kvq.codecs.quantizers import Axis, CodeQuantizer, Gain, Parts, Quantizer, check_group, choice, more_bits, to_stored
 from kvq.errors import ConfigError, Unsupported, at_least, require
 
 _INT16_MAX = 32767
@@ -177,8 +177,7 @@ class UniformQuantizer(CodeQuantizer):
         if not lowest <= bits <= MAX_BITS:
             kind = "a symmetric" if symmetric else "an asymmetric"
             raise Unsupported(f"bits={bits}: {kind} uniform quantizer has {lowest} to {MAX_BITS} bits")
-        if group_size is not None and group_size < 1:
-            raise ConfigError(f"group_size={group_size}: at least 1, or null for the whole block")
+        check_group("group_size", group_size, "the whole block")
         require(0 < clip <= 1, "clip", clip, "above 0, at most 1")
         self.bits, self.group_size, self.symmetric, self.clip = bits, group_size, symmetric, clip
         self.axis = choice(Axis, axis, "axis")

@@ -57,7 +57,7 @@ class SinkSide(CacheSide):
     @property
     @override
     def residual_bytes(self) -> int:
-        first = 0 if self._first is None else self._first.view.numel() * self._first.view.element_size()
+        first = 0 if self._first is None else self._first.view.nbytes
         return super().residual_bytes + first
 
     @property
@@ -222,8 +222,7 @@ class KeptRows(CacheSide):
     def packed_bytes(self) -> int:
         if self._rows is None or self._at is None:
             return super().packed_bytes
-        rows = self._rows.view
-        return super().packed_bytes + rows.numel() * rows.element_size() + self._at.shape[1] * _POSITION_BYTES
+        return super().packed_bytes + self._rows.view.nbytes + self._at.shape[1] * _POSITION_BYTES
 
     @override
     def _check_read(self, given: Reader, packed: int) -> None:

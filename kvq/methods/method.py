@@ -28,6 +28,11 @@ from kvq.methods.transformers_caches import TransformersLayer
 from kvq.models.layers import KvLayer, interleaved_in_gguf
 from kvq.results.tensor_files import digest
 
+_BEYOND_CODECS = (
+    *("backend", "plan", "eviction", "first_layers", "by_layer", "kept_keys", "sink_detection", "sink_tokens"),
+    *("merged", "gqa", "is_calibrated"),
+)
+
 
 @dataclass(frozen=True)
 class FirstLayers:
@@ -185,11 +190,18 @@ class Method:
         """Neither keys nor values are quantized, and none are evicted."""
         return self.key is None and self.value is None and self.backend is None and self.eviction is None
 
+    def beyond_codecs(self, *allowed: str) -> str | None:
+        """What the method has besides one codec for keys and one for values, other than what is `allowed`.
+
+        The name of the first such attribute (`_BEYOND_CODECS`), for an error; None: there is none.
+        """
+        return next((name for name in _BEYOND_CODECS if name not in allowed and getattr(self, name)), None)
+
     def check_packed(self) -> None:
         """Raise `Unsupported` where attention cannot read the method's codes."""
-        for name in ("backend", "plan", "eviction", "first_layers", "kept_keys", "sink_detection"):
-            if getattr(self, name):
-                raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
+        name = self.beyond_codecs("by_layer", "sink_tokens", "merged", "gqa", "is_calibrated")
+        if name is not None:
+            raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
         alike = self.residual.key == self.residual.value and not any(self.full_precision_layers.values())
         if self.sink_tokens and not (alike and self.key is not None and self.value is not None):
             raise Unsupported(

@@ -49,7 +49,6 @@ from kvq.tasks.windows import PplResult, Window, divergence
 
 LLAMACPP_TYPES = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_ONE_STEP = ("plan", "eviction", "kept_keys", "sink_detection", "first_layers", "by_layer", "merged", "gqa", "backend")
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ def format_of(method: Method, engine: EngineName, full: str) -> Format:
     Raises:
         Unsupported: a method that the engine has no cache for.
     """
-    if odd := [part for part in _ONE_STEP if getattr(method, part)]:
-        raise Unsupported(f"task.engine={engine}: {method.name} has {odd[0]}, which the engine lacks")
+    if (odd := method.beyond_codecs("sink_tokens", "is_calibrated")) is not None:
+        raise Unsupported(f"task.engine={engine}: {method.name} has {odd}, which the engine lacks")
     if method.sink_tokens or any(method.full_precision_layers.values()):
         raise Unsupported(f"task.engine={engine}: {method.name} keeps tokens or layers, which the engine quantizes")
     codecs = [(side, codec) for side in ("key", "value") if (codec := getattr(method, side)) is not None]

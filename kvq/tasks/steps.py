@@ -83,20 +83,20 @@ CODECS: dict[Regime, type[PerHeadCodec | CompiledCodec]] = {
 }
 
 
-_FURTHER = ("backend", "plan", "eviction", "first_layers", "by_layer", "is_calibrated")
+def check_two_codecs(method: Method, setting: str, said: str, *allowed: str) -> None:
+    """Raise `Unsupported` in the name of a setting for a method with more than two codecs.
 
-
-def check_two_codecs(method: Method, setting: str, said: str, further: Sequence[str] = ("gqa", *_FURTHER)) -> None:
-    """Raise `Unsupported` in the name of a setting for a method with one of `further` parts next to its two codecs."""
-    for name in further:
-        if getattr(method, name):
-            raise Unsupported(f"{setting}: method={method.name} ({name}) {said}")
+    Tokens that stay in full precision, rotated weights and what is `allowed` (`Method.beyond_codecs`) do not count.
+    """
+    name = method.beyond_codecs("kept_keys", "sink_detection", "sink_tokens", "merged", *allowed)
+    if name is not None:
+        raise Unsupported(f"{setting}: method={method.name} ({name}) {said}")
 
 
 def check_regimes(method: Method, regimes: list[Regime]) -> None:
     """Raise `Unsupported`, in one line, for a method with more than two codecs and a residual."""
     if regimes:
-        check_two_codecs(method, "task.regimes", "has no past that can be decoded in each way", _FURTHER)
+        check_two_codecs(method, "task.regimes", "has no past that can be decoded in each way", "gqa")
     if Regime.packed in regimes and not method.is_full_precision:
         method.check_packed()
 
