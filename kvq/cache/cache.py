@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
-from kvq.cache.contents import NO_CROP, placed, states_behind, states_of
+from kvq.cache.contents import NO_CROP, placed, states_after, states_of
 from kvq.cache.hooks import (
     Expansion,
     WatchfulCache,
@@ -361,7 +361,7 @@ class KVCache(PaddableCache, WatchfulCache):
         given: Any = method
         dtype = files.dtype_of(path, files.identity(model, given, layers))
         cache = cls(model, method, keep_decoded, quantized_prefill, attention, dtype)
-        like = states_behind(model, cache.fork()) if cache._states else {}
+        like = states_after(model, cache.fork()) if cache._states else {}
         fixed = {index: (state, like[index]) for index, state in cache._states.items()}
         files.read(path, model, cache.kv_layers, cache._tables, cache._groups, fixed)
         return cache

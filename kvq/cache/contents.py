@@ -213,7 +213,7 @@ def reads_in_parts(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def states_behind(model: Any, cache: StatefulCache) -> Mapping[int, StateLayer]:
+def states_after(model: Any, cache: StatefulCache) -> Mapping[int, StateLayer]:
     """States after a few tokens in an empty cache; shapes and dtypes do not depend on how many."""
     tokens = _tokens(model, 2)
     at = torch.arange(2, device=tokens.device)[None]

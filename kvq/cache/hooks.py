@@ -74,10 +74,10 @@ class WatchfulCache(Cache, abc.ABC):
 def watch(model: nn.Module) -> list[nn.Module]:
     """Register the hooks on a model and its attentions, once; they ignore other caches. Returns the attentions."""
     base: nn.Module = base_of(model)  # also called where the output embedding is left out
-    hooks: list[tuple[nn.Module, Any]] = [(model, _ask), (base, _begin)]
+    hooks: list[tuple[nn.Module, Any]] = [(model, _tell_logits_to_keep), (base, _tell_tokens)]
     found = attentions(base)
-    hooks += [(module, _announce) for module in found]
-    hooks += [(module, _enter) for module in base.modules() if any(child in found for child in module.children())]
+    hooks += [(module, _tell_attention) for module in found]
+    hooks += [(module, _tell_hidden) for module in base.modules() if any(child in found for child in module.children())]
     for module, hook in hooks:
         if hook not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -142,7 +142,7 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchfulCache | 
     return next((item for item in (*kwargs.values(), *args) if isinstance(item, WatchfulCache)), None)
 
 
-def _enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _tell_hidden(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = _cache_of(args, kwargs)
     if cache is not None and cache.wants_hidden:
         attention = next(child for child in layer.children() if hasattr(child, "layer_idx"))
@@ -150,7 +150,7 @@ def _enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache.receive_hidden(layer_number(attention, given), given["hidden_states"])
 
 
-def _announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+def _tell_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     cache = _cache_of(args, kwargs)
     if cache is None:
         return None
@@ -189,7 +189,7 @@ def says_candidates(model: nn.Module) -> bool:
     return "logits_to_keep" in _signature(type(model).forward).parameters
 
 
-def _ask(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _tell_logits_to_keep(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, WatchfulCache):
         cache.receive_logits_to_keep(kwargs.get("logits_to_keep"))
@@ -215,7 +215,7 @@ def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
     handle = module.register_forward_hook(finish, always_call=True)
 
 
-def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _tell_tokens(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if not isinstance(cache, WatchfulCache):
         return

@@ -141,7 +141,7 @@ class Layer(CacheLayerMixin):
         raise Unsupported(f"{type(self).__name__}: has no form in a file")
 
     def read(self, given: Reader) -> None:
-        """Hold what a file has, in place of nothing.
+        """Fill the empty layer with what a file holds.
 
         Raises:
             DataError: what this layer cannot have written.
@@ -187,7 +187,7 @@ class KVCacheLayer(Layer):
             self.lazy_initialization(key_states, value_states)
         hidden, queries = self._hidden, key_states.shape[2]
         if self.recording and self._record(key_states, value_states):
-            read = self._append_behind(key_states, value_states, hidden)
+            read = self._append_recorded(key_states, value_states, hidden)
         elif self.token_by_token:
             columns, self._columns = self._columns, None
             if columns is None and self._moving(queries):
@@ -248,13 +248,13 @@ class KVCacheLayer(Layer):
         self._recorded = Recorded(self.key.fork(), self.value.fork(), key_states, value_states, head)
         return candidates
 
-    def _append_behind(self, key_states: Tensor, value_states: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
+    def _append_recorded(self, key_states: Tensor, value_states: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
         assert self._recorded is not None
         columns, self._columns = self._columns, None
         head = self._recorded.head
-        moving = any(side.queries for side in self._moves_behind(head, key_states.shape[2] - head))
-        keys = self.key.append_behind(key_states, head, self.quantized_prefill)
-        values = self.value.append_behind(value_states, head, self.quantized_prefill)
+        moving = any(side.queries for side in self._moves_recorded(head, key_states.shape[2] - head))
+        keys = self.key.append_then_steps(key_states, head, self.quantized_prefill)
+        values = self.value.append_then_steps(value_states, head, self.quantized_prefill)
         if columns is None and moving:
             raise self._not_followed()
         return _joined(columns, keys, values, hidden)
@@ -273,14 +273,14 @@ class KVCacheLayer(Layer):
     def _moves(self, queries: int) -> tuple[Transitions, Transitions]:
         """The tokens of each side that leave full precision before the last of the next `queries` tokens attends."""
         if self.recording and self._candidates:
-            return self._moves_behind(queries - self._candidates, self._candidates)
+            return self._moves_recorded(queries - self._candidates, self._candidates)
         if self.token_by_token:
             hidden = self._hidden
             return clipped(self.key.moves(queries), hidden), clipped(self.value.moves(queries), hidden)
         return Transitions(0, ()), Transitions(0, ())
 
-    def _moves_behind(self, head: int, queries: int) -> tuple[Transitions, Transitions]:
-        keys, values = (side.moves_behind(head, queries, self.quantized_prefill) for side in (self.key, self.value))
+    def _moves_recorded(self, head: int, queries: int) -> tuple[Transitions, Transitions]:
+        keys, values = (side.moves_then_steps(head, queries, self.quantized_prefill) for side in (self.key, self.value))
         return clipped(keys, self._hidden), clipped(values, self._hidden)
 
     @override

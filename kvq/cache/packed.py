@@ -1,7 +1,7 @@
 """Attention that a cache computes itself: on packed codes, and in full precision with room for all tokens (timings).
 
 A model whose attention is `kvq_sdpa` (or `kvq_eager`) computes what `sdpa` (`eager`) does, except where a cache hands
-over something that attends by itself (`Held`) in place of keys. So the switch harms no other cache.
+over something that attends by itself (`SelfAttending`) in place of keys. So the switch harms no other cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORIGINALS = ("sdpa", "eager")
 """Attention implementations of transformers that have a form which also reads packed codes."""
 
 
-class Held(abc.ABC):
+class SelfAttending(abc.ABC):
     """What a cache returns in place of keys: an object that computes the attention itself."""
 
     @abc.abstractmethod
@@ -48,7 +48,7 @@ class Held(abc.ABC):
 
 
 @dataclass(frozen=True)
-class PackedKeys(Held):
+class PackedKeys(SelfAttending):
     """Stored keys; the values that belong to them are `PackedStates`.
 
     `hidden`: so many first tokens have left the window and are not read.
@@ -162,7 +162,7 @@ def _function(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def attention(
         module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(key, Held):
+        if isinstance(key, SelfAttending):
             return key.attend(module, query, value, attention_mask, given), None
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         plain = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
@@ -184,7 +184,7 @@ def first_seen(mask: Tensor | None, tokens: int, window: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class DenseStates(Held):
+class DenseStates(SelfAttending):
     """Keys or values in full precision as attention on grouped queries reads them.
 
     The queries that share a head are rows of one attention, which reads every key and value once: the fastest way in

@@ -41,7 +41,7 @@ class Part:
     layer: Any
 
     def own(self, given: Tensor, seen: int) -> Tensor:
-        """Their part of `[batch, columns, ...]`, of columns that follow `seen` others; a batch of 1 is that of all."""
+        """Rows of these sequences in `[batch, columns, ...]` after `seen` columns, unpadded; 1 row stands for all."""
         rows = given if given.shape[0] == 1 else given[self.rows]
         return rows[:, max(self.padding - seen, 0) :]
 

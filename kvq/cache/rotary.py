@@ -80,7 +80,7 @@ class RopeTable:
         cos, sin = self._parts
         return Rope(cos.view, sin.view, self.style is not None and self.style.interleaved)
 
-    def behind(self, tokens: int) -> Rope:
+    def after(self, tokens: int) -> Rope:
         """The rotations without those of the first `tokens` tokens."""
         rope = self.rope
         return rope.narrow(tokens, rope.tokens - tokens) if tokens else rope
@@ -153,7 +153,7 @@ def angles(module: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | No
     return None
 
 
-class _Recorder(DynamicCache):
+class KeyRecorder(DynamicCache):
     """Records the keys that each layer adds."""
 
     def __init__(self, config: Any) -> None:
@@ -201,7 +201,7 @@ def _probe(model: Any) -> list[tuple[Style | None, int]]:
     def keep(module: Any, arguments: dict[str, Any]) -> None:
         calls[layer_number(module, arguments)] = module, arguments
 
-    recorder, embedding = _Recorder(model.config), model.get_input_embeddings()
+    recorder, embedding = KeyRecorder(model.config), model.get_input_embeddings()
     tokens = torch.arange(1, PROBE_TOKENS + 1, device=device_of(embedding)) % embedding.weight.shape[0]
     with told_before(attentions(base), keep):
         base(input_ids=tokens[None], past_key_values=recorder, use_cache=True)
@@ -253,7 +253,7 @@ def _style(module: Any, arguments: dict[str, Any], keys: Tensor, given: tuple[Te
 
 
 def _keys(module: Any, arguments: dict[str, Any]) -> Tensor:
-    recorder = _Recorder(None)
+    recorder = KeyRecorder(None)
     given = {name: recorder if isinstance(value, DynamicCache) else value for name, value in arguments.items()}
     module(**given)
     return recorder.seen[layer_number(module, arguments)]

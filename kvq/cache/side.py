@@ -173,7 +173,7 @@ class CacheSide:
         when = [self._kept + self._group * (group + 1) - held for group in range(groups)]
         return tuple(query for query in when for _ in range(self._group))
 
-    def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
+    def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
         """As `moves`, for `head` tokens that come together, followed by `queries` tokens one by one."""
         if self.codec is None or self._encodes_at_once:
             return Transitions(self.packed_tokens, ())
@@ -207,17 +207,17 @@ class CacheSide:
         decoded = self._flush(first=False, decoded=bool(moved))
         return visible, None if decoded is None else decoded[:, :, :moved]
 
-    def append_behind(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
+    def append_then_steps(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
         """Add states: the first `head` tokens together, as in `append`, then the others one by one.
 
         Returns:
-            As `append_in_steps`, for the tokens of `moves_behind`.
+            As `append_in_steps`, for the tokens of `moves_then_steps`.
 
         Raises:
             DataError, Unsupported: as `append`.
         """
         count = states.shape[2] - head
-        moves = self.moves_behind(head, count, quantized_prefill)
+        moves = self.moves_then_steps(head, count, quantized_prefill)
         front = self.append(states[:, :, :head], quantized_prefill)
         if not count:
             return front, None
@@ -243,7 +243,7 @@ class CacheSide:
     @property
     def _turns(self) -> Rope | None:
         """The rotations of the tokens held, from the first on."""
-        return None if not self.uses_rope or self.rope is None else self.rope.behind(self.dropped)
+        return None if not self.uses_rope or self.rope is None else self.rope.after(self.dropped)
 
     def _hold(self, states: Tensor) -> None:
         self._full = grown(self._full, states)
@@ -302,7 +302,7 @@ class CacheSide:
             self._store.write(out)
 
     def read(self, given: Reader) -> None:
-        """Hold what a file has, in place of nothing; `rope` covers its tokens.
+        """Fill the empty side with what a file holds; `rope` covers its tokens.
 
         Raises:
             DataError: what this side cannot have written.

@@ -73,5 +73,5 @@ class Recorded:
         for side, states in ((self.key, self.key_states), (self.value, self.value_states)):
             side.forget(side.tokens + count)
             if count:
-                side.append_behind(states[:, :, :count], min(self.head, count), quantized_prefill)
+                side.append_then_steps(states[:, :, :count], min(self.head, count), quantized_prefill)
         return self.key, self.value

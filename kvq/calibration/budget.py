@@ -69,7 +69,7 @@ Transform = TypeVar("Transform", bound=Stage)
 
 
 def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: str) -> tuple[str, Transform] | None:
-    """The name of the transform of this kind that ends the stages of a codec, and it.
+    """The name and the object of the transform of this kind that is the last stage of a codec.
 
     None: the codec has neither it nor a quantizer that `shares` bits over its components.
 
@@ -86,7 +86,7 @@ def last_stage(codec: Codec | None, kind: type[Transform], shares: bool, said: s
 
 
 def joint_parts(codec: Codec | None) -> tuple[str, FisherTransform, ComponentQuantizer] | None:
-    """Name of the transform, it, and the quantizer that shares bits; None: the codec has neither.
+    """Name and object of the Fisher transform, and the quantizer that shares bits; None: the codec has neither.
 
     Raises:
         ConfigError: as `last_stage`.
@@ -266,7 +266,7 @@ def _shares(curves: Sequence[Float[np.ndarray, " units"]], units: int) -> list[i
 
 
 def grouped_parts(codec: Codec | None) -> tuple[str, PrincipalComponents, CoefficientQuantizer] | None:
-    """Name of the transform, it, and the quantizer of its components; None: the codec has neither.
+    """Name and object of the principal components, and the quantizer that codes them; None: the codec has neither.
 
     Raises:
         ConfigError: as `last_stage`.

@@ -69,7 +69,7 @@ class LayerStates:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-class _Recorder(DynamicCache):
+class _StatesTap(DynamicCache):
     """A cache that passes the states of every update through `see`; layers are numbered among those with keys."""
 
     def __init__(self, config: Any, see: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -93,7 +93,7 @@ def loss(
     """
     with torch.set_grad_enabled(backward):
         tokens = tokens.to(loaded.device)
-        hidden = loaded.hidden_states(tokens[None], _Recorder(loaded.model.config, see))
+        hidden = loaded.hidden_states(tokens[None], _StatesTap(loaded.model.config, see))
         leaf = hidden.detach().requires_grad_(backward)
         total = 0.0
         for low in range(0, len(tokens) - 1, LOGIT_CHUNK):
@@ -167,7 +167,7 @@ Kept = dict[tuple[object, ...], tuple[Made, float]]
 def made_once(
     kept: Kept[Made], name: tuple[object, ...], make: Callable[[], Made], fits: Callable[[Made], bool] = lambda _: True
 ) -> tuple[Made, float]:
-    """What `make` gives, kept for the methods of a sweep that ask for the same `name` next, where it `fits`.
+    """The result of `make`, kept for the next methods of a sweep that ask for the same `name`, if it `fits`.
 
     Returns:
         It, and the seconds that it took where it was not made just now (else 0).
@@ -183,7 +183,7 @@ def made_once(
 
 
 def text_name(loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig) -> tuple[object, ...]:
-    """What names a calibration's states: the model's weights and device, the text, and the draw of tokens."""
+    """The name under which a calibration's states are kept: weights and device, the text, and the draw of tokens."""
     text = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
     return weights_name(loaded.model), loaded.device, text, settings.tokens, settings.seed
 

@@ -162,7 +162,7 @@ def _fitting_code() -> str:
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a calibration, so that one process makes it; the system frees the lock when its holder dies.
 
     Raises:

@@ -276,7 +276,7 @@ def calibrated(
         RecordError: a folder that cannot be written.
         KvqError: as `calibrate` and `bind`.
     """
-    with files.held(path):
+    with files.locked(path):
         try:
             found = files.read(path)
         except DataError as error:

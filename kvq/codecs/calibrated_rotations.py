@@ -18,7 +18,7 @@ from kvq.codecs.stages import Side, Stage
 from kvq.errors import Unsupported, at_least, require
 
 
-class Start(enum.Enum):
+class RotationStart(enum.Enum):
     """The starting point of learning: a Hadamard matrix, with random signs of its rows (as released) or without."""
 
     random_hadamard = "random_hadamard"
@@ -74,16 +74,20 @@ class LearnedRotation(_TableRotation):
     learned = True
 
     def __init__(
-        self, steps: int = 100, rate: float = 1.5, start: Start | str = Start.random_hadamard, seed: int = 0
+        self,
+        steps: int = 100,
+        rate: float = 1.5,
+        start: RotationStart | str = RotationStart.random_hadamard,
+        seed: int = 0,
     ) -> None:
         at_least("steps", steps, 1)
         require(rate > 0, "rate", rate, "above 0")
         self.steps, self.rate, self.seed = steps, rate, seed
-        self.start = choice(Start, start, "start")
+        self.start = choice(RotationStart, start, "start")
 
     def begin(self, head_dim: int) -> Float[Tensor, "dim dim"]:
         """Where learning begins, in fp64."""
-        if self.start is Start.random_hadamard:
+        if self.start is RotationStart.random_hadamard:
             return RandomizedHadamard(self.seed).matrix(head_dim, torch.empty(0, dtype=torch.float64))
         return hadamard_matrix(head_dim).double() / head_dim**0.5
 

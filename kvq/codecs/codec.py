@@ -74,12 +74,12 @@ class Codec:
         """Tokens that share statistics or side information; 1: each token on its own, None: the whole block."""
         return shared_group([*(stage.token_group for _, stage in self.stages), self.quantizer.token_group])
 
-    def behind(self, held: Packed | None) -> Codec:
-        """The codec of the tokens that follow those held, of which there may be none; see `fits_first_tokens`."""
+    def for_later_tokens(self, stored: Packed | None) -> Codec:
+        """The codec for the tokens after those `stored` so far (None: there are none); see `fits_first_tokens`."""
         return self
 
     def staged(self, x: Blocks, rope: Rope | None = None) -> Blocks:
-        """What the quantizer is given of one block, in the compute dtype."""
+        """One block after all stages, as the quantizer gets it, in the compute dtype."""
         y = x.to(_compute_dtype(x.dtype))
         for _, stage in self.stages:
             y = stage.forward(y, **_wanted(stage, rope))[0]
@@ -197,7 +197,7 @@ class Codec:
 
 
 def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:
-    """Raise `Unsupported` for a codec that cannot be a part of a quantizer, `outer`: it has blocks and no positions.
+    """Raise `Unsupported` for a codec that cannot work inside a quantizer (`outer`), which knows no token positions.
 
     `binds`: the quantizer hands a calibration on to the codec's own parts.
     """

@@ -1,4 +1,4 @@
-"""Low-rank approximation of a block's quantization error: of any codec, and beside exact extremes (GEAR)."""
+"""Low-rank approximation of a block's quantization error, for any codec and for GEAR with its exact extremes."""
 
 from __future__ import annotations
 

@@ -230,9 +230,9 @@ class PrefillCodec(Codec):
     """A codec around a `ProductQuantizer`, whose codebooks are fitted to the tokens that are encoded first.
 
     They are stored with the first blocks as `codebook` (fp16 `[batch, 1, entries, channels]`) and count in the bits of
-    the sequence; `behind` encodes later tokens by them. So a block's codes depend on the first tokens and on the block,
-    in whatever forwards its tokens came: all tokens of a prompt that leave full precision together, or the first block
-    where tokens come one by one.
+    the sequence; `for_later_tokens` encodes later tokens by them. So a block's codes depend on the first tokens and on
+    the block, in whatever forwards its tokens came: all tokens of a prompt that leave full precision together, or the
+    first block where tokens come one by one.
 
     Raises:
         ConfigError: another quantizer.
@@ -267,8 +267,8 @@ class PrefillCodec(Codec):
         return Codec(dict(self.stages), [name for name, _ in self.stages], self._product.with_codebooks(book))
 
     @override
-    def behind(self, held: Packed | None) -> Codec:
-        return self if held is None else self._by(held.parts[_BOOK])
+    def for_later_tokens(self, stored: Packed | None) -> Codec:
+        return self if stored is None else self._by(stored.parts[_BOOK])
 
     @override
     def encode(self, x: BatchStates, block: int | None = None, rope: Rope | None = None) -> Packed:

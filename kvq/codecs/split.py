@@ -320,7 +320,7 @@ class HeadsCodec(Codec):
 
 
 def check_single_heads(codec: Codec, head_dim: int) -> None:
-    """Raise `Unsupported` for a codec that does not store of one head alone what it stores of it among others.
+    """Raise `Unsupported` for a codec that encodes a head alone in another way than together with other heads.
 
     It is tried on drawn states.
     """

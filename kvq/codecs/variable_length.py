@@ -94,7 +94,7 @@ Symbols = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Rate:
-    """What coding makes of indices: how many there are, their Shannon entropy and their code words, in bits in all.
+    """The number of coded indices, and the total bits of their Shannon entropy and of their code words.
 
     The entropy is that of each block's own frequencies, to which its code belongs.
     """

@@ -106,7 +106,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     effective = effective_residual(method.residual, residual)
     if method.backend is not None and given is not None:
         check_backend(method.name, method.backend, given, effective)
-    _check_alone(method.name, codecs, effective)
+    _check_token_groups(method.name, codecs, effective)
     eviction = _part(method.name, "method.eviction", method.eviction, Eviction)  # type: ignore[type-abstract]
     plan = _part(method.name, "method.plan", method.plan, MixedPrecision)  # type: ignore[type-abstract]
     if plan is not None:
@@ -184,7 +184,7 @@ def _of_heads(built: Mapping[str, Method], key: Any, value: Any) -> Method:
     return replace(whole, bits=Bits(mean_width(key), mean_width(value)), **own)
 
 
-def _check_alone(name: str, codecs: Mapping[str, Codec | None], residual: Residual) -> None:
+def _check_token_groups(name: str, codecs: Mapping[str, Codec | None], residual: Residual) -> None:
     for side, codec in codecs.items():
         if codec is not None and getattr(residual, side).keeps_nothing and codec.token_group != 1:
             raise Unsupported(
@@ -341,7 +341,7 @@ def _has_part(value: Any) -> bool:
 
 
 def _stand_in(value: Any) -> Any:
-    """The value with an instance, which is not initialized, of the class of each part."""
+    """The value with each part replaced by an uninitialized instance of its class, for checks of types."""
     if isinstance(value, list):
         return [_stand_in(one) for one in value]
     if not isinstance(value, Mapping):

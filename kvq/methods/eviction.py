@@ -22,7 +22,9 @@ from kvq.errors import ConfigError, Unsupported, at_least, require
 
 
 class AttendedLayer(KVCacheLayer):
-    """Holds one sum per KV head and token. Attention does not read the sums, so they do not count as storage.
+    """Sums the attention weights that each token receives, per KV head, for policies that choose tokens by them.
+
+    Attention does not read the sums, so they do not count as storage.
 
     Attributes:
         setting: names the policy in errors.
@@ -132,7 +134,7 @@ class Eviction(abc.ABC):
             raise ConfigError(f"{setting}={given}: {what} alone are {tokens - 1} tokens; at least {tokens}")
 
     def allowed(self, seen: int) -> int:
-        """Tokens that may be kept of `seen`."""
+        """How many of `seen` tokens may be kept."""
         kept = int(self.budget) if self.budget >= 1 else max(int(self.budget * seen), self.least)
         return min(kept, seen)
 

@@ -77,7 +77,7 @@ class SinkSide(CacheSide):
     @override
     def append(self, states: States, quantized_prefill: bool = False) -> States:
         rest = self._keep(states)
-        return self._behind(None if rest is None else super().append(rest, quantized_prefill))
+        return self._after_sinks(None if rest is None else super().append(rest, quantized_prefill))
 
     @override
     def moves(self, queries: int) -> Transitions:
@@ -89,14 +89,14 @@ class SinkSide(CacheSide):
         return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
 
     @override
-    def moves_behind(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
+    def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
         room = self.most_sinks - self.sink_tokens
         sinks = min(room, head + queries)
         start = self.sink_tokens + sinks
         if head + queries == sinks:
             return Transitions(start + self.packed_tokens, ())
         if head > room:
-            found = super().moves_behind(head - sinks, queries, quantized_prefill)
+            found = super().moves_then_steps(head - sinks, queries, quantized_prefill)
         else:
             found = super().moves(head + queries - sinks)
         return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
@@ -105,9 +105,9 @@ class SinkSide(CacheSide):
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
         rest = self._keep(states)
         if rest is None:
-            return self._behind(None), None
+            return self._after_sinks(None), None
         visible, decoded = super().append_in_steps(rest)
-        return visible if visible.shape[2] == self.tokens else self._behind(visible), decoded
+        return visible if visible.shape[2] == self.tokens else self._after_sinks(visible), decoded
 
     def _keep(self, states: Tensor) -> Tensor | None:
         """Store the states that are sinks and return those after them; None: there are none."""
@@ -124,7 +124,7 @@ class SinkSide(CacheSide):
         super()._receive(states)
         return not self.packed_tokens and not self.residual_tokens
 
-    def _behind(self, states: Tensor | None) -> Tensor:
+    def _after_sinks(self, states: Tensor | None) -> Tensor:
         assert self._first is not None
         return self._first.view if states is None else torch.cat([self._first.view, states], 2)
 
@@ -161,7 +161,7 @@ class PackedSinkSide(SinkSide, PackedSide):
     @override
     def _stored(self) -> PackedStates:
         found = super()._stored()
-        full = self._behind(found.full)
+        full = self._after_sinks(found.full)
         return dataclasses.replace(found, full=full, sinks=self.sink_tokens)
 
 
@@ -184,7 +184,7 @@ Chosen = Bool[Tensor, "batch tokens"]
 
 
 class KeptRows(CacheSide):
-    """Keys or values in which attention reads the tokens of `note` in full precision also where they are packed.
+    """Keys or values that also keep chosen tokens (`note`) in full precision, which attention reads in place of codes.
 
     These tokens have codes as all others; their full-precision rows and their positions (int32) count in addition.
 
@@ -238,11 +238,11 @@ class KeptRows(CacheSide):
             raise given.error("_at does not name the packed tokens that are kept")
 
     @override
-    def append_behind(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
+    def append_then_steps(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
         self._check_noted(states)
         self._in_parts = True
         try:
-            return super().append_behind(states, head, quantized_prefill)
+            return super().append_then_steps(states, head, quantized_prefill)
         finally:
             self._in_parts = False
 
@@ -353,7 +353,7 @@ def token_ids(texts: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
 
 
 class KeptSide(KeptRows):
-    """Keys of a layer in which attention reads some tokens, chosen by id, in full precision also where they are packed.
+    """Keys of a layer that also keep tokens, chosen by id, in full precision, which attention reads in place of codes.
 
     Args:
         ids: tokens of the vocabulary whose keys are kept.

@@ -144,7 +144,7 @@ _BY_HEAD = "query_key_value"
 
 @dataclass(frozen=True)
 class Heads:
-    """Channels of a matrix, head after head; None: all of them.
+    """The channels of a weight matrix that belong to heads of attention, head after head; None: all of them.
 
     `written`: they are what the matrix writes, else what it reads.
     """

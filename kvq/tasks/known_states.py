@@ -275,7 +275,7 @@ def ready(codec: Codec | None, task: RandomStatesConfig, draw: int, side: str) -
     if not codec.fits_first_tokens:
         return Fitted(codec)
     first = codec.encode(apart)
-    return Fitted(codec.behind(first), first)
+    return Fitted(codec.for_later_tokens(first), first)
 
 
 def moved(codec: Codec, x: Float[Tensor, "1 heads tokens dim"]) -> dict[str, float]:

@@ -187,7 +187,7 @@ def test_a_block_is_on_its_own(name, size):
     for side in SIDES:
         codec = getattr(method, side)
         packed = codec.encode(x, size, rope)
-        whole, codec = codec.decode(packed, rope), codec.behind(packed)
+        whole, codec = codec.decode(packed, rope), codec.for_later_tokens(packed)
         for start in range(0, 50, size):
             length = min(size, 50 - start)
             piece, own = x[:, :, start : start + length], rope.narrow(start, length)

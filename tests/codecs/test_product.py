@@ -36,7 +36,7 @@ def chain(**settings):
 
 def held_out(codec, first, later):
     """Relative squared error of tokens that the codebooks were not fitted to."""
-    own = codec.behind(codec.encode(first, 128))
+    own = codec.for_later_tokens(codec.encode(first, 128))
     return float((own.decode(own.encode(later, 128)) - later).square().sum() / later.square().sum())
 
 
@@ -79,10 +79,10 @@ def test_by_the_definition(data):
     book = packed.parts["codebook"]
     assert book.shape == (batch, 1, 16 // channels * 2**bits, channels)
     lengths = [min(8, tokens - start) for start in range(0, tokens, 8)]
-    codes = sum(codec.behind(packed).encode(x[:, :, :length]).nbytes for length in lengths)
+    codes = sum(codec.for_later_tokens(packed).encode(x[:, :, :length]).nbytes for length in lengths)
     assert packed.nbytes == codes + 2 * 16 * 2**bits * batch
     store = PackedStore(packed)
-    own = codec.behind(packed)
+    own = codec.for_later_tokens(packed)
     store.append(own.encode(later))
     assert store.packed.nbytes == packed.nbytes + own.encode(later).nbytes
     out = codec.decode(store.packed)

@@ -36,7 +36,7 @@ class _Turns:
         none = torch.zeros(1, tokens, 0)
         self.rope = Rope(none, none)
 
-    def behind(self, tokens: int) -> Rope:
+    def after(self, tokens: int) -> Rope:
         assert not tokens
         return self.rope
 
