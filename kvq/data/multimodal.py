@@ -154,7 +154,9 @@ def _media(given: Any, folder: Path | None) -> bytes:
 
 def _rows(dataset: DatasetConfig) -> list[tuple[Row, Path | None]]:
     if dataset.path is None:
-        return [(row, None) for row in _hub_rows(dataset)]
+        local, split = "a local copy (jsonl, json or parquet)", dataset.split or "test"
+        found = hub.load_rows(f"dataset={dataset.name}", local, dataset.hub_id, dataset.hub_config, split=split)
+        return [(row, None) for row in found]
     path = Path(dataset.path).expanduser()
     readers = {".jsonl": json_records, ".json": json_records, ".parquet": _parquet}
     if not path.is_file():
@@ -176,8 +178,3 @@ def _parquet(path: Path) -> list[Any]:
     import pyarrow.parquet
 
     return list(pyarrow.parquet.read_table(path).to_pylist())
-
-
-def _hub_rows(dataset: DatasetConfig) -> list[Any]:
-    local, split = "a local copy (jsonl, json or parquet)", dataset.split or "test"
-    return list(hub.load_rows(f"dataset={dataset.name}", local, dataset.hub_id, dataset.hub_config, split=split))

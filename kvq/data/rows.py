@@ -251,18 +251,14 @@ def _check_field(names: Iterable[str], field: str, where: str) -> None:
 def _checked(text: Any, field: str, where: str) -> str:
     if not isinstance(text, str):
         raise DataError(f"dataset.text_field={field}: a row of {where} holds {type(text).__name__}, not text")
-    if (odd := unencodable(text)) is not None:
-        raise DataError(f"dataset.text_field={field}: a row of {where} holds {odd}, which no text is encoded with")
-    return text
-
-
-def unencodable(text: str) -> str | None:
-    """The first character of a text that has no encoding (half of a surrogate pair), or None."""
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return f"\\u{ord(text[error.start]):04x}"
-    return None
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        odd = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(
+            f"dataset.text_field={field}: a row of {where} holds {odd}, which no text is encoded with"
+        ) from error
+    return text
 
 
 def joined_text(config: DatasetConfig) -> str:

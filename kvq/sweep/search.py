@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -113,12 +114,9 @@ class Space:
     @property
     def size(self) -> int | None:
         """How many combinations there are; None: not finitely many."""
-        found = 1
-        for axis in self.axes:
-            if axis.interval is not None:
-                return None
-            found *= len(axis.values)
-        return found
+        if any(axis.interval is not None for axis in self.axes):
+            return None
+        return math.prod(len(axis.values) for axis in self.axes)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Perplexity from an engine's own logits (`task.engine`), and its preset's in PyTorch on the same windows.
 
 The preset stores every token of a window at once, which is what an engine does one by one: its formats quantize each
-token alone. Two errors are told apart: that of the format, which the preset has too, and that of the engine's
+token by itself. Two errors are told apart: that of the format, which the preset has too, and that of the engine's
 arithmetic, which full precision shows (`agreement_kl` of the run with method=fp16) and, in llama.cpp on a CPU, queries
 in 8 bits (`agreement_kl_q8`).
 

@@ -249,7 +249,7 @@ def measure_synthetic(inputs: Inputs, method: Method, baseline: Baseline | None,
 
 
 def check_synthetic(inputs: Inputs, method: Method) -> None:
-    """Raise `Unsupported` for a method of values alone, or a head dim that the method cannot do."""
+    """Raise `Unsupported` for a method that quantizes only values, or a head dim that the method cannot do."""
     task: SyntheticConfig = inputs.config.task
     check_codecs_alone(method, task.name)
     if method.by_layer:

@@ -92,11 +92,22 @@ class CacheLM(HFLM):
         ids = in_embedding(self.tokenizer, super().tok_encode(string, *args, **kwargs))
         return begun(self.tokenizer, ids, None)
 
-    def _beginning(self, tokens: Sequence[int], most: int) -> Tokens:
-        """The last of a context's tokens, at most `most`, after `bos`."""
+    def _context(self, item: str, tokens: Sequence[int], most: int, does: str, limit: str, further: int = 0) -> Tokens:
+        """The last of a context's tokens, at most `most`, after `bos`; `odd` gets what is unusual: it is empty, or cut.
+
+        Args:
+            does: what follows the context, for `odd`.
+            limit: tokens that the model takes, and `further`: tokens after the context that count, for `odd`.
+        """
+        if not tokens:
+            self.odd[item] = f"empty context: {does} behind the model's first token"
+            tokens = [self.prefix_token_id]
         whole = tuple(tokens) if self.bos is None else tuple(begun(self.tokenizer, tokens, self.bos))
+        if len(whole) <= most:
+            return whole
+        self.odd[item] = f"{len(whole) + further} tokens, the model takes {limit}: cut on the left"
         first = whole[:1] if self.bos is not None else ()
-        return whole if len(whole) <= most else (*first, *whole[len(whole) - most + len(first) :])
+        return (*first, *whole[len(whole) - most + len(first) :])
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding gives it."""
@@ -137,17 +148,11 @@ class CacheLM(HFLM):
         if not continuation:
             text = "" if name is None else name[1]
             raise DataError(f"{self._of(name)}: its continuation {text!r:.40} merges into its context, as no token")
-        if not context:
-            self.odd[self._of(name)] = "empty context: scored behind the model's first token"
-            context = [self.prefix_token_id]
         count = len(continuation)
         if count > self.max_length:
             raise ConfigError(f"model.context={self.max_length}: an answer to score has {count} tokens")
-        whole = self._beginning(context, len(context) + 1)
-        if len(whole) + count > self.max_length + 1:
-            cut = f"{len(whole) + count - 1} tokens, the model takes {self.max_length}: cut on the left"
-            self.odd[self._of(name)] = cut
-        return self._beginning(context, self.max_length + 1 - count), tuple(continuation)
+        most, limit = self.max_length + 1 - count, str(self.max_length)
+        return self._context(self._of(name), context, most, "scored", limit, count - 1), tuple(continuation)
 
     def _of(self, request: Any) -> str:
         return "a rolling window" if request is None else self._asked.get(tuple(request), "a request")
@@ -161,13 +166,13 @@ class CacheLM(HFLM):
         self, context: Tokens, cache: KVCache, logits: Logits, options: Mapping[str, Tokens]
     ) -> list[dict[str, Any]]:
         """The journal's rows of all continuations of a context."""
-        held, rows = storage_metrics(cache, 1), []
+        stored, rows = storage_metrics(cache, 1), []
         for key, continuation in options.items():
             spent = {"prompt_tokens": float(len(context))}
             with timed(spent, "decode", device=self.reader.loaded.device):
                 answer = self._score(cache, logits, continuation)
-            rows.append({"item": key, "sample": {"answer": answer}, "cost": spent | held})
-            held = {}
+            rows.append({"item": key, "sample": {"answer": answer}, "cost": spent | stored})
+            stored = {}
         return rows
 
     def _recalled(self, items: Iterable[str], keys: Sequence[str]) -> list[Any]:
@@ -232,23 +237,17 @@ class CacheLM(HFLM):
                 f"task.generation.max_gen_toks={settings['max_gen_toks']}: {request.task_name} leaves no room for a "
                 f"prompt in the {self.max_length} tokens that the model takes"
             )
-        tokens = self.tok_encode(text)
-        if not tokens:
-            self.odd[_name(request)] = "empty context: answered behind the model's first token"
-            tokens = [self.prefix_token_id]
-        whole = self._beginning(tokens, len(tokens) + 1)
-        if len(whole) > most:
-            self.odd[_name(request)] = f"{len(whole)} tokens, the model takes {most} and an answer: cut on the left"
-        return self._beginning(tokens, most), settings
+        limit = f"{most} and an answer"
+        return self._context(_name(request), self.tok_encode(text), most, "answered", limit), settings
 
     def _answers(
         self, batch: Sequence[Tokens], cache: KVCache, logits: Logits, settings: dict[str, Any]
     ) -> list[tuple[dict[str, Any], dict[str, float]]]:
         """Sample and cost of an answer to each context of a batch."""
-        held: dict[int, dict[str, float]] = {}
+        stored: dict[int, dict[str, float]] = {}
 
         def leave(row: int, own: KVCache) -> None:
-            held[row] = storage_metrics(own, 1)
+            stored[row] = storage_metrics(own, 1)
 
         until = settings["until"]
         ends = stop_at(self.tokenizer, self._until_end, until)
@@ -262,7 +261,7 @@ class CacheLM(HFLM):
             text = postprocess_generated_text(generation=text, stop=until, think_end_token=None)
             spent = {"prompt_tokens": float(len(context)), "new_tokens": float(len(row)), "decode": each}
             sample = {"answer": text, "together": len(rows)}
-            out.append((sample, spent | held[index * self.copies]))
+            out.append((sample, spent | stored[index * self.copies]))
         return out
 
     def _pick(self, context: Tokens, settings: Mapping[str, Any]) -> Pick:

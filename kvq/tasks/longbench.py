@@ -54,7 +54,7 @@ class LongItem:
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """ROUGE-L (F) as LongBench computes it; 1 for two empty texts, 0 where one alone is empty."""
+    """ROUGE-L (F) as LongBench computes it; 1 for two empty texts, 0 where only one is empty."""
     if not text.strip() or not reference.strip():
         return float(text.strip() == reference.strip())
     module = importlib.import_module("rouge")

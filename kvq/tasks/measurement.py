@@ -117,7 +117,7 @@ _HOMES = {
 def task_of(settings: TaskConfig) -> Task:
     """The task of these settings: in the module of its name in this package, or outside it in the one of its settings.
 
-    So a process that was handed settings, as a launcher's workers are, finds the task by them alone.
+    So a process that was handed settings, as a launcher's workers are, finds the task only by them.
 
     Raises:
         ConfigError: a package that the task needs is not installed.

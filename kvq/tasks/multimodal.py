@@ -3,7 +3,7 @@
 `task=multimodal` asks questions about images through the quantized cache and scores answers by the benchmark's rule.
 `task=modality` asks whether image tokens and text tokens, which share scales, differ in norm. Published claims under
 test: OScaR (arXiv 2605.19660), section 4.1 and Figures 19-21, on models that read images: norms vary more than in
-models of text alone; they are smooth within a modality and differ between modalities; some tokens have norms far above
+text-only models; they are smooth within a modality and differ between modalities; some tokens have norms far above
 the others.
 """
 

@@ -161,27 +161,24 @@ def ask(reader: Reader, inputs: Inputs, batch: Sequence[NiahItem]) -> list[Score
     ends = reader.ends(tokenizer, ["\n"])
 
     def sample(place: int, tokens: list[int]) -> Sample:
-        return _sample(batch[place], answer_text(tokenizer, tokens, ["\n"]))
+        item, text = batch[place], answer_text(tokenizer, tokens, ["\n"])
+        planted = [needle.value for needle in item.needles]
+        answer = extract(text, planted[0])
+        outcome = classify(answer, planted[0], planted)
+        return {
+            "item": item.name,
+            "length": item.length,
+            "depth": item.depth,
+            "key": item.needles[0].key,
+            "value": planted[0],
+            "others": planted[1:],
+            "answer": answer,
+            "text": text,
+            "outcome": outcome.value,
+            "score": float(outcome is Outcome.hit),
+        }
 
     return write_answers(reader, [item.prompt for item in batch], most, ends, sample, stay=True)
-
-
-def _sample(item: NiahItem, text: str) -> Sample:
-    planted = [needle.value for needle in item.needles]
-    answer = extract(text, planted[0])
-    outcome = classify(answer, planted[0], planted)
-    return {
-        "item": item.name,
-        "length": item.length,
-        "depth": item.depth,
-        "key": item.needles[0].key,
-        "value": planted[0],
-        "others": planted[1:],
-        "answer": answer,
-        "text": text,
-        "outcome": outcome.value,
-        "score": float(outcome is Outcome.hit),
-    }
 
 
 def _outcomes(samples: Sequence[Sample], baseline: Baseline | None) -> dict[str, float]:

@@ -255,14 +255,9 @@ def reference_of(
 def _differences(
     metrics: dict[str, float], samples: list[dict[str, Any]], baseline: Baseline, task: PplConfig
 ) -> dict[str, float]:
+    """Losses over the baseline's, in all and by stretch of positions, with their standard errors."""
     out = delta_nll_of_samples(samples, baseline.samples, **vars(task.bootstrap)).metrics("delta_nll")
     out["delta_perplexity"] = metrics["perplexity"] - baseline.metrics["perplexity"]
-    return out | _differences_by_position(samples, baseline, task)
-
-
-def _differences_by_position(samples: list[dict[str, Any]], baseline: Baseline, task: PplConfig) -> dict[str, float]:
-    """Losses over the baseline's by stretch of positions, and their standard errors."""
-    out: dict[str, float] = {}
     rows = [[row.get("by_position", {}) for row in run] for run in (samples, baseline.samples)]
     for start in summed_positions(rows[0]):
         own, full = (

@@ -62,7 +62,7 @@ def _refused(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def judge(text: str, request: Request) -> dict[str, bool]:
+def check_answer(text: str, request: Request) -> dict[str, bool]:
     """Check an answer in each of `CHECKS`.
 
     - `valid_json`: its first object parses; text before and after it is no fault.
@@ -252,7 +252,7 @@ def answer(reader: Reader, inputs: Inputs, batch: Sequence[ToolItem]) -> list[Sc
 
     def sample(place: int, tokens: list[int]) -> Sample:
         request, text = batch[place].request, answer_text(inputs.tokenizer, tokens, until_of(task))
-        found = judge(text, request)
+        found = check_answer(text, request)
         asked = {"item": request.name, "request": request.text, "function": request.function}
         right = float(found["right_function"] and found["right_arguments"])
         return {**asked, "allowed": dict(request.allowed), "text": text, **found, "score": right}

@@ -15,7 +15,7 @@ from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
 from kvq.runner import run
 from kvq.tasks import tools
-from kvq.tasks.tools import CHECKS, first_object, judge, same, satisfies
+from kvq.tasks.tools import CHECKS, check_answer, first_object, same, satisfies
 from tests.sweeps import inputs_of
 
 GIVEN = (
@@ -43,7 +43,7 @@ ASKED = Request("weather 0", "Oslo?", (CALL, WEATHER), "weather", allowing({"cit
 
 def judged(text: str, request: Request = ASKED) -> str:
     """The checks that an answer passes, by the letters J, S, F, A."""
-    found = judge(text, request)
+    found = check_answer(text, request)
     assert tuple(found) == CHECKS
     return "".join(letter for letter, name in zip("JSFA", CHECKS, strict=True) if found[name])
 
