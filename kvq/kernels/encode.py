@@ -9,16 +9,21 @@ between two codes up to rounding, because sums are computed in another order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs import Codec, Rope, VectorQuantizer
+from kvq.codecs import (
+    Codec,
+    Rope,
+    VectorQuantizer,
+)
 from kvq.codecs.quantizers import Parts
 from kvq.kernels.attention import HAS_NUMBA, HAS_TRITON
-from kvq.kernels.uniform_chain import UniformChain, uniform_chain_of
+from kvq.kernels.uniform_chain import ROWS, UniformChain, uniform_chain_of
 
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of states that are encoded in fp32; the codec itself encodes fp64 ones."""
@@ -46,9 +51,7 @@ class FusedCodec(Codec):
             return encoder(self.chain, blocks)
         if searcher_for(self, blocks) is None or blocks.device.type != "cpu":
             return super().encode_block(blocks, rope, dtype)
-        from kvq.kernels import encode_books
-
-        return encode_books.in_slices(super().encode_block, blocks, rope)
+        return in_slices(super().encode_block, blocks, rope)
 
     @override
     def _coded(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
@@ -69,9 +72,9 @@ def searcher_for(codec: Codec, states: Tensor) -> Searcher | None:
 
         return encode_gpu.search
     if states.device.type == "cpu" and HAS_NUMBA:
-        from kvq.kernels import encode_books
+        from kvq.kernels import encode_cpu
 
-        return encode_books.search
+        return encode_cpu.search
     return None
 
 
@@ -93,3 +96,24 @@ def encoder_for(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads t
 
         return encode_cpu.encode
     return None
+
+
+def in_slices(
+    encode: Callable[[Tensor, Rope | None], Parts],
+    blocks: Float[Tensor, "batch blocks heads tokens head_dim"],
+    rope: Rope | None,
+) -> Parts:
+    """The parts that `encode` makes of the blocks, a few at a time, so that stages read what the cache still holds."""
+    from kvq.kernels.cpu import pool
+
+    heads, tokens = blocks.shape[2:4]
+    step = max(1, ROWS // (heads * tokens))
+    slices = [slice(start, start + step) for start in range(0, blocks.shape[1], step)]
+
+    def one(some: slice) -> Parts:
+        turned = None if rope is None else replace(rope, cos=rope.cos[:, some], sin=rope.sin[:, some])
+        return encode(blocks[:, some], turned)
+
+    threads = min(torch.get_num_threads(), len(slices))
+    found = [one(some) for some in slices] if threads == 1 else list(pool(threads).map(one, slices))
+    return {name: torch.cat([parts[name] for parts in found], 1) for name in found[0]}

@@ -1,7 +1,7 @@
 """Encoding in one pass on a CPU: loops compiled by numba for one head dim, over slices that fit a second-level cache.
 
-Divisions and roundings are IEEE operations in the codec's order, so that codes are the same; only sums may be computed
-in another order.
+Divisions and roundings are IEEE operations in the codec's order, so that codes are the same, but for the order of sums.
+NSNQuant's nearest entry c of 8 channels v has the largest v·c - |c|²/2; of equal ones the first, as in the codec.
 """
 
 from __future__ import annotations
@@ -14,12 +14,22 @@ from typing import Any, no_type_check
 import numpy as np
 import torch
 from jaxtyping import Float
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 from torch import Tensor
 
+from kvq.codecs import VectorQuantizer
 from kvq.codecs.machine_code import compiled
 from kvq.codecs.quantizers import Parts, to_stored
 from kvq.kernels.cpu import pool
-from kvq.kernels.uniform_chain import Grids, UniformChain, gain_of, grids
+from kvq.kernels.cpu_tables import GROUP
+from kvq.kernels.cpu_vectors import BYTE, INT, LANES, Step
+from kvq.kernels.uniform_chain import ROWS, Grids, UniformChain, book_columns, gain_of, grids, searched
+
+ENTRIES = 256
+TOGETHER = 2
+"""Vectors of a step."""
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _EXACT = _OPTIONS | {"fastmath": False}
@@ -227,10 +237,6 @@ def _gain(dim, channels):
     return gains
 
 
-ROWS = 2048
-"""Tokens of a head that are encoded together: 1 MiB at 128 channels."""
-
-
 def encode(chain: UniformChain, blocks: Float[Tensor, "batch blocks heads tokens head_dim"]) -> Parts:
     """The parts of `Codec.encode_block`, each `[batch, blocks, heads, rows, columns]`."""
     batch, count, heads, tokens, dim = blocks.shape
@@ -291,3 +297,103 @@ def _gains(chain: UniformChain, loops: Loops, y: Tensor, codes: Tensor, size: in
     low, scale, zero = (part.numpy() for part in (grid.low, grid.scale, grid.zero))
     loops.gains(y.numpy(), codes.numpy(), size, chain.per_channel, low, scale, zero, found.numpy())
     return gain_of(chain.quantizer.gain, *found)[..., None]
+
+
+def search(
+    quantizer: VectorQuantizer, y: Float[Tensor, "*lead tokens dim"]
+) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
+    """Codes and gains of `y` (fp32), see `searched`; a last vector may have a partner of zeros."""
+    signed, count = quantizer.bits == 2, y.numel() // GROUP
+    rows = torch.zeros(count + count % TOGETHER, GROUP)
+    rows[:count] = y.reshape(-1, GROUP)
+    codes = torch.empty(2 if signed else 1, len(rows), dtype=torch.uint8)
+    scores = torch.empty(len(rows))
+    columns = book_columns(quantizer.codebook, quantizer.bits, y.device).numpy()
+    _search(signed)(rows.numpy(), columns, codes[0].numpy(), codes[-1].numpy(), scores.numpy())
+    return searched(quantizer, y, codes[:, :count], scores[:count])
+
+
+@functools.cache
+@no_type_check
+def _search(signed):
+    """A loop `(rows, columns, codes, signs, scores)` over an even number of vectors `[count, 8]`."""
+
+    def build(context, builder, signature, args):
+        step = _Vectors(context, builder, signature, args, 8, LANES)
+        at = [builder.add(args[5], step.size(index)) for index in range(TOGETHER)]
+        vectors = [step.vector_of(row, signed) for row in at]
+        wide = ir.VectorType(INT, LANES)
+        lanes = ir.Constant(wide, list(range(LANES)))
+        best, where = [None] * TOGETHER, [ir.Constant(wide, [0] * LANES)] * TOGETHER
+        for first in range(0, ENTRIES, LANES):
+            columns = [step.load(1, step.size(channel), step.size(first)) for channel in range(GROUP + 1)]
+            for index, channels in enumerate(vectors):
+                score = columns[GROUP]
+                for column, channel in zip(columns[:GROUP], channels, strict=True):
+                    score = step.add_product(channel, column, score)
+                if first == 0:
+                    best[index] = score
+                    continue
+                more = builder.fcmp_ordered(">", score, best[index])
+                best[index] = builder.select(more, score, best[index])
+                here = ir.Constant(wide, [first] * LANES)
+                where[index] = builder.select(more, here, where[index])
+        for index, row in enumerate(at):
+            top, place = step.highest(best[index], builder.add(where[index], lanes))
+            builder.store(builder.trunc(place, BYTE), step.pointer(2, BYTE, row))
+            builder.store(top, step.pointer(4, ir.FloatType(), row))
+            if signed:
+                builder.store(step.signs_of(row), step.pointer(3, BYTE, row))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def two(typing_context, rows, columns, codes, signs, scores, first):
+        return types.void(rows, columns, codes, signs, scores, types.intp), build
+
+    @compiled(_OPTIONS, keep=True)
+    def loop(rows, columns, codes, signs, scores):
+        for first in range(0, rows.shape[0], TOGETHER):
+            two(rows, columns, codes, signs, scores, first)
+
+    return loop
+
+
+@no_type_check
+class _Vectors(Step):
+    """Reads vectors of 8 channels from argument 0."""
+
+    def _vector(self, row):
+        kind = ir.VectorType(ir.FloatType(), GROUP)
+        found = self.builder.load(self.pointer(0, kind, row, self.size(0)), typ=kind)
+        found.align = 4
+        return found
+
+    def vector_of(self, row, signed):
+        """Each channel of the vector (of a signed codebook: its magnitude) in all lanes."""
+        vector = self._vector(row)
+        if signed:
+            kind = ir.VectorType(INT, GROUP)
+            bits = self.builder.and_(self.builder.bitcast(vector, kind), ir.Constant(kind, [0x7FFFFFFF] * GROUP))
+            vector = self.builder.bitcast(bits, vector.type)
+        places = [ir.Constant(ir.VectorType(INT, LANES), [channel] * LANES) for channel in range(GROUP)]
+        return [self.builder.shuffle_vector(vector, vector, place) for place in places]
+
+    def signs_of(self, row):
+        """A byte with bit i set where channel i is below zero."""
+        vector = self._vector(row)
+        negative = self.builder.fcmp_ordered("<", vector, ir.Constant(vector.type, [0.0] * GROUP))
+        return self.builder.bitcast(negative, BYTE)
+
+    def highest(self, scores, places):
+        """The highest score, and the least place that has it."""
+        top = self._reduced("fmax", scores, ir.FloatType(), "f32")
+        one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), top, INT(0))
+        zeros = ir.Constant(ir.VectorType(INT, LANES), [0] * LANES)
+        equal = self.builder.fcmp_ordered("==", scores, self.builder.shuffle_vector(one, one, zeros))
+        none = ir.Constant(ir.VectorType(INT, LANES), [ENTRIES - 1] * LANES)
+        return top, self._reduced("umin", self.builder.select(equal, places, none), INT, "i32")
+
+    def _reduced(self, how, vector, kind, suffix):
+        name = f"llvm.vector.reduce.{how}.v{LANES}{suffix}"
+        reduce = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(kind, [vector.type]), name)
+        return self.builder.call(reduce, [vector])

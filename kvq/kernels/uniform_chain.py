@@ -15,6 +15,9 @@ from kvq.codecs.stages import Stage
 from kvq.codecs.uniform import ZeroPoint, scale_for_integer_zero
 from kvq.kernels.linear_chain import is_rotation
 
+ROWS = 2048
+"""Tokens of a head that are encoded together: 1 MiB at 128 channels."""
+
 
 @dataclass(frozen=True)
 class UniformChain:

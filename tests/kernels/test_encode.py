@@ -15,7 +15,7 @@ from tests.properties import examples
 from tests.random_models import llama, token_ids
 
 pytest.importorskip("numba")
-from kvq.kernels import encode_books
+from kvq.kernels import encode_cpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -118,7 +118,7 @@ def test_the_search_finds_the_nearest_entry(bits):
     quantizer = VectorQuantizer(bits)
     y = torch.randn(1, 1, 401, 24, generator=torch.Generator().manual_seed(bits))
     y[..., :3, :], y[..., 3, ::2] = 0, -0.0
-    encoded.check_nearest(quantizer, y, *encode_books.search(quantizer, y))
+    encoded.check_nearest(quantizer, y, *encode_cpu.search(quantizer, y))
 
 
 @pytest.mark.long
