@@ -23,8 +23,12 @@ from kvq.kernels import attend
 from kvq.methods.build import build_method
 
 ROOT = Path(__file__).parents[2]
-CELLS = tuple((name, group) for name in ("kivi", "nsn", "oscar") for group in (1, 4))
-HEADS, TOKENS, DIM, BITS = 8, 32768, 128, 2
+CELLS = (
+    *((name, group, 32768) for name in ("kivi", "nsn", "oscar") for group in (1, 4)),
+    *((name, 4, 131072) for name in ("kivi", "nsn")),
+)
+"""Methods at 2 bits, queries of a head, and tokens."""
+HEADS, DIM, BITS = 8, 128, 2
 WARM, CALLS = 4, 21
 
 
@@ -32,16 +36,17 @@ def medians(threads: int) -> dict[str, dict[str, float]]:
     """Seconds of a call by cell and way, each called in a row as the layers of a model call it."""
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(1, HEADS, TOKENS, DIM, generator=generator, dtype=torch.bfloat16) for _ in range(2))
     found: dict[str, dict[str, float]] = {}
-    for name, group in CELLS:
+    for name, group, tokens in CELLS:
+        shape = (1, HEADS, tokens, DIM)
+        keys, values = (torch.randn(shape, generator=generator, dtype=torch.bfloat16) for _ in range(2))
         sides = states_of(build_method(name, bits=BITS, head_dim=DIM), keys, values)
         q = torch.randn(1, HEADS * group, 1, DIM, generator=generator, dtype=torch.bfloat16)
         ways = {
             "packed": lambda q=q, sides=sides: attend(q, *sides, DIM**-0.5),
             "sdpa": references(q, keys, values)["sdpa, queries of a head as rows"],
         }
-        found[f"{name}_{group}q"] = {
+        found[f"{name}_{group}q_{tokens // 1024}k"] = {
             label: statistics.median([clock(run, torch.device("cpu")) for _ in range(WARM + CALLS)][WARM:])
             for label, run in ways.items()
         }

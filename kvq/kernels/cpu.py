@@ -85,13 +85,11 @@ def attend(
     rotated = key_side.chain.rotate(q).numpy()
     turned = TurnedShifts.of(keys, key_side.chain, q)
     moved = shift_scores(keys, [s for s in key_side.chain.shifts if s not in turned.shifts], key_side.chain, q)
-    behind = None if keys.full is None else (q @ keys.full.float().mT).numpy()
-    mixed = torch.zeros(batch, heads, group, out_dim)
-    rest = torch.zeros(batch, heads, group, tokens - values.packed_tokens)
+    mixed, unpacked = (torch.zeros(batch, heads, group, out_dim) for _ in range(2))
     totals = torch.empty(batch, heads, group)
     offsets = shift_weights(values, value_side.chain)
     shifted = [torch.zeros(batch, heads, group, out_dim) for _ in offsets]
-    outs = tuple(part.numpy() for part in (mixed, rest, totals))
+    outs = mixed.numpy(), totals.numpy(), unpacked.numpy()
 
     def one_head(place: tuple[int, int]) -> None:
         scores = _scratch(group, tokens)
@@ -100,19 +98,19 @@ def attend(
         turned.add(place, scores)
         if moved is not None:
             scores[:, : keys.packed_tokens] += moved[place].numpy()
-        if behind is not None:
-            scores[:, keys.packed_tokens :] = behind[place]
-        outs[2][place] = weights_of(scores, first)
+        if keys.full is not None:  # in the thread of the head: products this small are not worth waking all threads
+            scores[:, keys.packed_tokens :] = (q[place] @ keys.full[place].float().mT).numpy()
+        outs[1][place] = weights_of(scores, first)
         for segment in value_side.segments:
             value_side.mix(segment, scores, place, outs[0][place])
         for offset, total in zip(offsets, shifted, strict=True):
             offset.mix(scores, place, total.numpy()[place])
-        outs[1][place] = scores[:, values.packed_tokens :]
+        if values.full is not None:
+            weights = torch.from_numpy(scores[:, values.packed_tokens :])
+            outs[2][place] = (weights @ values.full[place].float()).numpy()
 
     _each(one_head, [(b, h) for b in range(batch) for h in range(heads)])
-    out = value_side.chain.rotate_back(mixed, shifted)
-    if values.full is not None:
-        out = out + rest @ values.full.float()
+    out = value_side.chain.rotate_back(mixed, shifted) + unpacked
     return (out / totals[..., None]).reshape(batch, query.shape[1], 1, out_dim).to(query.dtype)
 
 
