@@ -12,8 +12,8 @@ import pandas as pd
 
 from kvq.report.figures.error import labelled_rows
 from kvq.report.figures.plots import below, dress, handle, panels, points, powers_of_two, rows_named, titled
-from kvq.report.figures.style import Line, colour, dash, lines_of
-from kvq.report.labels import named
+from kvq.report.figures.style import Line, colour, dash, lines_of, symlog
+from kvq.report.labels import label, named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import metric_of
 from kvq.results.presets import said
@@ -151,6 +151,41 @@ def _bars(table: pd.DataFrame) -> Figure:
         axis.barh(range(len(looks)), [values[name] for name in looks], color=[look.color for look in looks.values()])
         dress(axis, words, grid="x")
     rows_named(axes[0], list(looks))
+    return made
+
+
+def tables_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """Runs of calibrated methods: loss, bytes of their tables, and bits per element of 32K tokens with the tables.
+
+    Empty unless a method was measured with tables of different sizes, as its presets may have.
+    """
+    wanted = ("delta_nll", "delta_nll_se", "calibration_bytes", "effective_bits", "calibration_bits_32k")
+    lines = [
+        {"method": label(record), "bits": record.bits, **{name: record.metrics[name] for name in wanted}}
+        for record in sorted(records, key=lambda record: (label(record), record.metrics.get("effective_bits", 0)))
+        if record.metrics.get("calibration_bytes") and all(name in record.metrics for name in wanted)
+    ]
+    table = pd.DataFrame(lines)
+    sizes = table.groupby(table["method"].str.split("/").str[0])["method"].nunique() if lines else pd.Series(dtype=int)
+    return table if (sizes > 1).any() else pd.DataFrame()
+
+
+@titled
+def tables_figure(table: pd.DataFrame) -> Figure:
+    """Loss by bytes of a calibration's tables, and by all bits of a sequence of 32K tokens, tables among them."""
+    made, axes = panels(2, 3.4, 1, 2, sharey=True)
+    total = table["effective_bits"] + table["calibration_bits_32k"]
+    names = {"calibration_bytes": "tables (bytes)", "total": "bits per element of 32K tokens, tables included"}
+    table = table.assign(total=total)
+    for method, look in lines_of(list(dict.fromkeys(table["method"]))).items():
+        part = table[table["method"] == method]
+        for axis, column in zip(axes, names, strict=True):
+            axis.plot(part[column], part["delta_nll"], **look._asdict(), label=method)
+    axes[0].set_xscale("log")
+    symlog(axes[0], table["delta_nll"])
+    for axis, (column, words) in zip(axes, names.items(), strict=True):
+        dress(axis, words, metric_of("delta_nll").title if column == "calibration_bytes" else "", "both")
+    below(made, axes[0], 3)
     return made
 
 
