@@ -47,7 +47,7 @@ from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_na
 from kvq.tasks.capture import capture
 from kvq.tasks.reader import Reader
 from kvq.tasks.scoring import generation_bounds, parallel_method, score
-from kvq.tasks.tni import Norms
+from kvq.tasks.tni import NormStatistics
 
 CONTEXT = 2048
 METHODS = ("kivi", "nsn", "oscar")
@@ -218,7 +218,7 @@ def _norms_peak(loaded: LoadedModel, tokens: torch.Tensor, norms: bool) -> int:
     """Peak bytes above the loaded model of one forward of a window, plain or with `task=tni` looking on."""
     capture(loaded, tokens[0, :256], lambda layer: None)
     if norms:
-        look = Norms(TniConfig(context=CONTEXT, windows=1)).add
+        look = NormStatistics(TniConfig(context=CONTEXT, windows=1)).add
         return _above_model(loaded, lambda: capture(loaded, tokens[0], look))
     with torch.no_grad():
         return _above_model(loaded, lambda: loaded.model.base_model(input_ids=tokens, use_cache=False))

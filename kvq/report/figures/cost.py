@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvq.report.figures.error import labelled_rows
 from kvq.report.figures.plots import below, dress, handle, panels, points, powers_of_two, rows_named, titled
-from kvq.report.figures.style import Line, colour, dash, lines_of, symlog
+from kvq.report.figures.style import Line, colour, dash, lines_of
 from kvq.report.labels import label, named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import metric_of
@@ -27,6 +27,7 @@ PAPERS = (("nsn, 3 bits", 5.09), ("OScaR, 2 bits", 5.3))
 """Published compression against 16 bits: nsn's README (2,048 tokens), OScaR's abstract (128K tokens)."""
 REFERENCES = {"dynamic": "full precision", "preallocated": "full precision, one buffer"}
 _GIB = 2**30
+_OTHER_SIZE = 0.25
 _RATES = {"peak_bytes": "peak memory above the weights (GiB)", "tokens_per_second": "tokens per second"}
 _PEAKS = ("prefill_peak_bytes", "decode_peak_bytes")
 
@@ -157,35 +158,42 @@ def _bars(table: pd.DataFrame) -> Figure:
 def tables_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """Runs of calibrated methods: loss, bytes of their tables, and bits per element of 32K tokens with the tables.
 
-    Empty unless a method was measured with tables of different sizes, as its presets may have.
+    Of a method's presets only those whose tables are smaller or larger by `_OTHER_SIZE` at the same bits; empty where
+    there are none.
     """
     wanted = ("delta_nll", "delta_nll_se", "calibration_bytes", "effective_bits", "calibration_bits_32k")
-    lines = [
-        {"method": label(record), "bits": record.bits, **{name: record.metrics[name] for name in wanted}}
-        for record in sorted(records, key=lambda record: (label(record), record.metrics.get("effective_bits", 0)))
-        if record.metrics.get("calibration_bytes") and all(name in record.metrics for name in wanted)
-    ]
-    table = pd.DataFrame(lines)
-    sizes = table.groupby(table["method"].str.split("/").str[0])["method"].nunique() if lines else pd.Series(dtype=int)
-    return table if (sizes > 1).any() else pd.DataFrame()
+    known = [r for r in records if r.metrics.get("calibration_bytes") and all(name in r.metrics for name in wanted)]
+    sizes = {(label(record), record.bits): record.metrics["calibration_bytes"] for record in known}
+    lines, others = [], 0
+    for record in sorted(known, key=lambda record: (label(record), record.metrics["effective_bits"])):
+        own, base = label(record), sizes.get((record.method.partition("/")[0], record.bits))
+        if own != record.method.partition("/")[0] and base is not None:
+            if abs(record.metrics["calibration_bytes"] / base - 1) < _OTHER_SIZE:
+                continue
+            others += 1
+        found = {name: record.metrics[name] for name in wanted}
+        total = found["effective_bits"] + found["calibration_bits_32k"]
+        lines.append({"method": own, "bits": record.bits, **found, "bits_with_tables_32k": total})
+    return pd.DataFrame(lines if others else [])
 
 
 @titled
 def tables_figure(table: pd.DataFrame) -> Figure:
     """Loss by bytes of a calibration's tables, and by all bits of a sequence of 32K tokens, tables among them."""
-    made, axes = panels(2, 3.4, 1, 2, sharey=True)
-    total = table["effective_bits"] + table["calibration_bits_32k"]
-    names = {"calibration_bytes": "tables (bytes)", "total": "bits per element of 32K tokens, tables included"}
-    table = table.assign(total=total)
+    made, axes = panels(2, 3.2, 1, 2, sharey=True)
+    columns = {
+        "calibration_bytes": ("tables (MB)", 1e-6),
+        "bits_with_tables_32k": ("bits per element of 32K tokens, tables included", 1),
+    }
     for method, look in lines_of(list(dict.fromkeys(table["method"]))).items():
         part = table[table["method"] == method]
-        for axis, column in zip(axes, names, strict=True):
-            axis.plot(part[column], part["delta_nll"], **look._asdict(), label=method)
-    axes[0].set_xscale("log")
-    symlog(axes[0], table["delta_nll"])
-    for axis, (column, words) in zip(axes, names.items(), strict=True):
-        dress(axis, words, metric_of("delta_nll").title if column == "calibration_bytes" else "", "both")
-    below(made, axes[0], 3)
+        for axis, (column, (_, scale)) in zip(axes, columns.items(), strict=True):
+            axis.plot(part[column] * scale, part["delta_nll"], **look._asdict(), markersize=4, label=method)
+    axes[0].set_yscale("log")
+    for axis, (words, _) in zip(axes, columns.values(), strict=True):
+        axis.set_xlim(left=0)
+        dress(axis, words, metric_of("delta_nll").title if axis is axes[0] else "", "both")
+    below(made, axes[0], 4)
     return made
 
 

@@ -10,11 +10,13 @@ import pytest
 
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
+from kvq.report.figures import cost
 from kvq.report.figures.cost import throughput_figure
 from kvq.report.figures.error import bars_figure
 from kvq.report.figures.every import diagnostic_drawings
 from kvq.report.figures.style import png_of
 from kvq.results import Store
+from tests.report import sweeps
 from tests.results import made
 
 
@@ -102,3 +104,23 @@ def test_ticks_of_logarithmic_axes_are_text(low: float) -> None:
     assert [text.get_text() for text in axis.get_yticklabels()] == [
         f"a method of a name {place} (2.00)" for place in (0, 1)
     ]
+
+
+def test_tables_of_calibrations_are_drawn_where_a_preset_has_others(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    full = sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 16.0)
+
+    def put(name: str, loss: float, size: float) -> None:
+        run = sweeps.put_run(store, name, "2", sweeps.losses(loss, 0.01, 1), full, 2.0)
+        sweeps.put_more(store, run, {"calibration_bytes": size, "calibration_bits_32k": size / 1e6, "delta_nll": loss})
+
+    put("waterfill", 0.1, 4e5)
+    put("waterfill/ridge", 0.12, 4.2e5)  # tables of nearly the same size
+    assert cost.tables_table([record for record in store.scan()[0] if record.baseline_key], store).empty
+    put("waterfill/fp16_tables", 0.11, 2e5)
+    table = cost.tables_table([record for record in store.scan()[0] if record.baseline_key], store)
+    assert table["method"].tolist() == ["waterfill", "waterfill/fp16_tables"]
+    assert table["bits_with_tables_32k"].tolist() == pytest.approx([2.4, 2.2])
+    left, right = cost.tables_figure(table, "title").axes
+    assert left.lines[0].get_xdata().tolist() == pytest.approx([0.4])
+    assert right.lines[1].get_ydata().tolist() == pytest.approx([0.11])
