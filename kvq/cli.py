@@ -27,6 +27,7 @@ from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, re
 from kvq.config.bits import check_range
 from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, setting_of, value_for_choice
 from kvq.config.layout import LayoutConfig
+from kvq.config.method import with_current_names
 from kvq.entry import SCRATCH
 from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable
 from kvq.papers.sweep import EXPERIMENT_SWEEPER, product, sweep_of
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     global _session
     _session = _Session(here=True)
-    given = _flags_first(sys.argv[1:] if argv is None else argv)
+    given = _flags_first(with_current_names(sys.argv[1:] if argv is None else argv))
     if "--version" in given:
         print(f"kvq {__version__}")
         return OK

@@ -14,7 +14,7 @@ from kvq.codecs.block_formats import in_groups, times_scale
 from kvq.codecs.levels import looked_up
 from kvq.codecs.packed import pack_parts, unpack_parts
 from kvq.codecs.quantizers import CodeQuantizer, Parts, choice
-from kvq.codecs.uniform import Halves
+from kvq.codecs.uniform import Rounding
 from kvq.errors import ConfigError, at_least, require
 
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -50,7 +50,7 @@ class BlockFloatQuantizer(CodeQuantizer):
     Args:
         group_size: channels that share a scale. A short last group has its own.
         scale: see `BlockScale`.
-        halves: of codes halfway between two: `even` (the even code, IEEE), `up` (the larger magnitude) or `down` (the
+        rounding: of codes halfway between two: `even` (the even code, IEEE), `up` (the larger magnitude) or `down` (the
             lower number, and no negative zero).
         four_over_six: also try S = e4m3(max|x| / 4) and keep it where the sum of squared errors is smaller.
 
@@ -69,13 +69,18 @@ class BlockFloatQuantizer(CodeQuantizer):
         self,
         group_size: int = 16,
         scale: BlockScale | str = BlockScale.e4m3,
-        halves: Halves | str = Halves.even,
+        rounding: Rounding | str = Rounding.even,
         four_over_six: bool = False,
     ) -> None:
         at_least("group_size", group_size, 1)
         self.group_size, self.four_over_six = group_size, four_over_six
-        self.scale, self.halves = choice(BlockScale, scale, "scale"), choice(Halves, halves, "halves")
-        require(self.halves in (Halves.even, Halves.up, Halves.down), "halves", self.halves.name, "even, up or down")
+        self.scale, self.rounding = choice(BlockScale, scale, "scale"), choice(Rounding, rounding, "rounding")
+        require(
+            self.rounding in (Rounding.even, Rounding.up, Rounding.down),
+            "rounding",
+            self.rounding.name,
+            "even, up or down",
+        )
         if four_over_six and self.scale is not BlockScale.e4m3:
             raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale.name}")
 
@@ -97,10 +102,10 @@ class BlockFloatQuantizer(CodeQuantizer):
             stored = _e4m3(largest * (1 / 6))
             if self.four_over_six:
                 other = _e4m3(largest / 4)
-                closer = _error(groups, other, self.halves) < _error(groups, stored, self.halves)
+                closer = _error(groups, other, self.rounding) < _error(groups, stored, self.rounding)
                 stored = torch.where(closer, other.to(x.dtype), stored.to(x.dtype)).to(torch.float8_e4m3fn)
             scale = stored.to(x.dtype)
-        codes = _codes(groups, scale, self.halves).flatten(-2)[..., : x.shape[-1]]
+        codes = _codes(groups, scale, self.rounding).flatten(-2)[..., : x.shape[-1]]
         return pack_parts(codes, self.bits) | {"scale": stored.squeeze(-1)}
 
     @override
@@ -125,18 +130,18 @@ def _e4m3_up(x: Tensor) -> Tensor:
     return (code + below.to(torch.uint8)).view(torch.float8_e4m3fn)
 
 
-def _codes(x: Tensor, scale: Tensor, halves: Halves) -> UInt8[Tensor, "*shape"]:
+def _codes(x: Tensor, scale: Tensor, rounding: Rounding) -> UInt8[Tensor, "*shape"]:
     """Index of the nearest e2m1 number to the magnitude of x / scale, 8 more where x < 0; 0 where the scale is 0."""
     magnitude = x.abs().mul_(scale.masked_fill(scale == 0, torch.inf).reciprocal_())
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     negative = (x < 0) & (scale != 0)
     for index, middle in enumerate(_MIDDLES):
-        if halves is Halves.down:
+        if rounding is Rounding.down:
             codes += (magnitude > middle) | (negative & (magnitude == middle))
             continue
-        up = halves is Halves.up or index % 2  # the even neighbour is the higher one
+        up = rounding is Rounding.up or index % 2  # the even neighbour is the higher one
         codes += magnitude >= middle if up else magnitude > middle
-    if halves is Halves.down:
+    if rounding is Rounding.down:
         negative &= codes != 0
     return codes + _NEGATIVE * negative.to(torch.uint8)
 
@@ -147,8 +152,8 @@ def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return looked_up(torch.tensor(levels, dtype=dtype, device=codes.device), codes)
 
 
-def _error(groups: Tensor, stored: Tensor, halves: Halves) -> Tensor:
+def _error(groups: Tensor, stored: Tensor, rounding: Rounding) -> Tensor:
     """Sum of squared errors of each group under a scale."""
     scale = stored.to(groups.dtype)
-    decoded = _numbers(_codes(groups, scale, halves), groups.dtype) * scale
+    decoded = _numbers(_codes(groups, scale, rounding), groups.dtype) * scale
     return (groups - decoded).square().sum(-1, keepdim=True)

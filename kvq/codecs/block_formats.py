@@ -15,7 +15,7 @@ from typing_extensions import override
 from kvq.codecs.levels import looked_up, nearest_level
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, CodeQuantizer, Parts, Quantizer, check_group, choice, to_stored
-from kvq.codecs.uniform import Halves, SideDtype, UniformQuantizer
+from kvq.codecs.uniform import Rounding, ScaleDtype, UniformQuantizer
 from kvq.errors import ConfigError, Unsupported, at_least, require
 
 
@@ -103,7 +103,7 @@ class HalfAwayQuantizer(UniformQuantizer):
     version: ClassVar[int] = 1
 
     def __init__(self, bits: int, group_size: int | None = None) -> None:
-        super().__init__(bits, Axis.per_token, group_size, symmetric=True, halves=Halves.away, reciprocal=True)
+        super().__init__(bits, Axis.per_token, group_size, symmetric=True, rounding=Rounding.away, reciprocal=True)
 
 
 class TurboMindQuantizer(UniformQuantizer):
@@ -177,10 +177,10 @@ class Float8Quantizer(Quantizer):
         scale: see `FloatScale`. With a scale per block of H heads, T tokens and D channels in fp16 an element takes
             8 + 16 / (H T D) bits, with one per token and head in fp32 8 + 32 / D, without any 8.
         group_size: with `scale: token`, channels that share a scale; None = all of the head.
-        least_scale: scales below it become it.
+        min_scale: scales below it become it.
         saturate: clamp to the largest number before the cast; else overflow is torch's: e4m3 saturates, e5m2 becomes
             infinite.
-        side_dtype: dtype of stored scales, see `SideDtype`. Codes use the unrounded scale.
+        scale_dtype: dtype of stored scales, see `ScaleDtype`. Codes use the unrounded scale.
         reciprocal: multiply by the reciprocal of the scale (vLLM) instead of dividing by the scale.
 
     A scale that is fixed, per layer or per head is the stage `LayerScale` before this quantizer with `scale: none`.
@@ -197,18 +197,18 @@ class Float8Quantizer(Quantizer):
         self,
         format: Float8 | str = Float8.e4m3,  # noqa: A002 - the name of the setting
         scale: FloatScale | str = FloatScale.block,
-        least_scale: float = 0.0,
+        min_scale: float = 0.0,
         saturate: bool = True,
-        side_dtype: SideDtype | str = SideDtype.float16,
+        scale_dtype: ScaleDtype | str = ScaleDtype.float16,
         reciprocal: bool = False,
         group_size: int | None = None,
     ) -> None:
         self.format, self.scale = choice(Float8, format, "format"), choice(FloatScale, scale, "scale")
-        self.side_dtype, self.group_size = choice(SideDtype, side_dtype, "side_dtype"), group_size
+        self.scale_dtype, self.group_size = choice(ScaleDtype, scale_dtype, "scale_dtype"), group_size
         if group_size is not None and (group_size < 1 or self.scale is not FloatScale.token):
             raise ConfigError(f"group_size={group_size}: at least 1, with scale=token")
-        at_least("least_scale", least_scale, 0)
-        self.least_scale, self.saturate, self.reciprocal = least_scale, saturate, reciprocal
+        at_least("min_scale", min_scale, 0)
+        self.min_scale, self.saturate, self.reciprocal = min_scale, saturate, reciprocal
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
@@ -224,10 +224,10 @@ class Float8Quantizer(Quantizer):
         if self.scale is not FloatScale.none:
             over = (-4, -3, -2, -1) if self.scale is FloatScale.block else (-1,)
             scale = groups.abs().amax(over, keepdim=True) / limit
-            if self.least_scale:
-                scale = scale.clamp_min(self.least_scale)
+            if self.min_scale:
+                scale = scale.clamp_min(self.min_scale)
             groups = groups * _reciprocal(scale) if self.reciprocal else groups / scale.masked_fill(scale == 0, 1)
-            side = {"scale": to_stored(scale.squeeze(-1), self.side_dtype.torch)}
+            side = {"scale": to_stored(scale.squeeze(-1), self.scale_dtype.torch)}
         values = groups.flatten(-2)[..., : x.shape[-1]]
         values = values.clamp(-limit, limit) if self.saturate else values
         return {"values": values.to(self.format.torch), **side}

@@ -18,7 +18,7 @@ _INT16_MAX = 32767
 _FP16_TINY = 2.0**-24  # the smallest positive number
 
 
-class Halves(enum.Enum):
+class Rounding(enum.Enum):
     """The whole number that a value becomes.
 
     `even`, `up`, `down` and `away` are the nearest one, and differ where a value is halfway between two: IEEE's
@@ -44,7 +44,7 @@ class Levels(enum.Enum):
     midpoint = "midpoint"
 
 
-class SideDtype(enum.Enum):
+class ScaleDtype(enum.Enum):
     """Dtype in which scales and offsets are stored."""
 
     float16 = "float16"
@@ -57,22 +57,22 @@ class SideDtype(enum.Enum):
 
 
 _DTYPES = {
-    SideDtype.float16: torch.float16,
-    SideDtype.bfloat16: torch.bfloat16,
-    SideDtype.float32: torch.float32,
+    ScaleDtype.float16: torch.float16,
+    ScaleDtype.bfloat16: torch.bfloat16,
+    ScaleDtype.float32: torch.float32,
 }
 
 
-def whole(steps: Tensor, halves: Halves) -> Tensor:
+def whole(steps: Tensor, rounding: Rounding) -> Tensor:
     """`steps` as whole numbers; may overwrite its argument."""
-    if halves is Halves.even:
+    if rounding is Rounding.even:
         return steps.round_()
-    if halves is Halves.up:
+    if rounding is Rounding.up:
         return steps.add_(0.5).floor_()
-    if halves is Halves.down:
+    if rounding is Rounding.down:
         return steps.sub_(0.5).ceil_()
     cut = steps.trunc()
-    if halves is Halves.truncate:
+    if rounding is Rounding.truncate:
         return cut
     # Not trunc(x + 1/2): the largest number below 1/2 would go up.
     return cut + (steps - cut).abs().ge(0.5) * steps.sign()
@@ -141,11 +141,11 @@ class UniformQuantizer(CodeQuantizer):
         gain: see `Gain`.
         levels: see `Levels`; of a symmetric grid.
         fixed_scale: a scale for all groups of a symmetric grid, which is not stored (None: each group has its own).
-        least_scale: scales below it become it.
-        halves: see `Halves`.
+        min_scale: scales below it become it.
+        rounding: see `Rounding`.
         reciprocal: multiply by the reciprocal of the scale instead of dividing by the scale; of all grids but
             `integer` and `edge`.
-        side_dtype: dtype of stored scales and offsets, see `SideDtype`.
+        scale_dtype: dtype of stored scales and offsets, see `ScaleDtype`.
 
     Codes are chosen in fp32 (fp64 for fp64 input) with unrounded statistics; decoding uses the stored values. A
     constant group of a `ratio` grid, where engines divide by zero, keeps its value.
@@ -168,10 +168,10 @@ class UniformQuantizer(CodeQuantizer):
         gain: Gain | str = Gain.none,
         levels: Levels | str = Levels.odd,
         fixed_scale: float | None = None,
-        least_scale: float = 0.0,
-        halves: Halves | str = Halves.even,
+        min_scale: float = 0.0,
+        rounding: Rounding | str = Rounding.even,
         reciprocal: bool = False,
-        side_dtype: SideDtype | str = SideDtype.float16,
+        scale_dtype: ScaleDtype | str = ScaleDtype.float16,
     ) -> None:
         lowest = 2 if symmetric else 1
         if not lowest <= bits <= MAX_BITS:
@@ -184,9 +184,9 @@ class UniformQuantizer(CodeQuantizer):
         self.zero_point = choice(ZeroPoint, zero_point, "zero_point")
         self.gain = choice(Gain, gain, "gain")
         self.levels = choice(Levels, levels, "levels")
-        self.halves = choice(Halves, halves, "halves")
-        self.side_dtype = choice(SideDtype, side_dtype, "side_dtype")
-        self.fixed_scale, self.least_scale = fixed_scale, least_scale
+        self.rounding = choice(Rounding, rounding, "rounding")
+        self.scale_dtype = choice(ScaleDtype, scale_dtype, "scale_dtype")
+        self.fixed_scale, self.min_scale = fixed_scale, min_scale
         self.reciprocal = reciprocal
         self._check_together()
 
@@ -196,16 +196,16 @@ class UniformQuantizer(CodeQuantizer):
             raise ConfigError(f"{given}: of a symmetric grid; symmetric=true")
         if self.fixed_scale is not None and not self.fixed_scale > 0:
             raise ConfigError(f"fixed_scale={self.fixed_scale}: above 0, or null for a scale of each group")
-        at_least("least_scale", self.least_scale, 0)
-        if self.zero_point is ZeroPoint.code and (self.side_dtype is not SideDtype.float32 or self.bits > 8):
+        at_least("min_scale", self.min_scale, 0)
+        if self.zero_point is ZeroPoint.code and (self.scale_dtype is not ScaleDtype.float32 or self.bits > 8):
             raise ConfigError(
-                "zero_point=code: with side_dtype=float32 and at most 8 bits, which the scale has room for"
+                "zero_point=code: with scale_dtype=float32 and at most 8 bits, which the scale has room for"
             )
 
     @property
     def is_affine(self) -> bool:
         """Codes decode to `lo + scale * code` with an fp16 scale for each group, which kernels fold into products."""
-        if self.side_dtype is not SideDtype.float16:
+        if self.scale_dtype is not ScaleDtype.float16:
             return False
         if self.symmetric:
             return self.levels is Levels.odd and self.fixed_scale is None
@@ -214,8 +214,8 @@ class UniformQuantizer(CodeQuantizer):
     @property
     def is_plain(self) -> bool:
         """Affine, with codes chosen as papers do: the nearest even one, by division by the unrounded scale."""
-        exact = not (self.reciprocal or self.least_scale)
-        return self.is_affine and exact and self.halves is Halves.even
+        exact = not (self.reciprocal or self.min_scale)
+        return self.is_affine and exact and self.rounding is Rounding.even
 
     @property
     def token_group(self) -> int | None:  # type: ignore[override]
@@ -263,7 +263,7 @@ class UniformQuantizer(CodeQuantizer):
 
     def _side(self, stat: Tensor) -> Tensor:
         """Statistics of groups as they are stored."""
-        return to_stored(stat.squeeze(self._dim), self.side_dtype.torch)
+        return to_stored(stat.squeeze(self._dim), self.scale_dtype.torch)
 
     def _steps(self, x: Tensor, scale: Tensor) -> Tensor:
         """How many times `scale` is in `x`, in a new tensor. A scale of 0 counts as 1."""
@@ -273,7 +273,7 @@ class UniformQuantizer(CodeQuantizer):
 
     def _rounded(self, x: Tensor, scale: Tensor) -> Tensor:
         """Whole steps of `scale` in `x`, in a new tensor."""
-        return whole(self._steps(x, scale), self.halves)
+        return whole(self._steps(x, scale), self.rounding)
 
     @property
     def _middle(self) -> int:
@@ -286,14 +286,14 @@ class UniformQuantizer(CodeQuantizer):
             return {}, self._rounded(groups, groups.new_tensor(self.fixed_scale)).clamp_(-middle, top).add_(middle)
         scale = torch.linalg.vector_norm(groups, float("inf"), dim=self._dim, keepdim=True) * self.clip
         if self.levels is Levels.midpoint:
-            scale = scale.clamp_min(self.least_scale)
+            scale = scale.clamp_min(self.min_scale)
             codes = self._steps(groups.mul(middle), scale).add_(middle).floor_().clamp_(0, middle + top)
             return {"scale": self._side(scale)}, codes
         scale = self._at_least(scale / middle)
         return {"scale": self._side(scale)}, self._rounded(groups, scale).clamp_(-middle, top).add_(middle)
 
     def _at_least(self, scale: Tensor) -> Tensor:
-        return scale.clamp_min(self.least_scale) if self.least_scale else scale
+        return scale.clamp_min(self.min_scale) if self.min_scale else scale
 
     def _asymmetric(self, groups: Tensor) -> tuple[Parts, Tensor]:
         top = 2**self.bits - 1
@@ -311,12 +311,12 @@ class UniformQuantizer(CodeQuantizer):
         elif self.zero_point is ZeroPoint.ratio:
             scale = torch.where(scale == 0, low.abs(), scale)
             zero = low.neg().div_(scale.masked_fill(scale == 0, 1))
-            codes = whole(self._steps(groups, scale).add_(zero), self.halves).clamp_(0, top)
+            codes = whole(self._steps(groups, scale).add_(zero), self.rounding).clamp_(0, top)
             offset = self._side(zero)
         elif self.zero_point is ZeroPoint.code:
             used = scale.masked_fill(scale == 0, 1)
-            zero = whole(low.neg().div_(used), self.halves).clamp_(0, top)
-            codes = whole(self._steps(groups, used).add_(zero), self.halves).clamp_(0, top)
+            zero = whole(low.neg().div_(used), self.rounding).clamp_(0, top)
+            codes = whole(self._steps(groups, used).add_(zero), self.rounding).clamp_(0, top)
             return {"scale": with_code(used.squeeze(self._dim), zero.squeeze(self._dim), self.bits)}, codes
         else:
             scale = scale_for_integer_zero(scale, low)

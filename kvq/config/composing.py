@@ -20,7 +20,7 @@ from kvq.config import outside
 from kvq.config.bits import Bits, BitsByLayerConfig, first_width, parse_bits
 from kvq.config.choices import CONFIG_NAME, conf_dir, register_rows
 from kvq.config.merging import Composed, Files, by_hydra, merged, merged_part
-from kvq.config.method import MethodConfig
+from kvq.config.method import MethodConfig, with_current_names
 from kvq.config.run import LOGGERS, Config
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
@@ -67,7 +67,7 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> D
     """
     folder = outside.folder_of(config_dir)
     outside.admit(folder)
-    files = Files.of(conf_dir(), folder)
+    files, overrides = Files.of(conf_dir(), folder), with_current_names(overrides)
     return (merged(files, overrides) or by_hydra(files, overrides)).config
 
 
@@ -82,7 +82,7 @@ def compose_part(part: str, overrides: Sequence[str], config_dir: str | Path | N
     """
     folder = outside.folder_of(config_dir)
     outside.admit(folder)
-    return merged_part(Files.of(conf_dir(), folder), part, overrides)
+    return merged_part(Files.of(conf_dir(), folder), part, with_current_names(overrides))
 
 
 def resolve_part(cfg: DictConfig, part: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from kvq.config.composing import full_precision
-from kvq.config.method import MODE, MethodConfig
+from kvq.config.method import EARLIER, MODE, MethodConfig, with_names
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.config.run import Attention, Config, Latent, OutliersConfig, WindowLayers, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
@@ -187,11 +187,12 @@ def _bare_side(side: ResidualSide) -> dict[str, Any]:
 
 def _bare_codec(codec: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if codec is None or "stages" not in codec:
-        return None if codec is None else dict(codec)
+        return None if codec is None else with_names(codec, EARLIER)
     if not isinstance(codec["stages"], Mapping) or not isinstance(codec.get("order"), Sequence):
         raise ConfigError("method: a codec has stages (a mapping, perhaps empty) and an order (a list of their names)")
     stages = {name: stage for name, stage in codec["stages"].items() if stage is not None}
-    return {**codec, "stages": stages, "order": [name for name in codec["order"] if name in stages]}
+    bare = {**codec, "stages": stages, "order": [name for name in codec["order"] if name in stages]}
+    return with_names(bare, EARLIER)
 
 
 def _plain(value: Any) -> Any:

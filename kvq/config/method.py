@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
@@ -18,6 +19,24 @@ BITS = {"quanto": (2, 4), "hqq": (1, 2, 3, 4, 8)}
 """Widths that each backend packs."""
 MODE = "decode"
 """A flush quantizes the decoded past again, so codes depend on the number of flushes."""
+
+
+RENAMED = {"halves": "rounding", "least_scale": "min_scale", "side_dtype": "scale_dtype"}
+"""Settings of codecs by their names of earlier versions, which overrides may still use, and keys and records keep."""
+EARLIER = {name: earlier for earlier, name in RENAMED.items()}
+_RENAMED_WORD = re.compile(rf"(\.)({'|'.join(RENAMED)})(?==)")
+
+
+def with_names(settings: Any, names: Mapping[str, str]) -> Any:
+    """Settings of a codec, and of the codecs in it, with some of their names replaced."""
+    if isinstance(settings, Mapping):
+        return {names.get(name, name): with_names(value, names) for name, value in settings.items()}
+    return [with_names(value, names) for value in settings] if isinstance(settings, list) else settings
+
+
+def with_current_names(overrides: Sequence[str]) -> list[str]:
+    """Overrides, in which settings with names of earlier versions have their current ones."""
+    return [_RENAMED_WORD.sub(lambda found: found[1] + RENAMED[found[2]], word) for word in overrides]
 
 
 @dataclass(frozen=True)
@@ -109,6 +128,7 @@ class FirstLayersConfig:
 
     def __post_init__(self) -> None:
         check_limits("method.first_layers", self)
+        self.key, self.value = (with_names(codec, RENAMED) for codec in (self.key, self.value))
 
 
 @dataclass
@@ -162,6 +182,7 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         check_limits("method", self)
+        self.key, self.value = (with_names(codec, RENAMED) for codec in (self.key, self.value))
         for side in self.full_precision_layers:
             if side not in ("key", "value"):
                 raise ConfigError(f"method.full_precision_layers.{side}: key or value")

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from kvq.config import compose_part
 from kvq.config.explain import choices
+from kvq.config.method import RENAMED
 from kvq.errors import ConfigError, did_you_mean
 from kvq.methods.quantized import Preset
 
@@ -80,6 +81,7 @@ class Maker:
 
     def _setting(self, name: str, side: str | None = None) -> _Setting:
         known = [one for one, found in self._settings.items() if side is None or side in found.paths]
+        name = RENAMED.get(name, name)
         if name not in known:
             of = "" if side is None else f"{side}="
             raise ConfigError(

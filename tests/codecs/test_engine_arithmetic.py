@@ -239,7 +239,7 @@ def test_scales_that_saturate_are_on_the_page():
 
 @pytest.mark.parametrize("engine", ["mlx_4", "mlx_8", "lmdeploy_8/pytorch", "lmdeploy_4/pytorch"])
 def test_the_pages_override_stores_scales_in_bf16(engine):
-    (override,) = set(re.findall(r"`(\+{0,2}method\.\w+\.quantizer\.side_dtype=\w+)`", PAGE))
+    (override,) = set(re.findall(r"`(\+{0,2}method\.\w+\.quantizer\.scale_dtype=\w+)`", PAGE))
     method = method_of(resolve(compose([f"method=engine/{engine}", override])), 128)
     parts = method.key.encode(STATES[:, :, :2]).parts
     assert {parts["scale"].dtype, parts["zero_point"].dtype} == {torch.bfloat16}

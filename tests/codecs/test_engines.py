@@ -285,7 +285,7 @@ def test_int8_is_truncated_toward_zero():
     codec = build_method("engine/vllm_int8_per_token_head").key
     cut = (codec.decode(codec.encode(x)) - x).square().mean()
     assert bool((codec.decode(codec.encode(x)).abs() <= x.abs() * (1 + 1e-6)).all())
-    rounding = UniformQuantizer(8, "per_token", symmetric=True, side_dtype="float32")
+    rounding = UniformQuantizer(8, "per_token", symmetric=True, scale_dtype="float32")
     near = (rounding.decode(rounding.encode(x, x.dtype), x.shape, x.dtype) - x).square().mean()
     assert float(cut / near) == pytest.approx(4, rel=0.05)
 
@@ -304,15 +304,15 @@ def test_overflow_is_the_engines():
 def test_ties_are_the_engines():
     """Steps of 1: halves between codes of each rounding."""
     x = torch.tensor([15.0, 0.5, 1.5, 2.5, 3.49, 0.0]).view(1, 1, 1, 6)
-    for halves, wanted in {
+    for rounding, wanted in {
         "even": [15, 0, 2, 2, 3, 0],
         "up": [15, 1, 2, 3, 3, 0],
         "down": [15, 0, 1, 2, 3, 0],
         "away": [15, 1, 2, 3, 3, 0],
         "truncate": [15, 0, 1, 2, 3, 0],
     }.items():
-        codes = UniformQuantizer(4, "per_token", halves=halves).encode(x, x.dtype)["codes.0"]
-        assert unpack([codes], 4, 1).flatten().tolist() == wanted, halves
+        codes = UniformQuantizer(4, "per_token", rounding=rounding).encode(x, x.dtype)["codes.0"]
+        assert unpack([codes], 4, 1).flatten().tolist() == wanted, rounding
 
 
 def test_a_group_below_the_least_scale_of_nvfp4_becomes_zero():
@@ -357,8 +357,8 @@ def test_hadamard_blocks_are_orthogonal_and_undone(dim, settings):
         (LayerScale, {"divisor": 0}, "divisor=0: above 0"),
         (UniformQuantizer, {"bits": 4, "axis": "per_token", "levels": "full"}, "levels=full: of a symmetric grid"),
         (UniformQuantizer, {"bits": 4, "axis": "per_token", "fixed_scale": 1.0}, "fixed_scale: of a symmetric grid"),
-        (UniformQuantizer, {"bits": 4, "axis": "per_token", "zero_point": "code"}, "zero_point=code: with side_dtype"),
-        (UniformQuantizer, {"bits": 4, "axis": "per_token", "halves": "evn"}, "halves=evn: one of even, up"),
+        (UniformQuantizer, {"bits": 4, "axis": "per_token", "zero_point": "code"}, "zero_point=code: with scale_dtype"),
+        (UniformQuantizer, {"bits": 4, "axis": "per_token", "rounding": "evn"}, "rounding=evn: one of even, up"),
         (Float8Quantizer, {"scale": "none", "group_size": 64}, "group_size=64: at least 1, with scale=token"),
         (RmsLevelsQuantizer, {"levels": [-1, 1], "per_rms": 0}, "per_rms=0: above 0"),
         (LeadingChannels, {"first": 0, "high": None, "low": None}, "first=0: at least 1"),

@@ -142,7 +142,7 @@ def test_scales_of_rows_fold_into_the_grid():
     """A line multiplied by any number has the same codes, and its scale and offset multiplied by it."""
     x = states(64, 32)
     times = torch.exp(torch.randn(1, 1, 1, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    grid = UniformQuantizer(3, "per_channel", side_dtype="float32")
+    grid = UniformQuantizer(3, "per_channel", scale_dtype="float32")
     one, other = (grid.encode(y, x.dtype) for y in (x, x * times))
     assert torch.equal(one["codes.0"], other["codes.0"])
     for name in ("scale", "zero_point"):

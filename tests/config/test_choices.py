@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from kvq.config import compose, conf_dir
+from kvq import methods
+from kvq.config import compose, conf_dir, resolve
 from kvq.config.choices import choices_in, find
 from kvq.config.composing import CONFIG_NAME
+from kvq.config.identity import canonical
 from kvq.config.merging import Files, by_hydra, merged
+from kvq.config.method import EARLIER, RENAMED, with_current_names, with_names
 from kvq.errors import ConfigError
+from kvq.methods.build import method_of
 
 TABLE = """
 defaults: [/method/kivi@_here_, _self_]
@@ -106,3 +111,24 @@ def test_no_name_is_twice_and_every_table_has_rows() -> None:
             assert len(yaml.safe_load(path.read_text(encoding="utf-8"))["rows"]) > 0, path
     assert sum(1 for path in conf_dir().rglob("*") if path.is_file()) <= 250
     assert (conf_dir() / f"{CONFIG_NAME}.yaml").is_file()
+
+
+@pytest.mark.parametrize(("earlier", "name"), RENAMED.items())
+def test_a_setting_by_its_earlier_name_is_the_same_run(earlier: str, name: str) -> None:
+    """On the command line, in a file and as a Python call; keys and records keep the earlier name."""
+    value = {"rounding": "up", "min_scale": 0.5, "scale_dtype": "float32"}[name]
+    word = f"++method.key.quantizer.{{}}={value}"
+    ours, theirs = (resolve(compose(["method=kivi", "bits=2", word.format(one)])) for one in (name, earlier))
+    assert canonical(ours, "", "") == canonical(theirs, "", "")
+    assert canonical(ours, "", "")["method"]["key"]["quantizer"][earlier] == value
+    method = replace(ours.method, key=with_names(ours.method.key, EARLIER))
+    assert method.key == ours.method.key
+    assert getattr(method_of(ours, 128).key.quantizer, name) is not None  # type: ignore[union-attr]
+
+
+def test_earlier_names_of_presets_as_calls() -> None:
+    assert methods.Kitty(bits=2, value={"halves": "up"}) == methods.Kitty(bits=2, value={"rounding": "up"})
+    assert with_current_names(["method.value.quantizer.halves=up", "halves=3"]) == [
+        "method.value.quantizer.rounding=up",
+        "halves=3",
+    ]

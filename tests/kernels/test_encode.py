@@ -56,7 +56,7 @@ def test_a_rotation_of_blocks_of_channels(block):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"halves": "up"}, {"reciprocal": True}, {"least_scale": 1e-6}, {"side_dtype": "bfloat16"}]
+    "settings", [{"rounding": "up"}, {"reciprocal": True}, {"min_scale": 1e-6}, {"scale_dtype": "bfloat16"}]
 )
 def test_grids_of_engines_are_left_to_the_codec(settings):
     assert fused(Codec({}, [], UniformQuantizer(4, "per_token", 32, **settings))).chain is None
