@@ -12,9 +12,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command, **environment):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", *command],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
 
