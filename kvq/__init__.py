@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvq.methods.quantized import method_for, quantize
     from kvq.report.tables.build import load_results
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 __all__ = [
     "KVCache",
     "Method",
