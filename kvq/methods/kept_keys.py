@@ -151,8 +151,6 @@ class SinkSide(CacheSide):
 class PackedSinkSide(SinkSide, PackedSide):
     """A side with first tokens in full precision that can return its tokens in stored form."""
 
-    version: ClassVar[int] = 1
-
     @override
     def append_packed(self, states: States) -> PackedStates:
         rest = self._keep(states)

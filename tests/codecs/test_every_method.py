@@ -67,7 +67,8 @@ def head_dim_of(name):
 CODED = [name for name in METHODS if config(name).key is not None]
 QUANTIZING = [name for name in CODED if bits_range(name) is not None]
 GROUPS = ["own", 5, 16, "null"]
-MODULES = [importlib.import_module(f"kvq.codecs.{module.name}") for module in pkgutil.iter_modules(kvq.codecs.__path__)]
+NAMED = [module.name for module in pkgutil.iter_modules(kvq.codecs.__path__) if not module.name.endswith("_gpu")]
+MODULES = [importlib.import_module(f"kvq.codecs.{name}") for name in NAMED]
 PACKING = [module for module in MODULES if getattr(module, "pack", None) is pack]
 GROUPED = ("", "high.", "low.", "base.", "delta.")
 CODES = tuple(f"{group}{part}" for group in GROUPED for part in ("codes.", "signs", "string"))

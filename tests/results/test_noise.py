@@ -19,7 +19,7 @@ from kvq.results.statistics import ALPHA, fewest_to_differ, losses
 from tests.results import made
 
 ROOT = Path(__file__).parents[2]
-LEVELS = runpy.run_path(str(ROOT / "experiments" / "noise_levels.py"))
+LEVELS = runpy.run_path(str(ROOT / "experiments" / "bench" / "noise_levels.py"))
 DRAWS = 60
 
 
