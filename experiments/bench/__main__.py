@@ -208,7 +208,7 @@ def peak(name: str) -> int:
     `forward`: of a plain forward; `tni`: with `task=tni` looking on. glibc gives back what is freed: what it would keep
     for later changes from run to run.
     """
-    code = f"import sys; sys.path.insert(0, 'experiments'); import bench; print(bench.measure_peak({name!r}))"
+    code = f"import runpy; bench = runpy.run_path({__file__!r}); print(bench['measure_peak']({name!r}))"
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout.splitlines()[-1])

@@ -26,7 +26,7 @@ def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, 
 
 
 def times_scale(
-    values: Float[Tensor, "*lead dim"], scale: Float[Tensor, "*lead groups"], size: int | None
+    values: Float[Tensor, "*lead dim"], scale: Float[Tensor, "*_lead groups"], size: int | None
 ) -> Float[Tensor, "*lead dim"]:
     """The channels of each group of `size` (None: all) times the group's scale."""
     groups = in_groups(values, size) * scale.unsqueeze(-1)
