@@ -173,7 +173,7 @@ class LayerScale(Calibrated, Stage):
     version: ClassVar[int] = 1
     token_group = 1
 
-    def __init__(self, divisor: float, per_head: bool = False) -> None:
+    def __init__(self, divisor: float | int, per_head: bool = False) -> None:
         require(divisor > 0, "divisor", divisor, "above 0")
         self.divisor, self.per_head = divisor, per_head
 
