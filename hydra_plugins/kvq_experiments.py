@@ -66,8 +66,11 @@ class GroupedSweeper(Sweeper):
 
     def check(self, batch):
         """Raise the error of any job's configuration before the first job begins."""
-        for overrides in batch:
-            self.loader.check(self.config, overrides)
+        from kvq.config.merging import unchanging
+
+        with unchanging():
+            for overrides in batch:
+                self.loader.check(self.config, overrides)
 
 
 _GROUPED = {"_target_": "hydra_plugins.kvq_experiments.GroupedSweeper", "max_batch_size": None, "params": None}

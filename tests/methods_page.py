@@ -7,7 +7,6 @@ from kvq.config import compose, resolve
 from tests.presets import NAMES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
-METHODS = [name for name in NAMES if "/" not in name]
 PRESETS = [name for name in NAMES if "/" in name]
 ROWS = {
     cells[0].strip("`"): cells

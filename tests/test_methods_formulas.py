@@ -13,7 +13,8 @@ from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import TransformersLayer, installed
 from tests.calibrated import build, random_states
 from tests.formulas import closed_forms, evaluate
-from tests.methods_page import METHODS, ROWS, config
+from tests.methods_page import ROWS, config
+from tests.presets import METHODS
 from tests.random_models import llama, token_ids
 
 SHAPES = [(1, 64, 2, 128), (2, 128, 1, 128), (8, 64, 3, 128), (8, 128, 1, 64), (4, 24, 2, 80), (2, 200, 1, 256)]

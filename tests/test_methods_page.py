@@ -8,7 +8,8 @@ import pytest
 from kvq.config.method import BITS
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed
-from tests.methods_page import METHODS, PAGE, PRESETS, ROWS, config
+from tests.methods_page import PAGE, PRESETS, ROWS, config
+from tests.presets import METHODS
 
 
 def built(name):

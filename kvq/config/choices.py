@@ -27,7 +27,7 @@ from kvq.errors import ConfigError
 CONFIG_NAME = "config"
 SIDES = ("key", "value")
 _NAMED = ("method", "model")  # groups whose settings repeat the name of the choice
-_TABLE = frozenset({"defaults", "package", "rows", "shared"})
+_TABLE = frozenset({"defaults", "package", "rows"})
 
 
 class _Loader(yaml.CSafeLoader):
@@ -91,7 +91,7 @@ def find(group: str, name: str, *folders: Path) -> Choice | None:
     for folder in folders:
         path = folder / group / f"{name}.yaml"
         if path.is_file():
-            return Choice(group, name, path, "")
+            return Choice(group, name, path, _about(path))
         for choice in _rows(folder, group, _stamps(folder, group)):
             if choice.name == name:
                 return choice

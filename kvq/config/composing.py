@@ -231,11 +231,7 @@ class SweepLoader(ConfigLoader):
         job = found.config
         with open_dict(job):
             job.hydra = self._first.hydra  # OmegaConf sets a copy
-            job.hydra.overrides.task = given
-            job.hydra.job.override_dirname = ",".join(sorted(given))
-            own = {group: name for group, name in found.choices.items() if not group.startswith("hydra/")}
-            hydras = {group: name for group, name in job.hydra.runtime.choices.items() if group.startswith("hydra/")}
-            job.hydra.runtime.choices = own | hydras
+            _set_job(job.hydra, found, given)
         OmegaConf.copy_cache(from_config=master_config, to_config=job)
         return job
 
@@ -295,7 +291,9 @@ class InProcess:
                     HydraConfig.instance().set_config(self.loader.whole.load_sweep_config(self.config, list(given)))
                     node = HydraConfig.instance().cfg
                 HydraConfig.instance().cfg = node
-                _set_job(node.hydra, found, given, number)
+                with read_write(node.hydra), open_dict(node.hydra):
+                    _set_job(node.hydra, found, given)
+                    node.hydra.job.num = node.hydra.job.id = number
                 returns.append(self._run(found.config, list(given)))
         finally:
             HydraConfig.instance().cfg = before
@@ -310,14 +308,13 @@ class InProcess:
         return done
 
 
-def _set_job(hydra: DictConfig, found: Composed, given: Sequence[str], number: int) -> None:
-    """Change Hydra's own settings to those of a job."""
-    with read_write(hydra), open_dict(hydra):
-        hydra.overrides.task = list(given)
-        hydra.job.num = hydra.job.id = number
-        own = {group: name for group, name in found.choices.items() if not group.startswith("hydra/")}
-        hydras = {group: name for group, name in hydra.runtime.choices.items() if group.startswith("hydra/")}
-        hydra.runtime.choices = own | hydras
+def _set_job(hydra: Any, found: Composed, given: Sequence[str]) -> None:
+    """Change Hydra's own settings, which are open, to those of a job."""
+    hydra.overrides.task = list(given)
+    hydra.job.override_dirname = ",".join(sorted(given))
+    own = {group: name for group, name in found.choices.items() if not group.startswith("hydra/")}
+    hydras = {group: name for group, name in hydra.runtime.choices.items() if group.startswith("hydra/")}
+    hydra.runtime.choices = own | hydras
 
 
 def _reads_own_files(master: DictConfig) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from kvq.config.choices import SIDES
 from kvq.config.composing import full_precision
 from kvq.config.method import EARLIER, MODE, MethodConfig, with_names
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
@@ -16,7 +17,6 @@ from kvq.errors import ConfigError
 
 _NOT_NAMED = ("batch_size", "include_path", "prompt_file", "save_logits", "path", "answers")
 """Settings of tasks that decide no number: what a file of prompts or answers holds is in the fingerprint."""
-_SIDES = ("key", "value")
 
 
 def canonical(
@@ -54,7 +54,7 @@ def canonical(
         | _said(calibration=_calibration(method, calibration_fingerprint) if calibrated else None),
         "residual": {
             side: _bare_side(getattr(residual, side)) if getattr(method, side) or method.backend else None
-            for side in _SIDES
+            for side in SIDES
         },
         "task": _task(config, trained_with),
         "seed": config.seed,
@@ -77,10 +77,10 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
     Raises:
         ConfigError: as `canonical`.
     """
-    codecs = {side: _bare_codec(getattr(method, side)) for side in _SIDES}
+    codecs = {side: _bare_codec(getattr(method, side)) for side in SIDES}
     layers, first, kept = method.full_precision_layers, method.first_layers, method.kept_keys
-    own = {side: _bare_codec(getattr(first, side)) for side in _SIDES}
-    bits = {side: getattr(method.bits_by_layer, side) for side in _SIDES}
+    own = {side: _bare_codec(getattr(first, side)) for side in SIDES}
+    bits = {side: getattr(method.bits_by_layer, side) for side in SIDES}
     quantized = not method.is_full_precision
     texts = kept.texts if method.key is not None else []
     found: dict[str, Any] = _plain(
