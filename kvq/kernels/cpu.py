@@ -1,12 +1,16 @@
-"""Decode attention on packed codes on a CPU: compiled loops over segments of the packed prefix, one task per head.
+"""Decode attention on packed codes on a CPU: compiled loops over segments of the packed prefix, a task for some heads.
 
-Uniform grids are read by `cpu_loops`, levels and codebooks by `cpu_tables`; the shifts of NSNQuant by `cpu_shifts`.
+Uniform grids are read by `cpu_loops`, levels, codebooks and tokens in full precision by `cpu_tables`, norms by
+`cpu_stored`, the shifts of NSNQuant by `cpu_shifts`. A task goes from one loop to the next for all of its heads,
+because Python between two loops holds back the other threads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +29,13 @@ from kvq.codecs import (
     VectorQuantizer,
     plane_widths,
 )
-from kvq.codecs.packed import BlockRun, Packed
 from kvq.codecs.quantizers import Axis, Quantizer
-from kvq.codecs.uniform import ZeroPoint
 from kvq.errors import Unsupported
 from kvq.kernels import cpu_integers
 from kvq.kernels.cpu_loops import Grid, loops_for
-from kvq.kernels.cpu_shifts import TurnedShifts, shift_weights
-from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops
+from kvq.kernels.cpu_shifts import KeyShifts, mix_shifts
+from kvq.kernels.cpu_stored import Beside, Flat, Heads, Stored, beside_codes, stored_of
+from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops, number_loops
 from kvq.kernels.cpu_vectors import weights_of
 from kvq.kernels.linear_chain import (
     LinearChain,
@@ -43,10 +46,11 @@ from kvq.kernels.linear_chain import (
     is_per_channel,
     linear_chain_of,
 )
-from kvq.kernels.pieces import shift_scores
 
 SEGMENTS = 64
 """Largest number of segments per side; blocks whose bytes and groups are not contiguous are one each."""
+SCRATCH = 2**18
+"""Scores that a thread holds at once, if those of one head are not more: 1 MiB stays in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +59,23 @@ class Segment:
 
     Attributes:
         start, tokens: index of the first token in the prefix, and number of tokens.
-        planes: codes `[batch, heads, rows, columns]`.
-        statistics: of a uniform grid `[batch, heads, rows, columns]`: scales and zero points (of a symmetric grid:
-            unused); of codes that index a table: none.
+        parts: three planes of codes (the last one repeated) and, of a uniform grid, scales and lowest values (of a
+            symmetric grid: scales again).
+        places: those of `parts`, `[parts, 3]`.
         size: tokens (per channel) or channels (per token) of a group.
-        norms: `[batch, heads or 1, tokens]` in fp32.
     """
 
     start: int
     tokens: int
-    planes: tuple[Any, ...]
-    statistics: tuple[Any, ...]
+    parts: tuple[Flat, ...]
+    places: Any
     size: int
-    norms: Any
+
+    def arguments(self, heads: Heads, tables: tuple[Any, ...] | None, norms: Any) -> tuple[Any, ...]:
+        """What the loops take between their rows and `out`."""
+        own = tuple(part.from_head(heads) for part in self.parts)
+        read = (own[3], own[4], self.size) if tables is None else (tables,)
+        return own[:3], self.places, *read, norms, self.start, self.tokens
 
 
 def attend(
@@ -82,39 +90,31 @@ def attend(
     key_side, value_side = (_Side.of(side, query.dtype.itemsize == 2) for side in (keys, values))
     q = query.float().reshape(batch, heads, -1, dim) * scaling
     group, tokens = q.shape[2], keys.tokens
-    rotated = key_side.chain.rotate(q).numpy()
-    turned = TurnedShifts.of(keys, key_side.chain, q)
-    moved = shift_scores(keys, [s for s in key_side.chain.shifts if s not in turned.shifts], key_side.chain, q)
-    mixed, unpacked = (torch.zeros(batch, heads, group, out_dim) for _ in range(2))
-    totals = torch.empty(batch, heads, group)
-    offsets = shift_weights(values, value_side.chain)
-    shifted = [torch.zeros(batch, heads, group, out_dim) for _ in offsets]
-    outs = mixed.numpy(), totals.numpy(), unpacked.numpy()
+    plain, rotated = q.numpy(), key_side.chain.rotate(q).contiguous().numpy()
+    shifts = KeyShifts.of(keys, key_side.chain, key_side.stored, q)
+    totals = np.empty((batch, heads, group), np.float32)
+    mixed, unpacked, *shifted = (
+        np.zeros((batch, heads, group, out_dim), np.float32) for _ in range(2 + len(value_side.chain.shifts))
+    )
 
-    def one_head(place: tuple[int, int]) -> None:
-        scores = _scratch(group, tokens)
-        for segment in key_side.segments:
-            key_side.scores(segment, rotated[place], place, scores)
-        turned.add(place, scores)
-        if moved is not None:
-            scores[:, : keys.packed_tokens] += moved[place].numpy()
-        if keys.full is not None:  # in the thread of the head: products this small are not worth waking all threads
-            scores[:, keys.packed_tokens :] = (q[place] @ keys.full[place].float().mT).numpy()
-        outs[1][place] = weights_of(scores, first)
-        for segment in value_side.segments:
-            value_side.mix(segment, scores, place, outs[0][place])
-        for offset, total in zip(offsets, shifted, strict=True):
-            offset.mix(scores, place, total.numpy()[place])
-        if values.full is not None:
-            weights = torch.from_numpy(scores[:, values.packed_tokens :])
-            outs[2][place] = (weights @ values.full[place].float()).numpy()
+    def some_heads(place: Heads) -> None:
+        scores, beside = _scratch((place.count, group, tokens)), key_side.beside(place)
+        key_side.scores(rotated, plain, place, beside.norms, scores)
+        shifts.add(place, beside, scores)
+        totals[place.index] = weights_of(scores.reshape(-1, tokens), first).reshape(-1, group)
+        beside = value_side.beside(place)
+        value_side.mix(scores, place, beside.norms, mixed, unpacked)
+        mix_shifts(value_side.stored, place, beside, scores, shifted)
 
-    _each(one_head, [(b, h) for b in range(batch) for h in range(heads)])
-    out = value_side.chain.rotate_back(mixed, shifted) + unpacked
-    return (out / totals[..., None]).reshape(batch, query.shape[1], 1, out_dim).to(query.dtype)
+    together = max(1, min(-(-batch * heads // torch.get_num_threads()), heads, SCRATCH // (group * tokens)))
+    starts = itertools.product(range(batch), range(0, heads, together))
+    _each(some_heads, [Heads(b, h, min(together, heads - h)) for b, h in starts])
+    out = value_side.chain.rotate_back(torch.from_numpy(mixed), list(map(torch.from_numpy, shifted)))
+    out = (out + torch.from_numpy(unpacked)) / torch.from_numpy(totals)[..., None]
+    return out.reshape(batch, query.shape[1], 1, out_dim).to(query.dtype)
 
 
-def _each(work: Callable[[tuple[int, int]], None], places: list[tuple[int, int]]) -> None:
+def _each(work: Callable[[Heads], None], places: list[Heads]) -> None:
     """Do all places, this thread and those of the pool each taking the next one when it is free."""
     left = iter(places)
 
@@ -129,12 +129,12 @@ def _each(work: Callable[[tuple[int, int]], None], places: list[tuple[int, int]]
         each.result()
 
 
-def _scratch(group: int, tokens: int) -> Any:
-    """A buffer for one head's scores, reused by each thread: allocating new pages takes longer than writing them."""
-    held = getattr(_KEPT, "scores", None)
-    if held is None or held.size < group * tokens:
-        held = _KEPT.scores = np.empty(group * (tokens + tokens // 4), np.float32)
-    return held[: group * tokens].reshape(group, tokens)
+def _scratch(shape: tuple[int, int, int]) -> Any:
+    """A buffer for some heads' scores, reused by each thread: allocating new pages takes longer than writing them."""
+    held, count = getattr(_KEPT, "scores", None), math.prod(shape)
+    if held is None or held.size < count:
+        held = _KEPT.scores = np.empty(count + count // 4, np.float32)
+    return held[:count].reshape(shape)
 
 
 _KEPT = threading.local()
@@ -148,12 +148,20 @@ def pool(threads: int) -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class _Side:
-    """One side's segments and the loops for them; `tables` are what codes index, if they do."""
+    """One side's segments and the loops for them; `tables` are what codes index, if they do.
+
+    Attributes:
+        stored: norms and shifts by run.
+        full: tokens in full precision, as a segment, and its loops; None: there are none.
+    """
 
     chain: LinearChain
+    stored: list[Stored]
     segments: list[Segment]
     loops: tuple[Callable[..., Any], Callable[..., Any]]
     tables: tuple[Any, ...] | None
+    dim: int
+    full: tuple[Segment, tuple[Callable[..., Any], Callable[..., Any]]] | None
 
     @staticmethod
     def of(states: PackedStates, integers: bool = False) -> _Side:
@@ -161,25 +169,48 @@ class _Side:
         if reason is not None:
             raise Unsupported(f"cache.attention=packed: {reason}")
         assert states.codec is not None
-        quantizer, chain = states.codec.quantizer, linear_chain_of(states.codec)
-        loops, tables = _loops(quantizer, states.shape[2], integers)
-        return _Side(chain, list(_segments(states, chain, quantizer)), loops, tables)
+        quantizer, chain, dim = states.codec.quantizer, linear_chain_of(states.codec), states.shape[2]
+        loops, tables = _loops(quantizer, dim, integers)
+        segments = list(_segments(states, quantizer))
+        return _Side(chain, stored_of(states), segments, loops, tables, dim, _full(states))
 
-    def scores(self, segment: Segment, query: Any, place: tuple[int, int], out: Any) -> None:
-        """Scores of the segment's tokens into their columns of `out`."""
-        self.loops[0](query, *self._stored(segment, place), out[:, segment.start : segment.start + segment.tokens])
+    def beside(self, heads: Heads) -> Beside:
+        """Norms and shifts of some heads."""
+        return beside_codes(self.chain, self.stored, heads, self.dim)
 
-    def mix(self, segment: Segment, weights: Any, place: tuple[int, int], out: Any) -> None:
-        """Add the segment's values, weighted by their columns of `weights`, to `out`."""
-        own = weights[:, segment.start : segment.start + segment.tokens]
-        self.loops[1](own, *self._stored(segment, place), out)
+    def scores(self, rotated: Any, plain: Any, heads: Heads, norms: Any, out: Any) -> None:
+        """Scores of all tokens of some heads into `out`; `rotated` are queries for codes, `plain` for other tokens."""
+        for segment in self.segments:
+            self.loops[0](rotated[heads.index], *segment.arguments(heads, self.tables, norms), out)
+        if self.full is not None:
+            segment, loops = self.full
+            loops[0](plain[heads.index], *segment.arguments(heads, _NO_TABLES, _ones(out.shape[2])), out)
 
-    def _stored(self, segment: Segment, place: tuple[int, int]) -> tuple[Any, ...]:
-        planes = tuple(plane[place] for plane in segment.planes)
-        norms = segment.norms[place[0], min(place[1], segment.norms.shape[1] - 1)]
-        if self.tables is not None:
-            return (planes[0], planes[-1]), self.tables, norms
-        return planes, *(part[place].ravel() for part in segment.statistics), segment.size, norms
+    def mix(self, weights: Any, heads: Heads, norms: Any, out: Any, unpacked: Any) -> None:
+        """Add values times their weights to `out`, those in full precision to `unpacked`."""
+        for segment in self.segments:
+            self.loops[1](weights, *segment.arguments(heads, self.tables, norms), out[heads.index])
+        if self.full is not None:
+            segment, loops = self.full
+            arguments = segment.arguments(heads, _NO_TABLES, _ones(weights.shape[2]))
+            loops[1](weights, *arguments, unpacked[heads.index])
+
+
+_NO_TABLES = (np.zeros((1, 1), np.float32),) * 3
+
+
+@functools.lru_cache(maxsize=8)
+def _ones(tokens: int) -> Any:
+    return np.ones((1, tokens), np.float32)
+
+
+def _full(states: PackedStates) -> tuple[Segment, tuple[Callable[..., Any], Callable[..., Any]]] | None:
+    if states.full is None:
+        return None
+    half = states.full.dtype is torch.bfloat16
+    numbers = (states.full.view(torch.int16) if half else states.full.float()).contiguous()
+    found = number_loops(states.shape[2], half)
+    return _segment(states.packed_tokens, numbers.shape[2], [numbers], [], 1), (found.scores, found.mix)
 
 
 @functools.lru_cache(maxsize=64)
@@ -250,45 +281,30 @@ def _unread(quantizer: Quantizer) -> str | None:
     return f"{quantizer.bits} bits have no loops for a CPU" if quantizer.bits > 8 else None
 
 
-def _segments(states: PackedStates, chain: LinearChain, quantizer: Quantizer) -> Iterator[Segment]:
+def _segments(states: PackedStates, quantizer: Quantizer) -> Iterator[Segment]:
     start = 0
     for packed in states.packed:
         for run, parts in packed.by_run():
             piece = run if continues(run, quantizer) else dataclasses.replace(run, count=1)
+            along = run.tokens if is_per_channel(quantizer) else packed.head_dim
+            size, tokens = min(group_size(quantizer) or along, along), run.tokens * piece.count
             for index in range(run.count // piece.count):
                 sizes = {name: run.rows[name] * piece.count for name in parts}
                 own = {name: part.narrow(2, index * sizes[name], sizes[name]) for name, part in parts.items()}
-                yield _segment(packed, chain, quantizer, own, piece, start)
-                start += run.tokens * piece.count
+                planes = [part for name, part in sorted(own.items()) if name.startswith("codes.")]
+                yield _segment(start, tokens, planes, _statistics(quantizer, own), size)
+                start += tokens
 
 
-def _segment(
-    packed: Packed,
-    chain: LinearChain,
-    quantizer: Quantizer,
-    parts: dict[str, Tensor],
-    run: BlockRun,
-    start: int,
-) -> Segment:
-    tokens = run.tokens * run.count
-    planes = tuple(part.numpy() for name, part in sorted(parts.items()) if name.startswith("codes."))
-    along = run.tokens if is_per_channel(quantizer) else packed.head_dim
-    norms = chain.factors(run.blocks(parts), None, run.tokens, torch.float32)
-    if norms is None:
-        flat = torch.ones(1, 1, tokens).expand(packed.batch, 1, tokens)
-    else:
-        flat = norms.transpose(1, 2).flatten(2)
-    size = min(group_size(quantizer) or along, along)
-    return Segment(start, tokens, planes, _statistics(quantizer, parts), size, flat.contiguous().numpy())
+def _segment(start: int, tokens: int, planes: list[Tensor], statistics: list[Tensor], size: int) -> Segment:
+    flat = [Flat.of(part) for part in (*planes, *statistics)]
+    parts = (*flat[: len(planes)], *[flat[len(planes) - 1]] * (3 - len(planes)), *flat[len(planes) :])
+    return Segment(start, tokens, parts, np.array([part.place for part in parts]), size)
 
 
-def _statistics(quantizer: Quantizer, parts: dict[str, Tensor]) -> tuple[Any, ...]:
-    """Scales and zero points of a uniform grid; fp16 as the int16 that numba reads."""
+def _statistics(quantizer: Quantizer, parts: dict[str, Tensor]) -> list[Tensor]:
+    """Scales and zero points of a uniform grid."""
     if "scale" not in parts:
-        return ()
-    scale = low = parts["scale"].view(torch.int16)
-    if isinstance(quantizer, UniformQuantizer) and not quantizer.symmetric:
-        low = parts["zero_point"]
-        if quantizer.zero_point is ZeroPoint.float:
-            low = low.view(torch.int16)
-    return scale.numpy(), low.numpy()
+        return []
+    zeros = isinstance(quantizer, UniformQuantizer) and not quantizer.symmetric
+    return [parts["scale"], parts["zero_point" if zeros else "scale"]]

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 from typing import no_type_check
 
-import llvmlite.binding
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvq.kernels.cpu_vectors import BYTE, FLOAT, INT, LANES, TILE, Step, step_tokens, steps_of
+from kvq.kernels.cpu_vectors import BYTE, FLOAT, INT, LANES, TILE, Step, has, step_tokens, steps_of
 
 LARGEST = 32639
 """Largest magnitude whose upper byte, after rounding, is a signed byte."""
@@ -27,15 +26,9 @@ ROUND = 1.5 * 2.0**23
 """Added to an fp32 number below `2**22`, it rounds the number to an integer."""
 
 
-@functools.cache
-def supported() -> bool:
-    """Whether this processor has the instruction."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512vnni", False))
-
-
 def fits(*spans: int) -> bool:
     """Whether these steps read groups of so many channels on this processor."""
-    return supported() and all(span % 32 == 0 and span <= MOST_CHANNELS for span in spans)
+    return has("avx512vnni") and all(span % 32 == 0 and span <= MOST_CHANNELS for span in spans)
 
 
 def words(count: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvq.codecs.machine_code import compiled
 from kvq.kernels import cpu_integers, cpu_vectors
-from kvq.kernels.cpu_vectors import OPTIONS, TILE, largest
+from kvq.kernels.cpu_vectors import OPTIONS, TILE, largest, plane_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Loops:
-    """Compiled for one `Grid`: scores and weighted sums, each with statistics per channel or per token."""
+    """Compiled for one `Grid`: scores and weighted sums, each with statistics per channel or per token.
+
+    `scores(queries, ..., start, tokens, out)` writes `out[head, row, start ...]` of some heads, `mix(weights, ...)`
+    adds their sums over tokens from `start` on to `out[head, row]`.
+    """
 
     scores_per_channel: Callable[..., Any]
     mix_per_channel: Callable[..., Any]
@@ -177,13 +181,14 @@ def _queries(grid, span):
     return (rounded(span), rounded_ones) if grid.integers else (fill, themselves)
 
 
+@functools.cache
 @no_type_check
-def _statistics(grid, groups):
+def statistics_loop(low: str, top: int, groups: int):
     """A loop that reads the statistics of `count` tokens (or channels), each with `groups`, from the place `start` on.
 
     `floats[0, group]` become their steps and `floats[1, group]` their lowest values.
     """
-    many, one = (cpu_vectors.statistics(groups, grid.low, grid.top, lanes) for lanes in (cpu_vectors.LANES, 1))
+    many, one = (cpu_vectors.statistics(groups, low, top, lanes) for lanes in (cpu_vectors.LANES, 1))
 
     @compiled(OPTIONS)
     def read(scale, low, start, count, floats):
@@ -199,18 +204,36 @@ def _statistics(grid, groups):
 @functools.cache
 def loops_for(grid: Grid) -> Loops:
     """Compile (each at its first call) the loops of one grid."""
-    return Loops(_channel_scores(grid), _channel_mix(grid), _token_scores(grid), _token_mix(grid))
+    made = (make(grid) for make in (_channel_scores, _channel_mix, _token_scores, _token_mix))
+    return Loops(*map(_over_heads, made))
+
+
+@no_type_check
+def _over_heads(loop):
+    """A loop over the heads of `rows` and `out`; `planes`, `scale` and `low` are flat, `places` as `plane_of` has them.
+
+    `norms` are those of each head, or of all. `places[3, 0]` and `places[4, 0]`: scales and lows from head to head.
+    """
+
+    @compiled(OPTIONS, keep=True)
+    def all_heads(rows, planes, places, scale, low, size, norms, start, tokens, out):
+        for h in range(rows.shape[0]):
+            own = (plane_of(planes, places, 0, h), plane_of(planes, places, 1, h), plane_of(planes, places, 2, h))
+            own_scale, own_low = scale[h * places[3, 0] :], low[h * places[4, 0] :]
+            loop(rows[h], own, own_scale, own_low, size, norms[min(h, len(norms) - 1)], start, tokens, out[h])
+
+    return all_heads
 
 
 @no_type_check
 def _channel_scores(grid):
     """Scores of a segment whose groups are `size` tokens of one channel."""
-    dim, read, (products, _) = grid.dim, _statistics(grid, 1), _planes(grid, grid.dim)
+    dim, read, (products, _) = grid.dim, statistics_loop(grid.low, grid.top, 1), _planes(grid, grid.dim)
     (fill, pick), columns = _queries(grid, dim), _columns(grid, dim)
 
-    @compiled(OPTIONS, keep=True)
-    def scores(query, planes, scale, low, size, norms, out):
-        rows, tokens = out.shape
+    @compiled(OPTIONS)
+    def scores(query, planes, scale, low, size, norms, start, tokens, out):
+        rows = out.shape[0]
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
         folded, least = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
         floats, buffer = np.empty((2, 1, dim), np.float32), np.empty((rows, columns), np.float32)
@@ -230,9 +253,9 @@ def _channel_scores(grid):
             for token in range(group * size, end, TILE):
                 count = min(TILE, end - token)
                 products(pick(folded, buffer), planes, token, 0, count, raw, found)
-                near = norms[token : token + count]
+                near = norms[start + token : start + token + count]
                 for h in range(rows):
-                    line, here, lowest = out[h, token : token + count], found[h], least[h]
+                    line, here, lowest = out[h, start + token : start + token + count], found[h], least[h]
                     for t in range(count):
                         line[t] = (here[t] + lowest) * near[t]
 
@@ -242,12 +265,12 @@ def _channel_scores(grid):
 @no_type_check
 def _channel_mix(grid):
     """Weighted sums of such a segment, added to `out`."""
-    dim, read, (_, mixed) = grid.dim, _statistics(grid, 1), _planes(grid, grid.dim)
+    dim, read, (_, mixed) = grid.dim, statistics_loop(grid.low, grid.top, 1), _planes(grid, grid.dim)
     columns = _columns(grid, TILE)
 
-    @compiled(OPTIONS, keep=True)
-    def mix(weights, planes, scale, low, size, norms, out):
-        rows, tokens = weights.shape
+    @compiled(OPTIONS)
+    def mix(weights, planes, scale, low, size, norms, start, tokens, out):
+        rows = weights.shape[0]
         near, ready = np.zeros((rows, TILE), np.float32), np.zeros((rows, columns), np.float32)
         part, total = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
         floats, tops = np.empty((2, 1, dim), np.float32), np.empty(rows, np.float32)
@@ -259,9 +282,9 @@ def _channel_mix(grid):
             end = min((group + 1) * size, tokens)
             for token in range(group * size, end, TILE):
                 count = min(TILE, end - token)
-                norm = norms[token : token + count]
+                norm = norms[start + token : start + token + count]
                 for h in range(rows):
-                    line, here, all_of = weights[h, token : token + count], near[h], np.float32(0)
+                    line, here, all_of = weights[h, start + token : start + token + count], near[h], np.float32(0)
                     here[count:] = 0
                     for t in range(count):
                         here[t] = line[t] * norm[t]
@@ -280,12 +303,12 @@ def _channel_mix(grid):
 def _token_scores(grid):
     """Scores of a segment whose groups are `grid.channels` channels of one token."""
     dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
-    read, (products, _) = _statistics(grid, groups), _planes(grid, span)
+    read, (products, _) = statistics_loop(grid.low, grid.top, groups), _planes(grid, span)
     (fill, pick), columns = _queries(grid, span), _columns(grid, span)
 
-    @compiled(OPTIONS, keep=True)
-    def scores(query, planes, scale, low, size, norms, out):
-        rows, tokens = out.shape
+    @compiled(OPTIONS)
+    def scores(query, planes, scale, low, size, norms, start, tokens, out):
+        rows = out.shape[0]
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
         whole, floats = np.zeros((rows, groups), np.float32), np.empty((2, groups, TILE), np.float32)
         buffers, tops = np.empty((groups, rows, columns), np.float32), np.empty(rows, np.float32)
@@ -299,12 +322,12 @@ def _token_scores(grid):
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
             read(scale, low, token * groups, count, floats)
-            near = norms[token : token + count]
+            near = norms[start + token : start + token + count]
             for group in range(groups):
                 ready = pick(query[:, group * span : (group + 1) * span], buffers[group])
                 products(ready, planes, token, group * span, count, raw, found)
                 for h in range(rows):
-                    line, here, sum_of = out[h, token : token + count], found[h], whole[h, group]
+                    line, here, sum_of = out[h, start + token : start + token + count], found[h], whole[h, group]
                     steps, lows = floats[0, group], floats[1, group]
                     if group == 0:
                         line[:] = 0
@@ -318,11 +341,11 @@ def _token_scores(grid):
 def _token_mix(grid):
     """Weighted sums of such a segment, added to `out`; the steps of a token are folded into its weights."""
     span, groups = grid.channels, grid.dim // grid.channels
-    read, (_, mixed), columns = _statistics(grid, groups), _planes(grid, span), _columns(grid, TILE)
+    read, (_, mixed), columns = statistics_loop(grid.low, grid.top, groups), _planes(grid, span), _columns(grid, TILE)
 
-    @compiled(OPTIONS, keep=True)
-    def mix(weights, planes, scale, low, size, norms, out):
-        rows, tokens = weights.shape
+    @compiled(OPTIONS)
+    def mix(weights, planes, scale, low, size, norms, start, tokens, out):
+        rows = weights.shape[0]
         near, stepped = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
         ready, least = np.zeros((rows, columns), np.float32), np.zeros((groups, rows, TILE), np.float32)
         floats, tops = np.zeros((2, groups, TILE), np.float32), np.empty(rows, np.float32)
@@ -330,9 +353,9 @@ def _token_mix(grid):
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
             read(scale, low, token * groups, count, floats)
-            norm = norms[token : token + count]
+            norm = norms[start + token : start + token + count]
             for h in range(rows):
-                line, here = weights[h, token : token + count], near[h]
+                line, here = weights[h, start + token : start + token + count], near[h]
                 here[count:] = 0
                 for t in range(count):
                     here[t] = line[t] * norm[t]

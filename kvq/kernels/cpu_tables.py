@@ -1,8 +1,11 @@
 """Loops of attention on codes that stand for entries of a table: Lloyd-Max levels and codebooks of 8 channels.
 
-Levels are chosen by comparing bits, without a lookup: one half of the levels is the other's mirror image. A codebook's
-entry is read for 8 channels at a time, its signs are flipped by a mask, and its shift is added (E8P). Neither is ever
-written to memory. Steps take one, two or four rows (queries, or weights) at once, for which an entry is read once.
+And on tokens in full precision, whose numbers stand for themselves.
+
+Levels are chosen by comparing bits, without a lookup: one half of the levels is the other's mirror image. With AVX-512
+a vector of 16 levels is permuted by 4-bit codes. A codebook's entries are read 8 channels at a time, two of them in a
+vector with AVX-512; their signs are flipped by a mask, and a shift is added (E8P). Neither is ever written to memory.
+Steps take one, two or four rows (queries, or weights) at once, for which an entry is read once.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from numba.extending import intrinsic
 
 from kvq.codecs.machine_code import compiled
 from kvq.kernels.cpu_loops import by_rows
-from kvq.kernels.cpu_vectors import INT, OPTIONS, TILE, Step, lanes_of, step_tokens
+from kvq.kernels.cpu_vectors import INT, OPTIONS, TILE, Step, has, lanes_of, plane_of, step_tokens
 
 GROUP = 8
 """Channels of a codebook's entry."""
@@ -30,10 +33,11 @@ MOST_BITS = 4
 
 @dataclass(frozen=True)
 class Loops:
-    """`scores(query, planes, tables, norms, out)` and `mix(weights, planes, tables, norms, out)`.
+    """`scores(queries, planes, places, tables, norms, start, tokens, out)` of some heads and, with weights, `mix`.
 
-    `planes`: two arrays `[rows, columns]` (the second unused where there is one); `tables`: three arrays (levels: the
-    same three times); `query` and `weights` `[group, dim]` and `[group, tokens]`; `norms` `[tokens]`.
+    `planes`: flat, two of them are read (the same one where there is one), `places` as `plane_of` has them; `tables`:
+    three arrays (levels: the same three times); `queries` `[heads, group, dim]`, `norms` `[heads or 1, all tokens]`,
+    weights and `out` of scores `[heads, group, all tokens]`.
     """
 
     scores: Callable[..., Any]
@@ -71,43 +75,67 @@ def level_loops(dim: int, widths: tuple[int, ...]) -> Loops:
 @functools.cache
 def book_loops(dim: int, signed: bool, shifted: bool) -> Loops:
     """Tables are 256 entries, and of the second plane's byte masks of signs (int32) and shifts, each `[256, 8]`."""
-    vectors = 4 if dim // GROUP % 4 == 0 else 1
-    make = functools.partial(_Book, signed, shifted)
-    return _loops(Kind(make, dim, GROUP, lambda rows: (8 // rows, 8 // rows), 1, vectors))
+    lanes = 2 * GROUP if has("avx512f") and not shifted and dim % (2 * GROUP) == 0 else GROUP
+    vectors = 4 if dim // lanes % 4 == 0 else 1
+    make = functools.partial(_Book, signed, shifted, lanes)
+    return _loops(Kind(make, dim, lanes, lambda rows: (8 // rows, 8 // rows), 1, vectors))
+
+
+@functools.cache
+def number_loops(dim: int, half: bool) -> Loops:
+    """For states as they are, the first two planes: in fp32 or (`half`) bf16, held as int16; no table is read."""
+    lanes = lanes_of(dim)
+    vectors = 4 if dim // lanes % 4 == 0 else 1
+    return _loops(
+        Kind(functools.partial(Numbers, dim, half, lanes), dim, lanes, lambda rows: (8, 8 // rows), 1, vectors)
+    )
 
 
 @no_type_check
 def _loops(kind):
     dots, sums = (by_rows(functools.partial(make, kind)) for make in (dots_of, _sums))
 
-    @compiled(OPTIONS, keep=True)
-    def scores(query, planes, tables, norms, out):
-        rows, tokens = out.shape
+    @compiled(OPTIONS)
+    def scores(query, planes, tables, norms, start, tokens, out):
+        rows = out.shape[0]
         found = np.empty((rows, TILE + 8), np.float32)
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
             dots(query, planes, tables, token, count, found)
-            near = norms[token : token + count]
+            near = norms[start + token : start + token + count]
             for h in range(rows):
-                line, here = out[h, token : token + count], found[h]
+                line, here = out[h, start + token : start + token + count], found[h]
                 for t in range(count):
                     line[t] = here[t] * near[t]
 
-    @compiled(OPTIONS, keep=True)
-    def mix(weights, planes, tables, norms, out):
-        rows, tokens = weights.shape
+    @compiled(OPTIONS)
+    def mix(weights, planes, tables, norms, start, tokens, out):
+        rows = weights.shape[0]
         near = np.zeros((rows, TILE + 8), np.float32)
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
-            norm = norms[token : token + count]
+            norm = norms[start + token : start + token + count]
             for h in range(rows):
-                line, here = weights[h, token : token + count], near[h]
+                line, here = weights[h, start + token : start + token + count], near[h]
                 here[count:] = 0
                 for t in range(count):
                     here[t] = line[t] * norm[t]
             sums(near, planes, tables, token, count, out)
 
-    return Loops(scores, mix)
+    return Loops(_over_heads(scores), _over_heads(mix))
+
+
+@no_type_check
+def _over_heads(loop):
+    """As `cpu_loops` has it."""
+
+    @compiled(OPTIONS, keep=True)
+    def all_heads(rows, planes, places, tables, norms, start, tokens, out):
+        for h in range(rows.shape[0]):
+            own = plane_of(planes, places, 0, h), plane_of(planes, places, 1, h)
+            loop(rows[h], own, tables, norms[min(h, len(norms) - 1)], start, tokens, out[h])
+
+    return all_heads
 
 
 @no_type_check
@@ -116,12 +144,19 @@ class _Levels(Step):
 
     def __init__(self, widths, lanes, context, builder, signature, args):
         super().__init__(context, builder, signature, args, widths[0], lanes)
-        self.widths = widths
-        half = 2 ** (sum(widths) - 1)
-        self.levels = [self.splat(3, self.size(index)) for index in range(half)]
+        self.widths, half = widths, 2 ** (sum(widths) - 1)
+        self.permuted = lanes == 2 * half == 16 and len(widths) == 1 and has("avx512f")
+        if self.permuted:
+            upper = self.part(3, half, self.size(0))
+            turned = self.shuffled(upper, upper, list(reversed(range(half))))
+            self.levels = self.shuffled(builder.fneg(turned), upper, list(range(lanes)))
+        else:
+            self.levels = [self.splat(3, self.size(index)) for index in range(half)]
 
     def values(self, first, start, tokens):
         """Levels of `tokens` (within a step that begins at token `first`, on a byte) from channel `start` on."""
+        if self.permuted:
+            return self._permuted(first, self.size(start), tokens)
         wide, channel = ir.VectorType(INT, self.lanes), self.size(start)
         nothing, rows, out = ir.Constant(wide, [0] * self.lanes), {}, []
         for token in tokens:
@@ -137,6 +172,19 @@ class _Levels(Step):
             out.append(self._level(tests))
         return out
 
+    def _permuted(self, first, channel, tokens):
+        """Each lane of `levels` that a lane's lowest four bits name: all tokens of a byte from one load."""
+        kind = ir.FunctionType(self.vector, [self.vector, ir.VectorType(INT, self.lanes)])
+        permute = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+        out: list[Any] = []
+        row = self.builder.sdiv(first, self.size(2))
+        for token in tokens:
+            if token % 2 == 0 or not out:
+                codes = self.bytes(1, self.builder.add(row, self.size(token // 2)), channel)
+            moved = self.builder.lshr(codes, ir.Constant(codes.type, [4] * self.lanes)) if token % 2 else codes
+            out.append(self.builder.call(permute, (self.levels, moved)))
+        return out
+
     def _level(self, tests):
         """The level of a code from its bits, lowest first: the last is the sign, the others count from the middle."""
         *low, sign = tests
@@ -149,22 +197,34 @@ class _Levels(Step):
 
 @no_type_check
 class _Book(Step):
-    """Decodes 8 channels of a token; codes are the arguments 1 and 2, entries, masks and shifts 3 to 5."""
+    """Decodes one or two entries of a token; codes are the arguments 1 and 2, entries, masks and shifts 3 to 5."""
 
-    def __init__(self, signed, shifted, context, builder, signature, args):
-        super().__init__(context, builder, signature, args, 8, GROUP)
+    def __init__(self, signed, shifted, lanes, context, builder, signature, args):
+        super().__init__(context, builder, signature, args, 8, lanes)
         self.signed, self.shifted = signed, shifted
 
     def values(self, first, start, tokens):
-        """Entries of `tokens`, counted from token `first`, for the 8 channels from `start` on."""
+        """Entries of `tokens`, counted from token `first`, for the channels of a vector from `start` on."""
         rows = [self.builder.add(first, self.size(token)) for token in tokens]
         if len(rows) > 1:  # of a step, which may go past the last token
             rows = [self.within(1, row) for row in rows]
-        return [self._entry(row, self.size(start // GROUP)) for row in rows]
+        return [self._entries(row, start // GROUP) for row in rows]
+
+    def _entries(self, token, group):
+        if self.lanes == GROUP:
+            return self._entry(token, self.size(group))
+        one, two = (self._part(3, self.byte(1, token, self.size(group + half))) for half in range(2))
+        value = self.shuffled(one, two, list(range(self.lanes)))
+        if not self.signed:
+            return value
+        kind = ir.IntType(self.lanes)
+        bits = self.builder.load(self.pointer(2, kind, token, self.size(group)), typ=kind)
+        bits.align = 1
+        negative = self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), self.lanes))
+        return self.builder.select(negative, self.builder.fneg(value), value)
 
     def _entry(self, token, group):
-        byte = self.byte(1, token, group)
-        value = self.load(3, byte, self.size(0))
+        value = self._part(3, self.byte(1, token, group))
         if self.signed:
             other = self.byte(2, token, group)
             whole = ir.VectorType(INT, self.lanes)
@@ -174,6 +234,33 @@ class _Book(Step):
             if self.shifted:
                 value = self.builder.fadd(value, self.load(5, other, self.size(0)))
         return value
+
+    def _part(self, array, row):
+        return self.part(array, GROUP, row, self.size(0))
+
+
+@no_type_check
+class Numbers(Step):
+    """Rows of numbers of two arrays, the arguments 1 and 2: the second has the channels from `span` on."""
+
+    def __init__(self, span, half, lanes, context, builder, signature, args):
+        super().__init__(context, builder, signature, args, 8, lanes)
+        self.span, self.half = span, half
+
+    def values(self, first, start, tokens):
+        """Numbers of `tokens`, counted from token `first`, from channel `start` on."""
+        array, channel = (1, start) if start < self.span else (2, start - self.span)
+        rows = [self.within(array, self.builder.add(first, self.size(token))) for token in tokens]
+        return [self._read(array, row, self.size(channel)) for row in rows]
+
+    def _read(self, array, row, channel):
+        if not self.half:
+            return self.load(array, row, channel)
+        kind, wide = (ir.VectorType(one, self.lanes) for one in (ir.IntType(16), INT))
+        loaded = self.builder.load(self.pointer(array, kind, row, channel), typ=kind)
+        loaded.align = 2
+        upper = self.builder.shl(self.builder.zext(loaded, wide), ir.Constant(wide, [16] * self.lanes))
+        return self.builder.bitcast(upper, self.vector)
 
 
 @no_type_check

@@ -13,6 +13,7 @@ import functools
 import math
 from typing import Any, no_type_check
 
+import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
@@ -37,6 +38,12 @@ def factors(widths: tuple[int, ...], index: int, tokens: int) -> Any:
 def lanes_of(span: int) -> int:
     """Lanes of a vector that divide `span` channels."""
     return math.gcd(span, LANES)
+
+
+@functools.cache
+def has(feature: str) -> bool:
+    """Whether this processor has a set of instructions, by LLVM's name of it."""
+    return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
 
 
 def step_tokens(width: int) -> int:
@@ -70,7 +77,12 @@ class Step:
         return cgutils.pointer_add(self.builder, held.data, at, kind.as_pointer())
 
     def load(self, array, *index):
-        loaded = self.builder.load(self.pointer(array, self.vector, *index), typ=self.vector)
+        return self.part(array, self.lanes, *index)
+
+    def part(self, array, lanes, *index):
+        """A vector of `lanes` numbers."""
+        kind = ir.VectorType(FLOAT, lanes)
+        loaded = self.builder.load(self.pointer(array, kind, *index), typ=kind)
         loaded.align = 4
         return loaded
 
@@ -343,6 +355,14 @@ def weights_of(scores, first):
             total += part
         totals[row] = total
     return totals
+
+
+@compiled(OPTIONS)
+@no_type_check
+def plane_of(planes, places, index, head):
+    """Rows of bytes of one head; `places[index]`: bytes from head to head, rows, and columns of a plane."""
+    step, rows, columns = places[index]
+    return planes[index][head * step : head * step + rows * columns].reshape(rows, columns)
 
 
 @compiled(OPTIONS)

@@ -1,0 +1,223 @@
+"""What a side stores for a token or a block beside its codes, as loops for a CPU read it, in fp32 and for some heads.
+
+The norms of tokens and the vectors of shifts. Numbers in fp16 and codes of one plane are decoded by compiled loops, so
+that heads are decoded in the threads that attend to them; others as the codec does it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, no_type_check
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvq.codecs import DoubleQuant, plane_widths
+from kvq.codecs.machine_code import compiled
+from kvq.codecs.packed import BlockRun
+from kvq.codecs.quantizers import Axis
+from kvq.kernels.cpu_loops import statistics_loop
+from kvq.kernels.cpu_vectors import OPTIONS
+from kvq.kernels.linear_chain import LinearChain, PackedStates
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Consecutive KV heads of one sequence."""
+
+    batch: int
+    first: int
+    count: int
+
+    @property
+    def index(self) -> tuple[int, slice]:
+        """Of an array `[batch, heads, ...]`."""
+        return self.batch, slice(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A stored part `[batch, heads or 1, rows, columns]` as one row of numbers.
+
+    Attributes:
+        part: the part itself.
+        numbers: of the first head, then of the others; fp16 as int16.
+        batch: numbers from one sequence to the next.
+        place: numbers from head to head (0: heads share them), rows, columns.
+    """
+
+    part: Tensor
+    numbers: Any
+    batch: int
+    place: tuple[int, int, int]
+
+    @staticmethod
+    def of(part: Tensor) -> Flat:
+        """A view where rows are contiguous, as a cache stores them, else a copy."""
+        (sequences, heads, rows, columns), (batch, head, row, column) = part.shape, part.stride()
+        if (column != 1 and columns > 1) or (row != columns and rows > 1):
+            return Flat.of(part.contiguous())
+        reach = (sequences - 1) * batch + (heads - 1) * head + rows * columns
+        flat = part.as_strided((reach if part.numel() else 0,), (1,))
+        numbers = flat.view(torch.int16) if flat.dtype is torch.float16 else flat
+        return Flat(part, numbers.numpy(), batch, (head if heads > 1 else 0, rows, columns))
+
+    def from_head(self, heads: Heads) -> Any:
+        """The numbers from those of the first of `heads` on."""
+        return self.numbers[heads.batch * self.batch + heads.first * self.place[0] :]
+
+    def own(self, heads: Heads) -> Tensor:
+        """The part of `heads`, `[heads or 1, rows, columns]`."""
+        return self.part[heads.index] if self.place[0] else self.part[heads.batch]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a chain stores beside the codes of a run of blocks.
+
+    Attributes:
+        start: the first token.
+        run: the blocks.
+        parts: by name, without those of the quantizer.
+    """
+
+    start: int
+    run: BlockRun
+    parts: dict[str, Flat]
+
+    def rows(self, name: str, quantized: DoubleQuant | None, heads: Heads, tokens: bool, length: int) -> Any:
+        """`[heads or 1, blocks, length]` in fp32: of each block a number for each of its `tokens`, or channels."""
+        if quantized is None:
+            return _numbers(self.parts[name], heads).reshape(-1, self.run.count, length)
+        parts = {key.removeprefix(f"{name}."): part for key, part in self.parts.items() if key.startswith(f"{name}.")}
+        if not _is_compiled(quantized, tokens, length):
+            own = {key: part.own(heads).unflatten(1, (self.run.count, -1)) for key, part in parts.items()}
+            own = {key: part.float() if part.is_floating_point() else part for key, part in own.items()}
+            found = quantized.decode(own, *((length, 1) if tokens else (1, length)), torch.float32)
+            return found.flatten(2).contiguous().numpy()
+        codes, steps = parts["codes.0"], parts["step"]
+        size = min(quantized.group_size or length, length)
+        out = np.empty((heads.count if codes.place[0] else 1, self.run.count, length), np.float32)
+        first = 2 ** (quantized.bits - 1) - 1 if quantized.signed else 0
+        at = codes.place[0], steps.place[0]
+        restore_loop(quantized.bits)(codes.from_head(heads), steps.from_head(heads), at, size, first, out)
+        return out
+
+
+@dataclass(frozen=True)
+class Beside:
+    """For some heads the factor of each token, and by shift that of each token and, by run, the vectors of blocks.
+
+    `norms` and the factors are `[heads or 1, tokens]`, vectors `[heads or 1, blocks, dim]`.
+    """
+
+    norms: Any
+    shifts: list[tuple[Any, list[Any]]]
+
+
+def stored_of(states: PackedStates) -> list[Stored]:
+    """Of each run of blocks, in order."""
+    found, start = [], 0
+    for packed in states.packed:
+        for run, parts in packed.by_run():
+            beside = {name: Flat.of(part) for name, part in parts.items() if "." in name or name == "gain"}
+            found.append(Stored(start, run, beside))
+            start += run.tokens * run.count
+    return found
+
+
+def beside_codes(chain: LinearChain, stored: Sequence[Stored], heads: Heads, dim: int) -> Beside:
+    """Decode the norms and shifts of `heads`, each once."""
+    tokens = sum(each.run.tokens * each.run.count for each in stored)
+    product: Any = None
+    factors: dict[int, Any] = {}
+
+    def times(parts: list[Any]) -> Any:
+        part = parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
+        return part if product is None else product * part
+
+    for index, (name, stage) in enumerate(chain.norms.items()):
+        factors[index] = product
+        rows = [each.rows(f"{name}.scale", stage.double_quant, heads, True, each.run.tokens) for each in stored]
+        product = times([part.reshape(len(part), -1) for part in rows])
+    factors[len(chain.norms)] = product
+    if stored and "gain" in stored[0].parts:
+        product = times([_numbers(each.parts["gain"], heads) for each in stored])
+    ones = np.ones((1, tokens), np.float32) if product is None or None in factors.values() else None
+    shifts = []
+    for shift in chain.shifts:
+        near = factors[len(shift.norms)]
+        offsets = [each.rows(f"{shift.name}.offset", shift.stage.double_quant, heads, False, dim) for each in stored]
+        shifts.append((ones if near is None else near, offsets))
+    return Beside(ones if product is None else product, shifts)
+
+
+def _numbers(part: Flat, heads: Heads) -> Any:
+    """`[heads or 1, numbers]` in fp32."""
+    if part.part.dtype is not torch.float16:
+        return part.own(heads).float().flatten(1).contiguous().numpy()
+    step, rows, columns = part.place
+    out = np.empty((heads.count if step else 1, rows * columns), np.float32)
+    halves(part.from_head(heads), step, out)
+    return out
+
+
+def _is_compiled(quantized: DoubleQuant, tokens: bool, length: int) -> bool:
+    along = Axis.per_channel if tokens else Axis.per_token
+    if quantized.axis is not along or quantized.bits > 8 or len(plane_widths(quantized.bits)) > 1:
+        return False
+    return min(quantized.group_size or length, length) % (8 // quantized.bits) == 0
+
+
+_halves_of = statistics_loop("symmetric", 0, 1)
+
+
+@compiled(OPTIONS, keep=True)
+@no_type_check
+def halves(numbers, step, out):
+    """fp16, held as int16, in fp32: `out[row]` from `numbers[row * step]` on."""
+    floats = np.empty((2, 1, 128), np.float32)
+    for row in range(out.shape[0]):
+        for start in range(0, out.shape[1], 128):
+            count = min(128, out.shape[1] - start)
+            _halves_of(numbers, numbers, row * step + start, count, floats)
+            line = out[row, start : start + count]
+            for i in range(count):
+                line[i] = floats[0, 0, i]
+
+
+@functools.cache
+@no_type_check
+def restore_loop(width: int):
+    """The loop that decodes codes of `width` bits, `(codes, steps, at, size, first, out)`, into `out[head, row]`.
+
+    A row of codes begins on a byte and has a step for each `size` of them, in fp16 held as int16; `at`: codes and
+    steps from head to head. Code `first` stands for 0.
+    """
+    places, mask = 8 // width, 2**width - 1
+
+    @compiled(OPTIONS, keep=True)
+    def restore(codes, steps, at, size, first, out):
+        heads, rows, length = out.shape
+        columns, groups = (length + places - 1) // places, (length + size - 1) // size
+        floats = np.empty((2, 1, groups), np.float32)
+        for head in range(heads):
+            for row in range(rows):
+                _halves_of(steps, steps, head * at[1] + row * groups, groups, floats)
+                begin = head * at[0] + row * columns
+                line, held = out[head, row], codes[begin : begin + columns]
+                for group in range(groups):
+                    step, stop = floats[0, 0, group], min((group + 1) * size, length)
+                    whole = stop // places
+                    for byte in range(group * size // places, whole):
+                        code = np.int32(held[byte])
+                        for place in range(places):
+                            line[byte * places + place] = np.float32(((code >> (place * width)) & mask) - first) * step
+                    for i in range(whole * places, stop):
+                        code = np.int32(held[whole])
+                        line[i] = np.float32(((code >> (i % places * width)) & mask) - first) * step
+
+    return restore
