@@ -34,7 +34,7 @@ from kvq.errors import Unsupported
 from kvq.kernels import cpu_integers
 from kvq.kernels.cpu_loops import Grid, loops_for
 from kvq.kernels.cpu_shifts import KeyShifts, mix_shifts
-from kvq.kernels.cpu_stored import Beside, Flat, Heads, Stored, beside_codes, stored_of
+from kvq.kernels.cpu_stored import Flat, Heads, NormsAndShifts, Stored, norms_and_shifts, ones_for, stored_of
 from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops, number_loops
 from kvq.kernels.cpu_vectors import weights_of
 from kvq.kernels.linear_chain import (
@@ -98,13 +98,13 @@ def attend(
     )
 
     def some_heads(place: Heads) -> None:
-        scores, beside = _scratch((place.count, group, tokens)), key_side.beside(place)
-        key_side.scores(rotated, plain, place, beside.norms, scores)
-        shifts.add(place, beside, scores)
+        scores, own = _scratch((place.count, group, tokens)), key_side.norms_and_shifts(place)
+        key_side.scores(rotated, plain, place, own.norms, scores)
+        shifts.add(place, own, scores)
         totals[place.index] = weights_of(scores.reshape(-1, tokens), first).reshape(-1, group)
-        beside = value_side.beside(place)
-        value_side.mix(scores, place, beside.norms, mixed, unpacked)
-        mix_shifts(value_side.stored, place, beside, scores, shifted)
+        own = value_side.norms_and_shifts(place)
+        value_side.mix(scores, place, own.norms, mixed, unpacked)
+        mix_shifts(value_side.stored, place, own, scores, shifted)
 
     together = max(1, min(-(-batch * heads // torch.get_num_threads()), heads, SCRATCH // (group * tokens)))
     starts = itertools.product(range(batch), range(0, heads, together))
@@ -174,9 +174,9 @@ class _Side:
         segments = list(_segments(states, quantizer))
         return _Side(chain, stored_of(states), segments, loops, tables, dim, _full(states))
 
-    def beside(self, heads: Heads) -> Beside:
+    def norms_and_shifts(self, heads: Heads) -> NormsAndShifts:
         """Norms and shifts of some heads."""
-        return beside_codes(self.chain, self.stored, heads, self.dim)
+        return norms_and_shifts(self.chain, self.stored, heads, self.dim)
 
     def scores(self, rotated: Any, plain: Any, heads: Heads, norms: Any, out: Any) -> None:
         """Scores of all tokens of some heads into `out`; `rotated` are queries for codes, `plain` for other tokens."""
@@ -184,7 +184,7 @@ class _Side:
             self.loops[0](rotated[heads.index], *segment.arguments(heads, self.tables, norms), out)
         if self.full is not None:
             segment, loops = self.full
-            loops[0](plain[heads.index], *segment.arguments(heads, _NO_TABLES, _ones(out.shape[2])), out)
+            loops[0](plain[heads.index], *segment.arguments(heads, _NO_TABLES, ones_for(out.shape[2])), out)
 
     def mix(self, weights: Any, heads: Heads, norms: Any, out: Any, unpacked: Any) -> None:
         """Add values times their weights to `out`, those in full precision to `unpacked`."""
@@ -192,16 +192,11 @@ class _Side:
             self.loops[1](weights, *segment.arguments(heads, self.tables, norms), out[heads.index])
         if self.full is not None:
             segment, loops = self.full
-            arguments = segment.arguments(heads, _NO_TABLES, _ones(weights.shape[2]))
+            arguments = segment.arguments(heads, _NO_TABLES, ones_for(weights.shape[2]))
             loops[1](weights, *arguments, unpacked[heads.index])
 
 
 _NO_TABLES = (np.zeros((1, 1), np.float32),) * 3
-
-
-@functools.lru_cache(maxsize=8)
-def _ones(tokens: int) -> Any:
-    return np.ones((1, tokens), np.float32)
 
 
 def _full(states: PackedStates) -> tuple[Segment, tuple[Callable[..., Any], Callable[..., Any]]] | None:

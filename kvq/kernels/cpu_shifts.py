@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvq.codecs.machine_code import compiled
 from kvq.kernels.cpu_loops import by_rows
-from kvq.kernels.cpu_stored import Beside, Heads, Stored
+from kvq.kernels.cpu_stored import Heads, NormsAndShifts, Stored
 from kvq.kernels.cpu_tables import Kind, Numbers, dots_of
 from kvq.kernels.cpu_vectors import OPTIONS, TILE, lanes_of
 from kvq.kernels.linear_chain import LinearChain, PackedStates
@@ -55,17 +55,17 @@ class KeyShifts:
             steps.append((loop, chain.rotate(query, shift.rotations).contiguous().numpy(), (cos, sin)))
         return KeyShifts(stored, steps)
 
-    def add(self, heads: Heads, beside: Beside, scores: Any) -> None:
+    def add(self, heads: Heads, own: NormsAndShifts, scores: Any) -> None:
         """Add what the shifts add to the scores `[heads, group, tokens]` of some heads."""
-        for (loop, queries, angles), (factors, offsets) in zip(self.steps, beside.shifts, strict=True):
-            own = tuple(part[min(heads.batch, len(part) - 1)] for part in angles)
+        for (loop, queries, angles), (factors, offsets) in zip(self.steps, own.shifts, strict=True):
+            turns = tuple(part[min(heads.batch, len(part) - 1)] for part in angles)
             for each, vectors in zip(self.stored, offsets, strict=True):
-                loop(queries[heads.index], vectors, own, factors, each.start, each.run.tokens, scores)
+                loop(queries[heads.index], vectors, turns, factors, each.start, each.run.tokens, scores)
 
 
-def mix_shifts(stored: Sequence[Stored], heads: Heads, beside: Beside, weights: Any, out: Sequence[Any]) -> None:
+def mix_shifts(stored: Sequence[Stored], heads: Heads, own: NormsAndShifts, weights: Any, out: Sequence[Any]) -> None:
     """Add the weighted sums of values' shifts to `out`, for each shift `[batch, heads, group, dim]`."""
-    for (factors, offsets), total in zip(beside.shifts, out, strict=True):
+    for (factors, offsets), total in zip(own.shifts, out, strict=True):
         for each, vectors in zip(stored, offsets, strict=True):
             _mix_blocks(weights, factors, vectors, each.start, each.run.tokens, total[heads.index])
 

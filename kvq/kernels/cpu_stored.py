@@ -108,7 +108,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Beside:
+class NormsAndShifts:
     """For some heads the factor of each token, and by shift that of each token and, by run, the vectors of blocks.
 
     `norms` and the factors are `[heads or 1, tokens]`, vectors `[heads or 1, blocks, dim]`.
@@ -123,36 +123,41 @@ def stored_of(states: PackedStates) -> list[Stored]:
     found, start = [], 0
     for packed in states.packed:
         for run, parts in packed.by_run():
-            beside = {name: Flat.of(part) for name, part in parts.items() if "." in name or name == "gain"}
-            found.append(Stored(start, run, beside))
+            others = {name: Flat.of(part) for name, part in parts.items() if "." in name or name == "gain"}
+            found.append(Stored(start, run, others))
             start += run.tokens * run.count
     return found
 
 
-def beside_codes(chain: LinearChain, stored: Sequence[Stored], heads: Heads, dim: int) -> Beside:
+def norms_and_shifts(chain: LinearChain, stored: Sequence[Stored], heads: Heads, dim: int) -> NormsAndShifts:
     """Decode the norms and shifts of `heads`, each once."""
-    tokens = sum(each.run.tokens * each.run.count for each in stored)
     product: Any = None
-    factors: dict[int, Any] = {}
+    before: list[Any] = []  # the product of the first norms, by their number
 
     def times(parts: list[Any]) -> Any:
         part = parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
         return part if product is None else product * part
 
-    for index, (name, stage) in enumerate(chain.norms.items()):
-        factors[index] = product
+    for name, stage in chain.norms.items():
+        before.append(product)
         rows = [each.rows(f"{name}.scale", stage.double_quant, heads, True, each.run.tokens) for each in stored]
         product = times([part.reshape(len(part), -1) for part in rows])
-    factors[len(chain.norms)] = product
-    if stored and "gain" in stored[0].parts:
+    before.append(product)
+    if "gain" in stored[0].parts:
         product = times([_numbers(each.parts["gain"], heads) for each in stored])
-    ones = np.ones((1, tokens), np.float32) if product is None or None in factors.values() else None
+    ones = ones_for(sum(each.run.tokens * each.run.count for each in stored))
     shifts = []
     for shift in chain.shifts:
-        near = factors[len(shift.norms)]
-        offsets = [each.rows(f"{shift.name}.offset", shift.stage.double_quant, heads, False, dim) for each in stored]
-        shifts.append((ones if near is None else near, offsets))
-    return Beside(ones if product is None else product, shifts)
+        factors = before[len(shift.norms)]
+        vectors = [each.rows(f"{shift.name}.offset", shift.stage.double_quant, heads, False, dim) for each in stored]
+        shifts.append((ones if factors is None else factors, vectors))
+    return NormsAndShifts(ones if product is None else product, shifts)
+
+
+@functools.lru_cache(maxsize=8)
+def ones_for(tokens: int) -> Any:
+    """Factors `[1, tokens]` of tokens that have none."""
+    return np.ones((1, tokens), np.float32)
 
 
 def _numbers(part: Flat, heads: Heads) -> Any:
