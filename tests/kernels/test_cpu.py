@@ -8,13 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvq
-from kvq.codecs import rope_table
+from kvq.codecs import ChannelShift, Codec, DoubleQuant, TokenNorm, UniformQuantizer, rope_table
+from kvq.codecs.quantizers import Axis
+from kvq.codecs.stages import Scope
 from kvq.errors import Unsupported
+from kvq.kernels.linear_chain import linear_chain_of
+from kvq.kernels.pieces import runs_of, shift_terms
 from tests.kernels import oracle
 from tests.kernels.test_eager import UNIFORM, query, uniform
 
 pytest.importorskip("numba")
-from kvq.kernels import cpu, eager
+from kvq.kernels import cpu, cpu_stored, eager
 from tests.properties import examples
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3}
@@ -133,6 +137,30 @@ def test_angles_that_turn_a_shift(pairs, interleaved, dtype):
     values, q = oracle.states(method.value, 224, 75, block=32, seed=1, batch=2), query(6, 64, 2)
     found, expected = (kind.attend(q, keys, values, 0.125) for kind in (cpu, eager))
     assert oracle.error(found, expected.double()) < TOLERANCE[torch.float32]
+
+
+@settings(max_examples=examples(12))
+@given(st.data())
+def test_norms_and_shifts_of_some_heads(data):
+    """Codes of one plane or several, groups in whole bytes or not, along either axis, norms of heads or of tokens."""
+    axes, sizes = st.sampled_from(list(Axis)), st.sampled_from([None, 1, 6, 8, 32])
+    norm, shift = (
+        DoubleQuant(data.draw(st.integers(2, 9)), data.draw(axes), data.draw(sizes), s) for s in (False, True)
+    )
+    scope = data.draw(st.sampled_from(list(Scope)))
+    stages = {"first": TokenNorm(scope, double_quant=norm), "shift": ChannelShift("mean", shift), "last": TokenNorm()}
+    codec = Codec(stages, list(stages), UniformQuantizer(2, "per_token", None))
+    block = data.draw(st.sampled_from([5, 16, 64]))
+    states, chain = oracle.states(codec, 64, 0, heads=3, dim=32, batch=2, block=block, tail=7), linear_chain_of(codec)
+    found = cpu_stored.norms_and_shifts(chain, cpu_stored.stored_of(states), cpu_stored.Heads(1, 1, 2), 32)
+    ((factors, vectors),) = found.shifts
+    for index, (start, run, blocks) in enumerate(runs_of(states)):
+        here = slice(start, start + run.tokens * run.count)
+        offsets, expected = shift_terms(chain, chain.shifts[0], blocks, run, 32)
+        whole = chain.factors(blocks, None, run.tokens, torch.float32).transpose(1, 2).flatten(2)
+        assert torch.equal(torch.from_numpy(found.norms[:, here]), whole[1, 1:])
+        assert torch.equal(torch.from_numpy(factors[:, here]), expected[1, -len(factors) :])
+        assert torch.equal(torch.from_numpy(vectors[index]), offsets[1, :, 1:].transpose(0, 1))
 
 
 @pytest.mark.slow
