@@ -6,6 +6,7 @@ runs a part of the tests so, and `make test-all` all of them.
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 from pathlib import Path
@@ -17,8 +18,9 @@ from jaxtyping import install_import_hook
 if os.environ.get("KVQ_TYPES") == "1":  # before anything imports kvq, and for the whole session
     _HOOK = install_import_hook("kvq", "beartype.beartype")
 
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+EXAMPLES = 100 if os.environ.get("KVQ_ALL") == "1" else 25  # of properties that say no number
+hypothesis.settings.register_profile("local", deadline=None, max_examples=EXAMPLES)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
@@ -33,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("thin")
         if mark is not None and zlib.crc32(item.name.encode()) % mark.args[0]:
             item.add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: collections of garbage need not look at its three million objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

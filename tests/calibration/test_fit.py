@@ -50,7 +50,9 @@ def calibrations(results: Path) -> list[Path]:
     return sorted((results / "calibration").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["kvquant", "spinquant", "rotatekv", "waterfill/scalar"])
+@pytest.mark.parametrize(
+    "name", ["kvquant", "spinquant", pytest.param("rotatekv", marks=pytest.mark.long), "waterfill/scalar"]
+)
 def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: Path) -> None:
     extra = ["method.value.stages.rotation.steps=3"] if name == "spinquant" else []
     run = [*given, *extra, f"method={name}", "bits=2"]

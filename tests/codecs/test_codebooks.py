@@ -1,5 +1,6 @@
 """Vector codebooks: exact search, small temporaries, what is shipped, and how good it is on fresh Gaussian data."""
 
+import functools
 import hashlib
 import itertools
 
@@ -147,6 +148,7 @@ def test_a_damaged_file_is_named(tmp_path, monkeypatch):
     shipped.cache_clear()
 
 
+@functools.cache
 def cosines(name, bits, tokens=62_500, seed=77):
     """Cosine of each of `tokens` fresh tokens of 16 sub-vectors: 10⁶ sub-vectors."""
     x = normal(tokens, 16, 8, seed=seed, dtype=torch.float32)
