@@ -7,9 +7,12 @@ runs a part of the tests so, and `make test-all` all of them.
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -50,6 +53,32 @@ def _torch_threads() -> None:
 
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2" if alone else "1")))
+
+
+LONG_TEXT = 100_000
+"""Characters: the embedded corpora have more, and no text that a test writes."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _long_texts_are_encoded_once() -> Iterator[None]:
+    """A tokenizer takes a second for an embedded corpus, which runs with other windows would ask of it again."""
+    from kvq.data import text as texts
+
+    encode, kept = texts.encode, dict[Any, list[int]]()
+
+    def once(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+        if len(text) < LONG_TEXT or not hasattr(tokenizer, "backend_tokenizer"):
+            return encode(tokenizer, text, special)
+        parts = (tokenizer.backend_tokenizer.to_str(), text)
+        rows = getattr(tokenizer, "embedding_rows", None)
+        name = (*(hashlib.sha256(part.encode()).digest() for part in parts), special, rows)
+        if name not in kept:
+            kept[name] = encode(tokenizer, text, special)
+        return [*kept[name]]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(texts, "encode", once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ def check(codec: Codec, x: torch.Tensor) -> float:
     return encoded.check(codec, x, mine.encode(x), codec.encode(x))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["kivi", "nsn", "oscar", "quarot"])

@@ -144,7 +144,11 @@ def test_the_record_says_what_was_measured(canaries: Path) -> None:
     assert 2 < run.metrics["bits_per_element"] < 8
 
 
-@pytest.mark.parametrize(("prefill", "sizes"), [("chunked", [1, 4]), ("whole", [1, "null"])], ids=["chunked", "whole"])
+@pytest.mark.parametrize(
+    ("prefill", "sizes"),
+    [("chunked", [1, 4]), pytest.param("whole", [1, "null"], marks=pytest.mark.long)],
+    ids=["chunked", "whole"],
+)
 def test_batches_are_one_at_a_time(given: list[str], tmp_path: Path, prefill: str, sizes: list[Any]) -> None:
     """Also what a cache holds behind an answer; prompts of a batch are of unequal length."""
     kept, held = [], []
