@@ -107,8 +107,8 @@ def closed_pipe() -> int:
 
 
 PRINTING = [
-    ["run.py", "--help"],
     ["run.py", "diff"],
+    pytest.param(["run.py", "--help"], marks=pytest.mark.long),
     pytest.param(["run.py", "ls", "methods"], marks=pytest.mark.long),
     pytest.param(["-m", "kvq", "report", "--help"], marks=pytest.mark.long),
 ]

@@ -82,7 +82,7 @@ def same(model: Any, first: KVCache, second: KVCache, batch: int = 1) -> None:
     assert (first.nbytes, first.recompression) == (second.nbytes, second.recompression)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", one_of_each(OWN))
 def test_a_loaded_cache_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     model, method = method_of(name)

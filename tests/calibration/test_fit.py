@@ -51,7 +51,8 @@ def calibrations(results: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "name", ["kvquant", "spinquant", pytest.param("rotatekv", marks=pytest.mark.long), "waterfill/scalar"]
+    "name",
+    ["kvquant", "spinquant", *(pytest.param(n, marks=pytest.mark.long) for n in ("rotatekv", "waterfill/scalar"))],
 )
 def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: Path) -> None:
     extra = ["method.value.stages.rotation.steps=3"] if name == "spinquant" else []

@@ -14,6 +14,7 @@ from kvq.config.tasks import SCHEMAS
 from kvq.results.versions import declared
 from tests.golden import methods, models, tasks
 from tests.golden.held import Golden, complaint, file_of, moved, read, to_raise
+from tests.presets import one_of_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +27,7 @@ def hold(name: str, golden: Golden) -> None:
     assert before.versions == golden.versions, f"a version was raised: python -m tests.golden '{name}'"
 
 
-@pytest.mark.parametrize("name", methods.METHODS)
+@pytest.mark.parametrize("name", one_of_each(methods.METHODS))
 def test_methods(name: str) -> None:
     if package := methods.missing(name):
         pytest.skip(f"needs the extra [{package}]")

@@ -300,15 +300,15 @@ def test_a_file_with_other_states_than_the_models_is_refused(change: str, tmp_pa
 
 @torch.no_grad()
 def test_packed_attention_in_windows_and_with_sink_logits() -> None:
-    one = kvq.build_method("rtn", bits=4, head_dim=32, overrides=["residual.size=8"])
+    one = kvq.build_method("nsn", bits=2, head_dim=128, overrides=["residual.size=8"])
     tokens = token_ids(60)
-    loaded = family("olmo3")
+    loaded = family("olmo3", head_dim=128)
     other = type(loaded)(copy.deepcopy(loaded.model), loaded.device)
     dense, packed = KVCache(loaded.model, one), KVCache(other.model, one, attention="packed")
     for start, end in [(0, 40), *((at, at + 1) for at in range(40, 60))]:
         got, expected = (m.hidden_states(tokens[:, start:end], c) for m, c in ((other, packed), (loaded, dense)))
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
-    sinks = family("gpt_oss")
+    sinks = family("gpt_oss", head_dim=128)
     cache = KVCache(sinks.model, one, attention="packed")
     sinks.hidden_states(tokens[:, :40], cache)
     with pytest.raises(Unsupported, match=r"cache\.attention=packed: GptOssAttention hands over s_aux"):

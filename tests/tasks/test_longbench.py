@@ -240,6 +240,7 @@ def test_rouge_l() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_real_file_of_multi_news(shared_data: Path, tmp_path: Path) -> None:
     file = shared_data / "longbench" / "multi_news.jsonl"
     if not file.is_file():
