@@ -117,7 +117,8 @@ def test_residuals(residual, whole, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "prompt"),
     [
-        *((name, 20) for name in (*JOINT, "waterfill/scalar", "waterfill/heads_apart", "kivi/sink", "rtn/intactkv")),
+        pytest.param("waterfill", 20, marks=pytest.mark.long),
+        *((name, 20) for name in ("kvtc", "waterfill/scalar", "waterfill/heads_apart", "kivi/sink", "rtn/intactkv")),
         ("waterfill/scalar", 1),
         ("rtn/intactkv", 1),
     ],

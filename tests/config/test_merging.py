@@ -187,7 +187,7 @@ def test_hydra_composes_a_choice_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SWEEPS = [
     ["method=nsn,kivi", "bits=2,3"],
-    ["method=kivi,oscar", "bits=2", "residual.size=32,64", "task=ppl/nsn"],
+    pytest.param(["method=kivi,oscar", "bits=2", "residual.size=32,64", "task=ppl/nsn"], marks=pytest.mark.long),
     ["method=oscar", "bits=2", "method.key.stages.hadamard=null", "++method.calibration.seed=1,2"],
     ["+experiment=nsnquant/table5", "model=tiny"],
 ]
