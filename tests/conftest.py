@@ -6,9 +6,13 @@ runs a part of the tests so, and `make test-all` all of them.
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -17,8 +21,9 @@ from jaxtyping import install_import_hook
 if os.environ.get("KVQ_TYPES") == "1":  # before anything imports kvq, and for the whole session
     _HOOK = install_import_hook("kvq", "beartype.beartype")
 
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+EXAMPLES = 100 if os.environ.get("KVQ_ALL") == "1" else 25  # of properties that say no number
+hypothesis.settings.register_profile("local", deadline=None, max_examples=EXAMPLES)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
@@ -35,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays: collections of garbage need not look at its three million objects each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _torch_threads() -> None:
     """Small tensors: more threads only wait for each other."""
@@ -42,6 +53,51 @@ def _torch_threads() -> None:
 
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2" if alone else "1")))
+
+
+@pytest.fixture(autouse=True)
+def _composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra composes a command line a first time to read `hydra.mode`, which only experiments and its settings set.
+
+    The tests of the command line itself let it, as every process does.
+    """
+    if request.path.name in ("test_cli.py", "test_merging.py"):
+        return
+    from hydra._internal.hydra import Hydra
+
+    get_mode = Hydra.get_mode
+
+    def mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        sets = any("experiment" in word or "hydra" in word for word in overrides)
+        return get_mode(self, config_name, overrides) if sets else None
+
+    monkeypatch.setattr(Hydra, "get_mode", mode)
+
+
+LONG_TEXT = 100_000
+"""Characters: the embedded corpora have more, and no text that a test writes."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _long_texts_are_encoded_once() -> Iterator[None]:
+    """A tokenizer takes a second for an embedded corpus, which runs with other windows would ask of it again."""
+    from kvq.data import text as texts
+
+    encode, kept = texts.encode, dict[Any, list[int]]()
+
+    def once(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+        if len(text) < LONG_TEXT or not hasattr(tokenizer, "backend_tokenizer"):
+            return encode(tokenizer, text, special)
+        parts = (tokenizer.backend_tokenizer.to_str(), text)
+        rows = getattr(tokenizer, "embedding_rows", None)
+        name = (*(hashlib.sha256(part.encode()).digest() for part in parts), special, rows)
+        if name not in kept:
+            kept[name] = encode(tokenizer, text, special)
+        return [*kept[name]]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(texts, "encode", once)
+        yield
 
 
 @pytest.fixture(scope="session")

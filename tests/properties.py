@@ -17,6 +17,6 @@ def examples(number: int) -> int:
     return number if os.environ.get("KVQ_ALL") == "1" else max(2, number // 4)
 
 
-def mostly_quick(names: Sequence[str], slow: str) -> list[Any]:
-    """Parameters: those whose name begins with `slow` belong to the long half."""
+def mostly_quick(names: Sequence[str], slow: str | tuple[str, ...]) -> list[Any]:
+    """Parameters: those whose name begins with `slow`, or one of them, belong to the long half."""
     return [pytest.param(name, marks=pytest.mark.long) if name.startswith(slow) else name for name in names]

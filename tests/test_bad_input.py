@@ -324,7 +324,7 @@ def test_there_are_at_least_sixty() -> None:
     assert len(NAMES) + len(FORMS) + len(VALUES) + len(REFUSED) >= 60
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(
     ("change", "says"), [*NAMES, *FORMS, *VALUES, *REFUSED], ids=lambda row: " ".join(row) if type(row) is list else ""
 )

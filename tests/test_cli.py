@@ -15,7 +15,7 @@ from kvq.config.explain import choices
 from kvq.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-
+KNOWN = choices()
 
 MEASURED = SimpleNamespace(status="done", reason=None)
 UNSUPPORTED = SimpleNamespace(status="unsupported", reason="bits=7: not today")
@@ -174,17 +174,17 @@ def test_help_fits_a_screen_and_names_every_group(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 70
     assert max(map(len, lines)) <= 120
-    for group, names in choices().items():
+    for group, names in KNOWN.items():
         assert any(line.lstrip("+").split() == [f"{group}=", f"({len(names)})"] for line in lines)
 
 
-@pytest.mark.parametrize("group", list(choices()))
+@pytest.mark.parametrize("group", list(KNOWN))
 def test_ls_lists_every_choice_with_its_description(group, capsys):
     for name in (group, f"{group}s"):
         assert explain.main([name]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.partition(" ")[0] for line in lines] == list(choices()[group])
-        assert all(said in line for line, said in zip(lines, choices()[group].values(), strict=True))
+        assert [line.partition(" ")[0] for line in lines] == list(KNOWN[group])
+        assert all(said in line for line, said in zip(lines, KNOWN[group].values(), strict=True))
 
 
 def test_ls_with_a_word_and_with_none_that_fits(capsys):

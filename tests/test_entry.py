@@ -24,6 +24,8 @@ STARTS += [["-m", "kvq"], ["-m", "kvq.tasks.lm_eval"]]
 """Every way to start a command of kvq; `kvq.config.explain` is one only by its name."""
 STARTS.remove(["-m", "kvq.config.explain"])
 MOST_SECONDS = 60.0
+UNIGNORED = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+"""Python's own way with SIGINT, which what a shell starts in the background inherits as ignored."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(words: Sequence[str], **streams: int | None) -> subprocess.Popen[str]:
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    return subprocess.Popen([sys.executable, *words], cwd=ROOT, text=True, start_new_session=True, **given)  # type: ignore[call-overload]
+    command = [sys.executable, "-S", "-c", UNIGNORED, sys.executable, *words]
+    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **given)  # type: ignore[call-overload]
 
 
 def wait_until_guarded(process: subprocess.Popen[str]) -> None:
@@ -104,8 +107,8 @@ def closed_pipe() -> int:
 
 
 PRINTING = [
-    ["run.py", "--help"],
     ["run.py", "diff"],
+    pytest.param(["run.py", "--help"], marks=pytest.mark.long),
     pytest.param(["run.py", "ls", "methods"], marks=pytest.mark.long),
     pytest.param(["-m", "kvq", "report", "--help"], marks=pytest.mark.long),
 ]

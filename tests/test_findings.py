@@ -35,7 +35,9 @@ def findings(tmp_path: Path) -> Any:
 USE = "<!-- use: task=ppl metric=delta_nll as=.3f -->\n"
 
 
-@pytest.mark.parametrize("name", ["engines", pytest.param("findings", marks=pytest.mark.long), "rivals", "waterfill"])
+@pytest.mark.parametrize(
+    "name", ["engines", *(pytest.param(name, marks=pytest.mark.long) for name in ("findings", "rivals", "waterfill"))]
+)
 def test_the_page_is_what_the_records_say(name: str) -> None:
     """`python experiments/docs/findings.py` writes it; a claim that fails is a sentence to change."""
     template = ROOT / "docs" / f"{name}.in.md"
@@ -66,6 +68,7 @@ def test_no_measured_decimal_is_typed_by_hand() -> None:
     assert set(re.findall(r"\d*\.\d{2,}(?!\d)", text)) - {"0.001", "0.005"} == PRINTED
 
 
+@pytest.mark.long
 def test_what_is_said_of_noise_is_claimed() -> None:
     """A sentence on noise, or one that says what to take, stands below a claim on noise."""
     text = TEMPLATE.read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ def widths(name):
     return [bits for bits in BITS.get(name, range(low, high + 1)) if bits <= 4]
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CLOSED)
 def test_formulas_are_what_is_measured(name, shape):

@@ -57,6 +57,7 @@ def test_the_first_token_is_a_low_norm_sink_in_the_upper_half(tmp_path: Path) ->
     assert sum(low[12:29]) >= 15, low
 
 
+@pytest.mark.long
 def test_a_method_end_to_end_says_what_the_weights_are(tmp_path: Path) -> None:
     from kvq.report.labels import protocol
 

@@ -65,8 +65,17 @@ def test_a_run_leaves_its_record_and_its_baseline(given: list[str], tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize("scoring", ["generation", "parallel"])
-@pytest.mark.parametrize("windows", ["sliding", "disjoint"])
+@pytest.mark.parametrize(
+    ("windows", "scoring"),
+    [
+        ("sliding", "generation"),
+        ("disjoint", "parallel"),
+        *(
+            pytest.param(*both, marks=pytest.mark.long)
+            for both in (("sliding", "parallel"), ("disjoint", "generation"))
+        ),
+    ],
+)
 def test_the_canaries(given: list[str], tmp_path: Path, windows: str, scoring: str) -> None:
     protocol = [f"task.windows={windows}", f"task.scoring={scoring}", "residual.size=128"]
     assert main([*given, "-m", "method=identity,zero", *protocol]) == 0

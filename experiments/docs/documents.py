@@ -50,13 +50,13 @@ def documents_of(text: str) -> dict[str, list[Item]]:
     Raises:
         SystemExit: an item of which nothing is said, or an experiment or kind of figure that there is none of.
     """
-    written = yaml.safe_load(text)
-    out = {name: [_item(name, *item) for item in about["items"].items()] for name, about in written.items()}
+    written, known = yaml.safe_load(text), names()
+    out = {name: [_item(name, *item, known) for item in about["items"].items()] for name, about in written.items()}
     claimed = {
         (one, item.name.startswith("Figure ")) for items in out.values() for item in items for one in item.experiments
     }
     for name, about in written.items():
-        for experiment in names():
+        for experiment in known:
             layout = layout_named(experiment)
             title = layout.table or str(layout.title)
             ours = layout.paper is not None and layout.paper == about["paper"]
@@ -67,11 +67,11 @@ def documents_of(text: str) -> dict[str, list[Item]]:
     return out
 
 
-def _item(document: str, name: str, given: Mapping[str, Any]) -> Item:
+def _item(document: str, name: str, given: Mapping[str, Any], known: Sequence[str]) -> Item:
     if unknown := [one for one in given if one not in ("experiments", "figures", "none")]:
         raise SystemExit(f"documents.yaml: {document}, {name}: '{unknown[0]}': experiments, figures or none")
     item = Item(name, tuple(given.get("experiments", ())), tuple(given.get("figures", ())), given.get("none", ""))
-    if unknown := [one for one in item.experiments if one not in names()]:
+    if unknown := [one for one in item.experiments if one not in known]:
         raise SystemExit(f"documents.yaml: {document}, {name}: no experiment '{unknown[0]}'")
     if unknown := [one for one in item.figures if not one.startswith(kinds())]:
         raise SystemExit(f"documents.yaml: {document}, {name}: no kind of figure '{unknown[0]}'")

@@ -82,7 +82,7 @@ def choices_in(folder: Path) -> Iterator[Choice]:
         if names and not any(name.startswith("_") for name in names):
             found.append(Choice(group, "/".join(names), path, _about(path)))
         elif names and path.name.startswith("_"):
-            found += rows_of(path, group, names[:-1])
+            found += _rows_of(path, path.stat().st_mtime_ns, group, tuple(names[:-1]))
     yield from sorted(found, key=lambda choice: (choice.group, *choice.name.split("/")))
 
 
@@ -157,8 +157,17 @@ def _stamps(folder: Path, group: str) -> tuple[tuple[Path, int], ...]:
 
 @functools.lru_cache(maxsize=64)
 def _rows(folder: Path, group: str, stamps: tuple[tuple[Path, int], ...]) -> list[Choice]:
-    below = [(path, list(path.parent.relative_to(folder / group).parts)) for path, _ in stamps]
-    return [row for path, names in below for row in rows_of(path, group, names)]
+    return [
+        row
+        for path, stamp in stamps
+        for row in _rows_of(path, stamp, group, path.parent.relative_to(folder / group).parts)
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_of(path: Path, stamp: int, group: str, below: tuple[str, ...]) -> list[Choice]:
+    """`rows_of` a table as it was when it was last changed."""
+    return rows_of(path, group, list(below))
 
 
 class _RowNode(ConfigNode):

@@ -166,8 +166,8 @@ def test_prompt_lookup_takes_tokens_back(given: str) -> None:
 @torch.no_grad()
 def test_attention_on_codes_reads_16_bits(name: str) -> None:
     """The residual is rounded too; decoded values are not, so the two agree up to that rounding."""
-    loaded, tokens = random_llama(), token_ids(40)
-    chosen = build_method(name, bits=2, head_dim=32, overrides=["residual.size=16"])
+    loaded, tokens = LoadedModel(llama(), torch.device("cpu")), token_ids(40)
+    chosen = build_method(name, bits=2, head_dim=128, overrides=["residual.size=16"])
     rows = []
     for attention in ("packed", "dense"):
         cache = KVCache(loaded.model, chosen, attention=attention, dtype=torch.float16)
@@ -185,6 +185,7 @@ def bits_of(folder: Path, *overrides: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_bits_on_the_embedded_model_are_the_closed_form(tmp_path: Path) -> None:
     """319 tokens: KIVI packs 256 keys in blocks of 128, and all but the last 128 values, which slide."""
     for name in ("fp16", "identity"):

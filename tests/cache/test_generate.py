@@ -1,5 +1,7 @@
 """`model.generate` with every method, forks, and whatever reorders or repeats a batch."""
 
+import functools
+
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ def model():
     return llama()
 
 
+@functools.cache
 def method(name="nsn", size=6):
     built = kvq.build_method(name, bits=nearest_bits(name), head_dim=128, overrides=[f"residual.size={size}"])
     config = llama().config
@@ -110,8 +113,14 @@ def test_resetting_a_fork_leaves_the_other(model):
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("name", ["oscar", "nsn", "fp16", "kivi", "nsnquant"])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        *((name, False) for name in ("oscar", "nsn", "fp16", "kivi", "nsnquant")),
+        ("kivi", True),
+        *(pytest.param(name, True, marks=pytest.mark.long) for name in ("oscar", "nsn", "fp16", "nsnquant")),
+    ],
+)
 def test_beam_search_scores_are_those_of_each_beam_alone(name, keep):
     """Were blocks left behind when beams change places, the scores would not be those of the sequences."""
     model = llama().to(torch.float64)

@@ -21,6 +21,7 @@ from tests.calibrated import bound, random_states
 from tests.kernels import oracle
 from tests.random_models import in_double_precision, llama, token_ids
 
+BOTH_WAYS = ("kivi", "nsn", "nsnquant")
 JOINT = ["kvtc", "waterfill"]  # with tables of a calibration, and first tokens in full precision
 METHODS = [name for name in presets.METHODS if name not in JOINT]
 REFUSED = {
@@ -66,7 +67,7 @@ def steps(model, chosen, tokens, prompt=20, **settings):
     ("name", "way"),
     [
         # Attention of either kind hands the same states over.
-        pytest.param(name, way, marks=[pytest.mark.long] * (way == "eager" and name not in ("kivi", "nsn", "nsnquant")))
+        pytest.param(name, way, marks=[pytest.mark.long] * (way == "eager" and name not in BOTH_WAYS))
         for name in METHODS
         for way in ("sdpa", "eager")
     ],
@@ -76,7 +77,7 @@ def test_same_logits_as_dense(name, way, monkeypatch):
         pytest.skip(f"needs the extra [{name}]")
     model = exact(llama(), monkeypatch)
     model.set_attn_implementation(way)
-    tokens = token_ids(45, batch=2)
+    tokens = token_ids(35, batch=2)
     if name in REFUSED:
         with pytest.raises(Unsupported, match=f"cache.attention=packed: {REFUSED[name]}"):
             KVCache(model, method(name), attention="packed")
@@ -87,8 +88,9 @@ def test_same_logits_as_dense(name, way, monkeypatch):
     assert model.config._attn_implementation == f"kvq_{way}"
     assert held.nbytes == other.nbytes
     torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
-    again, _ = steps(model, method(name), tokens)
-    assert torch.equal(again, dense)  # a dense cache on the switched model
+    if name in BOTH_WAYS:
+        again, _ = steps(model, method(name), tokens)
+        assert torch.equal(again, dense)  # a dense cache on the switched model
 
 
 @pytest.mark.parametrize("residual", ["none", "block", "sliding"])
@@ -105,8 +107,8 @@ def test_residuals(residual, whole, monkeypatch):
             f"residual.prefill_block={whole}",
         ],
     )
-    tokens = token_ids(45)
-    for prompt in (1, 7, 40):
+    tokens = token_ids(28)
+    for prompt in (1, 7, 24):
         dense, _ = steps(model, chosen, tokens, prompt)
         packed, _ = steps(model, chosen, tokens, prompt, attention="packed")
         torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
@@ -115,7 +117,8 @@ def test_residuals(residual, whole, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "prompt"),
     [
-        *((name, 20) for name in (*JOINT, "waterfill/scalar", "waterfill/heads_apart", "kivi/sink", "rtn/intactkv")),
+        pytest.param("waterfill", 20, marks=pytest.mark.long),
+        *((name, 20) for name in ("kvtc", "waterfill/scalar", "waterfill/heads_apart", "kivi/sink", "rtn/intactkv")),
         ("waterfill/scalar", 1),
         ("rtn/intactkv", 1),
     ],
@@ -125,7 +128,7 @@ def test_joint_transforms_and_first_tokens(name, prompt, monkeypatch):
     chosen = kvq.build_method(name, bits=3, head_dim=32, overrides=["residual.size=6", "residual.policy=block"])
     if chosen.is_calibrated:
         chosen = bound(chosen, random_states(2, 32, 256), 2)
-    tokens = token_ids(45, batch=2)
+    tokens = token_ids(35, batch=2)
     dense, held = steps(model, chosen, tokens, prompt)
     packed, other = steps(model, chosen, tokens, prompt, attention="packed")
     assert held.nbytes == other.nbytes
@@ -162,7 +165,7 @@ def test_first_tokens_in_a_window(monkeypatch):
 @pytest.mark.parametrize("name", ["llamacpp_q4_1", "vllm_fp8", "sglang_fp4", "vllm_turboquant_3bit_nc"])
 def test_engines_keep_nothing_in_full_precision(name, monkeypatch):
     model = exact(llama(), monkeypatch)
-    chosen, tokens = kvq.build_method(f"engine/{name}"), token_ids(45)
+    chosen, tokens = kvq.build_method(f"engine/{name}"), token_ids(35)
     dense, held = steps(model, chosen, tokens)
     packed, other = steps(model, chosen, tokens, attention="packed")
     assert held.nbytes == other.nbytes == other.packed_bytes
@@ -227,11 +230,11 @@ def tiny():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name != "oscar")) for name in METHODS if name not in REFUSED],
+    ("name", "count"),
+    [("oscar", 64), *(pytest.param(name, 256, marks=pytest.mark.long) for name in METHODS if name not in REFUSED)],
 )
-def test_tiny_writes_the_same_tokens(tiny, name):
-    """Greedy, 256 tokens after a prompt of 150."""
+def test_tiny_writes_the_same_tokens(tiny, name, count):
+    """Greedy, after a prompt of 150."""
     chosen = kvq.build_method(name, bits=nearest_bits(name))
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(5, tiny.config.vocab_size, (1, 150), generator=generator)
@@ -240,6 +243,6 @@ def test_tiny_writes_the_same_tokens(tiny, name):
         model = copy.copy(tiny)
         cache = KVCache(model, chosen, keep_decoded=way == "dense", attention=way)
         outs.append(
-            model.generate(prompt, past_key_values=cache, max_new_tokens=256, min_new_tokens=256, do_sample=False)
+            model.generate(prompt, past_key_values=cache, max_new_tokens=count, min_new_tokens=count, do_sample=False)
         )
     assert torch.equal(*outs)

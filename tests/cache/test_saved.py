@@ -17,6 +17,7 @@ from kvq.methods.method import Method
 from tests.cache.states import nearest_bits
 from tests.calibrated import bound, random_states
 from tests.golden.methods import METHODS, fitting, missing
+from tests.presets import one_of_each
 from tests.random_models import llama, token_ids
 
 LAYERS, HEADS = 3, 2
@@ -30,6 +31,7 @@ def model_of(dim: int) -> Any:
     return llama(layers=LAYERS, head_dim=dim, kv_heads=HEADS)
 
 
+@functools.cache
 def method_of(name: str, *overrides: str) -> tuple[Any, Method]:
     """A model, and a method that fits it; the tables of a calibrated one are of random states."""
     given = [*(setting.removeprefix("method.") for setting in fitting(name)), *overrides]
@@ -80,8 +82,8 @@ def same(model: Any, first: KVCache, second: KVCache, batch: int = 1) -> None:
     assert (first.nbytes, first.recompression) == (second.nbytes, second.recompression)
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("name", one_of_each(OWN))
 def test_a_loaded_cache_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     model, method = method_of(name)
     cache = filled(model, method)

@@ -67,6 +67,7 @@ def test_a_decoded_copy_changes_nothing(name):
         assert (packed.packed_bytes, packed.residual_bytes) == (kept.packed_bytes, kept.residual_bytes)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("tokens", [1, 5, 31, 32, 33, 64, 100])
 def test_tokens_that_leave_one_by_one_share_bytes(bits, tokens):

@@ -50,7 +50,10 @@ def calibrations(results: Path) -> list[Path]:
     return sorted((results / "calibration").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["kvquant", "spinquant", "rotatekv", "waterfill/scalar"])
+@pytest.mark.parametrize(
+    "name",
+    ["kvquant", "spinquant", *(pytest.param(n, marks=pytest.mark.long) for n in ("rotatekv", "waterfill/scalar"))],
+)
 def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: Path) -> None:
     extra = ["method.value.stages.rotation.steps=3"] if name == "spinquant" else []
     run = [*given, *extra, f"method={name}", "bits=2"]

@@ -1,5 +1,6 @@
 """Vector codebooks: exact search, small temporaries, what is shipped, and how good it is on fresh Gaussian data."""
 
+import functools
 import hashlib
 import itertools
 
@@ -147,8 +148,9 @@ def test_a_damaged_file_is_named(tmp_path, monkeypatch):
     shipped.cache_clear()
 
 
-def cosines(name, bits, tokens=62_500, seed=77):
-    """Cosine of each of `tokens` fresh tokens of 16 sub-vectors: 10⁶ sub-vectors."""
+@functools.cache
+def cosines(name, bits, tokens, seed=77):
+    """Cosine of each of `tokens` fresh tokens of 16 sub-vectors: of 62,500 tokens 10⁶ sub-vectors."""
     x = normal(tokens, 16, 8, seed=seed, dtype=torch.float32)
     book = codebook_for(name, bits, x.dtype, x.device)
     y = torch.cat([book.lookup(book.search(part)) for part in x.split(4096)])
@@ -158,7 +160,8 @@ def cosines(name, bits, tokens=62_500, seed=77):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "bits"), COSINE)
 def test_cosine_on_fresh_gaussian_data(name, bits):
-    assert float(cosines(name, bits).double().mean()) == pytest.approx(COSINE[name, bits], abs=0.0005)
+    tokens = 20_000 if name == "e8p" else 62_500  # whose search takes three times as long
+    assert float(cosines(name, bits, tokens).double().mean()) == pytest.approx(COSINE[name, bits], abs=0.0005)
 
 
 @pytest.mark.slow
@@ -166,7 +169,7 @@ def test_cosine_on_fresh_gaussian_data(name, bits):
 @pytest.mark.parametrize("tuned", ["finetuned", "finetuned_fp16"])
 def test_tuning_beats_k_means_beyond_the_paired_error(bits, tuned):
     """On the same 10⁶ fresh sub-vectors; the shipped entries have 4 bits, those of k-means 16."""
-    gain = (cosines(tuned, bits) - cosines("kmeans", bits)).double()
+    gain = (cosines(tuned, bits, 62_500) - cosines("kmeans", bits, 62_500)).double()
     assert float(gain.mean()) > 5 * float(gain.std()) / len(gain) ** 0.5
 
 

@@ -35,7 +35,7 @@ def test_strings_hold_their_codes(widths: list[int], seed: int) -> None:
     assert torch.equal(read(strings, layout, widths), codes.int())
 
 
-@pytest.mark.parametrize("memory", [6, 8, 10])
+@pytest.mark.parametrize("memory", [6, 8, pytest.param(10, marks=pytest.mark.long)])
 def test_the_compiled_search_is_that_of_torch(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     most = min(memory, 8)

@@ -96,7 +96,8 @@ def test_a_share_is_a_share(share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "bits", "side"), [("", 2, np.float16), ("/served", 2, np.float32), ("", 4, np.float16)]
+    ("preset", "bits", "side"),
+    [("", 2, np.float16), ("/served", 2, np.float32), pytest.param("", 4, np.float16, marks=pytest.mark.long)],
 )
 def test_states_decode_as_defined(preset: str, bits: int, side: type) -> None:
     """Rotate by R per head, clip, quantize per token, rotate back, for keys (0.96) and values (0.92)."""

@@ -130,8 +130,8 @@ def test_there_are_methods():
     assert (method.key, method.value, method.is_full_precision) == (None, None, True)
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("name", mostly_quick(CODED, "cq/"))  # cq itself has 512 centroids to fit
+@pytest.mark.thin(6)
+@pytest.mark.parametrize("name", mostly_quick(CODED, ("cq/", "waterfill/mixed")))  # cq itself has 512 centroids to fit
 @settings(max_examples=examples(6))
 @given(data=st.data())
 def test_decode_is_finite_and_of_the_right_kind(name, data):
@@ -195,7 +195,7 @@ def test_a_block_is_on_its_own(name, size):
             assert torch.equal(codec.decode(codec.encode(piece, rope=own), own), whole[:, :, start : start + length])
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", CODED)
 def test_constant_zero_and_huge_tokens_in_one_sequence_stay_finite(name):
     """Alone in a block, beside ordinary tokens, and with a whole sequence of each kind."""

@@ -54,7 +54,7 @@ def test_inner_products_are_unbiased_over_sketches(bits, sketch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, *(pytest.param(bits, marks=pytest.mark.long) for bits in (3, 4))])
 def test_variance_of_the_estimate(bits):
     """D · variance = (π/2 - 1/D) · MSE(b-1): .564, .181 and .0531 at 128 channels."""
     x, queries = unit(200), unit(400, seed=1)

@@ -27,7 +27,8 @@ CHOICES = [(group, name) for group, names in GROUPS.items() if group != "experim
 
 
 def test_every_choice_is_described():
-    assert all(choices()[group][name] for group, name in CHOICES)
+    about = choices()
+    assert all(about[group][name] for group, name in CHOICES)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.fuzz.amounts import pieces
 from tests.fuzz.odd_records import examples, mutated, put
 
 RESULTS = Path(__file__).parents[2] / "results"
-PIECES = pieces(full=1000, quick=30, most=125)
+PIECES = pieces(full=1000, quick=15, most=125)
 IS_QUICK = len(PIECES) == 1
 Sound = list[tuple[dict, bytes]]
 

@@ -49,6 +49,7 @@ def test_methods(name, bits, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=examples(10))
 @given(st.data())
 def test_any_uniform_chain(data):
@@ -72,9 +73,9 @@ def test_any_uniform_chain(data):
 
 
 def test_threads_agree(monkeypatch):
-    method = kvq.build_method("oscar", bits=2, head_dim=64)
-    keys, values = (oracle.states(codec, 96, 7, block=32, batch=3) for codec in (method.key, method.value))
-    q = query(4, 64, 3)
+    method = kvq.build_method("oscar", bits=3, head_dim=128)
+    keys, values = (oracle.states(codec, 96, 7, dim=128, block=32, batch=3) for codec in (method.key, method.value))
+    q = query(4, 128, 3)
     outs = []
     for threads in (1, 4):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -84,11 +85,11 @@ def test_threads_agree(monkeypatch):
 
 def test_extreme_statistics():
     """fp16 subnormals, negative zero points and a group of equal values."""
-    method = kvq.build_method("kivi", bits=2, head_dim=64)
-    x = torch.randn(1, 1, 64, 64) * 1e-6
+    method = kvq.build_method("kivi", bits=2, head_dim=128)
+    x = torch.randn(1, 1, 64, 128) * 1e-6
     x[..., :8] = -3.5
     x[..., 8:16] *= 1e6
-    states = oracle.states(method.key, 32, 0, heads=1)
+    states = oracle.states(method.key, 32, 0, heads=1, dim=128)
     keys, values = (type(states)(codec, (codec.encode(x, 32),), None) for codec in (method.key, method.value))
     check(keys, values)
 

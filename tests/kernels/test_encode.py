@@ -37,6 +37,7 @@ def check(codec: Codec, x: torch.Tensor) -> float:
     return encoded.check(codec, x, mine.encode(x), codec.encode(x))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["kivi", "nsn", "oscar", "quarot"])
@@ -65,8 +66,8 @@ def test_grids_of_engines_are_left_to_the_codec(settings):
 @pytest.mark.parametrize("name", ["kivi", "nsn", "oscar", "quarot"])
 def test_blocks_are_on_their_own(name):
     """Many blocks and a short last one are what each is alone."""
-    codec = kvq.build_method(name, bits=3, head_dim=64).key
-    x = states(2, 3, 300, 64, dtype=torch.bfloat16)
+    codec = kvq.build_method(name, bits=3, head_dim=128).key
+    x = states(2, 3, 300, 128, dtype=torch.bfloat16)
     many = fused(codec).encode(x, 128)
     encoded.same_layout(many, codec.encode(x, 128))
     alone = [fused(codec).encode(x[:, :, start : start + 128]) for start in (0, 128, 256)]
@@ -76,9 +77,9 @@ def test_blocks_are_on_their_own(name):
 
 def test_without_sums_nothing_differs():
     """kivi rotates and sums nothing: its parts are the same to the bit, a short last block included."""
-    method = kvq.build_method("kivi", bits=3, head_dim=96)
+    method = kvq.build_method("kivi", bits=3, head_dim=128)
     for codec in (method.key, method.value):
-        x = states(2, 3, 300, 96, dtype=torch.bfloat16)
+        x = states(2, 3, 300, 128, dtype=torch.bfloat16)
         mine, theirs = fused(codec).encode(x, 128), codec.encode(x, 128)
         assert len(theirs.runs) == 2
         assert all(torch.equal(mine.parts[name], part) for name, part in theirs.parts.items())

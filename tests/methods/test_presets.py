@@ -9,14 +9,13 @@ from kvq.codecs import Passthrough, rope_table
 from kvq.config import compose, conf_dir, resolve
 from kvq.config.bits import Bits
 from kvq.config.choices import find
-from kvq.config.explain import choices
 from kvq.config.identity import canonical
 from kvq.config.method import BITS
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed
 from tests.cache.states import nearest_bits
 from tests.calibrated import build
-from tests.presets import NAMES, one_of_each
+from tests.presets import ABOUT, NAMES, one_of_each
 
 EXPECTED = {"fp16", "identity", "zero", "rtn", "kivi", "kivi/nsnquant_setting", "kivi_had", "nsn", "quarot", "oscar"}
 EXPECTED |= {f"oscar/{name}" for name in ("token_scope", "released", "cr_only", "ots_only", "swapped_order")}
@@ -57,7 +56,7 @@ def test_all_methods_are_there():
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_named_by_its_path_and_described(name):
     found = find("method", name, conf_dir())
-    first, given = f"# {choices()['method'][name]}", found.read()
+    first, given = f"# {ABOUT[name]}", found.read()
     assert given["name"] == name
     assert given["label"]
     assert given["note"]

@@ -37,14 +37,14 @@ def kivi(*overrides: str, side: str = "residual"):
 def test_chunks_are_scored_as_token_by_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Residuals of keys and of values apart; chunks of whole residuals and of 7 tokens, past the window."""
     loaded = in_double_precision(family(name, seed=3), monkeypatch)
-    tokens = token_ids(43)
+    tokens = token_ids(37)
     for side in SIDES:
         one = kivi(side=side)
-        expected = chunked(loaded, one, tokens, generation_bounds(one, 42, 1))
+        expected = chunked(loaded, one, tokens, generation_bounds(one, 36, 1))
         for chunk in (None, 7):
-            got = chunked(loaded, one, tokens, generation_bounds(one, 42, chunk))
+            got = chunked(loaded, one, tokens, generation_bounds(one, 36, chunk))
             assert (got - expected).abs().max() < 1e-9, (side, chunk)
-    exact = chunked(loaded, kvq.build_method("fp16"), tokens, [(0, 42)])
+    exact = chunked(loaded, kvq.build_method("fp16"), tokens, [(0, 36)])
     assert (exact - expected).abs().max() > 0.1  # that which is compared was quantized
 
 
@@ -199,19 +199,19 @@ def test_expanded_keys_are_not_taken_for_the_latent() -> None:
 @torch.no_grad()
 def test_a_window_layer_holds_no_more_than_its_window(name: str) -> None:
     """And part of a block; nothing but the window where nothing is encoded, or where they are kept."""
-    loaded, tokens = family(name), token_ids(90)
+    loaded, tokens = family(name), token_ids(58)
     windowed = [layer.window == WINDOW for layer in kv_layers_of(loaded.text_config)]
     assert any(windowed)
     block = kvq.build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=8", "residual.policy=block"])
     keep = kvq.build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=8", "cache.window_layers=keep"])
     for one, most in ((kvq.build_method("fp16"), WINDOW - 1), (block, WINDOW - 1 + 7), (keep, WINDOW - 1)):
         cache = KVCache(loaded.model, one)
-        loaded.hidden_states(tokens[:, :60], cache)
-        for at in range(60, 90):
+        loaded.hidden_states(tokens[:, :40], cache)
+        for at in range(40, 58):
             loaded.hidden_states(tokens[:, at : at + 1], cache)
             held = [layer.key.tokens for layer in cache.kv_layers]
             assert all(count <= most if small else count == at + 1 for count, small in zip(held, windowed, strict=True))
-        assert cache.get_seq_length() == 90
+        assert cache.get_seq_length() == 58
     bits = [layer.key.bits_per_element for layer in cache.kv_layers]
     assert all((one == 32) is small for one, small in zip(bits, windowed, strict=True))
 
@@ -300,15 +300,15 @@ def test_a_file_with_other_states_than_the_models_is_refused(change: str, tmp_pa
 
 @torch.no_grad()
 def test_packed_attention_in_windows_and_with_sink_logits() -> None:
-    one = kvq.build_method("rtn", bits=4, head_dim=32, overrides=["residual.size=8"])
+    one = kvq.build_method("nsn", bits=2, head_dim=128, overrides=["residual.size=8"])
     tokens = token_ids(60)
-    loaded = family("olmo3")
+    loaded = family("olmo3", head_dim=128)
     other = type(loaded)(copy.deepcopy(loaded.model), loaded.device)
     dense, packed = KVCache(loaded.model, one), KVCache(other.model, one, attention="packed")
     for start, end in [(0, 40), *((at, at + 1) for at in range(40, 60))]:
         got, expected = (m.hidden_states(tokens[:, start:end], c) for m, c in ((other, packed), (loaded, dense)))
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
-    sinks = family("gpt_oss")
+    sinks = family("gpt_oss", head_dim=128)
     cache = KVCache(sinks.model, one, attention="packed")
     sinks.hidden_states(tokens[:, :40], cache)
     with pytest.raises(Unsupported, match=r"cache\.attention=packed: GptOssAttention hands over s_aux"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.explain import choices
 from kvq.config.identity import by_names, canonical
+from kvq.config.layout import LayoutConfig
 from kvq.papers import expected
 from kvq.papers.expected import experiment_of, layout_named, names, print_cost
 from kvq.papers.sweep import cells_of, grouped, jobs_of, missing_choices, stand_in_of, sweep_of
@@ -22,7 +24,6 @@ from kvq.results import Store
 from tests.results import made
 
 REFERENCE = read_reference()
-LAYOUTS = {name: layout for name in names() if (layout := layout_named(name)).paper is not None}
 REVIEW = {
     "ablation",
     "eviction",
@@ -41,6 +42,11 @@ WITHOUT_NUMBERS |= {f"oscar/{name}" for name in ("modality_norms", "token_norms"
 """What a paper tells or draws without a number that could stand in the published figures."""
 
 
+@functools.cache
+def layouts() -> dict[str, LayoutConfig]:
+    return {name: layout for name in names() if (layout := layout_named(name)).paper is not None}
+
+
 @pytest.fixture(scope="module")
 def experiments() -> list[Experiment]:
     return [found for name in names() if (found := experiment_of(name)) is not None]
@@ -48,11 +54,11 @@ def experiments() -> list[Experiment]:
 
 def test_every_published_table_has_an_experiment_and_every_number_one_cell() -> None:
     """One experiment for a table; the sections of KVQuant++ have one for each of their subjects."""
-    tables = Counter((layout.paper, layout.table) for layout in LAYOUTS.values() if layout.table)
+    tables = Counter((layout.paper, layout.table) for layout in layouts().values() if layout.table)
     assert set(tables) == set(REFERENCE.tables)
     assert {table for table, count in tables.items() if count > 1} == {("kvquant-plus-plus", s) for s in "239"}
     found: Counter[Published | None] = Counter()
-    for layout in LAYOUTS.values():
+    for layout in layouts().values():
         if layout.table is not None:
             found.update(REFERENCE.find(layout.paper or "", layout.table, cell.labels) for cell in cells_of(layout))
     for table, rows in REFERENCE.tables.items():
@@ -90,14 +96,14 @@ def test_what_the_review_asks_for_is_there() -> None:
     ours |= {f"embedded/{name}" for name in ("conversation", "drift", "rivals", "speculate", "tools")}
     ours |= {f"kvquant_plus_plus/{name}" for name in ("3_1_drawn", "3_3_drawn", "3_5", "3_5_text", "9_5")}
     ours |= {"speed/peers", "suite/long", "suite/reasoning"}
-    ours |= {name for name in LAYOUTS if name.startswith(("real/", "waterfill/"))}
+    ours |= {name for name in layouts() if name.startswith(("real/", "waterfill/"))}
     asked = {f"oscar/{name}" for name in REVIEW}
-    assert asked | ours | WITHOUT_NUMBERS == {name for name, layout in LAYOUTS.items() if layout.table is None}
+    assert asked | ours | WITHOUT_NUMBERS == {name for name, layout in layouts().items() if layout.table is None}
 
 
 def test_runs_choose_what_exists_or_is_said_to_be_missing(experiments: list[Experiment]) -> None:
     known = choices()
-    for experiment, layout in zip(experiments, LAYOUTS.values(), strict=True):
+    for experiment, layout in zip(experiments, layouts().values(), strict=True):
         missing = {name for job in jobs_of(cells_of(layout), (), {}) for name in missing_choices(job, known)}
         assert missing == set(experiment.waiting), experiment.name
         for word in (word for job in jobs_of(cells_of(layout), (), {}) for word in job):
@@ -109,8 +115,8 @@ def test_runs_choose_what_exists_or_is_said_to_be_missing(experiments: list[Expe
 @pytest.mark.slow
 def test_every_run_of_every_experiment_composes() -> None:
     known = choices()
-    jobs = {job for layout in LAYOUTS.values() for job in jobs_of(cells_of(layout), (), {})}
-    jobs |= {job for layout in LAYOUTS.values() for job in jobs_of(cells_of(layout), ["model=tiny"], layout.small)}
+    jobs = {job for layout in layouts().values() for job in jobs_of(cells_of(layout), (), {})}
+    jobs |= {job for layout in layouts().values() for job in jobs_of(cells_of(layout), ["model=tiny"], layout.small)}
     ready = [job for job in jobs if not list(missing_choices(job, known))]
     parts: set[tuple[str, ...]] = set()
     for job in ready:
@@ -156,7 +162,7 @@ def test_small_is_the_same_shape(experiments: list[Experiment]) -> None:
         "dataset=pydocs",
         "dataset=pysource",
     }
-    for layout in LAYOUTS.values():
+    for layout in layouts().values():
         if layout.paper == "real" or layout.axes.get("model") == ["SmolLM2-135M"]:
             continue  # of one real model and its own text, which nothing stands in for
         for job in jobs_of(cells_of(layout), ["model=tiny"], layout.small):
@@ -165,7 +171,7 @@ def test_small_is_the_same_shape(experiments: list[Experiment]) -> None:
 
 def test_the_real_model_has_what_embedded_ones_have_and_its_own() -> None:
     """`layout.real` says only what differs from `layout.small`, which serves both."""
-    for name, layout in LAYOUTS.items():
+    for name, layout in layouts().items():
         assert not layout.small.items() & layout.real.items(), name
     words = _words_on_the_real_model("nsn/niah")
     assert {word for word in words if word.startswith("task.repeats")} == {"task.repeats=10"}
@@ -174,7 +180,7 @@ def test_the_real_model_has_what_embedded_ones_have_and_its_own() -> None:
 
 
 def _words_on_the_real_model(name: str) -> set[str]:
-    layout, given = LAYOUTS[name], ["model=smollm2_135m"]
+    layout, given = layouts()[name], ["model=smollm2_135m"]
     return {word for job in jobs_of(cells_of(layout), given, stand_in_of(layout, given[0][6:]) or {}) for word in job}
 
 
@@ -237,7 +243,7 @@ def test_a_table_that_waits_says_so_and_prints(tmp_path: Path, capsys: pytest.Ca
 def test_the_stand_in_runs_and_stands_beside_the_published_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["dataset.max_tokens=1200", "task.context=256"]
+    small = ["dataset.max_tokens=400", "task.context=128"]
     assert main(["+experiment=nsnquant/table11", "model=tiny", *small, f"results_dir={tmp_path}"]) == 0
     said = capsys.readouterr().out
     assert "– / 5.278 / –" in said

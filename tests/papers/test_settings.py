@@ -361,6 +361,7 @@ def test_every_experiment_has_rows_and_every_row_runs() -> None:
         assert any(fits(cell.labels, row.labels) for cell in cells), row
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", names())
 def test_runs_ask_for_what_the_paper_states(name: str) -> None:
     rows = [row for row in ROWS if name in row.experiments.split()]

@@ -138,6 +138,7 @@ SCORES: dict[str, Draw] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("items", [2, 3, 5, 6, 10, 20, 50])
 @pytest.mark.parametrize("name", SCORES)
 def test_two_runs_of_one_distribution_seldom_differ(name: str, items: int) -> None:

@@ -263,9 +263,10 @@ def check_whole(store: Store) -> int:
     return len(records)
 
 
-def test_sigkill_never_leaves_a_torn_record(store: Store) -> None:
+@pytest.mark.parametrize("kills", [7, pytest.param(20, marks=pytest.mark.long)])
+def test_sigkill_never_leaves_a_torn_record(store: Store, kills: int) -> None:
     seen = 0
-    for attempt in range(20):
+    for attempt in range(kills):
         with start_writer(store, keys=3, turns=10**6) as process:
             time.sleep(0.003 * (attempt % 7) * (1 if seen else 1 + attempt))  # a busy machine writes later
             process.send_signal(signal.SIGKILL)
@@ -277,7 +278,7 @@ def test_sigkill_never_leaves_a_torn_record(store: Store) -> None:
     assert seen > 0
 
 
-@pytest.mark.parametrize("keys", [1, 7])
+@pytest.mark.parametrize("keys", [1, pytest.param(7, marks=pytest.mark.long)])
 def test_two_writers_at_once(store: Store, keys: int) -> None:
     with start_writer(store, keys, 60) as first, start_writer(store, keys, 60) as second:
         while first.poll() is None or second.poll() is None:

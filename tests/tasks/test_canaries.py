@@ -10,7 +10,7 @@ from kvq.cli import main
 from kvq.results import Store
 
 # Windows measured, and how many standard errors decoding to zeros then costs at least.
-FEW, MANY = (24, 10), (384, 50)
+FEW, MANY = (12, 7), (384, 50)
 
 
 @pytest.mark.slow

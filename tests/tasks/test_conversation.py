@@ -21,7 +21,7 @@ from kvq.runner import Prepared, run
 from kvq.tasks.conversation import Speaker, branches_of, measure, metrics_of, turns_of
 from kvq.tasks.windows import cut_windows, evenly
 
-_USER, _ANSWER, _TURNS = 24, 8, 3
+_USER, _ANSWER, _TURNS = 28, 4, 3
 GIVEN = (
     f"model=tiny task=conversation task.conversations=3 task.turns={_TURNS} task.user={_USER} task.answer={_ANSWER} "
     "task.branches=2 residual.size=16 threads=1"
@@ -200,7 +200,7 @@ def test_chunked_prompts_read_the_quantized_cache(made: tuple[Store, dict[str, R
 def test_refusals(tmp_path: Path) -> None:
     for word, kind, said in (
         ("task.turns=100000", ConfigError, r"^task\.context=3200000: model=tiny takes at most 4096 tokens"),
-        ("task.answer=4000 task.turns=1", ConfigError, r"^task\.turns=1: 2 turns of task\.user=24 and "),
+        ("task.answer=4000 task.turns=1", ConfigError, rf"^task\.turns=1: 2 turns of task\.user={_USER} and "),
         ("task.branches=3", ConfigError, r"^task\.branches=3: each is of another .* give at most 2$"),
         ("task.user=1", ConfigError, r"^task\.user=1: "),
         ("task.turns=0", ConfigError, r"^task\.turns=0: "),

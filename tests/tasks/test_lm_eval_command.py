@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("lm_eval")
+from lm_eval.tasks import TaskManager
 
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, Unsupported
@@ -56,6 +58,9 @@ def test_settings_that_it_cannot_take_are_one_line(
     tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["kvq"])
+    # Without the library's thousands of own tasks, which take ten seconds to list.
+    own = functools.partial(TaskManager, include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
     words = ["--model", "kvq", "--model_args", "pretrained=tiny,method=kiv", "--tasks", "say"]
     assert main([*words, "--include_path", str(tasks)]) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: method=kiv: unknown method")

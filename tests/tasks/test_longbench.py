@@ -152,7 +152,7 @@ def test_a_run_scores_every_item_and_compares_it_with_full_precision(given: list
     assert run["decode_tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize("prefill", ["whole", "chunked"])
+@pytest.mark.parametrize("prefill", ["whole", pytest.param("chunked", marks=pytest.mark.long)])
 def test_prompts_of_unequal_length_are_one_batch_with_the_answers_of_each(
     given: list[str], tmp_path: Path, prefill: str
 ) -> None:
@@ -240,6 +240,7 @@ def test_rouge_l() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_real_file_of_multi_news(shared_data: Path, tmp_path: Path) -> None:
     file = shared_data / "longbench" / "multi_news.jsonl"
     if not file.is_file():

@@ -18,6 +18,7 @@ from kvq.models.shapes import CacheShape, LayerKind, cache_shape, shipped, state
 from kvq.tasks import memory
 from kvq.tasks.memory import rows_of, side_parts
 from tests.families import family
+from tests.properties import mostly_quick
 from tests.random_models import random_llama, token_ids
 from tests.sweeps import records
 from tests.tasks.diagnosed import DiagnosedInputs, journal
@@ -120,7 +121,7 @@ STATES += ["zamba2", "nemotron_h", "jamba"]
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("name", [*WINDOWS, *LATENTS, *STATES])
+@pytest.mark.parametrize("name", [*WINDOWS, *LATENTS, *mostly_quick(STATES, "kimi_linear")])  # ten times as slow
 @torch.no_grad()
 def test_bytes_of_windows_latents_and_states_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
     """Of random models in 16 bits, to the byte, from their configuration alone; windows of 24 tokens behind 75."""

@@ -58,20 +58,20 @@ def test_nothing_kept_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.M
     """Also what is scored at once: every query reads its own token as it is stored."""
     loaded = in_double_precision(random_llama(), monkeypatch)
     method = build_method(name, bits=2, head_dim=32, overrides=["residual.policy=sliding", "residual.size=0"])
-    tokens = token_ids(75)
+    tokens = token_ids(51)
     expected = token_by_token(loaded, method, tokens)
-    for chunk in (None, 7, 74):
-        got = chunked(loaded, method, tokens, generation_bounds(method, 74, chunk))
+    for chunk in (None, 7, 50):
+        got = chunked(loaded, method, tokens, generation_bounds(method, 50, chunk))
         assert (got - expected).abs().max() < 1e-6, (name, chunk)
     at_once = parallel_method(method)
     assert at_once.residual == method.residual
-    assert (chunked(loaded, at_once, tokens, [(0, 74)]) - expected).abs().max() < 1e-6
+    assert (chunked(loaded, at_once, tokens, [(0, 50)]) - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(
     ("length", "residual"),
-    [(75, "residual.size=16"), pytest.param(97, "residual.size=32", marks=pytest.mark.long)],
+    [(51, "residual.size=16"), pytest.param(97, "residual.size=32", marks=pytest.mark.long)],
 )
 def test_generation_is_token_by_token_in_fp64(
     name: str, length: int, residual: str, monkeypatch: pytest.MonkeyPatch
@@ -93,10 +93,10 @@ def test_any_method_slides_exactly(name: str, side: str, monkeypatch: pytest.Mon
     loaded = in_double_precision(random_llama(seed=2), monkeypatch)
     given = [f"{side}.policy=sliding", "residual.size=12"]
     method = build_method(name, bits=nearest_bits(name), head_dim=32, overrides=given)
-    tokens = token_ids(70)
+    tokens = token_ids(46)
     expected = token_by_token(loaded, method, tokens)
     for chunk in (None, 5, 29):
-        got = chunked(loaded, method, tokens, generation_bounds(method, 69, chunk))
+        got = chunked(loaded, method, tokens, generation_bounds(method, 45, chunk))
         assert (got - expected).abs().max() < 1e-6, chunk
 
 

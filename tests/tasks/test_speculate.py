@@ -13,7 +13,7 @@ from kvq.runner import Prepared, run
 from kvq.tasks.reader import shared
 from kvq.tasks.trajectory import Draws, Rounds, Writer, metrics_of_rounds, passages
 
-GIVEN = "model=tiny task=speculate task.prompts=3 task.context=96 task.new_tokens=24 residual.size=16 threads=1".split()
+GIVEN = "model=tiny task=speculate task.prompts=2 task.context=96 task.new_tokens=24 residual.size=16 threads=1".split()
 
 
 @pytest.fixture(scope="module")
