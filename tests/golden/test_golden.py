@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,6 @@ from kvq.config.tasks import SCHEMAS
 from kvq.results.versions import declared
 from tests.golden import methods, models, tasks
 from tests.golden.held import Golden, complaint, file_of, moved, read, to_raise
-from tests.presets import one_of_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,13 +26,7 @@ def hold(name: str, golden: Golden) -> None:
     assert before.versions == golden.versions, f"a version was raised: python -m tests.golden '{name}'"
 
 
-def half_of_the_presets(names: list[Any]) -> list[Any]:
-    """Every method, and of the presets that are quick every second one; the others belong to the long half."""
-    quick = [name for name in names if isinstance(name, str) and "/" in name]
-    return [pytest.param(name, marks=pytest.mark.long) if name in quick[1::2] else name for name in names]
-
-
-@pytest.mark.parametrize("name", half_of_the_presets(one_of_each(methods.METHODS)))
+@pytest.mark.parametrize("name", methods.METHODS)
 def test_methods(name: str) -> None:
     if package := methods.missing(name):
         pytest.skip(f"needs the extra [{package}]")
