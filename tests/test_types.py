@@ -15,9 +15,8 @@ CODED = sorted(
     for path in (ROOT / "conf" / "method").glob("*.yaml")
     if "_target_: kvq.codecs.Codec" in path.read_text(encoding="utf-8")
 )
-# Every room that names shapes, and every method that has a codec.
-TYPED = [
-    *(f"tests/codecs/test_every_method.py::test_a_block_is_on_its_own[{name}-16]" for name in CODED),
+EVERY_METHOD = [f"tests/codecs/test_every_method.py::test_a_block_is_on_its_own[{name}-16]" for name in CODED]
+EVERY_ROOM = [
     "tests/cache/test_cache.py",
     "tests/methods/test_eviction.py::test_equal_budgets_are_equal_bytes",
     "tests/cache/test_packed.py::test_sliding_window_and_softcap",
@@ -35,9 +34,10 @@ TYPED = [
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(os.environ.get("KVQ_TYPES") == "1", reason="every test checks types with KVQ_TYPES=1")
-def test_shapes_and_types_hold_at_each_call() -> None:
+@pytest.mark.parametrize("words", [[*EVERY_METHOD, "-m", ""], EVERY_ROOM], ids=["every method", "every room"])
+def test_shapes_and_types_hold_at_each_call(words: list[str]) -> None:
     """In a process of its own, since the checks go into the modules as they are imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TYPED]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     names = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST")
     settings = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(

@@ -252,8 +252,8 @@ def _equal(bits: int, dim: int) -> Layout:
 @functools.lru_cache(maxsize=128)
 def _factors(
     layout: Layout, errors: tuple[float, ...], scale: float, unshrunk: bool
-) -> Float[Tensor, " components"] | None:
-    """What decoded components are scaled by; None: by nothing."""
+) -> Float[Tensor, "*components"] | None:
+    """What decoded components are scaled by, each or all alike; None: by nothing."""
     if not unshrunk:
         return None if scale == 1 else torch.tensor(scale, dtype=torch.float64)
     grown = [(1 - errors[width]) ** -0.5 if width else 0.0 for width in layout.widths]
