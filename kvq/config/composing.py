@@ -178,14 +178,15 @@ def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
     groups = _groups_of(kind)
     known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
     key: Any
-    for key, node in cfg.items_ex(resolve=False):
+    for key, node in cfg.__dict__["_content"].items():
         name = str(key)  # a number where it names a device
         setting = f"{prefix}{name}"
         if known is not None and name not in known:
             raise ConfigError(f"{setting}: unknown setting.{did_you_mean(name, known)}")
-        if OmegaConf.is_missing(cfg, key):
+        interpolated = node._is_interpolation()
+        if OmegaConf.is_missing(cfg, key) if interpolated else node._is_missing():
             raise ConfigError(f"{setting} has no value: give {setting}=...")
-        if OmegaConf.is_interpolation(cfg, key):
+        if interpolated:
             if (kinds := groups.get(name)) and OmegaConf.get_type(cfg[key]) not in kinds:
                 raise ConfigError(f"{setting}={cfg[key]}: a group of settings, not a value")
         elif isinstance(node, DictConfig) and not node._is_none():

@@ -196,6 +196,8 @@ def _bare_codec(codec: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
+    if value is None or type(value) in (str, int, float, bool):  # most are
+        return value
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, Mapping):

@@ -2,9 +2,10 @@
 
 Hydra takes 0.1 to 0.2 s to compose. Its result is the defaults, the chosen files in place of default ones, and single
 values on top. Here the defaults are composed by Hydra and kept. A file that consists of its own settings and other
-files of its group is merged over the schema with OmegaConf, as Hydra does; any other is composed by Hydra once. Values
-are merged into a copy. Whatever this module cannot merge (added or deleted keys, packages, settings of Hydra itself),
-and every failure, is left to Hydra, which raises the error. `tests/config/test_merging.py` compares both.
+files of its group, perhaps with choices of other groups, is merged over the schema with OmegaConf, as Hydra does; any
+other is composed by Hydra once. Values are merged into a copy. Whatever this module cannot merge (added or deleted
+keys, packages, settings of Hydra itself), and every failure, is left to Hydra, which raises the error.
+`tests/config/test_merging.py` compares both.
 """
 
 from __future__ import annotations
@@ -27,12 +28,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.base import Node
 
-from kvq.config.choices import CONFIG_NAME, Choice, find, register_rows
+from kvq.config.choices import CONFIG_NAME, find, register_rows
 
 VERSION_BASE = "1.3"
-_WIDER = re.compile(r"@package|^\s*- *override ", re.MULTILINE)  # a file that writes outside its own group
+_GLOBAL = "# @package _global_\n"
 _EXPERIMENT = "experiment"  # a group whose files set every part
 _KEPT = 256  # compositions, of some 100 kB each
 
@@ -140,7 +140,7 @@ def merged_part(files: Files, part: str, overrides: Sequence[str]) -> DictConfig
             return None
         if any(value.key_or_group.partition(".")[0] not in (part, "bits") for value in given.values):
             return None
-        kept = _assembled_part(files, part, tuple(str(choice.input_line) for choice in given.choices))
+        kept = _assembled_part(files, part, given.choices)
         return None if kept is None else _updated(kept, given.values)
     except Exception:  # whatever is wrong, Hydra says it
         return None
@@ -187,15 +187,18 @@ def _updated(pickled: bytes, values: Sequence[Override]) -> DictConfig:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(override: str) -> Override:
-    """An override as Hydra parses it; of a plain name, such as `method=kivi/sink`, without its parser's millisecond."""
+    """An override as Hydra parses it; of a plain name (`method=kivi/sink`) or number, in no time."""
     if (plain := _PLAIN.fullmatch(override)) and plain["value"].lower() not in _NO_NAMES:
         kind = OverrideType.ADD if plain["sign"] else OverrideType.CHANGE
-        return Override(kind, plain["key"], ValueType.ELEMENT, plain["value"], input_line=override)
+        value = int(plain["value"]) if plain["value"].isdigit() else plain["value"]
+        return Override(kind, plain["key"], ValueType.ELEMENT, value, input_line=override)
     return _parser().parse_override(override)
 
 
 _parser = functools.cache(OverridesParser.create)
-_PLAIN = re.compile(r"(?P<sign>\+?)(?P<key>[a-z_]+(?:\.[a-z_]+)*)=(?P<value>[A-Za-z_]\w*(?:/[A-Za-z_]\w*)*)", re.ASCII)
+_PLAIN = re.compile(
+    r"(?P<sign>\+?)(?P<key>[a-z_]+(?:\.[a-z_]+)*)=(?P<value>[A-Za-z_]\w*(?:/[A-Za-z_]\w*)*|0|[1-9]\d{0,8})", re.ASCII
+)
 _NO_NAMES = ("true", "false", "null", "inf", "nan")
 
 
@@ -213,126 +216,166 @@ def _composed_once(files: Files, choices: tuple[str, ...]) -> Composed:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _assembled(files: Files, choices: tuple[str, ...]) -> _Kept:
-    """The defaults with each choice in its place, where every choice is of its own group alone; else Hydra's answer.
+    """The defaults with each choice in its place, and those that it makes of other groups; else Hydra's answer.
 
     Settings of all groups (`+experiment=`) are merged last, as Hydra does.
     """
     given = [_parsed(choice) for choice in choices]
     added = [each for each in given if each.is_add()]
-    nodes = {each.key_or_group: _node(files, each) for each in given if not each.is_add()}
+    chosen = {each.key_or_group: name for each in given if not each.is_add() and isinstance(name := each.value(), str)}
+    places = _with_beside(files, chosen) if len(chosen) + len(added) == len(given) and len(added) < 2 else None
     everywhere = [_layers(files, each.key_or_group, str(each.value())) for each in added]
-    if len(nodes) + len(added) < len(given) or len(added) > 1 or None in nodes.values() or None in everywhere:
+    if places is None or None in everywhere:
         whole = _composed_once(files, choices)
         return _Kept(pickle.dumps(whole.config), whole.choices)
     base = _composed_once(files, ())
     config = copy.deepcopy(base.config)
-    for group, node in nodes.items():
-        config[group] = node
+    for group, (_, layers) in places.items():
+        config[group] = pickle.loads(_stacked(files, group, group, layers.names))._get_node(group)
     with open_dict(config):
-        for layer in (layer for layers in everywhere for layer in layers or ()):
+        for layer in (_settings(files, _EXPERIMENT, name) for each in everywhere if each for name in each.names):
             config.merge_with({name: layer._get_node(name) for name in layer if name != "hydra"})
-    return _Kept(pickle.dumps(config), base.choices | {each.key_or_group: str(each.value()) for each in given})
+    names = {group: name for group, (name, _) in places.items()}
+    return _Kept(pickle.dumps(config), base.choices | names | {each.key_or_group: str(each.value()) for each in added})
 
 
-@functools.lru_cache(maxsize=_KEPT)
-def _assembled_part(files: Files, part: str, choices: tuple[str, ...]) -> bytes | None:
+def _assembled_part(files: Files, part: str, choices: Sequence[Override]) -> bytes | None:
     """`bits` and one part under at most one choice, pickled; None where that changes more, or is only added."""
-    base = _composed_once(files, ()).config
-    given = _parsed(choices[0]) if choices else None
-    node: Any
-    if given is None:
-        node = copy.deepcopy(base._get_node(part))
-    elif len(choices) > 1 or given.is_add() != (given.key_or_group == _EXPERIMENT):
+    if not choices:
+        return _stacked(files, _EXPERIMENT, part, ())
+    group, layers = choices[0].key_or_group, _layers(files, choices[0].key_or_group, str(choices[0].value()))
+    if len(choices) > 1 or choices[0].is_add() != (group == _EXPERIMENT) or layers is None or layers.beside:
         return None
-    elif not given.is_add():
-        node = _node(files, given)
-    elif (layers := _layers(files, _EXPERIMENT, str(given.value()))) is not None:
-        node = copy.deepcopy(base._get_node(part))
-        with open_dict(node):
-            node.merge_with(*(layer[part] for layer in layers if part in layer))
-    else:
-        node = None
-    if node is None:
-        return None
-    config = OmegaConf.create({"bits": base.bits})
-    config.__dict__["_content"][part] = node  # typed as it is, which setting it would not keep
-    node._set_parent(config)
-    OmegaConf.set_struct(config, True)
-    return pickle.dumps(config)
+    return _stacked(files, group, part, layers.names)
 
 
-def _node(files: Files, given: Override) -> Node | None:
-    """What a choice puts in its group's place, the caller's own; None where it changes more than that."""
-    group, name = given.key_or_group, given.value()
-    if type(name) is not str or files.further is not None:
-        return None
-    layers = _layers(files, group, name)
-    if layers is not None:
-        root = pickle.loads(_schema(group))
-        for layer in layers:
-            node = root._get_node(group)
-            if isinstance(node, DictConfig):
-                node.merge_with(layer)
-            else:  # of no type until its schema is there
-                root.merge_with({group: layer})
-        return root._get_node(group)
-    choice = find(group, name, files.folder)
-    if choice is None or _is_wider(choice):
-        return None
-    base, own = _composed_once(files, ()), _composed_once(files, (str(given.input_line),))
-    alone = _apart_from(base.config, group) == _apart_from(own.config, group)
-    return copy.deepcopy(own.config._get_node(group)) if alone and own.choices == base.choices | {group: name} else None
-
-
-@functools.cache
-def _schema(group: str) -> bytes:
-    """The empty settings of a group, with their types, without those of other groups, pickled."""
-    root: DictConfig = ConfigStore.instance().load("config_schema.yaml").node
-    content = root.__dict__["_content"]
-    for other in content.keys() - {group}:
-        del content[other]
-    return pickle.dumps(root)
-
-
-@functools.lru_cache(maxsize=4096)
-def _layers(files: Files, group: str, name: str) -> list[DictConfig] | None:
-    """Settings of a file and of the files of its group that it is made from, the last of which win.
-
-    None for a file that is made from anything else: another package, an override of another choice. All settings of an
-    experiment belong to no group.
-    """
-    here = "" if group == _EXPERIMENT else "@_here_"
-    choice = None if files.further is not None else find(group, name, files.folder)
-    if choice is None or _is_wider(choice):
-        return None
-    own = OmegaConf.create(choice.read())
-    found: list[DictConfig] = []
-    for entry in own.pop("defaults", ["_self_"]):
-        layers = [own] if entry == "_self_" else _inherited(files, group, str(entry), here)
-        if layers is None:
+def _with_beside(files: Files, chosen: Mapping[str, str]) -> dict[str, tuple[str, _Layers]] | None:
+    """Choices by group and what they are made from, with those of other groups that they make; None: Hydra has to."""
+    found: dict[str, tuple[str, _Layers]] = {}
+    for group, name in chosen.items():
+        if (layers := _layers(files, group, name)) is None:
             return None
-        found += layers
+        found[group] = name, layers
+        for other, beside in layers.beside.items():
+            below = _layers(files, other, beside)
+            if other not in chosen and (below is None or below.beside or found.get(other, (beside,))[0] != beside):
+                return None
+            if other not in chosen and below is not None:
+                found[other] = beside, below
     return found
 
 
-def _is_wider(choice: Choice) -> bool:
-    """Whether a choice writes outside its own group; an experiment does not where it sets all groups."""
-    if choice.settings is not None:
-        return choice.package != ("_global_" if choice.group == _EXPERIMENT else None)
-    header = "# @package _global_\n" if choice.group == _EXPERIMENT else ""
-    text = choice.file.read_text(encoding="utf-8")
-    return not text.startswith(header) or _WIDER.search(text.removeprefix(header)) is not None
+@functools.lru_cache(maxsize=_KEPT)
+def _stacked(files: Files, group: str, part: str, layers: tuple[str, ...]) -> bytes:
+    """`bits` and a part of the settings with a group's layers merged over it, pickled; many choices begin alike.
+
+    Below the layers are the empty settings of the group, or the defaults where it is one that sets all parts.
+    """
+    if not layers:
+        base = _composed_once(files, ()).config
+        root = ConfigStore.instance().load("config_schema.yaml").node if part == group else copy.deepcopy(base)
+        root.bits = base.bits
+        for other in root.keys() - {part, "bits"}:
+            del root.__dict__["_content"][other]
+        OmegaConf.set_struct(root, True)
+        return pickle.dumps(root)
+    root = pickle.loads(_stacked(files, group, part, layers[:-1]))
+    layer, node = _settings(files, group, layers[-1]), root._get_node(part)
+    with open_dict(root):
+        if part == group and isinstance(node, DictConfig):
+            OmegaConf.unsafe_merge(node, layer)
+        else:  # as a group of no type is until its schema is there
+            OmegaConf.unsafe_merge(
+                root, {part: layer} if part == group else {part: layer[part]} if part in layer else {}
+            )
+    return pickle.dumps(root)
 
 
-def _inherited(files: Files, group: str, entry: str, here: str) -> list[DictConfig] | None:
-    """Settings that an entry of a file's `defaults` stands for: a registered schema, or another file of the group."""
-    if re.fullmatch(r"\w+_schema", entry) and f"{entry}.yaml" in ConfigStore.instance().list(group):
-        return [ConfigStore.instance().load(f"{group}/{entry}.yaml").node]
-    other = re.fullmatch(rf"/{group}/([\w/]+){here}", entry)
-    return _layers(files, group, other[1]) if other else None
+class _Own(NamedTuple):
+    """What a file says of its group itself, its `defaults`, and whether it names the group (`@package _global_`)."""
+
+    settings: dict[str, Any]
+    defaults: list[Any]
+    names_group: bool
 
 
-def _apart_from(config: DictConfig, group: str) -> dict[str, object]:
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    return {str(name): value for name, value in plain.items() if name != group}
+@functools.lru_cache(maxsize=4096)
+def _own(files: Files, group: str, name: str) -> _Own | None:
+    """None for a file that writes outside its own group, as none that sets all groups does (`+experiment=`)."""
+    choice = None if files.further is not None else find(group, name, files.folder)
+    if choice is None:
+        return None
+    settings = choice.read()
+    defaults = settings.pop("defaults", ["_self_"])
+    text = choice.file.read_text(encoding="utf-8") if choice.settings is None else ""
+    package = "_global_" if text.startswith(_GLOBAL) else choice.package
+    everywhere = package == "_global_"
+    if "_self_" not in defaults or "@package" in text.removeprefix(_GLOBAL) or package not in (None, "_global_"):
+        return None
+    if group == _EXPERIMENT:
+        return _Own(settings, defaults, False) if everywhere else None
+    if everywhere and settings.keys() - {group}:
+        return None
+    return _Own(settings.get(group, {}) if everywhere else settings, defaults, everywhere)
+
+
+class _Layers(NamedTuple):
+    """Files and schemas that a file is made from, by name, the last of which win; choices of other groups beside it."""
+
+    names: tuple[str, ...]
+    beside: Mapping[str, str]
+
+
+@functools.lru_cache(maxsize=4096)
+def _layers(files: Files, group: str, name: str) -> _Layers | None:
+    """What a file is made from; None where that is anything but files of its group, schemas and choices of others."""
+    if (own := _own(files, group, name)) is None:
+        return None
+    found: list[str] = []
+    inherited: dict[str, str] = {}
+    beside: dict[str, str] = {}
+    near = re.compile(r"\w+" if "/" not in name and group != _EXPERIMENT and not own.names_group else "(?!)")
+    schema = rf"(\w+_schema)@{group}" if own.names_group else r"(\w+_schema)"
+    for entry in own.defaults:
+        if isinstance(entry, dict):
+            ((key, choice),) = entry.items()
+            other = re.fullmatch(r"override /(\w+)" + ("" if own.names_group else r"@_global_\.\1"), key)
+            if other is None or group == _EXPERIMENT or not isinstance(choice, str):
+                return None
+            beside[other[1]] = choice
+        elif entry == "_self_":
+            found.append(name)
+        elif (other := re.fullmatch(schema, entry)) and _is_schema(group, other[1]):
+            found.append(other[1])
+        elif below := _below(files, group, own, f"/{group}/{entry}@_here_" if near.fullmatch(entry) else entry):
+            found += below.names
+            inherited |= below.beside
+        else:
+            return None
+    return _Layers(tuple(found), inherited | beside)
+
+
+def _below(files: Files, group: str, own: _Own, entry: str) -> _Layers | None:
+    """Another file of the group that an entry of `defaults` puts where this file is."""
+    other = re.fullmatch(rf"/{group}/([\w/]+)(@\w+)?", entry)
+    theirs = None if other is None else _own(files, group, other[1])
+    if other is None or theirs is None:
+        return None
+    same = None if group == _EXPERIMENT else "@_here_"
+    placed = other[2] == same and theirs.names_group == own.names_group
+    named = own.names_group and other[2] == f"@{group}" and not theirs.names_group
+    return _layers(files, group, other[1]) if placed or named else None
+
+
+def _settings(files: Files, group: str, layer: str) -> DictConfig:
+    """The settings of a layer itself, the caller's own."""
+    if _is_schema(group, layer):
+        schema: DictConfig = ConfigStore.instance().load(f"{group}/{layer}.yaml").node
+        return schema
+    own = _own(files, group, layer)
+    assert own is not None  # it is a layer
+    return OmegaConf.create(own.settings)
+
+
+def _is_schema(group: str, entry: str) -> bool:
+    return entry.endswith("_schema") and f"{entry}.yaml" in ConfigStore.instance().list(group)

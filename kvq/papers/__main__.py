@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from kvq.papers.expected import experiment_of, names
 from kvq.report import command
+from kvq.report.__main__ import write
 from kvq.report.comparisons import read_records
 from kvq.report.tables.experiment_files import write_experiments
 from kvq.report.tables.experiments import by_signature
@@ -22,14 +23,20 @@ from kvq.results import Store
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     out = "folder for the tables (default: tables/experiments in the results folder)"
-    return command.run(command.parser_of("kvq.papers", __doc__, out).parse_args(arguments), _write)
+    parser = command.parser_of("kvq.papers", __doc__, out)
+    also = "first write and print the tables of all results, as `python -m kvq.report --print` does"
+    parser.add_argument("--all", action="store_true", help=also)
+    return command.run(parser.parse_args(arguments), _write)
 
 
 def _write(given: argparse.Namespace) -> int:
-    records = read_records(Store(given.results))[0]
+    store, tables = Store(given.results), given.results / "tables"
+    scanned = read_records(store)
+    if given.all:
+        write(store, scanned, tables, show=True)
+    records = scanned[0]
     present = frozenset((record.model, record.method) for record in records)
     found = [experiment for name in names() if (experiment := experiment_of(name, present)) is not None]
-    out = given.out or given.results / "tables" / "experiments"
-    paths = write_experiments(found, by_signature(records), read_reference(), out)
+    paths = write_experiments(found, by_signature(records), read_reference(), given.out or tables / "experiments")
     print(f"{len(found)} experiments: {paths[-1]}")
     return 0

@@ -9,14 +9,16 @@ if __name__ == "__main__":
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from kvq.report import command
+from kvq.report.comparisons import read_records
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import write_tables
 from kvq.report.tables.terminal import print_table
-from kvq.results import Store
+from kvq.results import Broken, Record, Store
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,11 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(given: argparse.Namespace) -> int:
-    store, console = Store(given.results), Console()
-    tables = build_tables(store)
+    store = Store(given.results)
+    return write(store, read_records(store), given.out or given.results / "tables", given.show)
+
+
+def write(store: Store, scanned: tuple[list[Record], list[Broken]], out: Path, show: bool) -> int:
+    """Write every table of a store into a folder, print them if they are to be shown; `scanned`: as `read_records`."""
+    tables, console = build_tables(store, scanned=scanned), Console()
     command.say_skipped(tables.broken)
-    paths = write_tables(store, given.out or given.results / "tables", tables=tables)
-    if given.show:
+    paths = write_tables(store, out, tables=tables)
+    if show:
         for table in tables.tables:
             print_table(table, console)
             console.print()

@@ -77,7 +77,7 @@ def write_files(what: str, folder: Path, files: Mapping[str, str | bytes]) -> li
 
 def collect_seldom() -> None:
     """Collect garbage rarely: at Python's own thresholds its search for cycles takes a tenth of a report's time."""
-    gc.set_threshold(1_000_000, 20, 20)
+    gc.set_threshold(5_000_000, 20, 20)
 
 
 Part = TypeVar("Part")

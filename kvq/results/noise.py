@@ -43,7 +43,7 @@ FLIPS = 4096
 SHORT = 12
 """Tables of fewer windows say that they are short."""
 
-_BATCH_VALUES = 2**22
+_BATCH_PRODUCTS = 2**18  # OpenBLAS computes as few in the calling thread: others would wait longer than they compute
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -81,7 +81,7 @@ def max_t(differences: Float[np.ndarray, "tests windows"]) -> MaxT:
     observed = np.abs(units.sum(axis=1)) - 1e-9
     signs = _signs(windows)
     reached, largest = np.zeros(tests), []
-    for part in np.array_split(signs, math.ceil(signs.shape[0] * tests / _BATCH_VALUES)):
+    for part in np.array_split(signs, min(len(signs), math.ceil(signs.size * tests / _BATCH_PRODUCTS))):
         found = np.maximum.accumulate(np.abs(part @ units.T), axis=1)
         reached += np.sum(found >= observed, axis=0)
         largest.append(found[:, -1])

@@ -262,10 +262,16 @@ def settings_of(record: Record) -> dict[str, str]:
     flat = dict(flatten({name: value for name, value in record.config.items() if name not in PROTOCOL}))
     merged: dict[str, str] = {}
     for name, value in flat.items():
-        other = re.sub(r"(^|\.)(key|value)\.", lambda m: f"{m[1]}{'value' if m[2] == 'key' else 'key'}.", name, count=1)
-        shared = re.sub(r"(^|\.)(key|value)\.", r"\1", name, count=1)
+        other, shared = _of_both_sides(name)
         merged[shared if flat.get(other) == value else name] = value
     return merged
+
+
+@functools.cache
+def _of_both_sides(name: str) -> tuple[str, str]:
+    """The same setting of the other side, and its name without a side."""
+    other = re.sub(r"(^|\.)(key|value)\.", lambda m: f"{m[1]}{'value' if m[2] == 'key' else 'key'}.", name, count=1)
+    return other, re.sub(r"(^|\.)(key|value)\.", r"\1", name, count=1)
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:

@@ -28,6 +28,7 @@ from kvq.errors import RecordError
 SCHEMA_VERSION: Final = 2
 # Beyond this an integral float no longer names one integer, so 1e300 stays a float in canonical JSON.
 _EXACT_INTEGERS = 2.0**53
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # most values of a configuration
 
 Status = Literal["done", "failed", "unsupported"]
 KEY_PATTERN = re.compile(r"[0-9a-f]{64}\Z")
@@ -43,9 +44,15 @@ def canonical(value: Any, where: str = "config") -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise RecordError(f"{where}: key {key!r} is not a string")
-        return {str(key): canonical(item, f"{where}.{key}") for key, item in value.items()}
+        return {
+            str(key): item if type(item) in _AS_THEY_ARE else canonical(item, f"{where}.{key}")
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [canonical(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [
+            item if type(item) in _AS_THEY_ARE else canonical(item, f"{where}[{index}]")
+            for index, item in enumerate(value)
+        ]
     if isinstance(value, float):
         if not math.isfinite(value):
             raise RecordError(f"{where} is {value}; it must be finite")
@@ -63,7 +70,11 @@ def run_key(config: Mapping[str, Any]) -> str:
     Raises:
         RecordError: `config` holds something that `canonical` refuses.
     """
-    text = json.dumps(canonical(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _digest(canonical(config))
+
+
+def _digest(config: dict[str, Any]) -> str:
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
@@ -162,7 +173,7 @@ class Record(_Frozen):
 
     @model_validator(mode="after")
     def _key_names_config(self) -> Record:
-        expected = run_key(self.config)
+        expected = _digest(self.config)
         if self.key != expected:
             raise ValueError(f"key {self.key[:12]!r}... does not name this config (expected {expected[:12]}...)")
         return self
