@@ -3,7 +3,7 @@
 And on tokens in full precision, whose numbers stand for themselves.
 
 Levels are chosen by comparing bits, without a lookup: one half of the levels is the other's mirror image. With AVX-512
-a vector of 16 levels is permuted by 4-bit codes. A codebook's entries are read 8 channels at a time, two of them in a
+a vector of levels is permuted by codes. A codebook's entries are read 8 channels at a time, two of them in a
 vector with AVX-512; their signs are flipped by a mask, and a shift is added (E8P). Neither is ever written to memory.
 Steps take one, two or four rows (queries, or weights) at once, for which an entry is read once.
 """
@@ -145,11 +145,11 @@ class _Levels(Step):
     def __init__(self, widths, lanes, context, builder, signature, args):
         super().__init__(context, builder, signature, args, widths[0], lanes)
         self.widths, half = widths, 2 ** (sum(widths) - 1)
-        self.permuted = lanes == 2 * half == 16 and len(widths) == 1 and has("avx512f")
-        if self.permuted:
+        self.permuted = lanes == 16 and half <= 8 and has("avx512f")
+        if self.permuted:  # every index of four bits has a level, that of its lowest bits
             upper = self.part(3, half, self.size(0))
-            turned = self.shuffled(upper, upper, list(reversed(range(half))))
-            self.levels = self.shuffled(builder.fneg(turned), upper, list(range(lanes)))
+            both = [*range(2 * half - 1, half - 1, -1), *range(half)]
+            self.levels = self.shuffled(upper, builder.fneg(upper), both * (lanes // (2 * half)))
         else:
             self.levels = [self.splat(3, self.size(index)) for index in range(half)]
 
@@ -173,17 +173,27 @@ class _Levels(Step):
         return out
 
     def _permuted(self, first, channel, tokens):
-        """Each lane of `levels` that a lane's lowest four bits name: all tokens of a byte from one load."""
+        """Each lane of `levels` that the lowest four bits of a lane name."""
         kind = ir.FunctionType(self.vector, [self.vector, ir.VectorType(INT, self.lanes)])
         permute = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
-        out: list[Any] = []
-        row = self.builder.sdiv(first, self.size(2))
+        rows, out = {}, []
         for token in tokens:
-            if token % 2 == 0 or not out:
-                codes = self.bytes(1, self.builder.add(row, self.size(token // 2)), channel)
-            moved = self.builder.lshr(codes, ir.Constant(codes.type, [4] * self.lanes)) if token % 2 else codes
-            out.append(self.builder.call(permute, (self.levels, moved)))
+            code, places = None, 0
+            for plane, width in enumerate(self.widths):
+                at = (plane, token * width // 8)
+                if at not in rows:
+                    row = self.builder.sdiv(self.builder.mul(first, self.size(width)), self.size(8))
+                    rows[at] = self.bytes(1 + plane, self.builder.add(row, self.size(at[1])), channel)
+                part = self.builder.lshr(rows[at], self._whole(token * width % 8))
+                if len(self.widths) > 1:
+                    part = self.builder.and_(part, self._whole(2**width - 1))
+                code = part if code is None else self.builder.or_(code, self.builder.shl(part, self._whole(places)))
+                places += width
+            out.append(self.builder.call(permute, (self.levels, code)))
         return out
+
+    def _whole(self, number):
+        return ir.Constant(ir.VectorType(INT, self.lanes), [number] * self.lanes)
 
     def _level(self, tests):
         """The level of a code from its bits, lowest first: the last is the sign, the others count from the middle."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvq.config.layout import LayoutConfig
 from kvq.errors import ConfigError
+from kvq.papers import __main__ as papers
 from kvq.papers.sweep import cells_of, command, jobs_of, missing_choices, placed
+from kvq.report import __main__ as report
+from kvq.results import Store
+from tests.results import made
 
 
 def layout(**changes: object) -> LayoutConfig:
@@ -82,3 +88,21 @@ def test_a_wrong_layout_is_one_line(changes: dict, said: str) -> None:
         layout(**changes)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_all_tables_at_once_are_those_of_both_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(papers, "names", lambda: ["nsnquant/table7"])
+    ways = {"apart": [(report.main, "--print"), (papers.main,)], "at once": [(papers.main, "--all")]}
+    folders = []
+    for way, commands in ways.items():
+        results = tmp_path / way / "results"
+        Store(results).add(made.record("kivi", "2", metrics={"ppl": 5.0}))
+        for main, *more in commands:
+            assert main(["--results", str(results), *more]) == 0
+        paths = [path for path in sorted((results / "tables").rglob("*")) if path.is_file()]
+        written = {str(path.relative_to(results)): path.read_bytes() for path in paths}
+        folders.append((written, capsys.readouterr().out.replace(str(results), "results")))
+    assert folders[0] == folders[1]
+    assert {"ppl", "experiments"} <= {Path(name).parts[1].partition("-")[0] for name in folders[0][0]}
