@@ -10,6 +10,9 @@ SMOKE := tests/test_architecture.py tests/config/test_config.py tests/config/tes
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Tests start a hundred processes, which would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup real demo demo-real sweep tables figures report leaderboard screenshot docs wandb-sync test smoke test-fast test-long test-all test-engines lint tiny-model tiny-sinks codebooks trellises bench clean
 

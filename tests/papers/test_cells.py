@@ -98,7 +98,7 @@ def test_all_tables_at_once_are_those_of_both_commands(
     folders = []
     for way, commands in ways.items():
         results = tmp_path / way / "results"
-        Store(results).add(made.record("kivi", "2", metrics={"ppl": 5.0}))
+        Store(results).put(made.record("kivi", "2", metrics={"ppl": 5.0}))
         for main, *more in commands:
             assert main(["--results", str(results), *more]) == 0
         paths = [path for path in sorted((results / "tables").rglob("*")) if path.is_file()]
