@@ -367,7 +367,7 @@ class KVCache(PaddableCache, WatchfulCache):
         return cache
 
     def fork(self) -> KVCache:
-        """A copy that shares the tokens held so far and grows independently, for many questions on one context."""
+        """A copy that shares the tokens cached so far and grows independently, for many questions on one context."""
         other = copy.copy(self)
         other._states = {index: state.fork() for index, state in self._states.items()}
         other._put([layer.fork() for layer in self._own])

@@ -244,7 +244,9 @@ def padding_of(mask: Tensor) -> list[int] | None:
             "out (padding_side=left)"
         )
     if not bool(seen.any(1).all()):
-        raise Unsupported("attention_mask: a sequence of padding alone; every sequence needs a token in each forward")
+        raise Unsupported(
+            "attention_mask: a sequence of nothing but padding; every sequence needs a token in each forward"
+        )
     return [int(count) for count in first]
 
 

@@ -24,7 +24,7 @@ class Layer(CacheLayerMixin):
     """The interface of every layer of a `KVCache`; `key` and `value` hold its states."""
 
     keeps_order = True
-    """The tokens held are in the order of their arrival, without gaps."""
+    """The cached tokens are in the order of their arrival, without gaps."""
     supports_early_init = False
     irreversible: str | None = "what it does to a token stays"
     """The reason why `crop` cannot undo an update; None: it can undo a recorded one."""
@@ -36,7 +36,7 @@ class Layer(CacheLayerMixin):
     padding: Sequence[int] | None = None
     """Columns before the first token of each sequence; None: none."""
     no_padding_reason: str | None = None
-    """The reason why sequences of a padded batch cannot be held apart; None: they can."""
+    """The reason why sequences of a padded batch cannot be cached apart; None: they can."""
     window: int | None = None
     """How many tokens back a query reads, itself included; None: all."""
     dtype: torch.dtype
@@ -95,11 +95,11 @@ class Layer(CacheLayerMixin):
         """Announce a recorded update whose last `candidates` tokens are treated as if they came one per forward."""
 
     def get_seq_length(self) -> int:
-        """Tokens seen: held and evicted ones."""
+        """Tokens seen: cached and evicted ones."""
         return self.key.tokens + self.evicted
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask for `query_length` new tokens, which all held tokens precede."""
+        """Length and offset of the mask for `query_length` new tokens, which all cached tokens precede."""
         return self.key.tokens + query_length, self.evicted
 
     def get_max_length(self) -> int:
@@ -110,7 +110,7 @@ class Layer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Sequences held, -1 before the first update (transformers asks before reusing a cache)."""
+        """Sequences in the cache, -1 before the first update (transformers asks before reusing a cache)."""
         return self.key.batch_size
 
     @override
@@ -151,7 +151,7 @@ class Layer(CacheLayerMixin):
 
     @abc.abstractmethod
     def fork(self) -> Layer:
-        """A copy that shares the tokens held so far."""
+        """A copy that shares the tokens cached so far."""
 
 
 class KVCacheLayer(Layer):
@@ -206,7 +206,7 @@ class KVCacheLayer(Layer):
 
     @property
     def _hidden(self) -> int:
-        """How many of the tokens held, from the first on, the next query does not read."""
+        """How many of the cached tokens, from the first on, the next query does not read."""
         return outside(self.key.tokens, self.window)
 
     def _leave(self) -> None:

@@ -220,7 +220,7 @@ class PaddableCache(CountedCache, abc.ABC):
 
     @property
     def is_parted(self) -> bool:
-        """Sequences are held apart: each token has to come in a forward of its own, and none can be taken back."""
+        """Sequences are cached apart: each token has to come in a forward of its own, and none can be taken back."""
         return isinstance(self._own[0], PaddedLayer)
 
     @property
@@ -245,7 +245,7 @@ class PaddableCache(CountedCache, abc.ABC):
         """
         given = "attention_mask: padding"
         if padding is None or self.get_seq_length():
-            raise Unsupported(f"{given} of the tokens held differs; give that of the prompts in every forward")
+            raise Unsupported(f"{given} of the cached tokens differs; give that of the prompts in every forward")
         if (reason := self.no_padding_reason) is not None:
             raise Unsupported(f"{given}: {reason}; batch prompts of equal length, or run them one by one")
         layers = [PaddedLayer(layer, padding) for layer in self.kv_layers]
@@ -277,7 +277,7 @@ class PaddableCache(CountedCache, abc.ABC):
 
     @abc.abstractmethod
     def fork(self: Paddable) -> Paddable:
-        """A copy that shares the tokens held so far and grows independently."""
+        """A copy that shares the tokens cached so far and grows independently."""
 
     def sequence(self: Paddable, row: int) -> Paddable:
         """A copy of one sequence of the batch, without its padding."""
@@ -301,7 +301,7 @@ class PaddableCache(CountedCache, abc.ABC):
         for fork in forks:
             reason = "a padded batch" if fork.is_parted else fork.no_split_reason
             if reason is not None:
-                raise Unsupported(f"KVCache.together: {reason}; go on with each cache alone")
+                raise Unsupported(f"KVCache.together: {reason}; go on with each by itself")
         found = forks[0]
         found._states = {
             index: StateLayer.joined([fork._states[index] for fork in forks]) for index in forks[0]._states

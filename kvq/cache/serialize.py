@@ -125,7 +125,7 @@ class Reader:
         return value
 
     def shape(self) -> tuple[int, int, int] | None:
-        """Batch, heads and channels per head, which are known from here on; None: nothing is held."""
+        """Batch, heads and channels per head, which are known from here on; None: nothing is cached."""
         value = self.tree.pop("shape", None)
         if value is None:
             return None

@@ -78,7 +78,7 @@ class CacheSide:
 
     @property
     def batch_size(self) -> int:
-        """Sequences held, -1 before the first tokens."""
+        """Sequences in the cache, -1 before the first tokens."""
         return -1 if self._shape is None else self._shape[0]
 
     @property
@@ -88,17 +88,17 @@ class CacheSide:
 
     @property
     def residual_tokens(self) -> int:
-        """Tokens held in full precision."""
+        """Cached tokens in full precision."""
         return 0 if self._full is None else self._full.rows
 
     @property
     def tokens(self) -> int:
-        """Tokens held in all."""
+        """Cached tokens."""
         return self.packed_tokens + self.residual_tokens
 
     @property
     def seen(self) -> int:
-        """Tokens held and dropped."""
+        """Tokens cached and dropped."""
         return self.tokens + self.dropped
 
     @property
@@ -144,7 +144,7 @@ class CacheSide:
         not apply to a single token: in decoding, tokens are always quantized after the attention.
 
         Raises:
-            DataError: states to be encoded are NaN or infinite, or their shape is not that of the tokens held.
+            DataError: states to be encoded are NaN or infinite, or their shape is not that of the cached tokens.
             Unsupported: the codec undoes rotary embeddings and `rope` does not cover the tokens.
         """
         first = self._receive(states)
@@ -242,7 +242,7 @@ class CacheSide:
 
     @property
     def _turns(self) -> Rope | None:
-        """The rotations of the tokens held, from the first on."""
+        """The rotations of the cached tokens, from the first on."""
         return None if not self.uses_rope or self.rope is None else self.rope.after(self.dropped)
 
     def _hold(self, states: Tensor) -> None:
@@ -347,7 +347,7 @@ class CacheSide:
             raise DataError(f"{self.label}: NaN or infinite values; check the model's weights and the dtypes")
 
     def fork(self) -> CacheSide:
-        """A copy that shares everything held so far and grows independently."""
+        """A copy that shares everything cached so far and grows independently."""
         other = copy.copy(self)
         for name, held in vars(self).items():  # also those of subclasses
             if isinstance(held, Growable | BlockStore):

@@ -24,7 +24,7 @@ def outside(tokens: int, window: int | None) -> int:
 
 
 def drop(sides: Sequence[CacheSide], tokens: int) -> None:
-    """Forget as many of the first `tokens` tokens held as all sides can."""
+    """Forget as many of the first `tokens` cached tokens as all sides can."""
     tokens = in_common(tokens, [functools.partial(_droppable, side) for side in sides])
     if tokens:
         for side in sides:

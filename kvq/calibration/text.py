@@ -31,7 +31,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def ngrams(texts: Iterable[str]) -> UInt64[np.ndarray, " distinct"]:
-    """Hashes of the distinct n-grams of `WORDS` words within each text, ascending; valid in this process alone.
+    """Hashes of the distinct n-grams of `WORDS` words within each text, ascending; valid in this process only.
 
     Words are runs of letters and digits in lower case, so spaces, line ends and punctuation make no difference.
     """

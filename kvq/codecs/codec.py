@@ -130,7 +130,7 @@ class Codec:
                 raise Unsupported(f"stage '{name}' needs the rotations (rope) of {tokens} tokens; given: {given}")
 
     def decode(self, packed: Packed, rope: Rope | None = None) -> States:
-        """The reconstruction that attention reads, from the stored tensors alone, in the dtype that was encoded.
+        """The reconstruction that attention reads, from nothing but the stored tensors, in the dtype that was encoded.
 
         Raises:
             Unsupported: as `encode`.

@@ -7,7 +7,7 @@ a byte. Planes therefore concatenate along tokens, and unpacking is a shift and 
 Layout: `Packed.parts` maps a name to a tensor `[batch, heads or 1, rows, columns]` whose rows run along tokens, so
 packed blocks of one codec concatenate along rows into one contiguous tensor per layer. Names are `codes.<plane>`
 (uint8), `scale` and `zero_point` of a quantizer, `<stage>.<name>` for a stage's side information. `Packed.runs` says
-how the rows divide into blocks. A codec decodes from these tensors alone.
+how the rows divide into blocks. A codec decodes from nothing but these tensors.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class BlockRotation(_Rotation):
     Args:
         size: channels of a block.
         seed: of the draws, the same for all layers and heads; independent of data seeds.
-        one_sided: blocks of 4 are multiplied from the left alone (IsoQuant-Fast).
+        one_sided: blocks of 4 are multiplied from the left only (IsoQuant-Fast).
 
     Raises:
         ConfigError: another size, `one_sided` with blocks that are not of 4.

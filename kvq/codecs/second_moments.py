@@ -26,7 +26,7 @@ _NOTHING = 1e-30  # an eigenvalue of a metric that is 0
 
 
 class Metric(enum.Enum):
-    """What of the Fisher information F counts: `full`, `diagonal`, or `none`: its mean alone (KLT of the states)."""
+    """What of the Fisher information F counts: `full`, `diagonal`, or `none`: only its mean (KLT of the states)."""
 
     full = "full"
     diagonal = "diagonal"

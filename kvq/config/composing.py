@@ -319,6 +319,6 @@ def _set_job(hydra: Any, found: Composed, given: Sequence[str]) -> None:
 
 
 def _reads_own_files(master: DictConfig) -> bool:
-    """Whether a sweep composes the package's own folder alone, and no other one from the command line."""
+    """Whether a sweep composes only the package's own folder, and no other one from the command line."""
     sources = [source for source in master.hydra.runtime.config_sources if source["schema"] == "file"]
     return master.hydra.job.config_name == CONFIG_NAME and [Path(source.path) for source in sources] == [conf_dir()]

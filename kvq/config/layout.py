@@ -21,7 +21,7 @@ class LayoutConfig:
 
     Attributes:
         paper: as `results/reference/paper_results.csv` names it; None: no experiment with a table.
-        table: as that file names it; None: nothing is published, the runs stand alone.
+        table: as that file names it; None: nothing is published.
         title: of the table.
         common: overrides of every run, separated by spaces.
         axes: labels along each column of the published figures, as they are printed.

@@ -37,7 +37,7 @@ _used: list[Path] = []
 
 
 def use(folder: str | Path | None) -> None:
-    """Compose from this folder too, where none is given, for the rest of the process (None: from `conf/` alone)."""
+    """Compose from this folder too, where none is given, for the rest of the process (None: only from `conf/`)."""
     _used[:] = [] if folder is None else [Path(folder).resolve()]
     for own in _used:
         _make_importable(own)

@@ -40,7 +40,7 @@ class ResidualSideConfig:
 
 @dataclass
 class ResidualConfig(ResidualSideConfig):
-    """Settings for both sides, and for keys or values alone, which win."""
+    """Settings for both sides, and for keys or values only, which win."""
 
     key: ResidualSideConfig = field(default_factory=ResidualSideConfig)
     value: ResidualSideConfig = field(default_factory=ResidualSideConfig)

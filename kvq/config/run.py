@@ -40,7 +40,7 @@ _OLD_MODES = {"run": WandbMode.online, "shared": WandbMode.online, "dryrun": Wan
 
 @dataclass
 class NoLogger:
-    """Records alone."""
+    """Only records."""
 
     name: str = "none"
 

@@ -59,7 +59,7 @@ class TrajectoryConfig(PassagesConfig):
 
     Attributes:
         temperature: of sampling, from uniform numbers that all methods share; None: greedy.
-        free: the method also writes texts of its own; without, it reads full precision's alone, in a fifth of the time,
+        free: the method also writes texts of its own; without, it reads only full precision's, in a fifth of the time,
             and leaves it at the first step at which it would choose another token.
         draw: seed of the uniform numbers.
     """

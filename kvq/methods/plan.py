@@ -102,7 +102,7 @@ class Divisor(enum.Enum):
 
 
 class Decoding(enum.Enum):
-    """Probe queries of the blocks after the first: shares of all queries, or the last one alone."""
+    """Probe queries of the blocks after the first: shares of all queries, or only the last one."""
 
     shares = "shares"
     last = "last"
@@ -113,10 +113,10 @@ class Saliency(MixedPrecision):
 
     Args:
         recent: share of a block's queries that are its last; the last one is always a probe.
-        random: share of them drawn from the others. With both 0 the last query alone ranks the tokens.
+        random: share of them drawn from the others. With both 0 only the last query ranks the tokens.
         seed: of the draw; the method's own.
         divide_by: `probes` gives the mean weight from the probes that see a token; `later` is the released code's.
-        decoding: `shares` takes as many probes of every block; `last` takes the last query alone of the blocks after
+        decoding: `shares` takes as many probes of every block; `last` takes only the last query of the blocks after
             the first, which is the prompt where it is read at once (the released code).
 
     Raises:

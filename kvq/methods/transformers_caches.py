@@ -257,7 +257,7 @@ class TransformersLayer(Layer):
 
     @override
     def fork(self) -> TransformersLayer:
-        """A copy that shares the tokens held so far: transformers' layer replaces its tensors, it writes into none."""
+        """A copy that shares the cached tokens: transformers' layer replaces its tensors, it writes into none."""
         other = copy.copy(self)
         other.held = [copy.copy(held) for held in self.held]
         other._see()

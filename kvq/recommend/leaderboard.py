@@ -1,4 +1,4 @@
-"""`kvq leaderboard`: one page of methods by model and budget of measured bits, from records alone.
+"""`kvq leaderboard`: one page of methods by model and budget of measured bits, from nothing but records.
 
 Of each model the decoding protocol with most methods counts. A method's budget is the least that holds its measured
 bits. Needles and speed are those of the same preset and bits on the same model, where they are on record.

@@ -68,7 +68,7 @@ def checked(submitted: Store, known: Store) -> list[Record]:
                 raise RecordError(f"{named(record)}: its full-precision run is not in the submission")
             protocols.setdefault(record.baseline_key, {})[record.method] = record
     if not protocols:
-        raise RecordError("full precision alone; no method is in the submission")
+        raise RecordError("only full precision; no method is in the submission")
     for own in protocols.values():
         _check_canaries(own)
     return records

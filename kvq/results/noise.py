@@ -172,7 +172,7 @@ def judge_items(ours: Items, theirs: Items, *, margin: float, noise_flips: float
         ours: scores of the run, one for each item.
         theirs: scores of full precision.
         margin: largest fall of the mean score that still counts as not worse.
-        noise_flips: fraction of the items whose score changes with the batch order alone.
+        noise_flips: fraction of the items whose score changes where nothing but the batch order does.
 
     Returns:
         `flips`, and for right and wrong answers `lost` and `gained`; `p_value` and `not_worse_p` where there are enough

@@ -76,7 +76,7 @@ def utc_now() -> datetime:
 
 
 def command_line() -> str:
-    """This process's command, quoted for a shell; the program by its file name alone."""
+    """This process's command, quoted for a shell; the program by its file name only."""
     program = Path(sys.argv[0]).name or "python"
     return shlex.join([program, *sys.argv[1:]])
 

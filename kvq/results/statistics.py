@@ -251,10 +251,10 @@ def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
 
 
 class Correlation(NamedTuple):
-    """Spearman's rho of `n` points, its 95% interval (None: fewer than 4 points, or ties alone) and p-value.
+    """Spearman's rho of `n` points, its 95% interval (None: fewer than 4 points, or nothing but ties) and p-value.
 
     `p` is two-sided: exact up to 8 points, the share of all orders that are as extreme, and by Student's t beyond
-    (None: fewer than 4, or ties alone).
+    (None: fewer than 4, or nothing but ties).
     """
 
     n: int

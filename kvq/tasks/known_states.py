@@ -135,7 +135,7 @@ def check_known(
             )
     other = against(inputs, 64)
     if other is not None and (other.is_full_precision or other.plan is not None or other.is_calibrated):
-        raise Unsupported(f"task.against={other.name}: a method of codecs alone that is not calibrated")
+        raise Unsupported(f"task.against={other.name}: a method of nothing but codecs that is not calibrated")
 
 
 def against(inputs: Inputs, head_dim: int) -> Method | None:

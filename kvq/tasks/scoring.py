@@ -184,12 +184,12 @@ def check_codecs_alone(method: Method, task: str, apart: bool = False) -> None:
     `apart`: the task has tokens to which a method is fitted, and others.
     """
     if any(part is not None for part in (method.plan, method.eviction, method.kept_keys, method.sink_detection)):
-        raise Unsupported(f"task={task}: tries codecs alone; {method.name} also chooses tokens in a cache")
+        raise Unsupported(f"task={task}: tries only codecs; {method.name} also chooses tokens in a cache")
     if method.merged is not None:
-        raise Unsupported(f"task={task}: tries codecs alone; states of {method.name} are rotated by a model's weights")
+        raise Unsupported(f"task={task}: tries only codecs; states of {method.name} are rotated by a model's weights")
     if method.gqa is not None:
         raise Unsupported(
-            f"task={task}: tries codecs alone; {method.name} adds bits by the query heads of a cache's model"
+            f"task={task}: tries only codecs; {method.name} adds bits by the query heads of a cache's model"
         )
     if method.fits_first_tokens and not apart:
         raise Unsupported(

@@ -66,7 +66,7 @@ def check(inputs: Inputs, method: Method) -> None:
     inputs.check_context(task.context)
     for part in ("backend", "plan", "eviction", "merged"):
         if getattr(method, part) is not None:
-            raise Unsupported(f"task=sensitivity: method={method.name} has {part}, which no layer can have alone")
+            raise Unsupported(f"task=sensitivity: method={method.name} has {part}, which no single layer can have")
     check_scoring(method, protocol(task))
     if task.heads:
         check_heads(inputs, method)

@@ -119,7 +119,7 @@ def test_padding_is_the_same_in_every_forward() -> None:
     cache = KVCache(loaded.model, method("kivi"))
     loaded.model(tokens, attention_mask=mask, past_key_values=cache)
     for later in (None, torch.ones(3, 32), torch.cat([mask[[1, 0, 2]], mask[:, -1:]], 1)):
-        with pytest.raises(Unsupported, match=r"attention_mask: padding of the tokens held differs; give that of"):
+        with pytest.raises(Unsupported, match=r"attention_mask: padding of the cached tokens differs; give that of"):
             loaded.model(tokens[:, -1:], attention_mask=later, past_key_values=cache)
     for refused in (cache.activate_past_recording, lambda: cache.crop(-1), lambda: cache.save("cache.safetensors")):
         with pytest.raises(Unsupported, match="padded batch"):
@@ -215,5 +215,5 @@ def test_caches_that_were_filled_apart_go_on_together(
         assert together.fork().sequence(1).nbytes == caches[1].nbytes
         done += 1
     assert done > 8
-    with pytest.raises(Unsupported, match=r"^KVCache\.together: a padded batch; go on with each cache alone$"):
+    with pytest.raises(Unsupported, match=r"^KVCache\.together: a padded batch; go on with each by itself$"):
         KVCache.together([together])

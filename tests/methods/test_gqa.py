@@ -54,5 +54,5 @@ def test_what_has_no_bits_to_add_is_refused(name, message):
 def test_it_needs_a_cache_of_a_model():
     with pytest.raises(ConfigError, match=r"method.gqa_compensation of fp16: needs codecs"):
         kvq.build_method("fp16", 2, 64, ["gqa_compensation=true"])
-    with pytest.raises(Unsupported, match="task=error: tries codecs alone"):
+    with pytest.raises(Unsupported, match="task=error: tries only codecs"):
         check_codecs_alone(kvq.build_method("kvquant_plus_plus/gqa", 2, 64), "error")

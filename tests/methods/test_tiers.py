@@ -238,7 +238,7 @@ PER_CHANNEL = Codec({}, [], UniformQuantizer(2, "per_channel"))
     [
         (lambda m: check_at_once(tiers(), Scoring.parallel), Unsupported, "task.scoring=parallel: .*use generation"),
         (lambda m: check_at_once(tiers(), Scoring.continuation), Unsupported, "scoring=continuation: .*use generation"),
-        (lambda m: check_codecs_alone(tiers(), "error"), Unsupported, "task=error: tries codecs alone"),
+        (lambda m: check_codecs_alone(tiers(), "error"), Unsupported, "task=error: tries only codecs"),
         (lambda m: AdaptiveTiers(decay=1), ConfigError, "decay=1: a share, 0 to below 1"),
         (lambda m: AdaptiveTiers(hysteresis=-1), ConfigError, "hysteresis=-1: a share, 0 to below 1"),
         (lambda m: AdaptiveTiers(thresholds=[1, 1]), ConfigError, r"thresholds=\[1, 1\]: positive and falling"),

@@ -180,12 +180,12 @@ def test_a_block_of_a_models_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        ("h2o/kivi", {}, "task=random_states: tries codecs alone; h2o/kivi also chooses tokens in a cache"),
-        ("zipcache", {}, "task=random_states: tries codecs alone; zipcache also chooses"),
+        ("h2o/kivi", {}, "task=random_states: tries only codecs; h2o/kivi also chooses tokens in a cache"),
+        ("zipcache", {}, "task=random_states: tries only codecs; zipcache also chooses"),
         ("kvquant", {}, "its states have no positions, which keys of kvquant are turned by"),
         ("spinquant", {}, "value of spinquant: 'rotation' needs a model's loss"),
         ("oscar_covariance", {}, "key of oscar_covariance: 'rotation' needs a model's queries"),
-        ("rtn", {"against": f"{PLUS}/outliers"}, f"task.against={PLUS}/outliers: a method of codecs alone"),
+        ("rtn", {"against": f"{PLUS}/outliers"}, f"task.against={PLUS}/outliers: a method of nothing but codecs"),
         (f"{PLUS}/product", {"head_dim": 30}, "head_dim=30"),
     ],
 )

@@ -225,7 +225,7 @@ def test_methods_that_evict_answer_prompts_of_equal_length_together() -> None:
     evicting = build_method("h2o", head_dim=32, overrides=["residual.size=8"])
     reader = Reader(random_llama(), evicting, Prefill.whole)
     assert not reader.unequal
-    with pytest.raises(Unsupported, match=r"^KVCache\.together: method=h2o evicts .*; go on with each cache alone$"):
+    with pytest.raises(Unsupported, match=r"^KVCache\.together: method=h2o evicts .*; go on with each by itself$"):
         reader.begin_together([[1, 2, 3], [1, 2]])
     assert reader.begin_together([[1, 2, 3], [1, 2, 4]])[1].shape[0] == 2
 

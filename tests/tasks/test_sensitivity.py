@@ -95,7 +95,7 @@ def test_random_sets() -> None:
 @pytest.mark.parametrize("method", ["h2o", "streamingllm"])
 def test_methods_without_layers_of_their_own_are_refused(method: str) -> None:
     config = resolve(compose([*GIVEN, f"method={method}"]))
-    with pytest.raises(Unsupported, match="which no layer can have alone"):
+    with pytest.raises(Unsupported, match="which no single layer can have"):
         check(Inputs(config), method_of(config, 64))
 
 

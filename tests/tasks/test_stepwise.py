@@ -70,7 +70,7 @@ def test_chunked_reading_under_h2o_is_token_by_token():
 
 def test_codecs_alone_are_not_the_method():
     for chosen in (method("h2o"), build_method("ott", bits=2, head_dim=32), build_method("zipcache", head_dim=32)):
-        with pytest.raises(Unsupported, match=f"task=error: tries codecs alone; {chosen.name} also"):
+        with pytest.raises(Unsupported, match=f"task=error: tries only codecs; {chosen.name} also"):
             check_codecs_alone(chosen, "error")
     check_codecs_alone(build_method("gear", bits=2, head_dim=32), "error")
 

@@ -116,7 +116,7 @@ def _numbers(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
 def throughput_figure(table: pd.DataFrame, title: str) -> Figure:
     """Peak memory above the weights and tokens per second, by batch; a cross: the first batch that does not fit.
 
-    As NSNQuant's figures 4 and 8 draw them; runs that were measured at one batch alone are bars.
+    As NSNQuant's figures 4 and 8 draw them; runs that were measured at only one batch are bars.
     """
     if table["batch"].nunique() == 1:
         return _bars(table, f"{title}; {table['batch'].iloc[0]} requests at once")

@@ -45,7 +45,7 @@ class Drawing:
     Attributes:
         stem: the files' name without its ending.
         table: the numbers, or what `derive` makes them of.
-        draw: makes the figure of the numbers and `arguments`; None: the numbers alone are written.
+        draw: makes the figure of the numbers and `arguments`; None: only the numbers are written.
         arguments: strings and tables.
         derive: for numbers that take long to compute.
     """

@@ -301,7 +301,7 @@ def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
 
 
 def search_drawings(store: Store) -> Iterator[Drawing]:
-    """A figure for searches that differ in sampler and seed alone, of two objectives or more."""
+    """A figure for searches that differ only in sampler and seed, of two objectives or more."""
     for name, found in cost.searches(store).items():
         objectives = found[0]["settings"]["objectives"]
         numbers = cost.search_table(found)

@@ -84,7 +84,7 @@ def dress(axis: Any, x: str = "", y: str = "", grid: str = "", title: str = "", 
         y: left of it.
         grid: of which axis there are lines: x, y or both.
         title: above it.
-        whole: ticks along x are at integers alone.
+        whole: ticks along x are at integers only.
     """
     if x:
         axis.set_xlabel(x)
@@ -115,7 +115,7 @@ def rows_named(axis: Any, names: Sequence[str]) -> None:
 
 
 def powers_of_two(axis: Any, ticks: Sequence[float], names: Sequence[str]) -> None:
-    """A logarithmic axis along x with these ticks alone."""
+    """A logarithmic axis along x with these ticks only."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, names)
     axis.minorticks_off()

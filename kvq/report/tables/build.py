@@ -60,7 +60,7 @@ def build_tables(
 
     Args:
         store: where the records are.
-        keys: show these runs alone, with the full-precision runs they are paired with; None shows all.
+        keys: show only these runs, with the full-precision runs they are paired with; None shows all.
         stale: whether a version of a record is out of date; None compares with the versions now.
         scanned: what `read_records` gave, so that the folder is not read twice.
 

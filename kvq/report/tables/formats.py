@@ -59,7 +59,7 @@ class Sheet:
         label: for `\\ref`; empty: none.
         bold: (row, column) of cells set in bold.
         notes: lines below the table.
-        comments: lines that stand in the file alone, such as commands.
+        comments: lines that stand only in the file, such as commands.
     """
 
     title: str

@@ -146,7 +146,7 @@ def _metric(metric: Metric) -> Callable[[Row], Cell]:
 
 
 def _column(name: str, cell: Callable[[Row], Cell] | None = None, unit: str | None = None) -> Column:
-    """A column of a metric; `cell` makes its text (None: the number alone)."""
+    """A column of a metric; `cell` makes its text (None: only the number)."""
     metric = metric_of(name, unit)
     return Column(metric.title, metric.short, cell or _metric(metric))
 
