@@ -347,7 +347,7 @@ def show(report: dict[str, Any]) -> None:
     for name, values in report.get("torch_linear_over_onednn", {}).items():
         print(f"{'torch_linear_over_onednn':<34}{name:<12}{values['ratio_median']:8.2f}x")
     if swept := report.get("sweep_of_two_processes"):
-        print(f"{'sweep_of_two_processes':<34}{swept['ratio_median']:8.2f}x of one process, 16 runs")
+        print(f"{'sweep_of_two_processes':<34}{sweep_bench.said(swept)}")
     for name, values in report.get("fused_encode", {}).get("cells", {}).items():
         moved, of_copy = values["bytes"] / 1e6, values["fraction_of_copy_bandwidth"]
         print(

@@ -5,10 +5,12 @@ Both wait for full precision once, so two processes can reach (1 + 8) / (1 + 16)
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ import attention_bench
 ROOT = Path(__file__).parents[2]
 SWEEP = ["-m", "method=nsn,oscar,kivi,rtn", "bits=2,3,4,8", "threads=1", "task.max_windows=16"]
 TWO = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+
+
+def said(swept: Mapping[str, Any]) -> str:
+    """What `measure` found, as a line says it."""
+    runs = math.prod(word.count(",") + 1 for word in swept["sweep"])
+    return f"{swept['ratio_median']:8.2f}x of one process, {runs} runs"
 
 
 def seconds(overrides: list[str]) -> float:

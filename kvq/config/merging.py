@@ -132,7 +132,7 @@ def merged(files: Files, overrides: Sequence[str]) -> Composed | None:
 def merged_part(files: Files, part: str, overrides: Sequence[str]) -> DictConfig | None:
     """`bits` and one top-level setting (`method`, `layout`) of what `merged` gives, in a fifth of its time.
 
-    None where the overrides name anything else, a file writes beside its group, or Hydra has to compose.
+    None where the overrides name anything else, a file writes outside its group, or Hydra has to compose.
     """
     try:
         given = _given(files, overrides)
@@ -223,7 +223,7 @@ def _assembled(files: Files, choices: tuple[str, ...]) -> _Kept:
     given = [_parsed(choice) for choice in choices]
     added = [each for each in given if each.is_add()]
     chosen = {each.key_or_group: name for each in given if not each.is_add() and isinstance(name := each.value(), str)}
-    places = _with_beside(files, chosen) if len(chosen) + len(added) == len(given) and len(added) < 2 else None
+    places = _with_others(files, chosen) if len(chosen) + len(added) == len(given) and len(added) < 2 else None
     everywhere = [_layers(files, each.key_or_group, str(each.value())) for each in added]
     if places is None or None in everywhere:
         whole = _composed_once(files, choices)
@@ -244,24 +244,24 @@ def _assembled_part(files: Files, part: str, choices: Sequence[Override]) -> byt
     if not choices:
         return _stacked(files, _EXPERIMENT, part, ())
     group, layers = choices[0].key_or_group, _layers(files, choices[0].key_or_group, str(choices[0].value()))
-    if len(choices) > 1 or choices[0].is_add() != (group == _EXPERIMENT) or layers is None or layers.beside:
+    if len(choices) > 1 or choices[0].is_add() != (group == _EXPERIMENT) or layers is None or layers.others:
         return None
     return _stacked(files, group, part, layers.names)
 
 
-def _with_beside(files: Files, chosen: Mapping[str, str]) -> dict[str, tuple[str, _Layers]] | None:
+def _with_others(files: Files, chosen: Mapping[str, str]) -> dict[str, tuple[str, _Layers]] | None:
     """Choices by group and what they are made from, with those of other groups that they make; None: Hydra has to."""
     found: dict[str, tuple[str, _Layers]] = {}
     for group, name in chosen.items():
         if (layers := _layers(files, group, name)) is None:
             return None
         found[group] = name, layers
-        for other, beside in layers.beside.items():
-            below = _layers(files, other, beside)
-            if other not in chosen and (below is None or below.beside or found.get(other, (beside,))[0] != beside):
+        for other, choice in layers.others.items():
+            below = _layers(files, other, choice)
+            if other not in chosen and (below is None or below.others or found.get(other, (choice,))[0] != choice):
                 return None
             if other not in chosen and below is not None:
-                found[other] = beside, below
+                found[other] = choice, below
     return found
 
 
@@ -320,10 +320,10 @@ def _own(files: Files, group: str, name: str) -> _Own | None:
 
 
 class _Layers(NamedTuple):
-    """Files and schemas that a file is made from, by name, the last of which win; choices of other groups beside it."""
+    """Files and schemas that a file is made from, by name, the last of which win; its choices of other groups."""
 
     names: tuple[str, ...]
-    beside: Mapping[str, str]
+    others: Mapping[str, str]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -333,7 +333,7 @@ def _layers(files: Files, group: str, name: str) -> _Layers | None:
         return None
     found: list[str] = []
     inherited: dict[str, str] = {}
-    beside: dict[str, str] = {}
+    others: dict[str, str] = {}
     near = re.compile(r"\w+" if "/" not in name and group != _EXPERIMENT and not own.names_group else "(?!)")
     schema = rf"(\w+_schema)@{group}" if own.names_group else r"(\w+_schema)"
     for entry in own.defaults:
@@ -342,17 +342,17 @@ def _layers(files: Files, group: str, name: str) -> _Layers | None:
             other = re.fullmatch(r"override /(\w+)" + ("" if own.names_group else r"@_global_\.\1"), key)
             if other is None or group == _EXPERIMENT or not isinstance(choice, str):
                 return None
-            beside[other[1]] = choice
+            others[other[1]] = choice
         elif entry == "_self_":
             found.append(name)
         elif (other := re.fullmatch(schema, entry)) and _is_schema(group, other[1]):
             found.append(other[1])
         elif below := _below(files, group, own, f"/{group}/{entry}@_here_" if near.fullmatch(entry) else entry):
             found += below.names
-            inherited |= below.beside
+            inherited |= below.others
         else:
             return None
-    return _Layers(tuple(found), inherited | beside)
+    return _Layers(tuple(found), inherited | others)
 
 
 def _below(files: Files, group: str, own: _Own, entry: str) -> _Layers | None:

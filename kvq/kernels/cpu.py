@@ -277,18 +277,15 @@ def _unread(quantizer: Quantizer) -> str | None:
 
 
 def _segments(states: PackedStates, quantizer: Quantizer) -> Iterator[Segment]:
-    start = 0
-    for packed in states.packed:
-        for run, parts in packed.by_run():
-            piece = run if continues(run, quantizer) else dataclasses.replace(run, count=1)
-            along = run.tokens if is_per_channel(quantizer) else packed.head_dim
-            size, tokens = min(group_size(quantizer) or along, along), run.tokens * piece.count
-            for index in range(run.count // piece.count):
-                sizes = {name: run.rows[name] * piece.count for name in parts}
-                own = {name: part.narrow(2, index * sizes[name], sizes[name]) for name, part in parts.items()}
-                planes = [part for name, part in sorted(own.items()) if name.startswith("codes.")]
-                yield _segment(start, tokens, planes, _statistics(quantizer, own), size)
-                start += tokens
+    for start, run, parts in states.runs():
+        piece = run if continues(run, quantizer) else dataclasses.replace(run, count=1)
+        along = run.tokens if is_per_channel(quantizer) else states.shape[2]
+        size, tokens = min(group_size(quantizer) or along, along), run.tokens * piece.count
+        for index in range(run.count // piece.count):
+            sizes = {name: run.rows[name] * piece.count for name in parts}
+            own = {name: part.narrow(2, index * sizes[name], sizes[name]) for name, part in parts.items()}
+            planes = [part for name, part in sorted(own.items()) if name.startswith("codes.")]
+            yield _segment(start + index * tokens, tokens, planes, _statistics(quantizer, own), size)
 
 
 def _segment(start: int, tokens: int, planes: list[Tensor], statistics: list[Tensor], size: int) -> Segment:

@@ -42,7 +42,7 @@ class _Integers(Step):
 
     def __init__(self, context, builder, signature, args, width, lanes):
         super().__init__(context, builder, signature, args, width, lanes)
-        self.ints, self.narrow = ir.VectorType(INT, lanes), ir.VectorType(BYTE, lanes)
+        self.narrow = ir.VectorType(BYTE, lanes)
 
     def read(self, array, kind, *index):
         loaded = self.builder.load(self.pointer(array, kind, *index), typ=kind)
@@ -52,9 +52,6 @@ class _Integers(Step):
     def add_fours(self, total, codes, numbers):
         """Add to each sum the products of four codes with four signed bytes."""
         return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", self.ints, total, codes, numbers)
-
-    def all_lanes(self, number):
-        return ir.Constant(self.ints, [number] * self.lanes)
 
     def whole(self, number):
         return ir.Constant(self.vector, [number] * self.lanes)
@@ -69,11 +66,6 @@ class _Integers(Step):
 
     def unit(self, row):
         return self.splat(0, self.size(row), self.size(0))
-
-    def call(self, name, result, *operands):
-        kind = ir.FunctionType(result, [operand.type for operand in operands])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return self.builder.call(function, operands)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What a side stores for a token or a block beside its codes, as loops for a CPU read it, in fp32 and for some heads.
+"""What a side stores for a token or a block next to its codes, as loops for a CPU read it, in fp32 and for some heads.
 
 The norms of tokens and the vectors of shifts. Numbers in fp16 and codes of one plane are decoded by compiled loops, so
 that heads are decoded in the threads that attend to them; others as the codec does it.
@@ -20,7 +20,7 @@ from kvq.codecs.machine_code import compiled
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.quantizers import Axis
 from kvq.kernels.cpu_loops import statistics_loop
-from kvq.kernels.cpu_vectors import OPTIONS
+from kvq.kernels.cpu_vectors import OPTIONS, TILE
 from kvq.kernels.linear_chain import LinearChain, PackedStates
 
 
@@ -76,7 +76,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a chain stores beside the codes of a run of blocks.
+    """What a chain stores next to the codes of a run of blocks.
 
     Attributes:
         start: the first token.
@@ -120,13 +120,10 @@ class NormsAndShifts:
 
 def stored_of(states: PackedStates) -> list[Stored]:
     """Of each run of blocks, in order."""
-    found, start = [], 0
-    for packed in states.packed:
-        for run, parts in packed.by_run():
-            others = {name: Flat.of(part) for name, part in parts.items() if "." in name or name == "gain"}
-            found.append(Stored(start, run, others))
-            start += run.tokens * run.count
-    return found
+    return [
+        Stored(start, run, {name: Flat.of(part) for name, part in parts.items() if "." in name or name == "gain"})
+        for start, run, parts in states.runs()
+    ]
 
 
 def norms_and_shifts(chain: LinearChain, stored: Sequence[Stored], heads: Heads, dim: int) -> NormsAndShifts:
@@ -154,9 +151,13 @@ def norms_and_shifts(chain: LinearChain, stored: Sequence[Stored], heads: Heads,
     return NormsAndShifts(ones if product is None else product, shifts)
 
 
-@functools.lru_cache(maxsize=8)
 def ones_for(tokens: int) -> Any:
-    """Factors `[1, tokens]` of tokens that have none."""
+    """Factors `[1, tokens]` of tokens that have none; of one array while a cache grows."""
+    return _ones(1 << tokens.bit_length())[:, :tokens]
+
+
+@functools.lru_cache(maxsize=1)
+def _ones(tokens: int) -> Any:
     return np.ones((1, tokens), np.float32)
 
 
@@ -184,10 +185,10 @@ _halves_of = statistics_loop("symmetric", 0, 1)
 @no_type_check
 def halves(numbers, step, out):
     """fp16, held as int16, in fp32: `out[row]` from `numbers[row * step]` on."""
-    floats = np.empty((2, 1, 128), np.float32)
+    floats = np.empty((2, 1, TILE), np.float32)
     for row in range(out.shape[0]):
-        for start in range(0, out.shape[1], 128):
-            count = min(128, out.shape[1] - start)
+        for start in range(0, out.shape[1], TILE):
+            count = min(TILE, out.shape[1] - start)
             _halves_of(numbers, numbers, row * step + start, count, floats)
             line = out[row, start : start + count]
             for i in range(count):

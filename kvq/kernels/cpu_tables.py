@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from kvq.codecs.machine_code import compiled
 from kvq.kernels.cpu_loops import by_rows
-from kvq.kernels.cpu_vectors import INT, OPTIONS, TILE, Step, has, lanes_of, plane_of, step_tokens
+from kvq.kernels.cpu_vectors import OPTIONS, TILE, Step, has, lanes_of, plane_of, step_tokens
 
 GROUP = 8
 """Channels of a codebook's entry."""
@@ -86,9 +86,8 @@ def number_loops(dim: int, half: bool) -> Loops:
     """For states as they are, the first two planes: in fp32 or (`half`) bf16, held as int16; no table is read."""
     lanes = lanes_of(dim)
     vectors = 4 if dim // lanes % 4 == 0 else 1
-    return _loops(
-        Kind(functools.partial(Numbers, dim, half, lanes), dim, lanes, lambda rows: (8, 8 // rows), 1, vectors)
-    )
+    make = functools.partial(Numbers, dim, half, lanes)
+    return _loops(Kind(make, dim, lanes, lambda rows: (8, 8 // rows), 1, vectors))
 
 
 @no_type_check
@@ -157,43 +156,42 @@ class _Levels(Step):
         """Levels of `tokens` (within a step that begins at token `first`, on a byte) from channel `start` on."""
         if self.permuted:
             return self._permuted(first, self.size(start), tokens)
-        wide, channel = ir.VectorType(INT, self.lanes), self.size(start)
-        nothing, rows, out = ir.Constant(wide, [0] * self.lanes), {}, []
+        nothing, out = self.all_lanes(0), []
+        rows: dict[tuple[int, int], Any] = {}
         for token in tokens:
             tests = []
             for plane, width in enumerate(self.widths):
-                at = (plane, token * width // 8)
-                if at not in rows:
-                    start = self.builder.sdiv(self.builder.mul(first, self.size(width)), self.size(8))
-                    rows[at] = self.bytes(1 + plane, self.builder.add(start, self.size(at[1])), channel)
+                held = self._held(rows, first, plane, token, self.size(start))
                 for bit in range(width):
-                    mask = ir.Constant(wide, [1 << (token * width % 8 + bit)] * self.lanes)
-                    tests.append(self.builder.icmp_unsigned("!=", self.builder.and_(rows[at], mask), nothing))
+                    mask = self.all_lanes(1 << (token * width % 8 + bit))
+                    tests.append(self.builder.icmp_unsigned("!=", self.builder.and_(held, mask), nothing))
             out.append(self._level(tests))
         return out
 
+    def _held(self, rows, first, plane, token, channel):
+        """The bytes of a plane that hold codes of a token, read once; `rows`: those that were read."""
+        width = self.widths[plane]
+        at = (plane, token * width // 8)
+        if at not in rows:
+            row = self.builder.sdiv(self.builder.mul(first, self.size(width)), self.size(8))
+            rows[at] = self.bytes(1 + plane, self.builder.add(row, self.size(at[1])), channel)
+        return rows[at]
+
     def _permuted(self, first, channel, tokens):
         """Each lane of `levels` that the lowest four bits of a lane name."""
-        kind = ir.FunctionType(self.vector, [self.vector, ir.VectorType(INT, self.lanes)])
-        permute = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
-        rows, out = {}, []
+        rows: dict[tuple[int, int], Any] = {}
+        out = []
         for token in tokens:
             code, places = None, 0
             for plane, width in enumerate(self.widths):
-                at = (plane, token * width // 8)
-                if at not in rows:
-                    row = self.builder.sdiv(self.builder.mul(first, self.size(width)), self.size(8))
-                    rows[at] = self.bytes(1 + plane, self.builder.add(row, self.size(at[1])), channel)
-                part = self.builder.lshr(rows[at], self._whole(token * width % 8))
+                held = self._held(rows, first, plane, token, channel)
+                part = self.builder.lshr(held, self.all_lanes(token * width % 8))
                 if len(self.widths) > 1:
-                    part = self.builder.and_(part, self._whole(2**width - 1))
-                code = part if code is None else self.builder.or_(code, self.builder.shl(part, self._whole(places)))
+                    part = self.builder.and_(part, self.all_lanes(2**width - 1))
+                code = part if code is None else self.builder.or_(code, self.builder.shl(part, self.all_lanes(places)))
                 places += width
-            out.append(self.builder.call(permute, (self.levels, code)))
+            out.append(self.call("llvm.x86.avx512.permvar.sf.512", self.vector, self.levels, code))
         return out
-
-    def _whole(self, number):
-        return ir.Constant(ir.VectorType(INT, self.lanes), [number] * self.lanes)
 
     def _level(self, tests):
         """The level of a code from its bits, lowest first: the last is the sign, the others count from the middle."""
@@ -237,10 +235,9 @@ class _Book(Step):
         value = self._part(3, self.byte(1, token, group))
         if self.signed:
             other = self.byte(2, token, group)
-            whole = ir.VectorType(INT, self.lanes)
-            mask = self.builder.load(self.pointer(4, whole, other, self.size(0)), typ=whole)
+            mask = self.builder.load(self.pointer(4, self.ints, other, self.size(0)), typ=self.ints)
             mask.align = 4
-            value = self.builder.bitcast(self.builder.xor(self.builder.bitcast(value, whole), mask), self.vector)
+            value = self.builder.bitcast(self.builder.xor(self.builder.bitcast(value, self.ints), mask), self.vector)
             if self.shifted:
                 value = self.builder.fadd(value, self.load(5, other, self.size(0)))
         return value
@@ -266,10 +263,10 @@ class Numbers(Step):
     def _read(self, array, row, channel):
         if not self.half:
             return self.load(array, row, channel)
-        kind, wide = (ir.VectorType(one, self.lanes) for one in (ir.IntType(16), INT))
+        kind = ir.VectorType(ir.IntType(16), self.lanes)
         loaded = self.builder.load(self.pointer(array, kind, row, channel), typ=kind)
         loaded.align = 2
-        upper = self.builder.shl(self.builder.zext(loaded, wide), ir.Constant(wide, [16] * self.lanes))
+        upper = self.builder.shl(self.builder.zext(loaded, self.ints), self.all_lanes(16))
         return self.builder.bitcast(upper, self.vector)
 
 

@@ -57,13 +57,11 @@ class Step:
 
     def __init__(self, context, builder, signature, args, width, lanes):
         self.context, self.builder, self.width, self.lanes = context, builder, width, lanes
-        self.vector = ir.VectorType(FLOAT, self.lanes)
+        self.vector, self.ints = ir.VectorType(FLOAT, lanes), ir.VectorType(INT, lanes)
         self.arrays = [
             context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else None
             for kind, value in zip(signature.args, args, strict=True)
         ]
-        kind = ir.FunctionType(self.vector, [self.vector] * 3)
-        self.muladd = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{self.lanes}f32")
 
     def size(self, value):
         return ir.Constant(self.context.get_value_type(types.intp), value)
@@ -96,7 +94,7 @@ class Step:
         kind = ir.VectorType(BYTE, self.lanes)
         loaded = self.builder.load(self.pointer(plane, kind, self.within(plane, row), channel), typ=kind)
         loaded.align = 1
-        return self.builder.zext(loaded, ir.VectorType(INT, self.lanes))
+        return self.builder.zext(loaded, self.ints)
 
     def byte(self, plane, *index):
         """One byte, as an index."""
@@ -106,18 +104,26 @@ class Step:
     def codes(self, plane, row, channel, tokens):
         """Masked codes of consecutive tokens from the first of byte row `row` on, as vectors of `lanes` channels."""
         rows, out = {}, []
-        wide = ir.VectorType(INT, self.lanes)
         for token in tokens:
             offset = token * self.width // 8
             if offset not in rows:
                 rows[offset] = self.bytes(plane, self.builder.add(row, self.size(offset)), channel)
             mask = ((1 << self.width) - 1) << (token * self.width % 8)
-            masked = self.builder.and_(rows[offset], ir.Constant(wide, [mask] * self.lanes))
+            masked = self.builder.and_(rows[offset], self.all_lanes(mask))
             out.append(self.builder.sitofp(masked, self.vector))
         return out
 
     def add_product(self, one, two, total):
-        return self.builder.call(self.muladd, (one, two, total))
+        return self.call(f"llvm.fmuladd.v{self.lanes}f32", self.vector, one, two, total)
+
+    def call(self, name, result, *operands):
+        """An instruction by LLVM's name of it."""
+        kind = ir.FunctionType(result, [operand.type for operand in operands])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), operands)
+
+    def all_lanes(self, number):
+        """An integer in all lanes."""
+        return ir.Constant(self.ints, [number] * self.lanes)
 
     def zero(self):
         return ir.Constant(self.vector, [0.0] * self.lanes)

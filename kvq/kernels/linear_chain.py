@@ -19,6 +19,7 @@ one piece of tokens at a time, because RoPE (R_t) stands between the query and T
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -108,6 +109,14 @@ class PackedStates:
     def tokens(self) -> int:
         """Tokens in all."""
         return self.packed_tokens + (0 if self.full is None else self.full.shape[2])
+
+    def runs(self) -> Iterator[tuple[int, BlockRun, dict[str, Tensor]]]:
+        """Each run of packed blocks: its first token, and its stored parts."""
+        start = 0
+        for packed in self.packed:
+            for run, parts in packed.by_run():
+                yield start, run, parts
+                start += run.tokens * run.count
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvq.codecs import Packed, Rope, UniformQuantizer
+from kvq.codecs import Rope, UniformQuantizer
 from kvq.codecs.packed import BlockRun, plane_widths
 from kvq.codecs.quantizers import Axis
 from kvq.codecs.stages import restored
@@ -67,17 +67,14 @@ class Piece:
 
 def pieces(states: PackedStates, chain: LinearChain, first: int = 0) -> Iterator[Piece]:
     """The packed prefix in pieces of about `TILE` tokens; those that hold tokens from `first` on."""
-    start = 0
-    for packed in states.packed:
-        for run, parts in packed.by_run():
-            for piece in _run(packed, chain, run.blocks(parts), run.tokens, run.count, start, states.rope):
-                if piece.stop > first:
-                    yield piece
-            start += run.tokens * run.count
+    for start, run, parts in states.runs():
+        for piece in _run(states.shape[2], chain, run.blocks(parts), run.tokens, run.count, start, states.rope):
+            if piece.stop > first:
+                yield piece
 
 
 def _run(
-    packed: Packed, chain: LinearChain, views: dict[str, Tensor], length: int, count: int, start: int, rope: Rope | None
+    dim: int, chain: LinearChain, views: dict[str, Tensor], length: int, count: int, start: int, rope: Rope | None
 ) -> Iterator[Piece]:
     if length <= TILE:
         together = TILE // length
@@ -93,10 +90,7 @@ def _run(
         for begin in range(0, length, step):
             inner = slice(begin, min(begin + step, length))
             at = start + block * length + begin
-            blocks = {
-                name: _cut(chain, name, view.narrow(1, block, 1), inner, packed.head_dim)
-                for name, view in views.items()
-            }
+            blocks = {name: _cut(chain, name, view.narrow(1, block, 1), inner, dim) for name, view in views.items()}
             size = inner.stop - inner.start
             turned = None if rope is None else rope.narrow(at, size).blocks(size, 1)
             yield Piece(at, blocks, length, inner, turned)
@@ -173,11 +167,8 @@ def shift_of(
 
 def runs_of(states: PackedStates) -> Iterator[_Blocks]:
     """Each run of blocks: its first token, and its parts cut into blocks."""
-    start = 0
-    for packed in states.packed:
-        for run, parts in packed.by_run():
-            yield start, run, run.blocks(parts)
-            start += run.tokens * run.count
+    for start, run, parts in states.runs():
+        yield start, run, run.blocks(parts)
 
 
 def joint_pieces(
