@@ -17,7 +17,7 @@ from kvq.calibration import files, text
 from kvq.calibration.fit import fitted
 from kvq.config import Config, full_precision
 from kvq.config.identity import canonical, names
-from kvq.config.run import CpuLinear, Latent
+from kvq.config.run import CpuLinear, Mla
 from kvq.config.tasks import is_timed
 from kvq.data.rows import source_of
 from kvq.errors import KvqError, RecordError, Unsupported, printable
@@ -99,7 +99,7 @@ class Prepared:
         config = self.config
         if not (config.method.latent_only and self.inputs.reads_weights):
             return
-        if config.cache.latent is Latent.expanded or latent_numbers(text_config_of(config.model)) is None:
+        if config.cache.mla is Mla.expanded or latent_numbers(text_config_of(config.model)) is None:
             raise Unsupported(
                 f"method={config.method.name}: a format of the latent that multi-head latent attention caches; "
                 f"model={config.model.name} caches keys and values"

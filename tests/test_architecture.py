@@ -94,7 +94,7 @@ def test_no_two_files_import_each_other() -> None:
 
 def test_a_cache_knows_no_method_by_name() -> None:
     policies = {path.stem for path in (PACKAGE / "methods").glob("*.py")} - {"__init__", "build", "method"}
-    assert policies >= {"eviction", "kept_keys", "plan", "tiers", "transformers_caches"}
+    assert policies >= {"eviction", "kept_keys", "mixed_precision", "tiers", "transformers_caches"}
     for path in (PACKAGE / "cache").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "kvq.methods" not in text.replace("`kvq.methods.method.Method`", ""), path.name

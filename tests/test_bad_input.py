@@ -161,19 +161,19 @@ VALUES = [
         r"angle_bits=\[4, 9\]: one number of bits per level",
     ),
     (["method=qjl", "method.key.quantizer.ratio=0"], "ratio=0: at least 1"),
-    (["method=ott", "method.plan.pool=0"], "method.plan of ott: pool=0: at least 1"),
-    (["method=ott", "residual.size=2"], "method.plan.pool=3: below residual.size"),
+    (["method=ott", "method.token_policy.pool=0"], "method.token_policy of ott: pool=0: at least 1"),
+    (["method=ott", "residual.size=2"], "method.token_policy.pool=3: below residual.size"),
     (["method=ott", "residual.value.policy=sliding"], "residual: method=ott plans keys and values together"),
     (["method=zipcache", "task.scoring=parallel"], "zipcache chooses tokens as they leave full precision"),
-    (["method=zipcache", "method.plan.recent=2"], "recent=2, random=0.05: shares"),
+    (["method=zipcache", "method.token_policy.recent=2"], "recent=2, random=0.05: shares"),
     (["method=zipcache", "method.key.quantizer.share=1.5"], "share=1.5: of the tokens"),
     (
         ["method=kvquant_plus_plus/tiers", "task.scoring=parallel"],
         "kvquant_plus_plus/tiers chooses tokens as they leave full precision; use generation",
     ),
     (
-        ["method=kvquant_plus_plus/tiers", "method.plan.decay=1"],
-        "method.plan of .*/tiers: decay=1: a share, 0 to below",
+        ["method=kvquant_plus_plus/tiers", "method.token_policy.decay=1"],
+        "method.token_policy of .*/tiers: decay=1: a share, 0 to below",
     ),
     (
         [

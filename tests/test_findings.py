@@ -95,7 +95,7 @@ def test_runs_that_are_within_noise_of_each_other(tmp_path: Path) -> None:
         found.page("<!-- use: task=ppl metric=nll -->\n<!-- claim: cq 2 ~ kivi 2 -->\n<!-- claim: nsn 2 ~ kivi 2 -->\n")
         == ""
     )
-    assert found.failed == ["nsn 2 ~ kivi 2: they differ beyond noise, judged alone"]
+    assert found.failed == ["nsn 2 ~ kivi 2: they differ beyond noise, tested as one pair"]
 
 
 def test_places(findings: Any) -> None:

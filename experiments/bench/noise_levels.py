@@ -120,7 +120,7 @@ def smallest_found(source: Differences, windows: int, draws: int, *, pairs: bool
 
     Args:
         source, windows, draws, seed: as in `false_marks`.
-        pairs: the difference from another method, judged with all pairs of them; else that from full precision.
+        pairs: the difference from another method, tested with all pairs of them; else that from full precision.
     """
     generator = np.random.default_rng(seed)
     first, second = np.triu_indices(ROWS, 1)

@@ -4,7 +4,7 @@ A place is `{{nsnquant 2}}`: a method, bits (`-`: none), then words that narrow 
 a field of the record (`model`) or of its configuration (`task.scoring`); `a|b` allows both; a word alone is an alias.
 `metric=` names what is read, `as=` its format, `else=` what stands where no run was measured. The metric `rows.error`
 is the mean of a column of the run's samples, over the rows that `row.side=key` leaves; `within_noise` is 1 or 0, as
-tables judge it. Where several runs fit, the one that departs least from presets is read. `a minus b`, `a over b` and `a
+tables test it. Where several runs fit, the one that departs least from presets is read. `a minus b`, `a over b` and `a
 paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`.
 `{{stand-in tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a model and a scoring, and
 `{{texts tiny_hard rho}}` one of the order of methods by loss and by texts; `{{search smollm2_135m tpe 0}}` is the
@@ -14,7 +14,7 @@ not have:
     <!-- alias: outliers = model=tiny_outliers -->
     <!-- use: task=ppl metric=delta_nll as=.3f -->     words of every place until the next such line
     <!-- claim: nsnquant 2 < kivi 2 < 0.1 -->          what a sentence says; where records deny it, the command fails
-    <!-- claim: oscar 2 ~ kivi 2 -->                   two runs are within noise of each other, judged alone
+    <!-- claim: oscar 2 ~ kivi 2 -->                   two runs are within noise of each other, tested as one pair
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Findings:
             first, second = (self._words(side, self._use) for side in text.split(" ~ "))
             runs = (losses(self._store.samples(self._run(words).key)) for words in (first, second))
             if family({text: (next(runs), next(runs))}).differs(text):
-                self.failed.append(f"{text}: they differ beyond noise, judged alone")
+                self.failed.append(f"{text}: they differ beyond noise, tested as one pair")
         else:
             values = [float(side) if _is_number(side) else self.value(side) for side in text.split(" < ")]
             if any(low >= high for low, high in pairwise(values)):

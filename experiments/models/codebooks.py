@@ -107,7 +107,7 @@ def tune(start: Tensor, bits: int, steps: int, generator: torch.Generator, step:
 
 
 class Moves:
-    """Single steps of single 4-bit entries, judged by Σ x·y / √Σ |y|² (a long token's cosine) on `FOLDS` samples."""
+    """Single steps of single 4-bit entries, compared by Σ x·y / √Σ |y|² (a long token's cosine) on `FOLDS` samples."""
 
     def __init__(self, codes: Tensor, bits: int, step: Tensor, generator: torch.Generator, count: int = 2**18) -> None:
         self.codes, self.step = codes.clone(), float(step)

@@ -31,7 +31,7 @@ from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.padded import PaddableCache
 from kvq.cache.rotary import RopeTable, angles, styles_of_whole
-from kvq.config.run import Latent
+from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
 from kvq.models import LoadedModel
 from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, window_of
@@ -115,8 +115,8 @@ class KVCache(PaddableCache, WatchfulCache):
         module, dtype = _unwrapped(model, dtype)
         config = module.config.get_text_config()  # type: ignore[union-attr, operator]
         packed = attention == "packed"
-        latent = getattr(method, "latent", Latent.latent)
-        held = kv_layers_of(config, latent)
+        mla = getattr(method, "mla", Mla.latent)
+        held = kv_layers_of(config, mla)
         self._states = states_of(module, [layer.index for layer in held])
         own = method.layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
@@ -133,7 +133,7 @@ class KVCache(PaddableCache, WatchfulCache):
         self._columns: dict[int | None, SourceColumns | None] = {}
         super().__init__(layers=placed(held, own, self._states))
         watched = watch(module)
-        self.expands = latent is Latent.expanded
+        self.expands = mla is Mla.expanded
         self._expansions = expansions(watched, list(self._held)) if self.expands else {}
         self._latent_numbers = latent_numbers(config)
         self._no_crop = f"model: {NO_CROP}" if self._states else _no_crop(module, watched)
@@ -329,7 +329,7 @@ class KVCache(PaddableCache, WatchfulCache):
         if self.is_parted:
             raise Unsupported("cache.save: a padded batch; save prompts of equal length, or one by one")
         if self.expands:
-            raise Unsupported("cache.save: keys and values expanded from a latent; use cache.latent=latent")
+            raise Unsupported("cache.save: keys and values expanded from a latent; use cache.mla=latent")
         about = {**files.identity(model, self.method, len(self.kv_layers)), "label": self.method.label}
         files.write(Path(path), about, self.kv_layers, self._tables, self.dtype, self._states)
 

@@ -306,7 +306,7 @@ class Expansion:
         """
         if self._ready is not None:
             self._ready = None
-            raise Unsupported("cache.latent=expanded: the model's attention does not expand what a cache returns")
+            raise Unsupported("cache.mla=expanded: the model's attention does not expand what a cache returns")
         return self._step(latent, rotated)
 
     def put(self, read: States) -> None:
@@ -328,8 +328,8 @@ def expansions(attentions: Sequence[nn.Module], layers: Sequence[int]) -> Mappin
             continue
         if given is None:
             raise Unsupported(
-                f"cache.latent=expanded: model: {type(module).__name__} has no step that expands the latent alone; use "
-                "cache.latent=latent"
+                f"cache.mla=expanded: model: {type(module).__name__} has no step that expands the latent alone; use "
+                "cache.mla=latent"
             )
         if not isinstance(given, Expansion):
             given = Expansion(given)

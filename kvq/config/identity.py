@@ -11,7 +11,7 @@ from kvq.config.choices import SIDES
 from kvq.config.composing import full_precision
 from kvq.config.method import EARLIER, MODE, MethodConfig, with_names
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.config.run import Attention, Config, Latent, OutliersConfig, WindowLayers, trained_with_bos
+from kvq.config.run import Attention, Config, Mla, OutliersConfig, WindowLayers, trained_with_bos
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
@@ -65,7 +65,7 @@ def canonical(
         | _said(
             attention=cache.attention if packed and quantized and timed else None,  # scores do not depend on it
             window_layers=cache.window_layers if kept and quantized else None,
-            latent=cache.latent if cache.latent is Latent.expanded else None,  # also in full precision
+            latent=cache.mla if cache.mla is Mla.expanded else None,  # also in full precision
             machine=dataset_fingerprint if timed else None,
         )
     )
@@ -96,7 +96,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
             merge_rotation=method.merge_rotation,
             merge_key_rotation=method.merge_key_rotation,
             eviction=method.eviction,
-            plan=method.plan,
+            plan=with_names(method.token_policy, EARLIER),
             sink_detection=method.sink_detection if quantized else None,
         )
     )

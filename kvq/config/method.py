@@ -21,22 +21,43 @@ MODE = "decode"
 """A flush quantizes the decoded past again, so codes depend on the number of flushes."""
 
 
-RENAMED = {"halves": "rounding", "least_scale": "min_scale", "side_dtype": "scale_dtype"}
-"""Settings of codecs by their names of earlier versions, which overrides may still use, and keys and records keep."""
+RENAMED = {
+    "halves": "rounding",
+    "least_scale": "min_scale",
+    "side_dtype": "scale_dtype",
+    "plan": "token_policy",
+    "latent": "mla",
+    "kvq.methods.plan.OutlierTokens": "kvq.methods.mixed_precision.OutlierTokens",
+    "kvq.methods.plan.Saliency": "kvq.methods.mixed_precision.Saliency",
+}
+"""Settings and targets by their names of earlier versions, which overrides may still use, and keys and records keep."""
 EARLIER = {name: earlier for earlier, name in RENAMED.items()}
-_RENAMED_WORD = re.compile(rf"(\.)({'|'.join(RENAMED)})(?==)")
+_RENAMED_PATH = re.compile(
+    r"(?P<path>[+~]{0,2}(?:method\.(?:[\w.]+\.)?(?:halves|least_scale|side_dtype|plan)|cache\.latent))(?=[.=]|$)"
+)
 
 
 def with_names(settings: Any, names: Mapping[str, str]) -> Any:
-    """Settings of a codec, and of the codecs in it, with some of their names replaced."""
+    """Settings of a part, and of the parts in it, with some of their names and targets replaced."""
     if isinstance(settings, Mapping):
-        return {names.get(name, name): with_names(value, names) for name, value in settings.items()}
+        return {
+            names.get(name, name): names.get(value, value) if isinstance(value, str) else with_names(value, names)
+            for name, value in settings.items()
+        }
     return [with_names(value, names) for value in settings] if isinstance(settings, list) else settings
 
 
 def with_current_names(overrides: Sequence[str]) -> list[str]:
     """Overrides, in which settings with names of earlier versions have their current ones."""
-    return [_RENAMED_WORD.sub(lambda found: found[1] + RENAMED[found[2]], word) for word in overrides]
+    return [_with_current_name(word) for word in overrides]
+
+
+def _with_current_name(word: str) -> str:
+    found = _RENAMED_PATH.match(word)
+    if found is None:
+        return word
+    before, _, earlier = found["path"].rpartition(".")
+    return f"{before}.{RENAMED[earlier]}{word[found.end() :]}"
 
 
 @dataclass(frozen=True)
@@ -146,13 +167,13 @@ class MethodConfig:
     `serve`: of an engine's format, the command that serves model M with it. `bits_range` is the lowest and highest
     `bits` it can do; None = a fixed rate, whatever `bits` says. `real_bits`: fractions too, down to 0.5.
     `bits_by_layer`: bits of each layer, in the place of `bits`. `eviction`: which tokens a layer keeps (None = all).
-    `plan`: which ones it treats apart. `full_precision_layers`: layers whose keys or values are not quantized, by side;
-    negative ones count from the end. `backend`: another library's cache in the place of codecs, which are then null (a
-    `BackendConfig` once checked). `gqa_compensation`: ceil(log4 g) bits more for g query heads of a KV head, up to 8.
-    `merge_rotation`: the model's weights rotate values, in the place of the first stage of their codec;
-    `merge_key_rotation`: keys and queries too, without rotary embeddings. `sink_tokens`: first tokens that stay in full
-    precision; `kept_keys`: and keys of these, in some layers; `sink_detection`: or those that this finds anywhere.
-    `latent_only`: a format of the latent of multi-head latent attention, refused where another thing is cached.
+    `token_policy`: which ones have bits of their own. `full_precision_layers`: layers whose keys or values are not
+    quantized, by side; negative ones count from the end. `backend`: another library's cache in the place of codecs,
+    which are then null (a `BackendConfig` once checked). `gqa_compensation`: ceil(log4 g) bits more for g query heads
+    of a KV head, up to 8. `merge_rotation`: the model's weights rotate values, in the place of the first stage of their
+    codec; `merge_key_rotation`: keys and queries too, without rotary embeddings. `sink_tokens`: first tokens that stay
+    in full precision; `kept_keys`: and keys of these, in some layers; `sink_detection`: or those that this finds
+    anywhere. `latent_only`: a format of the latent of multi-head latent attention, refused where another is cached.
     """
 
     name: Text = MISSING
@@ -178,11 +199,12 @@ class MethodConfig:
     kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
     sink_detection: Any = None
     eviction: Any = None
-    plan: Any = None
+    token_policy: Any = None
 
     def __post_init__(self) -> None:
         check_limits("method", self)
         self.key, self.value = (with_names(codec, RENAMED) for codec in (self.key, self.value))
+        self.token_policy = with_names(self.token_policy, RENAMED)
         for side in self.full_precision_layers:
             if side not in ("key", "value"):
                 raise ConfigError(f"method.full_precision_layers.{side}: key or value")

@@ -284,8 +284,8 @@ class WindowLayers(enum.StrEnum):
     keep = "keep"
 
 
-class Latent(enum.StrEnum):
-    """What a cache holds of multi-head latent attention: the latent, or the keys and values that it expands to."""
+class Mla(enum.StrEnum):
+    """What is cached of multi-head latent attention (MLA): the latent, or the keys and values that it expands to."""
 
     latent = "latent"
     expanded = "expanded"
@@ -298,14 +298,14 @@ class CacheConfig:
     `attention`: what a task that measures speed decodes with; scores always come from dense attention.
     `dtype`: of what the cache keeps in full precision, baseline and residual alike; None = the model's default.
     `window_layers`: see `WindowLayers`; they hold no more than their window and part of a block either way.
-    `latent`: see `Latent`.
+    `mla`: see `Mla`.
     """
 
     keep_decoded: bool = False
     attention: Attention = Attention.dense
     dtype: Dtype | None = None
     window_layers: WindowLayers = WindowLayers.quantize
-    latent: Latent = Latent.latent
+    mla: Mla = Mla.latent
 
     def __post_init__(self) -> None:
         _check_stored("cache.dtype", self.dtype)

@@ -27,7 +27,7 @@ from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.merged import MergedRotation, merged_rotation
 from kvq.methods.method import FirstLayers, GqaCompensation, Method
-from kvq.methods.plan import MixedPrecision
+from kvq.methods.mixed_precision import MixedPrecision
 from kvq.methods.transformers_caches import check_backend
 
 _Part = TypeVar("_Part")
@@ -82,7 +82,7 @@ def method_of(config: Config, *head_dims: int) -> Method:
     """Build the method of a resolved run, checked at each head dim: a layer may have one of its own."""
     for head_dim in head_dims:
         built = instantiate_method(config.method, config.residual, config.bits, head_dim)
-    found = replace(built, window_layers=config.cache.window_layers, latent=config.cache.latent)
+    found = replace(built, window_layers=config.cache.window_layers, mla=config.cache.mla)
     found.check_latent()
     return found
 
@@ -108,11 +108,11 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         check_backend(method.name, method.backend, given, effective)
     _check_token_groups(method.name, codecs, effective)
     eviction = _part(method.name, "method.eviction", method.eviction, Eviction)  # type: ignore[type-abstract]
-    plan = _part(method.name, "method.plan", method.plan, MixedPrecision)  # type: ignore[type-abstract]
-    if plan is not None:
-        plan.check(method.name, effective)
+    policy = _part(method.name, "method.token_policy", method.token_policy, MixedPrecision)  # type: ignore[type-abstract]
+    if policy is not None:
+        policy.check(method.name, effective)
         if eviction is not None:
-            raise ConfigError(f"method.eviction of {method.name}: a method with a plan cannot evict")
+            raise ConfigError(f"method.eviction of {method.name}: a method with a token policy cannot evict")
     built = Method(
         method.name,
         codecs["key"],
@@ -124,7 +124,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         _first_layers(method, head_dim),
         0 if method.is_full_precision else method.sink_tokens,
         eviction=eviction,
-        plan=plan,
+        token_policy=policy,
         kept_keys=_kept_keys(method, codecs["key"]),
         sink_detection=_sink_detection(method),
         by_layer=by_layer,
@@ -194,10 +194,11 @@ def _check_token_groups(name: str, codecs: Mapping[str, Codec | None], residual:
 
 def _sink_detection(method: MethodConfig) -> SinkDetection | None:
     found = _part(method.name, "method.sink_detection", method.sink_detection, SinkDetection)
-    others = (method.sink_tokens, method.kept_keys.texts, method.plan, method.eviction, method.backend)
+    others = (method.sink_tokens, method.kept_keys.texts, method.token_policy, method.eviction, method.backend)
     if found is not None and any(others):
         raise ConfigError(
-            f"method.sink_detection of {method.name}: not beside sink_tokens, kept_keys, a plan, eviction or a backend"
+            f"method.sink_detection of {method.name}: not beside sink_tokens, kept_keys, a token policy, eviction or a "
+            "backend"
         )
     return found
 
@@ -231,8 +232,8 @@ def _kept_keys(method: MethodConfig, key: Codec | None) -> KeptKeys | None:
     texts, layers = method.kept_keys.texts, method.kept_keys.layers
     if not texts or key is None:
         return None
-    if method.sink_tokens or method.plan is not None or method.eviction is not None:
-        raise ConfigError(f"method.kept_keys of {method.name}: not beside sink_tokens, a plan or eviction")
+    if method.sink_tokens or method.token_policy is not None or method.eviction is not None:
+        raise ConfigError(f"method.kept_keys of {method.name}: not beside sink_tokens, a token policy or eviction")
     return KeptKeys(tuple(texts), tuple(layers))
 
 

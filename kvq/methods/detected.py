@@ -18,7 +18,7 @@ from kvq.methods.kept_keys import Chosen, KeptRows
 class SinkDetection:
     """A token is a sink of a layer where one channel has most of the energy of the state that enters the layer.
 
-    That is the extreme activation by which KVSink finds sinks. Each layer judges each token by its own state alone, so
+    That is the extreme activation by which KVSink finds sinks. Each layer sees each token by its own state alone, so
     a token's form depends on no other token, and nothing is calibrated.
 
     Args:

@@ -16,20 +16,20 @@ from kvq.codecs import Codec, Order, PairOrder, calibrated_parts
 from kvq.config.bits import Bits, mean_label
 from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
-from kvq.config.run import Latent, WindowLayers
+from kvq.config.run import Mla, WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import linear_chain_of
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys, numbered, packed_side_of, side_of
 from kvq.methods.merged import MergedRotation
-from kvq.methods.plan import MixedPrecision
+from kvq.methods.mixed_precision import MixedPrecision
 from kvq.methods.transformers_caches import TransformersLayer
 from kvq.models.layers import KvLayer, interleaved_in_gguf
 from kvq.results.tensor_files import digest
 
 _BEYOND_CODECS = (
-    *("backend", "plan", "eviction", "first_layers", "by_layer", "kept_keys", "sink_detection", "sink_tokens"),
+    *("backend", "token_policy", "eviction", "first_layers", "by_layer", "kept_keys", "sink_detection", "sink_tokens"),
     *("merged", "gqa", "is_calibrated"),
 )
 
@@ -63,7 +63,7 @@ class Method:
         gqa: bits that are added in a model whose query heads share KV heads.
         window_layers: whether layers that attend to a window of tokens are quantized as the others.
         merged: rotates values or keys by the model's weights; their codecs then have no such stage.
-        latent: what is cached of multi-head latent attention.
+        mla: what is cached of multi-head latent attention.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Method:
     sink_tokens: int = 0
     bound: Mapping[str, Sequence[Codec | None]] = field(default_factory=dict)
     eviction: Eviction | None = None
-    plan: MixedPrecision | None = None
+    token_policy: MixedPrecision | None = None
     kept_keys: KeptKeys | None = None
     sink_detection: SinkDetection | None = None
     by_layer: Sequence[Method] = ()
@@ -85,11 +85,11 @@ class Method:
     gqa: GqaCompensation | None = None
     window_layers: WindowLayers = WindowLayers.quantize
     merged: MergedRotation | None = None
-    latent: Latent = Latent.latent
+    mla: Mla = Mla.latent
 
     def check_latent(self) -> None:
         """Raise `Unsupported` for a method that cannot quantize what a latent expands to."""
-        if self.latent is Latent.latent:
+        if self.mla is Mla.latent:
             return
         codecs = [codec for codec in (self.key, self.value) if codec is not None]
         reason = (
@@ -97,10 +97,10 @@ class Method:
         )
         if self.is_calibrated or self.merged is not None:
             reason = "is fitted to the latent"
-        if self.plan is not None or self.eviction is not None or self.kept_keys is not None:
+        if self.token_policy is not None or self.eviction is not None or self.kept_keys is not None:
             reason = "chooses tokens, which it is not tried with"
         if reason is not None:
-            raise Unsupported(f"cache.latent=expanded: method={self.name} {reason}; use cache.latent=latent")
+            raise Unsupported(f"cache.mla=expanded: method={self.name} {reason}; use cache.mla=latent")
 
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
@@ -162,8 +162,8 @@ class Method:
         found = {**self.settings, "residual": asdict(self.residual), "kept_ids": kept, "tables": tables}
         if self.window_layers is WindowLayers.keep:
             found["window_layers"] = self.window_layers.value
-        if self.latent is Latent.expanded:
-            found["latent"] = self.latent.value
+        if self.mla is Mla.expanded:
+            found["latent"] = self.mla.value
         return found
 
     def _tables(self, layers: int) -> dict[str, Tensor]:
@@ -246,7 +246,7 @@ class Method:
             own = zip(backends, held, strict=True)
             return [TransformersLayer(backend, self.residual.key, f"layer {one.index}") for backend, one in own]
         # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
-        if self.plan or self.eviction:
+        if self.token_policy or self.eviction:
             if getattr(config, "kv_lora_rank", None):
                 raise Unsupported(f"method={self.name}: goes by keys that the model expands from the latent it caches")
             held = [replace(one, window=None) for one in held]
@@ -256,8 +256,8 @@ class Method:
         ]
         if packed:
             return [packed_layer(layer, packed_side_of) for layer in layers]
-        if self.plan is not None:
-            return self.plan.layers(self.name, layers, keep_decoded)
+        if self.token_policy is not None:
+            return self.token_policy.layers(self.name, layers, keep_decoded)
         return layers if self.eviction is None else self.eviction.layers(layers, config)
 
     @property

@@ -21,7 +21,7 @@ from kvq.codecs.packed import by_token, together
 from kvq.codecs.rope import Rope
 from kvq.codecs.split import TIER_BITS
 from kvq.errors import ConfigError
-from kvq.methods.plan import DeferredSide, MixedPrecision, PlannedLayer
+from kvq.methods.mixed_precision import DeferredSide, MixedPrecision, PlannedLayer
 
 Tiers = UInt8[Tensor, "batch heads tokens"]
 States = Float[Tensor, "batch heads tokens head_dim"]
@@ -293,20 +293,20 @@ class TierSide(DeferredSide):
 class TierLayer(PlannedLayer):
     """Keys and values of one layer, whose tokens move between tiers by the attention they receive."""
 
-    def __init__(self, like: KVCacheLayer, plan: AdaptiveTiers, keep_decoded: bool) -> None:
+    def __init__(self, like: KVCacheLayer, policy: AdaptiveTiers, keep_decoded: bool) -> None:
         key, value = (TierSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value))
         for side in (key, value):
             split = None if side.codec is None else side.codec.quantizer
             if not isinstance(split, TokenTiers) or side.codec is None or side.codec.stages:
                 raise ConfigError(
-                    "method.plan: AdaptiveTiers needs codecs without stages over TokenTiers for keys and values"
+                    "method.token_policy: AdaptiveTiers needs codecs without stages over TokenTiers for keys and values"
                 )
-            if len(split.codecs) != len(plan.thresholds) + 1:
+            if len(split.codecs) != len(policy.thresholds) + 1:
                 raise ConfigError(
-                    f"method.plan.thresholds={plan.thresholds}: one less than the {len(split.codecs)} tiers"
+                    f"method.token_policy.thresholds={policy.thresholds}: one less than the {len(split.codecs)} tiers"
                 )
         super().__init__(key, value, False)
-        self.plan = plan
+        self.policy = policy
 
     @property
     @override
@@ -326,7 +326,7 @@ class TierLayer(PlannedLayer):
 
     @override
     def observe(self, attended: Attended) -> None:
-        decay = self.plan.decay
+        decay = self.policy.decay
         for weights in attended.chunks():
             rows = weights.shape[-2]
             later = torch.arange(rows - 1, -1, -1, device=weights.device, dtype=weights.dtype)
@@ -337,7 +337,7 @@ class TierLayer(PlannedLayer):
         """Exponential means of the weights of the first tokens, over the queries that each was seen by."""
         assert self._received is not None
         seen = torch.arange(self._received.shape[-1], 0, -1, device=self._received.device)[:tokens]
-        return self._received[..., :tokens] / (1 - self.plan.decay ** seen.to(self._received.dtype))
+        return self._received[..., :tokens] / (1 - self.policy.decay ** seen.to(self._received.dtype))
 
     def _settle(self) -> None:
         assert isinstance(self.key, TierSide)
@@ -346,9 +346,9 @@ class TierLayer(PlannedLayer):
         if not gone:
             return
         scores, seen = self._scores(held + gone), self.key.tokens
-        tiers = self.plan.tiers(scores, seen)
+        tiers = self.policy.tiers(scores, seen)
         if held:
             old = self.key.store.tiers
-            tiers[..., :held] = self.plan.tiers(scores[..., :held], seen, old)
+            tiers[..., :held] = self.policy.tiers(scores[..., :held], seen, old)
         for side in (self.key, self.value):
             side.revise(tiers)

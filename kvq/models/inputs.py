@@ -61,7 +61,7 @@ class Inputs:
         """Fingerprint of the weights; of a task that reads none, the model's shape."""
         if self.reads_weights:
             return model_fingerprint(self.config.model)
-        return cache_shape(self.config.model, self.config.cache.latent).name
+        return cache_shape(self.config.model, self.config.cache.mla).name
 
     @property
     def reads_weights(self) -> bool:
@@ -95,20 +95,20 @@ class Inputs:
 
     @property
     def _shape(self) -> tuple[list[int], int | None]:
-        latent = self.config.cache.latent
+        mla = self.config.cache.mla
         if not self.reads_weights:
-            shape = cache_shape(self.config.model, latent)
+            shape = cache_shape(self.config.model, mla)
             return shape.head_dims, shape.context
         timed = is_timed(self.config.task)
-        name = (self._model_name, latent, timed)
-        return self.shared("shape", name, lambda: shape_of(self.config.model, latent, timed))
+        name = (self._model_name, mla, timed)
+        return self.shared("shape", name, lambda: shape_of(self.config.model, mla, timed))
 
     @property
     def names(self) -> tuple[str, str]:
         """Names of the inputs, different for different ones: the model on its device, and the text as tokens."""
         merged = self.config.method.merge_rotation, self.config.method.merge_key_rotation
         return (
-            repr((self._placed_model, self.config.cache_dtype, self.config.cache.latent, *merged)),
+            repr((self._placed_model, self.config.cache_dtype, self.config.cache.mla, *merged)),
             repr((self.config.dataset, self._model_name, self.tokens.fingerprint)),
         )
 

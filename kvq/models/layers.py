@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.config.run import Latent
+from kvq.config.run import Mla
 from kvq.errors import Unsupported
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding")
@@ -36,12 +36,12 @@ class KvLayer:
     window: int | None
 
 
-def kv_layers_of(config: Any, latent: Latent = Latent.latent) -> list[KvLayer]:
+def kv_layers_of(config: Any, mla: Mla = Mla.latent) -> list[KvLayer]:
     """The layers of a model that have keys and values of their own, in order.
 
     Args:
         config: a transformers text configuration.
-        latent: what is cached of multi-head latent attention.
+        mla: what is cached of multi-head latent attention.
 
     Raises:
         Unsupported: no layer has, or some layer caches something that is neither keys and values nor a state; a model
@@ -55,9 +55,9 @@ def kv_layers_of(config: Any, latent: Latent = Latent.latent) -> list[KvLayer]:
     if (outside := _OUTSIDE.get(getattr(config, "model_type", ""))) is not None:
         raise Unsupported(f"model: {name} {outside}")
     count = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    if latent is Latent.expanded and latent_numbers(config) is None:
-        raise Unsupported(f"cache.latent=expanded: model: {name} caches no latent; use cache.latent=latent")
-    found = [_kv_layer(config, index, latent) for index in range(count) if kinds[index] in _ATTENTION]
+    if mla is Mla.expanded and latent_numbers(config) is None:
+        raise Unsupported(f"cache.mla=expanded: model: {name} caches no latent; use cache.mla=latent")
+    found = [_kv_layer(config, index, mla) for index in range(count) if kinds[index] in _ATTENTION]
     if not found:
         raise Unsupported(f"model: {name} has no keys and values, only states of fixed size")
     return found
@@ -69,13 +69,13 @@ def latent_numbers(config: Any) -> int | None:
     return int(rank) + int(config.qk_rope_head_dim) if rank else None
 
 
-def head_dims_of(config: Any, latent: Latent = Latent.latent) -> list[int]:
+def head_dims_of(config: Any, mla: Mla = Mla.latent) -> list[int]:
     """Channels of a cached key per head, of every layer that has keys and values of its own.
 
     Raises:
         Unsupported: as `kv_layers_of`.
     """
-    return [layer.head_dim for layer in kv_layers_of(config, latent)]
+    return [layer.head_dim for layer in kv_layers_of(config, mla)]
 
 
 def places_of(config: Any) -> dict[int, int]:
@@ -111,11 +111,11 @@ def layer_config(config: Any, index: int) -> Any:
     return config if own is None else own[index]
 
 
-def _kv_layer(config: Any, index: int, latent: Latent) -> KvLayer:
+def _kv_layer(config: Any, index: int, mla: Mla) -> KvLayer:
     window = window_of(config, index)
     if rank := getattr(config, "kv_lora_rank", None):
         rotated = int(config.qk_rope_head_dim)
-        if latent is Latent.latent:
+        if mla is Mla.latent:
             return KvLayer(index, int(rank), rotated, window)
         return KvLayer(index, int(config.qk_nope_head_dim) + rotated, int(config.v_head_dim), window)
     head_dim = _head_dim(layer_config(config, index), config)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvq.config.run import Latent
+from kvq.config.run import Mla
 from kvq.errors import Unsupported
 from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, layer_config, state_layers_of
 from kvq.models.load import longest_context, text_config_of
@@ -151,7 +151,7 @@ def shipped() -> dict[str, dict[str, int]]:
     return known
 
 
-def cache_shape(config: ModelConfig, latent: Latent = Latent.latent) -> CacheShape:
+def cache_shape(config: ModelConfig, mla: Mla = Mla.latent) -> CacheShape:
     """The shape of `model.path`; of a hub id that is not shipped, from its configuration file.
 
     Raises:
@@ -160,21 +160,21 @@ def cache_shape(config: ModelConfig, latent: Latent = Latent.latent) -> CacheSha
         Unsupported: as `kv_layers_of`.
     """
     known = shipped().get(config.path)
-    if known is not None and latent is Latent.latent:
+    if known is not None and mla is Mla.latent:
         kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])
         return CacheShape((kind,), longest_context(config, SimpleNamespace(max_position_embeddings=known["context"])))
     text = text_config_of(config)
-    counts = Counter(_kind(text, layer, latent) for layer in kv_layers_of(text, latent))
+    counts = Counter(_kind(text, layer, mla) for layer in kv_layers_of(text, mla))
     layers = tuple(replace(kind, count=count) for kind, count in counts.items())
     return CacheShape(layers, longest_context(config, text), state_bytes_of(text))
 
 
-def _kind(text: Any, layer: KvLayer, latent: Latent) -> LayerKind:
+def _kind(text: Any, layer: KvLayer, mla: Mla) -> LayerKind:
     if latent_numbers(text) is None:
         own = layer_config(text, layer.index)
         heads = int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
     else:
-        heads = 1 if latent is Latent.latent else int(text.num_attention_heads)
+        heads = 1 if mla is Mla.latent else int(text.num_attention_heads)
     return LayerKind(
         1, heads, layer.head_dim, None if layer.value_dim == layer.head_dim else layer.value_dim, layer.window
     )

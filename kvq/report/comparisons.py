@@ -20,7 +20,7 @@ from kvq.errors import RecordError
 from kvq.report.labels import by_bits, labelled
 from kvq.results import Broken, Record, Store
 from kvq.results.metrics import is_lower_better
-from kvq.results.noise import Family, family, judge_items
+from kvq.results.noise import Family, compare_items, family
 from kvq.results.presets import parse_label, part_of
 from kvq.results.statistics import (
     ALPHA,
@@ -276,7 +276,7 @@ def _with_verdicts(record: Record, known: Mapping[str, Record], store: Store, od
         floor = full.metrics.get("noise_flips", 0.0)
         if any(is_lower_better(str(row["metric"])) for row in store.samples_of(record) if "metric" in row):
             pairs = -pairs
-        metrics |= judge_items(pairs[:, 0], pairs[:, 1], margin=margin, noise_flips=floor)
+        metrics |= compare_items(pairs[:, 0], pairs[:, 1], margin=margin, noise_flips=floor)
     except (RecordError, KeyError, TypeError, ValueError):
         pass
     return record.model_copy(update={"metrics": metrics})

@@ -28,12 +28,12 @@ from kvq.results.statistics import ALPHA, Items, Losses, fewest_to_differ, flips
 NOISE_RULE = (
     "A difference in loss is beyond noise where any row of the table has as large a t in at most "
     f"{100 * ALPHA:g}% of the flips of the windows' signs, the same for all rows (step-down max-T); pairs of rows are "
-    "judged in the same way, all pairs at once."
+    "tested in the same way, all pairs at once."
 )
 FRONTIER_RULE = (
     "Bold in tables and rings in figures are the frontier of bits and loss: no method of equal or fewer bits is better "
     "beyond noise, and it beats the ring to its left beyond noise; what is within noise of full precision competes, "
-    "but is marked ≈ alone."
+    "but is only marked ≈."
 )
 """What tables, figures, the page and README say, word for word."""
 
@@ -165,7 +165,7 @@ def needed_for_not_worse(margin: float, binary: bool) -> int:
     return next(items for items in itertools.count(1) if weights @ (1 + bets * margin / 2) ** items >= 1 / ALPHA)
 
 
-def judge_items(ours: Items, theirs: Items, *, margin: float, noise_flips: float = 0.0) -> dict[str, float]:
+def compare_items(ours: Items, theirs: Items, *, margin: float, noise_flips: float = 0.0) -> dict[str, float]:
     """The metrics of a paired comparison of scores, those of full precision second.
 
     Args:

@@ -131,7 +131,11 @@ def said(setting: str, value: str) -> str:
         value = value[:8]
     if setting in _WORDS:
         return f"{_WORDS[setting]} {_text(value)}"
-    parts = [part for part in setting.split(".") if part not in ("method", "quantizer", "stages", "_target_")]
+    parts = [
+        RENAMED.get(part, part)
+        for part in setting.split(".")
+        if part not in ("method", "quantizer", "stages", "_target_")
+    ]
     side = next((part for part in parts if part in SIDES), None)
     parts = [part for part in parts if part != side]
     if parts and parts[-1] in ("size", "policy") and len(parts) > 1:
@@ -243,7 +247,9 @@ def _others(ours: Settings, theirs: Settings) -> list[str]:
         if name == "calibration" and mine is None:
             continue  # a task that reads no weights calibrates nothing
         if mine is None:
-            out.append(f"− {name.replace('_', ' ')}" if isinstance(preset, Mapping) else said(name, "none"))
+            out.append(
+                f"− {RENAMED.get(name, name).replace('_', ' ')}" if isinstance(preset, Mapping) else said(name, "none")
+            )
             continue
         leaves = dict(flatten(preset, name)) if preset is not None else {}
         changed = {path: value for path, value in flatten(mine, name) if leaves.get(path) != value}

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Final
 
+from kvq.config.method import RENAMED
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import RecordError
@@ -113,10 +114,10 @@ def versions_of_parts(method: Any) -> Versions:
 
 def is_stale(record: Record) -> bool:
     """Return whether a part that made a record has another version since, or is gone; nothing is imported."""
-    return judge()(record)
+    return staleness()(record)
 
 
-def judge() -> Callable[[Record], bool]:
+def staleness() -> Callable[[Record], bool]:
     """Make an `is_stale` for many records: it reads each file outside the package once."""
     now = functools.cache(_now)
     return lambda record: any(now(name) != version for name, version in _deciding(record))
@@ -130,8 +131,8 @@ def _deciding(record: Record) -> Iterator[tuple[str, int | str]]:
 
 def _targets(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
-        if isinstance(value.get("_target_"), str):
-            yield value["_target_"]
+        if isinstance(target := value.get("_target_"), str):
+            yield RENAMED.get(target, target)
         for item in value.values():
             yield from _targets(item)
     elif isinstance(value, list | tuple):

@@ -24,7 +24,7 @@ from kvq.config.tasks import ItemsConfig, Prefill
 from kvq.errors import DataError
 from kvq.results.journal import Journal
 from kvq.results.metrics import units_of
-from kvq.results.noise import judge_items
+from kvq.results.noise import compare_items
 from kvq.results.provenance import timed
 from kvq.results.statistics import paired_mean
 from kvq.tasks.measurement import RECOMPRESSED, STATES, STORED, Baseline, Measurement, storage_metrics
@@ -277,12 +277,12 @@ def changed(samples: Sequence[Sample], other: Sequence[Sample]) -> float:
 
 
 def compare(samples: Sequence[Sample], baseline: Baseline, task: ItemsConfig, name: str) -> dict[str, float]:
-    """The paired difference from full precision, its bootstrap error, and its tests (`judge_items`)."""
+    """The paired difference from full precision, its bootstrap error, and its tests (`compare_items`)."""
     pairs = paired(samples, baseline.samples)
     ours, theirs = (np.array([pair[side]["score"] for pair in pairs], dtype=np.float64) for side in (0, 1))
     found = paired_mean(ours, theirs, resamples=task.resamples)
     floor = baseline.metrics.get("noise_flips", 0.0)
-    return found.metrics(f"delta_{name}") | judge_items(ours, theirs, margin=task.margin, noise_flips=floor)
+    return found.metrics(f"delta_{name}") | compare_items(ours, theirs, margin=task.margin, noise_flips=floor)
 
 
 def say(items: Mapping[str, str], what: str) -> None:

@@ -26,7 +26,7 @@ from kvq.diagnostics.fidelity import relative_mse, weighted_mse
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
-from kvq.methods.plan import MixedPrecision, Saliency
+from kvq.methods.mixed_precision import MixedPrecision, Saliency
 from kvq.methods.tiers import AdaptiveTiers, TierStore
 from kvq.models.inputs import Inputs
 from kvq.results import run_key
@@ -123,9 +123,9 @@ def check_known(
         apart: whether the task has tokens to which codebooks are fitted.
     """
     name = inputs.config.task.name
-    plan = method.plan
-    by_one_query = isinstance(plan, Saliency) and not plan.recent and not plan.random
-    known = replace(method, plan=None) if by_one_query or isinstance(plan, plans) else method
+    policy = method.token_policy
+    by_one_query = isinstance(policy, Saliency) and not policy.recent and not policy.random
+    known = replace(method, token_policy=None) if by_one_query or isinstance(policy, plans) else method
     check_codecs_alone(known, name, apart)
     for side in SIDES:
         codec = getattr(method, side)
@@ -134,7 +134,7 @@ def check_known(
                 f"task={name}: its states have no positions, which {side}s of {method.name} are turned by"
             )
     other = against(inputs, 64)
-    if other is not None and (other.is_full_precision or other.plan is not None or other.is_calibrated):
+    if other is not None and (other.is_full_precision or other.token_policy is not None or other.is_calibrated):
         raise Unsupported(f"task.against={other.name}: a method of nothing but codecs that is not calibrated")
 
 
@@ -294,7 +294,7 @@ def measure_random(inputs: Inputs, method: Method, baseline: Baseline | None, jo
     found, other = PlaceMeans(), against(inputs, task.head_dim)
     for draw in range(0 if method.is_full_precision else task.draws):
         known = drawn(task, draw)
-        if isinstance(method.plan, AdaptiveTiers):
+        if isinstance(method.token_policy, AdaptiveTiers):
             assert method.key is not None
             found.add(draw, known, {}, {})
             found.note(draw, moved(method.key, known.key))

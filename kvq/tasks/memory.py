@@ -234,7 +234,7 @@ def rows_of(shape: CacheShape, method: Method, tokens: int, measured: bool) -> l
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """Bytes by part for every length, keys and values apart."""
     task: MemoryConfig = inputs.config.task
-    shape = cache_shape(inputs.config.model, method.latent)
+    shape = cache_shape(inputs.config.model, method.mla)
     rows = [row for tokens in sorted(task.lengths) for row in rows_of(shape, method, tokens, tokens <= task.measured)]
     metrics: dict[str, float] = {}
     for tokens in sorted(task.lengths):
@@ -265,7 +265,7 @@ def check(inputs: Inputs, method: Method) -> None:
     task: MemoryConfig = inputs.config.task
     check_codecs_alone(method, task.name)
     check_layers_alike(method, task.name)
-    shape = cache_shape(inputs.config.model, method.latent)
+    shape = cache_shape(inputs.config.model, method.mla)
     for kind, side in itertools.product(shape.layers, ("key", "value")):
         if (codec := getattr(method, side)) is not None:
             codec.check(kind.dim(side))
@@ -391,6 +391,6 @@ def _metrics_of_reuse(rows: Sequence[Row]) -> dict[str, float]:
 
 TASKS = {
     # Bytes depend on the model's shape, not on text.
-    "memory": Task(check, measure, lambda inputs: cache_shape(inputs.config.model, inputs.config.cache.latent).name),
+    "memory": Task(check, measure, lambda inputs: cache_shape(inputs.config.model, inputs.config.cache.mla).name),
     "reuse": Task(check_reuse, measure_reuse),
 }

@@ -81,7 +81,7 @@ def parallel_method(method: Method) -> Method:
 
 def without_codecs(method: Method) -> Method:
     """Full precision under the residual of a method, so that both cut a text alike."""
-    return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None, latent=method.latent)
+    return Method(name="fp16", key=None, value=None, residual=method.residual, bits=None, mla=method.mla)
 
 
 @torch.no_grad()
@@ -183,7 +183,9 @@ def check_codecs_alone(method: Method, task: str, apart: bool = False) -> None:
 
     `apart`: the task has tokens to which a method is fitted, and others.
     """
-    if any(part is not None for part in (method.plan, method.eviction, method.kept_keys, method.sink_detection)):
+    if any(
+        part is not None for part in (method.token_policy, method.eviction, method.kept_keys, method.sink_detection)
+    ):
         raise Unsupported(f"task={task}: tries only codecs; {method.name} also chooses tokens in a cache")
     if method.merged is not None:
         raise Unsupported(f"task={task}: tries only codecs; states of {method.name} are rotated by a model's weights")
@@ -209,7 +211,7 @@ def check_at_once(method: Method, scoring: Scoring) -> None:
     """Raise `Unsupported` for a method that cannot be scored with all tokens at once."""
     if method.eviction is not None and scoring is Scoring.parallel:
         raise Unsupported("task.scoring=parallel: eviction has an order; use task.scoring=generation or continuation")
-    if method.plan is not None and scoring is not Scoring.generation:
+    if method.token_policy is not None and scoring is not Scoring.generation:
         raise Unsupported(
             f"task.scoring={scoring}: {method.name} chooses tokens as they leave full precision; use generation"
         )

@@ -64,7 +64,7 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a method without a codec for each side of a layer."""
     task: SensitivityConfig = inputs.config.task
     inputs.check_context(task.context)
-    for part in ("backend", "plan", "eviction", "merged"):
+    for part in ("backend", "token_policy", "eviction", "merged"):
         if getattr(method, part) is not None:
             raise Unsupported(f"task=sensitivity: method={method.name} has {part}, which no single layer can have")
     check_scoring(method, protocol(task))
@@ -74,7 +74,7 @@ def check(inputs: Inputs, method: Method) -> None:
 
 def check_heads(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a codec that does not encode each head by itself."""
-    for layer in kv_layers_of(inputs.model.text_config, inputs.config.cache.latent):
+    for layer in kv_layers_of(inputs.model.text_config, inputs.config.cache.mla):
         for side, dim in zip(SIDES, (layer.head_dim, layer.value_dim), strict=True):
             codec = method.codec_of(side, layer.index)
             if codec is not None:
@@ -86,7 +86,7 @@ def check_heads(inputs: Inputs, method: Method) -> None:
 
 def layers_of(inputs: Inputs) -> int:
     """Layers of the model that cache keys and values."""
-    return len(kv_layers_of(inputs.model.text_config, inputs.config.cache.latent))
+    return len(kv_layers_of(inputs.model.text_config, inputs.config.cache.mla))
 
 
 def heads_of(inputs: Inputs) -> int:

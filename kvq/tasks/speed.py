@@ -136,7 +136,7 @@ def _watched(config: Config, loaded: LoadedModel, prompt: Tensor) -> Iterator[tu
 
 
 def _method(config: Config, loaded: LoadedModel) -> Method:
-    method = method_of(config, head_dims_of(loaded.text_config, config.cache.latent)[0])
+    method = method_of(config, head_dims_of(loaded.text_config, config.cache.mla)[0])
     if not method.is_calibrated:
         return method
     return bind_calibration(method, loaded.model, files.file_of(Inputs(config)))  # which the run has written

@@ -115,7 +115,7 @@ def test_prompt_lookup_is_greedy(model, given):
 
 def lasts(method: Method) -> bool:
     """What comes moves or changes tokens that are already held."""
-    return not method.plan is method.eviction is method.backend is None
+    return not method.token_policy is method.eviction is method.backend is None
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,9 +17,10 @@ from kvq.config.choices import choices_in, find
 from kvq.config.composing import CONFIG_NAME
 from kvq.config.identity import canonical
 from kvq.config.merging import Files, by_hydra, merged
-from kvq.config.method import EARLIER, RENAMED, with_current_names, with_names
+from kvq.config.method import EARLIER, with_current_names, with_names
 from kvq.errors import ConfigError
 from kvq.methods.build import method_of
+from kvq.results.versions import versions_of
 
 TABLE = """
 defaults: [/method/kivi@_here_, _self_]
@@ -113,10 +115,10 @@ def test_no_name_is_twice_and_every_table_has_rows() -> None:
     assert (conf_dir() / f"{CONFIG_NAME}.yaml").is_file()
 
 
-@pytest.mark.parametrize(("earlier", "name"), RENAMED.items())
-def test_a_setting_by_its_earlier_name_is_the_same_run(earlier: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "value"), [("rounding", "up"), ("min_scale", 0.5), ("scale_dtype", "float32")])
+def test_a_setting_by_its_earlier_name_is_the_same_run(name: str, value: Any) -> None:
     """On the command line, in a file and as a Python call; keys and records keep the earlier name."""
-    value = {"rounding": "up", "min_scale": 0.5, "scale_dtype": "float32"}[name]
+    earlier = EARLIER[name]
     word = f"++method.key.quantizer.{{}}={value}"
     ours, theirs = (resolve(compose(["method=kivi", "bits=2", word.format(one)])) for one in (name, earlier))
     assert canonical(ours, "", "") == canonical(theirs, "", "")
@@ -126,9 +128,44 @@ def test_a_setting_by_its_earlier_name_is_the_same_run(earlier: str, name: str) 
     assert getattr(method_of(ours, 128).key.quantizer, name) is not None  # type: ignore[union-attr]
 
 
+def test_a_token_policy_and_mla_by_their_earlier_names_are_the_same_run() -> None:
+    given = [
+        "method=zipcache",
+        "bits=k4v2",
+        "{}.recent=0.1",
+        "{}._target_=kvq.methods.{}.Saliency",
+        "cache.{}=expanded",
+    ]
+    names = (
+        ("method.token_policy", "method.token_policy", "mixed_precision", "mla"),
+        ("method.plan", "++method.plan", "plan", "latent"),
+    )
+    ours, theirs = (
+        resolve(compose([*given[:2], given[2].format(one), given[3].format(two, three), given[4].format(four)]))
+        for one, two, three, four in names
+    )
+    found = canonical(ours, "", "")
+    assert found == canonical(theirs, "", "")
+    assert found["latent"] == "expanded"
+    assert found["method"]["plan"]["_target_"] == "kvq.methods.plan.Saliency"
+    assert found["method"]["plan"]["recent"] == 0.1
+    assert "Saliency" in versions_of(found)
+    assert resolve(compose(["method=ott", "method.plan=null"])).method.token_policy is None
+
+
 def test_earlier_names_of_presets_as_calls() -> None:
     assert methods.Kitty(bits=2, value={"halves": "up"}) == methods.Kitty(bits=2, value={"rounding": "up"})
-    assert with_current_names(["method.value.quantizer.halves=up", "halves=3"]) == [
-        "method.value.quantizer.rounding=up",
+    given = [
+        "method.value.quantizer.halves=up",
         "halves=3",
+        "plan=true",
+        "task.plan=1",
+        "+method.plan=null",
+        "method.planned=1",
+    ]
+    assert with_current_names(given) == [
+        "method.value.quantizer.rounding=up",
+        *given[1:4],
+        "+method.token_policy=null",
+        given[5],
     ]

@@ -11,7 +11,7 @@ from kvq.codecs import unpack
 from kvq.config import compose, resolve
 from kvq.diagnostics.fidelity import weighted_mse
 from kvq.errors import ConfigError
-from kvq.methods.plan import Saliency
+from kvq.methods.mixed_precision import Saliency
 from kvq.models import load_model, load_tokenizer
 from kvq.tasks.scoring import generation_bounds
 from tests.random_models import in_double_precision, llama, random_llama, token_ids
@@ -34,10 +34,10 @@ def by_hand(query, keys):
 
 
 def test_a_block_is_ranked_by_its_last_query_alone():
-    plan = Saliency(recent=0, random=0)
+    policy = Saliency(recent=0, random=0)
     for start, length in ((0, 16), (32, 16), (0, 1)):
-        assert plan.probes(start, length).tolist() == [length - 1]
-        assert plan.divisors(start, length).tolist() == [1] * length
+        assert policy.probes(start, length).tolist() == [length - 1]
+        assert policy.divisors(start, length).tolist() == [1] * length
     with pytest.raises(ConfigError, match="recent=-1, random=0: shares, together at most 1"):
         Saliency(recent=-1, random=0)
 

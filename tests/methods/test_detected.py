@@ -171,7 +171,7 @@ def test_states_must_be_seen() -> None:
     [
         (["sink_detection.share=0"], "method.sink_detection of kivi/kvsink: share=0: above 0, below 1"),
         (["sink_detection.share=1"], "method.sink_detection of kivi/kvsink: share=1: above 0, below 1"),
-        (["sink_tokens=4"], "method.sink_detection of kivi/kvsink: not beside sink_tokens, kept_keys, a plan"),
+        (["sink_tokens=4"], "method.sink_detection of kivi/kvsink: not beside sink_tokens, kept_keys, a token policy"),
         (["kept_keys.texts=[a]"], "method.kept_keys of kivi/kvsink|not beside sink_tokens, kept_keys"),
     ],
 )

@@ -228,14 +228,14 @@ def zipcache(name: str) -> float:
     keys, values, queries = prompt(100)
     layer, method = layer_of(name)
     seen = chosen.weights(queries[0].numpy(), keys[0].numpy())
-    salient = chosen.zipcache_salient(seen, method.plan.probes(0, 100).tolist(), 0.6, name.endswith("released"))
+    salient = chosen.zipcache_salient(seen, method.token_policy.probes(0, 100).tolist(), 0.6, name.endswith("released"))
     expected = [chosen.zipcache(side[0].numpy(), salient, side is keys) for side in (keys, values)]
     return worst(zip(fed(layer, keys, values, queries), expected, strict=True))
 
 
 def ott() -> float:
     keys, values, queries = prompt(266)
-    layer, _ = layer_of("ott", "plan.exempt_layers=0")
+    layer, _ = layer_of("ott", "token_policy.exempt_layers=0")
     return worst(zip(fed(layer, keys, values, queries), chosen.ott(keys[0].numpy(), values[0].numpy(), 2), strict=True))
 
 

@@ -119,7 +119,7 @@ def test_a_part_of_another_kind_is_refused(target: str, name: str) -> None:
         ("nsn", "+key.quantizer._args_=[3]", "_args_: not an argument of kvq.codecs.UniformQuantizer"),
         ("nsn", "+key.quantizer._partial_=true", "_partial_: not an argument of kvq.codecs.UniformQuantizer"),
         ("h2o", "eviction.least=[3]", r"least=\[3\]: .*HeavyHitters takes int$"),
-        ("ott", "plan.pool={a: 3}", r"pool=\{'a': 3\}: .*OutlierTokens takes int$"),
+        ("ott", "token_policy.pool={a: 3}", r"pool=\{'a': 3\}: .*OutlierTokens takes int$"),
     ],
 )
 def test_overrides_of_parts(method: str, override: str, says: str) -> None:

@@ -80,7 +80,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "backend",
         "first_layers",
         "eviction",
-        "plan",
+        "token_policy",
         "calibration",
         "sink_tokens",
         "kept_keys",

@@ -60,7 +60,7 @@ class ByHand:
     """One KV head with two query heads: lists of weights, of tiers and of decoded tokens."""
 
     def __init__(self, method):
-        self.plan, self.size = method.plan, method.residual.key.size
+        self.policy, self.size = method.token_policy, method.residual.key.size
         self.codecs = [list(codec.quantizer.codecs.values()) for codec in (method.key, method.value)]
         self.states, self.weights, self.tiers, self.moves = ([], []), [], [], 0
 
@@ -81,11 +81,11 @@ class ByHand:
     def revise(self):
         total = len(self.weights)
         for token, weights in enumerate(self.weights):
-            value = score(weights, self.plan.decay)
-            levels = [threshold / total for threshold in self.plan.thresholds]
+            value = score(weights, self.policy.decay)
+            levels = [threshold / total for threshold in self.policy.thresholds]
             fresh = token >= len(self.tiers)
             new = sum(value < level for level in levels) if fresh else None
-            new = moved(self.tiers[token], value, levels, self.plan.hysteresis) if new is None else new
+            new = moved(self.tiers[token], value, levels, self.policy.hysteresis) if new is None else new
             if fresh or new != self.tiers[token]:
                 self.moves += 2 * (not fresh)
                 for codecs, held in zip(self.codecs, self.states, strict=True):
@@ -144,10 +144,10 @@ def test_thresholds_scale_with_the_number_of_tokens():
     """Uniform attention: absolute thresholds put every token of 2048 into the last tier, whatever suited 16 tokens."""
     bits = {True: [], False: []}
     for relative, thresholds in ((True, [2, 0.5, 0.125]), (False, [0.1, 0.03, 0.01])):
-        plan = AdaptiveTiers(thresholds=thresholds, relative=relative)
+        policy = AdaptiveTiers(thresholds=thresholds, relative=relative)
         for count in (16, 64, 2048):
             uniform = torch.full((1, 2, count), 1 / count)
-            found = plan.tiers(uniform, count).unique()
+            found = policy.tiers(uniform, count).unique()
             assert len(found) == 1
             bits[relative].append(4 - int(found))
     print(f"bits under uniform attention at T=16, 64, 2048: relative {bits[True]}, absolute {bits[False]}")
@@ -161,10 +161,10 @@ def test_thresholds_scale_with_the_number_of_tokens():
     hysteresis=st.sampled_from([0, 0.25, 0.9]),
 )
 def test_hysteresis_by_its_definition(start, values, hysteresis):
-    plan = AdaptiveTiers(hysteresis=hysteresis)
+    policy = AdaptiveTiers(hysteresis=hysteresis)
     now, expected = torch.tensor([start], dtype=torch.uint8), start
     for value in values:
-        now = plan.tiers(torch.tensor([value / 100], dtype=torch.float64), 100, now)
+        now = policy.tiers(torch.tensor([value / 100], dtype=torch.float64), 100, now)
         expected = moved(expected, value, [2, 0.5, 0.125], hysteresis)
         if all(abs(value - t * (1 + side * hysteresis)) > 1e-9 for t in (2, 0.5, 0.125) for side in (-1, 1)):
             assert now.tolist() == [expected]
@@ -245,9 +245,9 @@ PER_CHANNEL = Codec({}, [], UniformQuantizer(2, "per_channel"))
         (lambda m: TokenTiers([PER_CHANNEL] * 2), Unsupported, r"tiers.0: its tokens share statistics"),
         (lambda m: TokenTiers([PER_CHANNEL]), ConfigError, "tiers: 1 codecs; 2 to 4"),
         (
-            lambda m: KVCache(m, tiers("plan.thresholds=[1]")),
+            lambda m: KVCache(m, tiers("token_policy.thresholds=[1]")),
             ConfigError,
-            r"method.plan.thresholds=\[1\]: one less than the 4 tiers",
+            r"method.token_policy.thresholds=\[1\]: one less than the 4 tiers",
         ),
         (
             lambda m: KVCache(m, dataclasses.replace(tiers(), key=kvq.build_method("turboquant", head_dim=DIM).key)),
@@ -256,7 +256,7 @@ PER_CHANNEL = Codec({}, [], UniformQuantizer(2, "per_channel"))
         ),
         (lambda m: tiers("residual.key.size=8"), ConfigError, "plans keys and values together"),
         (lambda m: KVCache(m, tiers(), quantized_prefill=True), Unsupported, "quantized_prefill"),
-        (lambda m: KVCache(m, tiers(), attention="packed"), Unsupported, "has plan; use cache.attention=dense"),
+        (lambda m: KVCache(m, tiers(), attention="packed"), Unsupported, "has token_policy; use cache.attention=dense"),
     ],
 )
 def test_what_it_refuses(make, kind, message, model):

@@ -15,7 +15,7 @@ from kvq.cache import KVCache
 from kvq.config import compose, resolve
 from kvq.config.diagnostics import MemoryConfig
 from kvq.config.identity import canonical
-from kvq.config.run import Latent
+from kvq.config.run import Mla
 from kvq.config.tasks import Prefill
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
@@ -32,7 +32,7 @@ from tests.random_models import in_double_precision, token_ids
 from tests.tasks.diagnosed import DiagnosedInputs
 from tests.tasks.test_scoring import chunked
 
-EXPANDED = "cache.latent=expanded"
+EXPANDED = "cache.mla=expanded"
 
 
 def expanded(name: str, *overrides: str) -> Method:
@@ -74,10 +74,10 @@ def test_bytes_count_against_what_is_held_and_against_the_latent(name: str, tmp_
     """Of random models in 16 bits, and by `task=memory` from the configuration alone."""
     model, tokens = copy.deepcopy(family(name).model).bfloat16(), 40
     config = model.config.get_text_config()
-    layers = kv_layers_of(config, Latent.expanded)
+    layers = kv_layers_of(config, Mla.expanded)
     model.config.save_pretrained(tmp_path)
     inputs = DiagnosedInputs(MemoryConfig(), path=str(tmp_path))
-    shape = cache_shape(inputs.config.model, Latent.expanded)
+    shape = cache_shape(inputs.config.model, Mla.expanded)
     each = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     numbers = each / (config.kv_lora_rank + config.qk_rope_head_dim)
     for method in (expanded("fp16"), kivi("block")):
@@ -125,14 +125,12 @@ def test_the_record_says_that_latents_were_expanded() -> None:
     ],
 )
 def test_methods_that_go_by_what_is_not_there_are_refused(chosen: str, why: str) -> None:
-    with pytest.raises(
-        Unsupported, match=rf"^cache\.latent=expanded: method={chosen} ({why}).*; use cache\.latent=latent$"
-    ):
+    with pytest.raises(Unsupported, match=rf"^cache\.mla=expanded: method={chosen} ({why}).*; use cache\.mla=latent$"):
         expanded(chosen)
 
 
 def test_models_and_uses_that_have_no_expanded_form_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match=r"^cache\.latent=expanded: model: LlamaConfig caches no latent; use"):
+    with pytest.raises(Unsupported, match=r"^cache\.mla=expanded: model: LlamaConfig caches no latent; use"):
         KVCache(family("llama").model, kivi())
     loaded = family("deepseek_v2")
     cache = KVCache(loaded.model, kivi())
@@ -142,7 +140,7 @@ def test_models_and_uses_that_have_no_expanded_form_are_refused(tmp_path: Path) 
     other = copy.deepcopy(loaded.model)
     attention = other.model.layers[0].self_attn
     attention.__dict__["expand_kv"] = None
-    with pytest.raises(Unsupported, match=r"^cache\.latent=expanded: model: .*Attention has no step that expands the"):
+    with pytest.raises(Unsupported, match=r"^cache\.mla=expanded: model: .*Attention has no step that expands the"):
         KVCache(other, kivi())
 
 

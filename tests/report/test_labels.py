@@ -62,7 +62,7 @@ def run(*overrides: str, **changes: Any) -> Record:
         ),
         ("method=oscar method.key.order=[norm,hadamard]", "oscar, key order norm, hadamard"),
         ("method=kvquant method.calibration.dataset=pysource", "kvquant, calibrated on pysource"),
-        ("method=ott method.plan=null", "ott − plan"),
+        ("method=ott method.token_policy=null", "ott − token policy"),
         ("method=kivi task=latency cache.attention=packed", "kivi, packed attention"),
         ("method=kivi task=ppl/nsn", "kivi"),
         ("method=kvquant_plus_plus/tiers", "kvquant_plus_plus/tiers"),

@@ -15,8 +15,8 @@ from scipy import stats
 from kvq.errors import RecordError
 from kvq.results.noise import (
     bounded_not_worse,
+    compare_items,
     differ_p,
-    judge_items,
     needed_for_not_worse,
     not_worse,
     not_worse_p,
@@ -206,13 +206,13 @@ def test_how_many_items_equal_scores_take(margin: float) -> None:
 
 
 def test_what_the_issue_of_few_items_was() -> None:
-    two = judge_items(np.array([0.0, 0.0]), np.array([0.04, 0.03]), margin=0.05)
+    two = compare_items(np.array([0.0, 0.0]), np.array([0.04, 0.03]), margin=0.05)
     assert two == {"flips": 1.0, "within_noise": 1.0, "not_worse": 0.0}
     # Three items of which full precision gets little: not even an equal run is shown to be as good.
     theirs = np.array([0.03, 0.04, 0.02])
     for ours in (np.zeros(3), theirs):
-        assert judge_items(ours, theirs, margin=0.05)["not_worse"] == 0
-        assert judge_items(ours, theirs, margin=0.05)["within_noise"] == 1
+        assert compare_items(ours, theirs, margin=0.05)["not_worse"] == 0
+        assert compare_items(ours, theirs, margin=0.05)["within_noise"] == 1
 
 
 @given(st.integers(2, 400), st.floats(0.0, 1.0), st.sampled_from([0.02, 0.05, 0.2]), st.booleans(), st.integers(0, 99))
@@ -223,16 +223,16 @@ def test_a_run_that_scores_nothing_is_never_not_worse(
     rng = np.random.default_rng(seed)
     theirs = rng.uniform(size=items) * level
     theirs = (theirs > 0.5).astype(float) if binary else theirs
-    found = judge_items(np.zeros(items), theirs, margin=margin)
+    found = compare_items(np.zeros(items), theirs, margin=margin)
     assert found["not_worse"] == 0
-    same = judge_items(theirs, theirs, margin=margin)
+    same = compare_items(theirs, theirs, margin=margin)
     assert same["within_noise"] == 1
     assert same.get("p_value", 1.0) == 1
 
 
 def test_scores_that_are_no_fractions_have_no_margin() -> None:
     ours, theirs = np.linspace(1, 90, 200), np.linspace(2, 91, 200)
-    found = judge_items(ours, theirs, margin=0.05)
+    found = compare_items(ours, theirs, margin=0.05)
     assert "not_worse_p" not in found
     assert found["not_worse"] == 0
     assert found["p_value"] < 1e-3
@@ -241,6 +241,6 @@ def test_scores_that_are_no_fractions_have_no_margin() -> None:
 def test_only_the_same_items() -> None:
     for bad in ((np.ones(3), np.ones(4)), (np.ones(0), np.ones(0))):
         with pytest.raises(RecordError, match="same items"):
-            judge_items(*bad, margin=0.05)
+            compare_items(*bad, margin=0.05)
     with pytest.raises(RecordError, match="margin=1"):
-        judge_items(np.ones(3), np.ones(3), margin=1.0)
+        compare_items(np.ones(3), np.ones(3), margin=1.0)

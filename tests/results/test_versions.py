@@ -13,7 +13,7 @@ import pytest
 
 import kvq
 from kvq.errors import RecordError
-from kvq.results import Store, is_stale, judge, versions
+from kvq.results import Store, is_stale, staleness, versions
 from kvq.results.versions import declared, versions_of
 from tests.results import made
 
@@ -59,7 +59,7 @@ def test_a_raised_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_stale(record)
     monkeypatch.setattr(versions, "declared", lambda: {**declared(), "Codec": 99})
     assert is_stale(record)
-    assert judge()(record)
+    assert staleness()(record)
     assert is_stale(made.record("kivi", "2", versions={"ThatIsGone": 1}))
 
 

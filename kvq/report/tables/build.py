@@ -35,7 +35,7 @@ from kvq.report.labels import by_bits, is_variant, label, model_name, protocol_d
 from kvq.report.labels import protocol as protocol_of
 from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, Texts, columns_of
 from kvq.report.tables.notes import notes_of
-from kvq.results import Broken, Record, Store, judge, run_key
+from kvq.results import Broken, Record, Store, run_key, staleness
 from kvq.results.presets import PROTOCOL, cache_dtype, flatten, joined, said, settings_of
 from kvq.results.statistics import holm
 
@@ -78,7 +78,7 @@ def build_tables(
     unused: dict[Path, str] = {}
     comparisons = Comparisons(lambda record: samples_of(record, store, unused))
     limits = limits_of(records, comparisons.samples)
-    stale = stale or judge()
+    stale = stale or staleness()
     tables, odd = [], list(broken)
 
     def skip(record: Record, reason: str) -> None:

@@ -14,7 +14,7 @@ from kvq.report.tables.formats import PREAMBLE, Sheet, csv_of, escape_markdown, 
 from kvq.report.tables.layout import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.notes import STALE
 from kvq.report.tables.readings import AXES, Reference
-from kvq.results import Record, judge
+from kvq.results import Record, staleness
 
 INDEX = "index.md"
 _SHOWN_COMMANDS = 3
@@ -35,7 +35,7 @@ def fill(
     experiment: Experiment, records: Answers, reference: Reference, stale: Callable[[Record], bool] | None = None
 ) -> Filled:
     """Fill an experiment's cells from records and published figures."""
-    stale = stale or judge()
+    stale = stale or staleness()
     small = {model: stand_in_cells(experiment, model, records, stale) for model in experiment.stand_ins}
     cells = shown_cells(experiment, records, reference, stale)
     return Filled(experiment, cells, {model: here for model, here in small.items() if here})
@@ -229,7 +229,7 @@ def write_experiments(
         RecordError: the folder cannot be written.
     """
     files: dict[str, str] = {}
-    stale = judge()
+    stale = staleness()
     lines = ["# Experiments", ""]
     lines += ["Published figures and ours beside them, by `make tables`; changes here are overwritten.", ""]
     titles = ["experiment", "table", "measured", "stand-ins", "runs in full", "not in this version"]

@@ -85,12 +85,14 @@ class OutlierTokens(MixedPrecision):
     def check(self, name: str, residual: Residual) -> None:
         super().check(name, residual)
         if self.pool >= residual.key.size:
-            raise ConfigError(f"method.plan.pool={self.pool}: below residual.size ({residual.key.size})")
+            raise ConfigError(f"method.token_policy.pool={self.pool}: below residual.size ({residual.key.size})")
 
     @override
     def layer(self, index: int, like: KVCacheLayer, keep_decoded: bool) -> KVCacheLayer:
         if like.key.uses_rope or like.value.uses_rope:
-            raise Unsupported("method.plan: the codec turns keys back by their positions, which a pool does not keep")
+            raise Unsupported(
+                "method.token_policy: the codec turns keys back by their positions, which a pool does not keep"
+            )
         return like if index < self.exempt_layers else PoolLayer(like, self, keep_decoded)
 
 
@@ -244,9 +246,9 @@ class PoolLayer(KVCacheLayer):
     def shuffled(self) -> bool:
         return bool(self.key.packed_tokens)
 
-    def __init__(self, like: KVCacheLayer, plan: OutlierTokens, keep_decoded: bool) -> None:
-        key = PoolSide(like.key, plan.pool, keep_decoded)
-        super().__init__(key, PoolSide(like.value, plan.pool, keep_decoded, key), False)
+    def __init__(self, like: KVCacheLayer, policy: OutlierTokens, keep_decoded: bool) -> None:
+        key = PoolSide(like.key, policy.pool, keep_decoded)
+        super().__init__(key, PoolSide(like.value, policy.pool, keep_decoded, key), False)
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -267,7 +269,9 @@ class PoolLayer(KVCacheLayer):
 def refuse_moves(layer: KVCacheLayer, queries: int) -> None:
     """Raise `Unsupported` for a chunk that is read as if fed one by one and goes past the end of a block."""
     if layer.token_by_token and layer._moving(queries):
-        raise Unsupported("method.plan: tokens fed one by one, but together beyond the end of a block; feed up to it")
+        raise Unsupported(
+            "method.token_policy: tokens fed one by one, but together beyond the end of a block; feed up to it"
+        )
 
 
 class DeferredSide(CacheSide):
@@ -301,7 +305,7 @@ class PlannedLayer(AttendedLayer):
     """Keys and values of one layer, whose blocks are encoded once the attention to them has been observed."""
 
     irreversible = "attention received cannot be taken back"
-    setting = "method.plan"
+    setting = "method.token_policy"
 
     @property
     @override
@@ -318,15 +322,17 @@ class PlannedLayer(AttendedLayer):
 class SaliencyLayer(PlannedLayer):
     """Keys and values of one layer, whose tokens get bits by the attention they receive from probe queries."""
 
-    def __init__(self, like: KVCacheLayer, plan: Saliency, keep_decoded: bool) -> None:
+    def __init__(self, like: KVCacheLayer, policy: Saliency, keep_decoded: bool) -> None:
         key, value = (
             DeferredSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value)
         )
         for side in (key, value):
             if not isinstance(side.codec, PlannedCodec) or not isinstance(side.codec.quantizer, TokenSplit):
-                raise ConfigError("method.plan: Saliency needs a PlannedCodec over a TokenSplit for keys and values")
+                raise ConfigError(
+                    "method.token_policy: Saliency needs a PlannedCodec over a TokenSplit for keys and values"
+                )
         super().__init__(key, value, False)
-        self.plan = plan
+        self.policy = policy
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Start and length of the blocks that the tokens held belong to, also of those that are not complete."""
@@ -345,7 +351,7 @@ class SaliencyLayer(PlannedLayer):
         received = attended.key.new_zeros(*attended.key.shape[:2], held)
         for start, length in self._blocks():
             own = received[..., start : start + length]
-            at = start + self.plan.probes(packed + start, length)
+            at = start + self.policy.probes(packed + start, length)
             rows = at[(at >= held - queries) & (at < held)] - (held - queries)
             for some in rows.to(received.device).split(64):
                 weights = attended.weights(some)[..., -held:][..., start : start + length]
@@ -362,7 +368,7 @@ class SaliencyLayer(PlannedLayer):
         assert self._received is not None
         gone, packed = sum(lengths), self.key.packed_tokens
         starts = [packed + sum(lengths[:number]) for number in range(len(lengths))]
-        asked = torch.cat([self.plan.divisors(*block) for block in zip(starts, lengths, strict=True)])
+        asked = torch.cat([self.policy.divisors(*block) for block in zip(starts, lengths, strict=True)])
         scores = self._received[..., :gone] / asked.to(self._received.device)
         for side in (self.key, self.value):
             assert side.codec is not None

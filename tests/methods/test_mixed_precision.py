@@ -6,7 +6,7 @@ import torch
 import kvq
 from kvq.cache import KVCache
 from kvq.errors import Unsupported
-from kvq.methods.plan import Saliency
+from kvq.methods.mixed_precision import Saliency
 from kvq.tasks.scoring import generation_bounds
 from tests.families import family, generates_greedily
 from tests.random_models import in_double_precision, llama, random_llama, token_ids
@@ -19,7 +19,7 @@ def model():
 
 
 def ott(*overrides, size=16):
-    given = [f"residual.size={size}", "plan.exempt_layers=0", *overrides]
+    given = [f"residual.size={size}", "token_policy.exempt_layers=0", *overrides]
     return kvq.build_method("ott", bits=2, head_dim=32, overrides=given)
 
 
@@ -84,20 +84,20 @@ def test_generation_is_token_by_token_in_fp64(name, length, monkeypatch):
 
 
 def test_exempt_layers_have_no_pool(model):
-    cache = KVCache(model, ott("plan.exempt_layers=1"))
+    cache = KVCache(model, ott("token_policy.exempt_layers=1"))
     model(token_ids(40), past_key_values=cache)
     assert [layer.key.packed_tokens for layer in cache.layers] == [32, 29]
     assert cache.layers[1].key.residual_tokens == 3 + 8
 
 
 def test_probes_are_the_last_queries_and_some_at_random():
-    plan = Saliency(recent=0.05, random=0.05)
-    probes = plan.probes(300, 100)
+    policy = Saliency(recent=0.05, random=0.05)
+    probes = policy.probes(300, 100)
     assert probes[-5:].tolist() == [95, 96, 97, 98, 99]
     assert len(set(probes.tolist())) == 10
-    assert torch.equal(probes, plan.probes(300, 100))
-    assert not torch.equal(probes, plan.probes(400, 100))
-    assert plan.probes(0, 3).tolist() == [2]
+    assert torch.equal(probes, policy.probes(300, 100))
+    assert not torch.equal(probes, policy.probes(400, 100))
+    assert policy.probes(0, 3).tolist() == [2]
 
 
 def attention_by_hand(model, tokens):
@@ -111,7 +111,7 @@ def test_saliency_is_the_attention_received_from_probes(model):
     tokens, method = token_ids(60), zipcache()
     cache = KVCache(model, method)
     model(tokens, past_key_values=cache)
-    probes = method.plan.probes(0, 60)
+    probes = method.token_policy.probes(0, 60)
     for weights, layer in zip(attention_by_hand(model, tokens), cache.layers, strict=True):
         rows = weights[0, :, probes].mean(0)
         seen_by = (probes[:, None] >= torch.arange(60)).sum(0)
@@ -128,7 +128,7 @@ def test_released_saliency_is_chosen_per_head(model):
     model(tokens, past_key_values=cache)
     for number, (weights, layer) in enumerate(zip(attention_by_hand(model, tokens), cache.layers, strict=True)):
         masks = kvq.codecs.unpack([layer.key._store._store.packed.parts["mask"]], 1, 60)[0, :, :, 0]
-        heads, probes = weights.shape[1] // masks.shape[0], method.plan.probes(0, 60).tolist()
+        heads, probes = weights.shape[1] // masks.shape[0], method.token_policy.probes(0, 60).tolist()
         for head, mask in enumerate(masks.bool()):
             received = [0.0] * 60
             for query_head in range(head * heads, (head + 1) * heads):
@@ -142,11 +142,11 @@ def test_released_saliency_is_chosen_per_head(model):
 
 
 def test_behind_the_prompt_the_last_query_alone_is_asked():
-    plan = Saliency(0.1, 0.1, decoding="last", divide_by="later")
-    assert plan.probes(40, 20).tolist() == [19]
-    assert plan.divisors(40, 20).tolist() == [1] * 20
-    assert plan.divisors(0, 5).tolist() == [5, 4, 3, 2, 1]
-    assert len(plan.probes(0, 20)) == 4
+    policy = Saliency(0.1, 0.1, decoding="last", divide_by="later")
+    assert policy.probes(40, 20).tolist() == [19]
+    assert policy.divisors(40, 20).tolist() == [1] * 20
+    assert policy.divisors(0, 5).tolist() == [5, 4, 3, 2, 1]
+    assert len(policy.probes(0, 20)) == 4
     both = Saliency(0.1, 0.1)
     assert len(both.probes(40, 20)) == 4
     seen = [sum(probe >= token for probe in both.probes(40, 20).tolist()) for token in range(20)]
