@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvq.calibration.fit import calibrate_on_text as calibrate
     from kvq.methods.build import build_method
     from kvq.methods.method import Method, bind_kept_keys
-    from kvq.methods.quantized import method_for, quantize
+    from kvq.methods.presets import method_for, quantize
     from kvq.report.tables.build import load_results
 
 __version__ = "0.3.0"
@@ -37,8 +37,8 @@ _HOMES = {
     "build_method": "kvq.methods.build",
     "calibrate": "kvq.calibration.fit:calibrate_on_text",
     "load_results": "kvq.report.tables.build",
-    "method_for": "kvq.methods.quantized",
-    "quantize": "kvq.methods.quantized",
+    "method_for": "kvq.methods.presets",
+    "quantize": "kvq.methods.presets",
 }
 
 

@@ -30,7 +30,7 @@ from kvq.models.placing import onednn_linear
 from kvq.models.shapes import cache_shape
 from kvq.models.weights import rounded_weights
 from kvq.results import Provenance, Record, Store, run_key
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.presets import worded
 from kvq.results.provenance import PeakMemory, collect, full_precision_words, single_command, timed, utc_now

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from kvq.cli import main
 from kvq.results import Record, Store
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from tests import sweeps
 from tests.random_models import save_random_model
 from tests.sweeps import small_run

@@ -11,7 +11,7 @@ from attention_bench import in_turns, ratios, replayed
 from kvq.codecs import Codec
 from kvq.config.residual import PrefillBlock
 from kvq.kernels import FusedCodec
-from kvq.kernels.encode import encoder_for
+from kvq.kernels.dispatch import encoder_for
 from kvq.methods.build import build_method
 
 PREFILL, FLUSHED = 4096, 128

@@ -30,7 +30,7 @@ from kvq.cache import KVCache
 from kvq.cache.packed import PreallocatedCache
 from kvq.codecs import Codec
 from kvq.kernels import FusedCodec, attend, eager
-from kvq.kernels.encode import encoder_for
+from kvq.kernels.dispatch import encoder_for
 from kvq.methods.build import build_method
 from kvq.models import LoadedModel
 from kvq.results.provenance import device_name, package_versions

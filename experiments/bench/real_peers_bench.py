@@ -139,7 +139,7 @@ def show(report: dict[str, Any]) -> None:
 
 def draw(report: dict[str, Any], file: Path) -> None:
     """A row for each cache: speed over its engine's full precision, bytes, divergence."""
-    from kvq.report.figures.plots import dress, panels, rows_named, titled
+    from kvq.report.figures.drawing import dress, panels, rows_named, titled
     from kvq.report.figures.style import colour
 
     rows = [(name, label, cell) for name, cells in report["engines"].items() for label, cell in cells.items()]

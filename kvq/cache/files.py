@@ -22,8 +22,7 @@ from kvq.errors import DataError, RecordError
 from kvq.models.layers import head_dims_of, kv_layers_of
 from kvq.models.placing import base_of, device_of
 from kvq.models.weights import weights_name
-from kvq.results.files import write_file
-from kvq.results.store import cause
+from kvq.results.files import cause, write_file
 from kvq.results.tensor_files import dump, read_header, read_tensors
 from kvq.results.versions import declared, versions_of_method
 

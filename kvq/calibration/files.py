@@ -26,8 +26,7 @@ from kvq.config.identity import canonical
 from kvq.errors import DataError, RecordError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.files import write_file
-from kvq.results.store import cause
+from kvq.results.files import cause, write_file
 from kvq.results.tensor_files import dump, read_tensors
 from kvq.results.versions import code_hash, versions_of_parts
 

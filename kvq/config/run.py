@@ -16,9 +16,19 @@ from omegaconf import MISSING
 
 from kvq.config.bits import Bits, mean_label, parse_bits
 from kvq.config.diagnostics import DiagnosticConfig
-from kvq.config.files import DISTRIBUTION, EMBEDDED
 from kvq.config.layout import LayoutConfig
-from kvq.config.limits import Count, Natural, PathName, Seed, Several, Text, between, check_limits
+from kvq.config.limits import (
+    DISTRIBUTION,
+    EMBEDDED,
+    Count,
+    Natural,
+    PathName,
+    Seed,
+    Several,
+    Text,
+    between,
+    check_limits,
+)
 from kvq.config.method import MethodConfig
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.config.tasks import TIMED, Scoring, is_timed

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from kvq.config.files import file_hash
+from kvq.config.limits import file_hash
 from kvq.errors import DataError, KvqError
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import units_of

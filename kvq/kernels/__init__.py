@@ -1,7 +1,6 @@
 """Attention on packed codes, and encoding in one pass."""
 
-from kvq.kernels.attention import attend, kernel_for, watched
-from kvq.kernels.encode import FusedCodec, fused
+from kvq.kernels.dispatch import FusedCodec, attend, fused, kernel_for, watched
 from kvq.kernels.linear_chain import LinearChain, PackedStates, linear_chain_of
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Decode attention on packed codes on a CPU: compiled loops over segments of the packed prefix, a task for some heads.
 
 Uniform grids are read by `cpu_loops`, levels, codebooks and tokens in full precision by `cpu_tables`, norms by
-`cpu_stored`, the shifts of NSNQuant by `cpu_shifts`. A task goes from one loop to the next for all of its heads,
+`cpu_stored`, with the shifts of NSNQuant. A task goes from one loop to the next for all of its heads,
 because Python between two loops holds back the other threads.
 """
 
@@ -33,8 +33,17 @@ from kvq.codecs.quantizers import Axis, Quantizer
 from kvq.errors import Unsupported
 from kvq.kernels import cpu_integers
 from kvq.kernels.cpu_loops import Grid, loops_for
-from kvq.kernels.cpu_shifts import KeyShifts, mix_shifts
-from kvq.kernels.cpu_stored import Flat, Heads, NormsAndShifts, Stored, norms_and_shifts, ones_for, stored_of
+from kvq.kernels.cpu_stored import (
+    Flat,
+    Heads,
+    KeyShifts,
+    NormsAndShifts,
+    Stored,
+    mix_shifts,
+    norms_and_shifts,
+    ones_for,
+    stored_of,
+)
 from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops, number_loops
 from kvq.kernels.cpu_vectors import weights_of
 from kvq.kernels.linear_chain import (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvq.methods.quantized import Preset
+from kvq.methods.presets import Preset
 
 def BlockGTQ(bits: Any = ..., *, most: int = ..., undo_rope: None = ..., marginal: str = ..., unit: bool = ..., norm: None = ..., norm_scope: str = ..., rotation: None = ..., rotation_seed: int = ..., sink_tokens: int = ..., residual_policy: str = ..., residual_size: int = ..., key: Mapping[str, Any] = ..., value: Mapping[str, Any] = ...) -> Preset: ...  # block_gtq
 def cq(bits: Any = ..., *, channels: int = ..., code_bits: int = ..., iterations: int = ..., undo_rope: None = ..., sink_tokens: int = ..., residual_policy: str = ..., residual_size: int = ..., key: Mapping[str, Any] = ..., value: Mapping[str, Any] = ...) -> Preset: ...  # cq

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvq.config import OutliersConfig
-from kvq.config.files import file_hash
+from kvq.config.limits import file_hash
 from kvq.errors import DataError, Unsupported, one_line
 from kvq.models.layers import head_dims_of
 

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from kvq.config import compose, conf_dir, outside
 from kvq.config.choices import find
 from kvq.config.explain import COMPOSE_ERRORS, choices
-from kvq.config.files import DISTRIBUTION, EMBEDDED
 from kvq.config.layout import LayoutConfig
+from kvq.config.limits import DISTRIBUTION, EMBEDDED
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TypeVar
 from kvq.config import outside
 from kvq.config.merging import unchanging
 from kvq.errors import ConfigError, KvqError, RecordError, check_path, printable
-from kvq.results.files import write_file
-from kvq.results.store import Broken, Store, cause
+from kvq.results.files import cause, write_file
+from kvq.results.store import Broken, Store
 
 
 def parser_of(module: str, doc: str | None, out: str | None = None) -> argparse.ArgumentParser:

@@ -31,9 +31,8 @@ from kvq.report.payload import payload, png_uri, script_json, shown, source_dige
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Table, Tables, columns_of
 from kvq.results import Record, Store
-from kvq.results.files import write_file
+from kvq.results.files import cause, write_file
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
-from kvq.results.store import cause
 
 _SCRIPTS = ("core.js", "facets.js", "runs.js", "plot.js", "detail.js", "main.js")
 FIGURE_BYTES = 6 * 2**20

@@ -24,10 +24,9 @@ from kvq.report.figures.every import run_figures
 from kvq.report.figures.style import png_of
 from kvq.report.labels import label, model_name, protocol, protocol_departures
 from kvq.results import Record, Store
-from kvq.results.files import write_file
+from kvq.results.files import cause, write_file
 from kvq.results.metrics import METRICS, metric_of
 from kvq.results.record import dump_record, words_of
-from kvq.results.store import cause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

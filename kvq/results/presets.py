@@ -105,7 +105,7 @@ def departures(found: Settings, preset: Settings) -> list[str]:
     """
     ours, theirs = part_of(found, "method"), part_of(preset, "method")
     sides = {side: _codec(ours.get(side), theirs.get(side)) for side in SIDES}
-    parts = [*_both({side: part[0] for side, part in sides.items()}, "{sign} {side}.{name}", "{sign} {name}")]
+    parts = _both({side: part[0] for side, part in sides.items()}, "{sign} {side}.{name}", "{sign} {name}")
     parts += _both({side: part[1] for side, part in sides.items()}, "{side} {name}", "{name}")
     parts += _residual(part_of(found, "residual"), part_of(preset, "residual"))
     rest = [{name: part for name, part in method.items() if name not in SIDES} for method in (ours, theirs)]
@@ -131,13 +131,10 @@ def said(setting: str, value: str) -> str:
         value = value[:8]
     if setting in _WORDS:
         return f"{_WORDS[setting]} {_text(value)}"
-    parts = [
-        RENAMED.get(part, part)
-        for part in setting.split(".")
-        if part not in ("method", "quantizer", "stages", "_target_")
-    ]
-    side = next((part for part in parts if part in SIDES), None)
-    parts = [part for part in parts if part != side]
+    names = setting.split(".")
+    side = next((part for part in names if part in SIDES), None)
+    left_out = ("method", "quantizer", "stages", "_target_", side)
+    parts = [RENAMED.get(part, part) for part in names if part not in left_out]
     if parts and parts[-1] in ("size", "policy") and len(parts) > 1:
         parts = parts[:-1]
     words = " ".join([*([side] if side else []), *parts]).replace("_", " ").strip()
@@ -247,9 +244,7 @@ def _others(ours: Settings, theirs: Settings) -> list[str]:
         if name == "calibration" and mine is None:
             continue  # a task that reads no weights calibrates nothing
         if mine is None:
-            out.append(
-                f"− {RENAMED.get(name, name).replace('_', ' ')}" if isinstance(preset, Mapping) else said(name, "none")
-            )
+            out.append(f"− {said(name, '')}" if isinstance(preset, Mapping) else said(name, "none"))
             continue
         leaves = dict(flatten(preset, name)) if preset is not None else {}
         changed = {path: value for path, value in flatten(mine, name) if leaves.get(path) != value}

@@ -22,6 +22,7 @@ from kvq.results.files import (
     RECORD,
     SAMPLES,
     TEMPORARY,
+    cause,
     make_folders,
     names,
     place,
@@ -351,8 +352,3 @@ def _dump_samples(key: str, samples: Iterable[Mapping[str, Any]]) -> bytes:
         except (TypeError, ValueError) as error:
             raise RecordError(f"record {key[:12]}: sample {index} cannot be written as JSON: {error}") from None
     return "".join(lines).encode("utf-8")
-
-
-def cause(error: Exception) -> str:
-    """The system's reason in one line, without the path that the operating system's message includes."""
-    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())

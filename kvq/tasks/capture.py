@@ -18,7 +18,7 @@ from kvq.cache.rotary import angles, styles_of
 from kvq.codecs import Axis, Codec, Rope, UniformQuantizer
 from kvq.config.diagnostics import CaptureConfig
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.diagnostics.fidelity import AttentionRule
+from kvq.diagnostics import AttentionRule
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel

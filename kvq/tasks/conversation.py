@@ -28,7 +28,7 @@ from kvq.data.text import begun, conversation, encode
 from kvq.errors import DataError, reason_of
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics

@@ -25,7 +25,7 @@ from kvq.config.diagnostics import DistributionConfig
 from kvq.errors import ConfigError, Unsupported, did_you_mean
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.tasks import capture as capturing
 from kvq.tasks.capture import LayerStates, capture_windows
 from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like

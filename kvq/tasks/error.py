@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kvq.codecs import Codec, rope_table
 from kvq.config.diagnostics import Arms, ErrorConfig, SyntheticConfig
-from kvq.diagnostics.fidelity import (
+from kvq.diagnostics import (
+    TOKENS_PER_GROUP,
     Arm,
     arms,
     attention_errors,
@@ -29,11 +30,10 @@ from kvq.diagnostics.fidelity import (
     relative_mse,
     relative_mse_by_position,
 )
-from kvq.diagnostics.norms import TOKENS_PER_GROUP
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.tasks.capture import LayerStates, block_of, capture_windows, check, windows_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like
 from kvq.tasks.scoring import check_codecs_alone, check_layers_alike

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from kvq.cache import KVCache
 from kvq.config.tasks import ItemsConfig, Prefill
 from kvq.errors import DataError
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.noise import compare_items
 from kvq.results.provenance import timed

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvq.codecs import Codec, HuffmanCodec, LowRankCorrection, Packed, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.split import PlannedCodec, TokenSplit
 from kvq.config.diagnostics import Drawn, KnownStatesConfig, ModelStatesConfig, RandomStatesConfig
-from kvq.diagnostics.fidelity import relative_mse, weighted_mse
+from kvq.diagnostics import relative_mse, weighted_mse
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
@@ -30,7 +30,7 @@ from kvq.methods.mixed_precision import MixedPrecision, Saliency
 from kvq.methods.tiers import AdaptiveTiers, TierStore
 from kvq.models.inputs import Inputs
 from kvq.results import run_key
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.versions import versions_of_method
 from kvq.tasks.capture import LayerStates, capture, windows_of

@@ -29,7 +29,7 @@ from kvq.errors import ConfigError, DataError, one_line
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.versions import code_behind
 from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say

@@ -41,7 +41,7 @@ from kvq.errors import ConfigError, DataError, KvqError, printable
 from kvq.methods.build import method_of
 from kvq.methods.method import bind_kept_keys
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.provenance import timed
 from kvq.tasks.items import read_in_batches
 from kvq.tasks.measurement import storage_metrics

@@ -24,7 +24,7 @@ from kvq.data.text import begun, conversation, encode
 from kvq.errors import ConfigError, DataError, one_line
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, paired, write_answers
 from kvq.tasks.longbench_protocol import NO_TEMPLATE, Subset, load_subset

@@ -22,7 +22,7 @@ from kvq.errors import ConfigError
 if TYPE_CHECKING:
     from kvq.methods.method import Method
     from kvq.models.inputs import Inputs
-    from kvq.results.journal import Journal
+    from kvq.results.files import Journal
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.shapes import CacheShape, LayerKind, cache_shape
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import metric_of, units_of
 from kvq.results.provenance import timed
 from kvq.results.statistics import delta_nll_of_samples

@@ -22,13 +22,13 @@ from torch import Tensor
 from kvq.config.diagnostics import ModalityConfig
 from kvq.config.tasks import MultimodalConfig, Prefill
 from kvq.data.multimodal import MediaItem, choice_score, ocrbench_score, read_items
-from kvq.diagnostics.norms import imbalance, over_median, relative_norms, token_norms
+from kvq.diagnostics import imbalance, over_median, relative_norms, token_norms
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import MODALITIES, Inputs, MediaModel, modalities
 from kvq.models.load import load_processor
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.items import Items, Sample, Scored, by_part, measure_items, write_answers

@@ -20,7 +20,7 @@ from kvq.data.text import Needle, TokenData, around_message, begun, draw_needles
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import flips, mcnemar
 from kvq.tasks.items import Items, Sample, Scored, batches_of, by_part, measure_items, paired, write_answers

@@ -22,7 +22,7 @@ from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks import engine

@@ -36,7 +36,7 @@ from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.layers import kv_layers_of
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.capture import windows_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, journaled, units_like

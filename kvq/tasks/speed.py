@@ -35,7 +35,7 @@ from kvq.models import LoadedModel, load_model
 from kvq.models.inputs import Inputs, with_cache_dtype
 from kvq.models.layers import head_dims_of
 from kvq.models.load import pick_device
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.provenance import PeakMemory, bytes_in_use, cpu_name, device_name, now
 from kvq.tasks import steps
 from kvq.tasks.measurement import Baseline, Measurement, Task, units_like

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from kvq.codecs import Codec, UniformQuantizer
 from kvq.config.diagnostics import TniConfig
-from kvq.diagnostics.fidelity import attention_received, reconstruct
-from kvq.diagnostics.norms import (
+from kvq.diagnostics import (
+    attention_received,
     find_sinks,
     group_ranges,
     group_spread,
     imbalance,
     over_median,
     quantizer_group,
+    reconstruct,
     relative_norms,
     shares_tokens,
     stage_outputs,
@@ -31,7 +32,7 @@ from kvq.diagnostics.norms import (
 )
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.tasks.capture import LayerStates, block_of, capture_windows, check
 from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like
 

@@ -26,7 +26,7 @@ from kvq.data.text import around_message, begun, encode, random_piece
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.items import (
     Items,

@@ -30,7 +30,7 @@ from kvq.cache import KVCache
 from kvq.config.writing import Drafts, DriftConfig, SpeculateConfig, TrajectoryConfig
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
 from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, shared

@@ -163,7 +163,7 @@ from numba.core.dispatcher import Dispatcher
 made, init = [], Dispatcher.__init__
 Dispatcher.__init__ = lambda self, *args, **settings: (init(self, *args, **settings), made.append(self))[0]
 from kvq.codecs import trellis
-from kvq.kernels import cpu, encode
+from kvq.kernels import cpu, dispatch
 from tests.kernels import oracle
 from tests.kernels.test_eager import query
 for name, bits in (("kivi", 2), ("turboquant", 2), ("nsnquant", 1)):
@@ -171,7 +171,7 @@ for name, bits in (("kivi", 2), ("turboquant", 2), ("nsnquant", 1)):
     rope = kvq.codecs.rope_table(128, 32) if method.key.uses_rope else None
     sides = [oracle.states(codec, 64, 0, dim=32, block=32, rope=rope) for codec in (method.key, method.value)]
     cpu.attend(query(2, 32, 1, torch.float32), *sides, 1.0)
-    encode.fused(method.key).encode(torch.ones(1, 2, 32, 32), 32, rope and rope.narrow(0, 32))
+    dispatch.fused(method.key).encode(torch.ones(1, 2, 32, 32), 32, rope and rope.narrow(0, 32))
 layout = trellis.Layout((2, 2, 2, 2))
 strings = trellis.encode(torch.ones(1, 4), torch.ones(4), layout, 6)
 trellis.decode(strings, layout, 6, torch.float32)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvq import build_method
 from kvq.codecs import Codec, Hadamard, Passthrough, TokenNorm, UniformQuantizer, rope_table
-from kvq.diagnostics.fidelity import (
+from kvq.diagnostics import (
     AttentionRule,
     arms,
     attention_errors,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvq.diagnostics.norms import token_norms
+from kvq.diagnostics import token_norms
 from kvq.errors import ConfigError
 from kvq.tasks.error import imbalanced
 

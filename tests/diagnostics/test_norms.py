@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvq import build_method
 from kvq.codecs import Codec, UniformQuantizer
-from kvq.diagnostics.norms import (
+from kvq.diagnostics import (
     find_sinks,
     group_ranges,
     group_spread,

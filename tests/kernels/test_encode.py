@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvq
 from kvq.cache import KVCache
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, VectorQuantizer, rope_table
-from kvq.kernels import FusedCodec, encode, fused
+from kvq.kernels import FusedCodec, dispatch, fused
 from tests.kernels import encoded
 from tests.kernels.test_eager import UNIFORM, uniform
 from tests.properties import examples
@@ -33,7 +33,7 @@ def states(*shape, dtype=torch.float32, seed=0, constant=0, zero=0):
 def check(codec: Codec, x: torch.Tensor) -> float:
     """One block; the share of codes that differ."""
     mine = fused(codec)
-    assert encode.encoder_for(mine.chain, x[:, None]) is not None
+    assert dispatch.encoder_for(mine.chain, x[:, None]) is not None
     return encoded.check(codec, x, mine.encode(x), codec.encode(x))
 
 

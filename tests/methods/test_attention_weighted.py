@@ -9,7 +9,7 @@ import kvq
 from kvq.cache import KVCache
 from kvq.codecs import unpack
 from kvq.config import compose, resolve
-from kvq.diagnostics.fidelity import weighted_mse
+from kvq.diagnostics import weighted_mse
 from kvq.errors import ConfigError
 from kvq.methods.mixed_precision import Saliency
 from kvq.models import load_model, load_tokenizer

@@ -14,7 +14,7 @@ from kvq.config import MethodConfig, compose, resolve
 from kvq.config.identity import canonical_method
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods import presets
-from kvq.methods.quantized import Preset
+from kvq.methods.presets import Preset
 from tests.data.byte_tokenizer import byte_tokenizer
 from tests.random_models import llama, token_ids
 

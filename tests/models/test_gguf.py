@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvq.config import compose, resolve
-from kvq.config.files import carried_gguf
+from kvq.config.limits import carried_gguf
 from kvq.config.run import ModelConfig
 from kvq.errors import DataError, KvqError
 from kvq.models import load_model

@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 import kvq
 from kvq.config import Dtype, ModelConfig, OutliersConfig, compose, resolve
-from kvq.config.files import file_hash
 from kvq.config.identity import canonical
+from kvq.config.limits import file_hash
 from kvq.data.embedded import load_corpus
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import LoadedModel, load_model, load_tokenizer, model_fingerprint

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvq.errors import RecordError
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 
 ROWS = [{"item": f"item {index}", "sample": {"score": index / 3}, "cost": {}} for index in range(5)]
 

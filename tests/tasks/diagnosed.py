@@ -12,7 +12,7 @@ from kvq.config import ModelConfig
 from kvq.config.run import CacheConfig
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from tests.random_models import VOCABULARY, random_llama, token_ids
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq.config.diagnostics import TniConfig
-from kvq.diagnostics.fidelity import query_chunks
+from kvq.diagnostics import query_chunks
 from kvq.errors import ConfigError, DataError
 from kvq.models import LoadedModel
 from kvq.tasks.capture import LayerStates, capture, check

@@ -16,7 +16,7 @@ from kvq.report.figures.every import table_drawings
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import columns_of
 from kvq.results import Record, Store
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.runner import Prepared, run
 from kvq.tasks.conversation import Speaker, branches_of, measure, metrics_of, turns_of
 from kvq.tasks.windows import cut_windows, evenly

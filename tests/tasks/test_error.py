@@ -8,7 +8,7 @@ import torch
 
 from kvq import build_method
 from kvq.config.diagnostics import Arms, ErrorConfig
-from kvq.diagnostics.fidelity import relative_mse
+from kvq.diagnostics import relative_mse
 from kvq.tasks import error
 from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.error import bins_of

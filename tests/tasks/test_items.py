@@ -10,7 +10,7 @@ import pytest
 
 from kvq.config.tasks import NiahConfig
 from kvq.errors import DataError
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.tasks.items import Items, Scored, by_part, compare, measure_items, score_items
 from kvq.tasks.measurement import Baseline, task_of
 

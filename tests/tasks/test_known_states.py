@@ -10,7 +10,7 @@ import torch
 
 from kvq import build_method
 from kvq.config.diagnostics import Drawn, ModelStatesConfig, RandomStatesConfig
-from kvq.diagnostics.fidelity import relative_mse, weighted_mse
+from kvq.diagnostics import relative_mse, weighted_mse
 from kvq.errors import ConfigError, Unsupported
 from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.known_states import TASKS, attended, drawn, stream, walk

@@ -16,7 +16,7 @@ from kvq.config import PplConfig, Scoring, Windows
 from kvq.errors import DataError
 from kvq.methods.build import build_method
 from kvq.models import LoadedModel
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.scoring import ScoredChunk, score
 from kvq.tasks.windows import ReferenceLogProbs, Window

@@ -16,7 +16,7 @@ from kvq.methods.build import method_of
 from kvq.models.inputs import Inputs
 from kvq.report.figures.error import costs_figure, costs_table, sums_figure, sums_table
 from kvq.results import Record, Store
-from kvq.results.journal import Journal
+from kvq.results.files import Journal
 from kvq.runner import Prepared, run
 from kvq.tasks.sensitivity import check, measure, random_sets
 

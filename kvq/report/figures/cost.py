@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvq.report.figures.drawing import below, dress, handle, panels, points, powers_of_two, rows_named, titled
 from kvq.report.figures.error import labelled_rows
-from kvq.report.figures.plots import below, dress, handle, panels, points, powers_of_two, rows_named, titled
 from kvq.report.figures.style import Line, colour, dash, lines_of
 from kvq.report.labels import label, named
 from kvq.results import Record, Store, run_key

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from kvq.report.figures.drawing import GREY, below, dress, heat, level, multiples, panels, points, ranges, titled
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.plots import GREY, below, dress, heat, level, multiples, panels, points, ranges, titled
 from kvq.report.figures.style import colour, evenly_spread, marker, style
 from kvq.results import Record, Store
 

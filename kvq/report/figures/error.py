@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvq.report.figures.plots import GREY, bare, below, dress, heat, level, panels, points, titled, wrapped
+from kvq.report.figures.drawing import GREY, bare, below, dress, heat, level, panels, points, titled, wrapped
 from kvq.report.figures.style import colour, figure, legend_columns, lines_of, powers_of_ten
 from kvq.report.labels import named
 from kvq.results import Record, Store

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from kvq.report.comparisons import effective_bits, measured_bits
+from kvq.report.figures.drawing import GREY, dress, handle, panels, powers_of_two, rows_named, titled
 from kvq.report.figures.perplexity import run_name
-from kvq.report.figures.plots import GREY, dress, handle, panels, powers_of_two, rows_named, titled
 from kvq.report.figures.style import colour, figure, legend_columns, lines_of, marker, symlog
 from kvq.report.labels import ENGINES, by_bits, colour_of, engine_of, method_of
 from kvq.report.tables.layout import Row, Table

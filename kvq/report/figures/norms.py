@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from kvq.report.figures.drawing import GREY, dress, handle, heat, level, multiples, panels, titled
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.plots import GREY, dress, handle, heat, level, multiples, panels, titled
 from kvq.report.figures.style import colour, evenly_spread, marker, powers_of_ten
 from kvq.results import Record, Store
 

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 
-from kvq.config.files import DISTRIBUTION, EMBEDDED
-from kvq.report.figures.plots import dress, handle, multiples, panels, titled
+from kvq.config.limits import DISTRIBUTION, EMBEDDED
+from kvq.report.figures.drawing import dress, handle, multiples, panels, titled
 from kvq.report.figures.style import Line, lines_of, marker, symlog
 from kvq.report.labels import FIRST, begins_otherwise, label, named
 from kvq.results import Record, run_key

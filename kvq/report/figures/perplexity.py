@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvq.report.comparisons import Comparisons, loss_change
-from kvq.report.figures.plots import GREY, below, dress, handle, level, panels, rows_named, titled
+from kvq.report.figures.drawing import GREY, below, dress, handle, level, panels, rows_named, titled
 from kvq.report.figures.style import MOST_LINES, colour, legend_columns, lines_of, marker, style, symlog
 from kvq.report.labels import label, method_of
 from kvq.report.tables.experiment_files import Filled

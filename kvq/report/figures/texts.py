@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvq.report.figures.plots import GREY, bare, below, dress, heat, panels, titled
+from kvq.report.figures.drawing import GREY, bare, below, dress, heat, panels, titled
 from kvq.report.figures.style import COLUMN, lines_of, style
 from kvq.report.labels import by_bits, named
 from kvq.report.tables.layout import DASH, Row

@@ -28,7 +28,7 @@ from kvq.report.tables.layout import (
     is_of_texts,
 )
 from kvq.results import Record, Store
-from kvq.results.store import cause
+from kvq.results.files import cause
 
 PACKAGES = ("booktabs", "graphicx", "textcomp")
 PREAMBLE = "% needs " + "".join(f"\\usepackage{{{name}}}" for name in PACKAGES)

@@ -19,8 +19,8 @@ import scipy  # `scipy.stats` loads when it is first asked for
 
 from kvq.errors import RecordError
 from kvq.results import Record
+from kvq.results.files import cause
 from kvq.results.statistics import spearman
-from kvq.results.store import cause
 
 FILE = "paper_results.csv"
 AXES = ("model", "method", "setting", "dataset", "metric")

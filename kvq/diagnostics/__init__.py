@@ -1,1 +1,0 @@
-"""Pure functions of tensors that analyse the errors of a codec: norms, ranges, attention."""
