@@ -1,6 +1,7 @@
 """A calibration: the tables of a method for every layer of one model, binding a method to it, and its files.
 
-On disk it is a safetensors file named by a hash of its inputs, and a second file with its cost.
+On disk it is a safetensors file named by a hash of its inputs, and a second file with its cost. Until it is whole, the
+tables of each fitted layer are in a file of their own, so that a killed calibration resumes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,43 @@ def read(path: str | Path) -> Calibration:
     except KeyError as error:
         raise DataError(f"calibration {path}: cannot be read (KeyError: {error})") from error
     return Calibration(tensors, *described, **_cost(path))
+
+
+class Layers:
+    """The tables of layers that are fitted already, next to the calibration's file until that is whole.
+
+    Attributes:
+        earlier: seconds that fitting took of the layers that were read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.earlier = 0.0
+
+    def fitted(self, layer: int, fit: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The tables of a layer: those of its file, else fitted now and written.
+
+        Raises:
+            RecordError: a folder that cannot be written.
+        """
+        path = self._path.with_suffix(f".layer{layer}")
+        with contextlib.suppress(DataError):  # none yet, or damaged
+            about, tables = read_tensors(path, "calibration", _FORMAT)
+            self.earlier += float(about["seconds"])
+            return tables
+        start = time.perf_counter()
+        if not (tables := fit()):
+            return tables
+        try:
+            write_file(path, dump(tables, {"format": _FORMAT, "seconds": time.perf_counter() - start}))
+        except OSError as error:
+            raise RecordError(f"results_dir: cannot write under '{path.parent}': {cause(error)}") from error
+        return tables
+
+    def remove(self) -> None:
+        """Remove the files of layers."""
+        for path in self._path.parent.glob(f"{self._path.stem}.layer*"):
+            path.unlink(missing_ok=True)
 
 
 def _cost(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -112,9 +113,13 @@ _KEPT_BYTES = 2**30
 
 
 def calibrate(
-    loaded: LoadedModel, method: Method, windows: Int[Tensor, "samples length"], settings: CalibrationConfig
+    loaded: LoadedModel,
+    method: Method,
+    windows: Int[Tensor, "samples length"],
+    settings: CalibrationConfig,
+    done: files.Layers | None = None,
 ) -> Calibration:
-    """Fit a method's tables to a model on windows of text.
+    """Fit a method's tables to a model on windows of text; `done` keeps each layer's, so that they are fitted once.
 
     Raises:
         ConfigError, DataError, Unsupported: from the method's parts, the text or the model.
@@ -133,7 +138,8 @@ def calibrate(
     states, earlier = _states(loaded, shown, settings, gradients, queries)
     heads = [layer.key.shape[0] for layer in states.values()]
     for index, layer in tqdm(states.items(), desc="fitting", unit="layer", leave=False, disable=None):
-        tensors |= _fit(method, layer, index, len(head_dims), settings.seed, loaded.device)
+        fit = functools.partial(_fit, method, layer, index, len(head_dims), settings.seed, loaded.device)
+        tensors |= fit() if done is None else done.fitted(index, fit)
     tensors |= _grouped(grouped, states, windows, settings)
     return Calibration(
         {name: tensors[name] for name in sorted(tensors)},
@@ -141,7 +147,7 @@ def calibrate(
         weights_name(loaded.model),
         heads,
         head_dims,
-        time.perf_counter() - start + earlier + shared.earlier,
+        time.perf_counter() - start + earlier + shared.earlier + (done.earlier if done else 0),
         memory.read(),
     )
 
@@ -282,7 +288,9 @@ def calibrated(
         except DataError as error:
             if path.exists():
                 print(f"{error}; calibrating again", file=sys.stderr)
-            files.write(path, calibrate(loaded, method, windows, settings))
+            layers = files.Layers(path)
+            files.write(path, calibrate(loaded, method, windows, settings, layers))
+            layers.remove()
             found = files.read(path)
     return bind(method, found, weights_name(loaded.model), head_dims_of(loaded.text_config)), found
 

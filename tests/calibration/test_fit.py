@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvq
-from kvq.calibration import files
+from kvq.calibration import files, fit
 from kvq.calibration import text as text_module
 from kvq.calibration.files import file_of
 from kvq.calibration.text import calibration_text, dataset_of, text_of
@@ -80,9 +80,26 @@ def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: 
     assert one.stat().st_mtime_ns == stamp
 
 
+def test_a_fitted_layer_is_read_again_unless_its_file_is_damaged(tmp_path: Path) -> None:
+    tables = {"key.3.quantizer.centroids": torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))}
+    layers = files.Layers(tmp_path / "name.safetensors")
+    assert layers.fitted(3, lambda: tables) is tables
+    assert layers.fitted(4, dict) == {}
+    (file,) = tmp_path.iterdir()
+    again = files.Layers(tmp_path / "name.safetensors")
+    found = again.fitted(3, dict)
+    assert list(found) == list(tables)
+    assert torch.equal(found["key.3.quantizer.centroids"], tables["key.3.quantizer.centroids"])
+    assert again.earlier > 0
+    file.write_bytes(file.read_bytes()[:-4])
+    assert again.fitted(3, lambda: tables) is tables
+    again.remove()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.long
-def test_killed_and_repeated(given: list[str], tmp_path: Path) -> None:
-    """A process that dies while it fits leaves nothing that a later one would take for a calibration."""
+def test_killed_and_repeated(given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies while it fits leaves no calibration, but the layers that it had fitted, which resume."""
     run = [*given, "method=cq", "method.key.quantizer.iterations=2", "method.value.quantizer.iterations=2"]
     whole, killed = (f"results_dir={tmp_path / name}" for name in ("whole", "killed"))
     assert main([*run, whole]) == 0
@@ -98,7 +115,17 @@ def test_killed_and_repeated(given: list[str], tmp_path: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", dying], check=False).returncode == 9
     assert not calibrations(tmp_path / "killed")
+    assert len(list((tmp_path / "killed" / "calibration").glob("*.layer*"))) == 1
+    fitted, fit_layer = [], fit._fit
+
+    def counted(*given: Any) -> dict[str, torch.Tensor]:
+        fitted.append(given[2])
+        return fit_layer(*given)
+
+    monkeypatch.setattr(fit, "_fit", counted)
     assert main([*run, killed]) == 0
+    assert fitted == [1]
+    assert not list((tmp_path / "killed" / "calibration").glob("*.layer*"))
     (one,), (two,) = (calibrations(tmp_path / name) for name in ("whole", "killed"))
     assert one.read_bytes() == two.read_bytes()
     two.write_bytes(two.read_bytes()[:100])
