@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvq.config import outside
 from kvq.config.choices import choices_in, conf_dir
 from kvq.config.composing import compose, resolve
+from kvq.config.method import RENAMED
 from kvq.config.run import Config
 from kvq.errors import ConfigError, KvqError, did_you_mean
 
@@ -80,6 +81,9 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
         return _unknown_key(match[1], overrides, config_dir)
     if match := re.match(r"Error merging override (.+)", text):
         return f"{match[1]}: {_reason(error.__cause__ or error, named=True)}"
+    if match := re.match(r"In '(.+?)': .*:\s+Key '(\w+)' not in '", text):
+        now = f"; its name is {RENAMED[match[2]]} now" if match[2] in RENAMED else ""
+        return f"{match[1]}.yaml: {match[2]}: unknown setting{now}"
     if match := re.match(r"Ambiguous value for argument '(.+?)'", text):
         return f"{match[1]}: several values need -m (a sweep)"
     if match := re.match(r"Config group override must be a string or a list. Got", text):

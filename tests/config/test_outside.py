@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 
 from kvq import cli
 from kvq.config import TaskConfig, compose, outside, resolve
-from kvq.config.explain import COMPOSE_ERRORS, choices, main
+from kvq.config.explain import COMPOSE_ERRORS, choices, composed, main
 from kvq.config.explain import explain as reworded
 from kvq.errors import ConfigError
 from kvq.methods.build import build_method
@@ -114,6 +114,14 @@ def test_a_task_that_cannot_be_used_says_why(tmp_path: Path, old: str, new: str,
     with pytest.raises(ConfigError, match=says):
         raise ConfigError(line)
     assert resolve(compose(["method=kivi"], own)).method.name == "kivi"  # other runs do not need it
+
+
+@pytest.mark.parametrize(("name", "hint"), [("plan", "; its name is token_policy now"), ("plans", "")])
+def test_a_setting_that_a_method_of_ones_own_misnames(tmp_path: Path, name: str, hint: str) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text(f"name: mine\n{name}: {{pool: 3}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"^method/mine.yaml: {name}: unknown setting{hint}$"):
+        composed(["method=mine"], tmp_path)
 
 
 def test_a_task_without_its_module(tmp_path: Path) -> None:
