@@ -48,7 +48,7 @@ _signalled: list[Ended] = []
 
 
 class Ended(SystemExit):
-    """What ends a command early: its exit status, and what is to be said on stderr, if anything."""
+    """Raised to end a command early, with its exit status and, if there is one, a line for stderr."""
 
     def __init__(self, status: int, line: str = "") -> None:
         super().__init__(status)
@@ -56,19 +56,19 @@ class Ended(SystemExit):
 
     @classmethod
     def by_signal(cls, number: int) -> Ended:
-        """The end by a signal, with the status that a shell gives it."""
+        """The `Ended` of a signal, with the exit status that shells give it."""
         return cls(128 + number, f"{_NAMES[signal.Signals(number)]}; what is done is kept, repeat the command to go on")
 
     @classmethod
     def by_output(cls, error: OSError) -> Ended:
-        """The end by a standard output that cannot be written: silent where its reader has gone, as of `| head`."""
+        """The `Ended` of a standard output that cannot be written, silent if its reader has gone, as with `| head`."""
         with suppress(OSError):  # what is still buffered goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         gone = error.errno == errno.EPIPE
         return cls(_OUTPUT_CLOSED) if gone else cls(1, f"standard output: {error.strerror or error}")
 
     def now(self) -> NoReturn:
-        """End the process at once; for where an exception would be lost."""
+        """End the process at once, where a raised exception would be lost."""
         self.say()
         if scratch := os.environ.get(SCRATCH):
             shutil.rmtree(scratch, ignore_errors=True)

@@ -41,7 +41,7 @@ ATTENTIONS = ("dense", "packed")
 
 @runtime_checkable
 class GivesLayers(Protocol):
-    """What a cache asks of a method (`kvq.methods.method.Method`)."""
+    """The interface that a cache needs of a method (`kvq.methods.method.Method`)."""
 
     def layers(
         self, config: Any, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool, packed: bool

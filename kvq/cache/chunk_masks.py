@@ -77,7 +77,7 @@ class SourceColumns:
         return self.visible.shape[1] - self.copies.numel()
 
     def serve(self, moves: tuple[Transitions, Transitions], tokens: int, queries: int, device: torch.device) -> bool:
-        """Whether these columns also fit another layer, with the given departures, tokens, queries and device."""
+        """Whether these columns also fit another layer: the same transitions, tokens, queries and device."""
         same = (self.moves, self.tokens, self.visible.shape[0]) == (moves, tokens, queries)
         return same and self.visible.device == device
 

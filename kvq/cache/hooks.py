@@ -125,7 +125,7 @@ def named_arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @contextmanager
 def told_before(modules: Sequence[nn.Module], tell: Callable[[Any, dict[str, Any]], None]) -> Iterator[None]:
-    """Call `tell` with each of some modules and its arguments by name, before it runs, while the context lasts."""
+    """Within the context, call `tell(module, arguments by name)` before each of these modules runs."""
 
     def show(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tell(module, named_arguments(module, args, kwargs))
@@ -288,7 +288,7 @@ States = tuple[Tensor, Tensor]
 
 
 class Expansion:
-    """The step of one attention that expands; it gives what the cache read, once, where this is ready."""
+    """The step of an attention that expands the latent; what a cache has expanded already, it returns once."""
 
     def __init__(self, step: Callable[[Tensor, Tensor], States]) -> None:
         self._step = step
@@ -310,12 +310,12 @@ class Expansion:
         return self._step(latent, rotated)
 
     def put(self, read: States) -> None:
-        """Give these in the next expansion."""
+        """Set what the next expansion returns."""
         self._ready = read
 
 
 def expansions(attentions: Sequence[nn.Module], layers: Sequence[int]) -> Mapping[int, weakref.ref[Expansion]]:
-    """The step of each attention, by layer; each is put into its attention once, where other caches do not meet it.
+    """The expansion step of each attention, by layer, installed once; it does not affect other caches.
 
     Raises:
         Unsupported: an attention without such a step.

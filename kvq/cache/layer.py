@@ -88,11 +88,11 @@ class Layer(CacheLayerMixin):
         """Receive the queries and keys of an attention, after `update`."""
 
     def record(self, on: bool) -> None:
-        """Switch on or off that the next `crop` can undo each update."""
+        """Switch recording on or off; while it is on, `crop` can undo the last update."""
         self.recording = on
 
     def expect(self, candidates: int) -> None:
-        """Announce a recorded update whose last `candidates` tokens are treated as if they came one per forward."""
+        """Prepare for a recorded update whose last `candidates` tokens count as if they came one per forward."""
 
     def get_seq_length(self) -> int:
         """Tokens seen: cached and evicted ones."""

@@ -392,4 +392,4 @@ class CacheSide:
         self.forget(self.tokens)
 
     def forget(self, tokens: int) -> None:
-        """Discard what subclasses noted of tokens from index `tokens` on before these came."""
+        """Discard what a subclass has recorded about tokens from index `tokens` on."""

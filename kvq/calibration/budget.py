@@ -42,14 +42,14 @@ from kvq.errors import ConfigError, Unsupported
 
 @dataclass(frozen=True)
 class Demand:
-    """What bits save: `gains[i, b]` is what bit b + 1 of component i saves, in nats per token; `bits` is the budget."""
+    """The loss that bits save: `gains[i, b]` nats per token by bit b + 1 of component i; `bits`: the budget."""
 
     gains: Float[Tensor, "components steps"]
     bits: float | int
 
 
 def shared_out(demands: Sequence[Demand]) -> list[UInt8[Tensor, " components"]]:
-    """Bits of every component, from one budget: the sum of those of all demands, rounded to a whole number.
+    """Share one budget out over the components of all demands: the sum of their bits, rounded to a whole number.
 
     A bit never counts for more than the one before it. Of equal gains, lower bits come first, then earlier components.
     """

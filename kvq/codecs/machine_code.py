@@ -64,7 +64,7 @@ def _place(function: Any) -> str:
 
 
 def _held(value: Any) -> Iterator[str]:
-    """Describe what a function's closure holds (of functions in it, their closures), the same in each process."""
+    """A description of a function's closure that is equal in every process, functions in it by theirs."""
     if isinstance(value, Dispatcher):
         yield from _held(value.py_func)
     elif isinstance(value, _Intrinsic):

@@ -164,7 +164,7 @@ class Packed:
         return found
 
     def behind(self, tokens: int) -> Packed:
-        """Views without the first `tokens`, which are whole blocks. Not of parts that are lists."""
+        """Views without the first `tokens` tokens, which must be whole blocks; parts that are lists have no views."""
         runs: list[BlockRun] = []
         start, gone = dict.fromkeys(self.parts, 0), tokens
         for run in self.runs:
@@ -250,7 +250,7 @@ class Growable:
 
 
 def grown(held: Growable | None, more: Tensor) -> Growable:
-    """Rows after those held, of which there may be none."""
+    """Append rows to a tensor that grows, or begin one (None)."""
     if held is None:
         return Growable(more)
     held.append(more)

@@ -31,7 +31,7 @@ class Arms(enum.StrEnum):
 
 @dataclass
 class DiagnosticConfig(TaskConfig):
-    """What every diagnostic has."""
+    """Settings of every diagnostic."""
 
     reads_cache: ClassVar[bool] = False
     """False: the task encodes states without a cache, so its records do not depend on the cache's version."""
@@ -308,7 +308,7 @@ class Regime(enum.StrEnum):
 
 @dataclass
 class SpeedConfig(TaskConfig):
-    """What tasks of time have.
+    """Settings of every task that measures time.
 
     Attributes:
         repeats: times that each cell is measured, in turn with its references; medians are recorded, and all samples.

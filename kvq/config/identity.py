@@ -104,7 +104,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
 
 
 def _said(**settings: Any) -> dict[str, Any]:
-    """The settings that say something. What came after the first records is no entry by default: older keys stay."""
+    """Settings without those that are empty: a setting that came after the first records leaves older keys valid."""
     return {name: value for name, value in settings.items() if value not in (None, False, 0, {})}
 
 
@@ -138,7 +138,7 @@ def by_names(config: Config) -> dict[str, Any]:
 
 
 def names(config: Config) -> dict[str, Any]:
-    """What a record calls its run. One of full precision has many spellings, and one name."""
+    """The names in the record of a run; all spellings of a run in full precision share one name."""
     named = full_precision(config) if config.method.is_full_precision else config
     return {
         "task": config.task.name,

@@ -42,7 +42,7 @@ _still: ContextVar[dict[tuple[Path, Path | None], Files] | None] = ContextVar("_
 
 @contextmanager
 def unchanging() -> Iterator[None]:
-    """Configuration files are taken to stay as they are: one look at their state serves every composition."""
+    """Within the context, configuration files count as unchanged: their state is read once for all compositions."""
     token = _still.set({})
     try:
         yield
@@ -216,7 +216,7 @@ def _composed_once(files: Files, choices: tuple[str, ...]) -> Composed:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _assembled(files: Files, choices: tuple[str, ...]) -> _Kept:
-    """The defaults with each choice in its place, and those that it makes of other groups; else Hydra's answer.
+    """The default configuration with these choices, and those that they make of other groups; else what Hydra composes.
 
     Settings of all groups (`+experiment=`) are merged last, as Hydra does.
     """
@@ -250,7 +250,7 @@ def _assembled_part(files: Files, part: str, choices: Sequence[Override]) -> byt
 
 
 def _with_others(files: Files, chosen: Mapping[str, str]) -> dict[str, tuple[str, _Layers]] | None:
-    """Choices by group and what they are made from, with those of other groups that they make; None: Hydra has to."""
+    """The choices by group with their layers, and those that they make of other groups; None: only Hydra can tell."""
     found: dict[str, tuple[str, _Layers]] = {}
     for group, name in chosen.items():
         if (layers := _layers(files, group, name)) is None:
@@ -301,7 +301,7 @@ class _Own(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _own(files: Files, group: str, name: str) -> _Own | None:
-    """None for a file that writes outside its own group, as none that sets all groups does (`+experiment=`)."""
+    """What a choice says itself; None for a file that sets other groups too, such as an experiment (`+experiment=`)."""
     choice = None if files.further is not None else find(group, name, files.folder)
     if choice is None:
         return None

@@ -37,7 +37,7 @@ _used: list[Path] = []
 
 
 def use(folder: str | Path | None) -> None:
-    """Compose from this folder too, where none is given, for the rest of the process (None: only from `conf/`)."""
+    """Set the folder from which the process also composes where none is given (None: only from `conf/`)."""
     _used[:] = [] if folder is None else [Path(folder).resolve()]
     for own in _used:
         _make_importable(own)
@@ -45,7 +45,7 @@ def use(folder: str | Path | None) -> None:
 
 @contextmanager
 def using(folder: str | Path | None) -> Iterator[None]:
-    """Compose from this folder too, as `use` does, and from those before afterwards."""
+    """Within the context, compose from this folder too, as `use` does; afterwards from the previous one."""
     before = list(_used)
     use(folder)
     try:

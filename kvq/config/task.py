@@ -1,4 +1,4 @@
-"""What the settings of every task have: the base class of tasks in the package and outside it."""
+"""The base class of the settings of every task, in the package and outside it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TaskConfig:
 
 @dataclass
 class ReadingConfig(TaskConfig):
-    """What tasks that read prompts have.
+    """Settings of every task that reads prompts.
 
     Attributes:
         prefill: how a prompt (a passage, a prefix, what a user says) is read.

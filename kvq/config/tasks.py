@@ -152,7 +152,7 @@ class SensitivityConfig(TaskConfig):
 
 @dataclass
 class ItemsConfig(ReadingConfig):
-    """What every task with items has.
+    """Settings of every task that scores items.
 
     Attributes:
         batch_size: prompts that go through the model together; None: as `kvq.tasks.items` chooses.

@@ -40,7 +40,7 @@ class GenerateConfig(ReadingConfig):
 
 @dataclass
 class PassagesConfig(ReadingConfig):
-    """What tasks that continue passages of a text have.
+    """Settings of every task that continues passages of a text.
 
     Attributes:
         prompts: passages, spread evenly over the text.
@@ -95,7 +95,7 @@ class DriftConfig(TrajectoryConfig):
 
 
 class Drafts(enum.StrEnum):
-    """Who drafts: the model with a method's cache for one in full precision, or the other way round."""
+    """Which model drafts: the one with a method's cache for one in full precision, or the other way round."""
 
     method = "method"
     full = "full"
@@ -119,7 +119,7 @@ class SpeculateConfig(PassagesConfig):
 
 @dataclass
 class ReuseConfig(ReadingConfig):
-    """Prefixes that are stored in a file, compressed, read again and gone on from.
+    """Prefixes whose caches are stored in a file, compressed, read again and continued.
 
     Attributes:
         windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.

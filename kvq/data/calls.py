@@ -89,7 +89,7 @@ _KEPT = ("description", "enum", "default", "format", "required", "minimum", "max
 
 
 class _Odd(Exception):
-    """What is wrong with a line."""
+    """A line of a file that is refused, with the reason."""
 
 
 def read_bfcl(path: str, answers: str) -> list[Request]:

@@ -88,7 +88,7 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
 
 
 def in_embedding(tokenizer: Any, ids: list[int]) -> list[int]:
-    """The same ids.
+    """Return `ids` once they are known to have rows in the embedding.
 
     Raises:
         DataError: one of them has no row in the model's embedding, where its tokenizer knows how many there are.
@@ -133,7 +133,7 @@ def around_message(tokenizer: Any) -> tuple[str, str]:
 
 
 def begun(tokenizer: Any, ids: Sequence[int], bos: int | None) -> list[int]:
-    """`ids` with `bos` once in front (None: with none), whatever the tokenizer or a chat template wrote there."""
+    """`ids` after exactly one `bos` (None: after none), whatever the tokenizer or a chat template put there."""
     start = 0
     while start < len(ids) and ids[start] == tokenizer.bos_token_id:
         start += 1

@@ -36,9 +36,9 @@ HAS_NUMBA, HAS_TRITON = (importlib.util.find_spec(name) is not None for name in 
 
 @contextmanager
 def watched(step: eager.Step) -> Iterator[None]:
-    """Within it attention runs in PyTorch, where a step can be told from the next: `step` is opened around each.
+    """Within the context, attention runs in PyTorch, and each of its steps within `step(name)`, to be timed.
 
-    It is opened around the whole too, as `attention`.
+    The whole runs within `step("attention")`.
     """
     token = _WATCH.set(step)
     try:

@@ -96,7 +96,7 @@ class MergedRotation:
 def merged_rotation(
     name: str, codecs: Mapping[str, Codec | None], sides: Mapping[str, bool]
 ) -> tuple[dict[str, Codec | None], MergedRotation | None]:
-    """The codecs without the rotations of those of `sides` that are asked for, and what rotates in their place.
+    """The codecs without the rotations that the weights take over (on the `sides` that ask for it), and the latter.
 
     Raises:
         ConfigError: a side whose first stage is no Hadamard rotation.

@@ -126,7 +126,7 @@ def _method_of(stored: Any) -> str | None:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: of weights that wait elsewhere (offloaded), where accelerate brings them."""
+    """The device on which a module computes: of offloaded weights, the one to which accelerate brings them."""
     device = next(module.parameters()).device
     waits = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     return torch.device(waits) if device.type == "meta" and waits is not None else device

@@ -52,7 +52,7 @@ def weights_name(model: nn.Module) -> str:
 
 
 def _brought(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """A weight, from where accelerate lets it wait (offloaded to CPU or disk)."""
+    """A weight, brought from where accelerate has offloaded it (CPU or disk)."""
     if weight.device.type != "meta":
         return weight
     module, _, own = name.rpartition(".")

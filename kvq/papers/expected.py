@@ -176,7 +176,7 @@ def _run(run: Overrides, present: Present, own: Path | None) -> CellRun:
 
 @functools.cache
 def _partly(present: Present) -> frozenset[tuple[str | None, str | None]]:
-    """Pairs of model and method that there are records of; None in place of either stands for any."""
+    """The pairs of model and method on record; None in the place of either means any."""
     return frozenset(itertools.chain.from_iterable(itertools.product((a, None), (b, None)) for a, b in present))
 
 

@@ -44,7 +44,7 @@ _UNITS = {
 
 
 def exported(config: Config) -> str:
-    """The command or arguments.
+    """The engine's command or arguments for a method's format.
 
     Raises:
         Unsupported: no engine reads the method, or not with these layers or settings.

@@ -91,7 +91,7 @@ def made_of(
     what: str,
     skip: Callable[[Part, str], None],
 ) -> Made | None:
-    """Call `make` with the parts for which it raises nothing; None where there are none.
+    """Call `make` on the parts without those for which it raises; None where no part is left.
 
     A record that validates may still lack a setting, or its samples may be of another task or missing. After any
     exception, `make` is tried with each part by itself. Those for which it raises go to `skip` with the reason in one

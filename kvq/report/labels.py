@@ -85,7 +85,7 @@ def protocol_departures(run: Record) -> list[str]:
 
 
 def begins_otherwise(run: Record) -> list[str]:
-    """How windows or prompts begin, where that is not as the run's model was trained."""
+    """How windows or prompts begin, where that differs from the texts that the model was trained on."""
     return list(from_presets(run).first_token)
 
 

@@ -300,7 +300,7 @@ def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
     enough = _gains_that_do(losses, float(_score(lost, gained, items, margin)), items, margin)
 
     def as_good(rate: np.ndarray) -> np.ndarray:
-        """Probability that an outcome is as good, at these rates of gains, while losses exceed them by the margin."""
+        """Probability of an outcome at least as good as observed, at these rates of gains and losses `margin` above."""
         rate = rate[:, None]
         share = np.minimum(1.0, rate / (1 - rate - margin))
         tail = scipy.stats.binom.sf(enough - 1, items - losses, share)
@@ -317,7 +317,7 @@ def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
 
 
 def _gains_that_do(losses: np.ndarray, observed: float, items: int, margin: float) -> np.ndarray:
-    """For each number of losses the fewest gains with a score as good as the observed; one too many where none are."""
+    """For each number of losses, the fewest gains that score as well as observed; one too many where none do."""
     low, high = np.zeros(len(losses), dtype=np.int64), items - losses + 1
     while np.any(low < high):
         middle = (low + high) // 2

@@ -367,7 +367,7 @@ def cache_dtype(run: Record) -> str:
 
 
 def _begins_otherwise(run: Record) -> list[str]:
-    """How windows or prompts begin, where that is not as the run's model was trained."""
+    """How windows or prompts begin, where that differs from the texts that the model was trained on."""
     task, known = part_of(run.config, "task"), preset("model", run.model) or {}
     of_chats = known.get("chat_bos") if task.get("chat_template") else None
     bos, own = task.get("bos"), bool(known.get("bos") if of_chats is None else of_chats)

@@ -202,7 +202,7 @@ class PeakMemory:
 
 
 def now(device: torch.device | None = None) -> float:
-    """Seconds of a clock, read when a GPU has done what it was given."""
+    """The time in seconds, read after a GPU has finished its queued work."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -193,7 +193,7 @@ def known(config: Config) -> Record | None:
 
 
 def _standing(store: Store, key: str) -> Record | None:
-    """A record with nothing left to do: done, not stale, and without the journal of a repeat."""
+    """The record of a run that needs no work: done, not stale, and without the journal of a repeat."""
     record = store.get(key)
     if record is None or record.status != "done" or is_stale(record):
         return None

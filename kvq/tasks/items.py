@@ -37,7 +37,7 @@ TOKENS = 16_384
 
 
 def has_room(prompts: int, longest: int, rows: int | None) -> bool:
-    """Whether a batch may have so many prompts, the longest of so many tokens; `rows`: as `task.batch_size`."""
+    """Whether a batch may have this many prompts, the longest of this many tokens; `rows`: as `task.batch_size`."""
     if rows is not None:
         return prompts <= rows
     return prompts == 1 or (prompts <= ROWS and prompts * longest <= TOKENS)

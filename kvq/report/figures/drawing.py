@@ -211,12 +211,12 @@ def drawn_figures(folder: Path) -> list[str]:
 
 
 def kinds() -> tuple[str, ...]:
-    """What the names of figures begin with, in the order of the page."""
+    """The prefixes of figures' names, in the order of the page."""
     return tuple(_KINDS)
 
 
 class Noted:
-    """Drawings passed on one by one, while their names and titles are kept for the index."""
+    """Passes drawings on one by one and keeps their names and titles for the index."""
 
     def __init__(self, drawings: Iterable[Drawing]) -> None:
         self._drawings = drawings

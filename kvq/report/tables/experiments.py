@@ -250,7 +250,7 @@ def _same(values: Iterable[float | None]) -> float | None:
 
 
 def refused(cells: Iterable[Shown]) -> dict[str, int]:
-    """Why cells can never be measured, as their layout says, and how many each reason holds for."""
+    """The reasons for which cells can never be measured, as their layout gives them, each with its number of cells."""
     return dict(Counter(cell.asked.reason for cell in cells if cell.asked.reason))
 
 
