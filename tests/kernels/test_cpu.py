@@ -32,14 +32,22 @@ def check(keys, values, *, group=2, dtype=torch.float32, **settings):
     assert oracle.error(found, oracle.attend(q, keys, values, dim**-0.5, **settings)) < TOLERANCE[dtype]
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+QUICK = [
+    *(("kivi", 3, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *((name, bits, torch.float32) for name, bits in (("nsn", 2), ("oscar", 3), ("quarot", 8))),
+]
+"""Two planes along both axes in integers; one plane, two and a whole byte in fp32. Each compiles loops for seconds."""
+METHODS = [(name, bits) for name, each in (("kivi", (1, 3, 4)), ("nsn", (2, 7)), ("oscar", (2, 3))) for bits in each]
+MORE = [
+    case
+    for name, bits in [*METHODS, ("quarot", 8)]
+    for dtype in TOLERANCE
+    if (case := (name, bits, dtype)) not in QUICK
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        *(("kivi", 4), ("nsn", 2), ("oscar", 3), ("quarot", 8)),
-        *(pytest.param(name, bits, marks=pytest.mark.long) for name, bits in (("kivi", 1), ("nsn", 7), ("oscar", 2))),
-    ],
+    ("name", "bits", "dtype"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
 )
 def test_methods(name, bits, dtype):
     method = kvq.build_method(name, bits=bits, head_dim=128)
@@ -102,6 +110,8 @@ TABLES = [
     ("nsnquant/post_rope", 2),
     ("nsnquant/no_dq", 1),
 ]
+COMPILED = [("q4_0", 4), ("turboquant", 3), ("nsnquant", 1), ("nsnquant/no_dq", 1)]
+"""Levels with a sign and without, codebooks and shifts: the quick half compiles loops for these, at 64 channels."""
 
 
 def tabled(codec, dim, block, total, **settings):
@@ -110,8 +120,9 @@ def tabled(codec, dim, block, total, **settings):
     )
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize(("name", "bits"), TABLES)
+@pytest.mark.parametrize(
+    ("name", "bits"), [case if case in COMPILED else pytest.param(*case, marks=pytest.mark.long) for case in TABLES]
+)
 def test_levels_and_codebooks(name, bits):
     """Codes that index a table, behind the shifts of NSNQuant; blocks of 64 and a last one that ends within a byte."""
     method = kvq.build_method(name, bits=bits, head_dim=64)
@@ -165,12 +176,19 @@ def test_norms_and_shifts_of_some_heads(data):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tables", "dims"),
+    [
+        pytest.param(COMPILED, [64], id="compiled"),
+        pytest.param(TABLES, [32, 64, 96], id="all", marks=pytest.mark.long),
+    ],
+)
 @settings(max_examples=examples(10))
-@given(st.data())
-def test_any_levels_and_codebooks(data):
+@given(data=st.data())
+def test_any_levels_and_codebooks(tables, dims, data):
     """Random sizes: parts of vectors, of pages and of bytes; a first token inside of the codes; two sequences."""
-    name, bits = data.draw(st.sampled_from(TABLES))
-    dim = data.draw(st.sampled_from([32, 64, 96]))
+    name, bits = data.draw(st.sampled_from(tables))
+    dim = data.draw(st.sampled_from(dims))
     method = kvq.build_method(name, bits=bits, head_dim=dim)
     heads, batch, total = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.integers(2, 200))
     sides = []
