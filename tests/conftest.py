@@ -62,13 +62,14 @@ def _torch_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2" if alone else "1")))
 
 
-@pytest.fixture(autouse=True)
-def _composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _composed_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Hydra composes a command line a first time to read `hydra.mode`, which only experiments and its settings set.
 
     The tests of the command line itself let it, as every process does.
     """
     if request.path.name in ("test_cli.py", "test_merging.py"):
+        yield
         return
     from hydra._internal.hydra import Hydra
 
@@ -78,7 +79,9 @@ def _composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         sets = any("experiment" in word or "hydra" in word for word in overrides)
         return get_mode(self, config_name, overrides) if sets else None
 
-    monkeypatch.setattr(Hydra, "get_mode", mode)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Hydra, "get_mode", mode)
+        yield
 
 
 LONG_TEXT = 100_000
