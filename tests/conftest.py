@@ -89,20 +89,32 @@ LONG_TEXT = 100_000
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _long_texts_are_encoded_once() -> Iterator[None]:
-    """A tokenizer takes a second for an embedded corpus, which runs with other windows would ask of it again."""
+def _long_texts_are_encoded_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A tokenizer takes seconds for an embedded corpus, which runs with other windows would ask of it again.
+
+    The processes of a session find each other's tokens in its folder.
+    """
+    import numpy as np
+
     from kvq.data import text as texts
 
-    encode, kept = texts.encode, dict[Any, list[int]]()
+    encode, kept, folder = texts.encode, dict[str, list[int]](), tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
     def once(tokenizer: Any, text: str, special: bool = True) -> list[int]:
         if len(text) < LONG_TEXT or not hasattr(tokenizer, "backend_tokenizer"):
             return encode(tokenizer, text, special)
         parts = (tokenizer.backend_tokenizer.to_str(), text)
         rows = getattr(tokenizer, "embedding_rows", None)
-        name = (*(hashlib.sha256(part.encode()).digest() for part in parts), special, rows)
-        if name not in kept:
+        given = repr(([hashlib.sha256(part.encode()).hexdigest() for part in parts], special, rows))
+        name = hashlib.sha256(given.encode()).hexdigest()
+        file, own = folder / f"encoded-{name}.npy", folder / f"encoded-{name}-{os.getpid()}.npy"
+        if name not in kept and file.exists():
+            kept[name] = np.load(file).tolist()
+        elif name not in kept:
             kept[name] = encode(tokenizer, text, special)
+            np.save(own, kept[name])
+            own.replace(file)  # whole or not at all
         return [*kept[name]]
 
     with pytest.MonkeyPatch.context() as patched:
