@@ -21,6 +21,8 @@ from jaxtyping import install_import_hook
 if os.environ.get("KVQ_TYPES") == "1":  # before anything imports kvq, and for the whole session
     _HOOK = install_import_hook("kvq", "beartype.beartype")
 
+gc.disable()  # until every module is imported, see pytest_collection_finish
+
 EXAMPLES = 100 if os.environ.get("KVQ_ALL") == "1" else 25  # of properties that say no number
 hypothesis.settings.register_profile("local", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=EXAMPLES)
@@ -41,9 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: collections of garbage need not look at its three million objects each time."""
+    """What is imported stays: collections of garbage need not look at its three million objects each time.
+
+    They wait for more new objects than Python's own 700: compositions and forwards make many, and few in circles.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,13 +62,14 @@ def _torch_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2" if alone else "1")))
 
 
-@pytest.fixture(autouse=True)
-def _composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _composed_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Hydra composes a command line a first time to read `hydra.mode`, which only experiments and its settings set.
 
     The tests of the command line itself let it, as every process does.
     """
     if request.path.name in ("test_cli.py", "test_merging.py"):
+        yield
         return
     from hydra._internal.hydra import Hydra
 
@@ -71,7 +79,9 @@ def _composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         sets = any("experiment" in word or "hydra" in word for word in overrides)
         return get_mode(self, config_name, overrides) if sets else None
 
-    monkeypatch.setattr(Hydra, "get_mode", mode)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Hydra, "get_mode", mode)
+        yield
 
 
 LONG_TEXT = 100_000
@@ -79,20 +89,32 @@ LONG_TEXT = 100_000
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _long_texts_are_encoded_once() -> Iterator[None]:
-    """A tokenizer takes a second for an embedded corpus, which runs with other windows would ask of it again."""
+def _long_texts_are_encoded_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A tokenizer takes seconds for an embedded corpus, which runs with other windows would ask of it again.
+
+    The processes of a session find each other's tokens in its folder.
+    """
+    import numpy as np
+
     from kvq.data import text as texts
 
-    encode, kept = texts.encode, dict[Any, list[int]]()
+    encode, kept, folder = texts.encode, dict[str, list[int]](), tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
     def once(tokenizer: Any, text: str, special: bool = True) -> list[int]:
         if len(text) < LONG_TEXT or not hasattr(tokenizer, "backend_tokenizer"):
             return encode(tokenizer, text, special)
         parts = (tokenizer.backend_tokenizer.to_str(), text)
         rows = getattr(tokenizer, "embedding_rows", None)
-        name = (*(hashlib.sha256(part.encode()).digest() for part in parts), special, rows)
-        if name not in kept:
+        given = repr(([hashlib.sha256(part.encode()).hexdigest() for part in parts], special, rows))
+        name = hashlib.sha256(given.encode()).hexdigest()
+        file, own = folder / f"encoded-{name}.npy", folder / f"encoded-{name}-{os.getpid()}.npy"
+        if name not in kept and file.exists():
+            kept[name] = np.load(file).tolist()
+        elif name not in kept:
             kept[name] = encode(tokenizer, text, special)
+            np.save(own, kept[name])
+            own.replace(file)  # whole or not at all
         return [*kept[name]]
 
     with pytest.MonkeyPatch.context() as patched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvq.codecs import trellis
 from kvq.models import LoadedModel
 
 VOCABULARY = 61
@@ -68,6 +70,8 @@ def in_double_precision(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Tensor, "type", type_in_double)
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax_in_double)
+    # Tables of meanwhile are in fp64 too, which later tests would be given.
+    monkeypatch.setattr(trellis, "books", functools.lru_cache(trellis.books.__wrapped__))
     return LoadedModel(loaded.model.double(), loaded.device)
 
 

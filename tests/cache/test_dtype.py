@@ -166,8 +166,8 @@ def test_prompt_lookup_takes_tokens_back(given: str) -> None:
 @torch.no_grad()
 def test_attention_on_codes_reads_16_bits(name: str) -> None:
     """The residual is rounded too; decoded values are not, so the two agree up to that rounding."""
-    loaded, tokens = LoadedModel(llama(), torch.device("cpu")), token_ids(40)
-    chosen = build_method(name, bits=2, head_dim=128, overrides=["residual.size=16"])
+    loaded, tokens = LoadedModel(llama(head_dim=64), torch.device("cpu")), token_ids(40)
+    chosen = build_method(name, bits=2, head_dim=64, overrides=["residual.size=16"])
     rows = []
     for attention in ("packed", "dense"):
         cache = KVCache(loaded.model, chosen, attention=attention, dtype=torch.float16)

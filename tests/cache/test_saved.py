@@ -123,7 +123,7 @@ def test_residuals_and_sinks(name: str, overrides: list[str], tmp_path: Path) ->
 
 @pytest.mark.parametrize("settings", [{"keep_decoded": True}, {"quantized_prefill": True}, {"attention": "packed"}])
 def test_settings_of_a_cache_are_given_anew(settings: dict[str, Any], tmp_path: Path) -> None:
-    model, method = llama(layers=LAYERS, head_dim=128, kv_heads=HEADS), build_method("kivi", bits=2)
+    model, method = llama(layers=LAYERS, head_dim=64, kv_heads=HEADS), build_method("kivi", bits=2, head_dim=64)
     cache = filled(model, method, **settings)
     cache.save(tmp_path / "one")
     loaded = KVCache.load(tmp_path / "one", model, method, **settings)

@@ -32,19 +32,23 @@ def check(keys, values, *, group=2, dtype=torch.float32, **settings):
     assert oracle.error(found, oracle.attend(q, keys, values, dim**-0.5, **settings)) < TOLERANCE[dtype]
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+QUICK = [
+    ("kivi", 3, 64, torch.float16),
+    *((name, bits, dim, torch.float32) for name, bits, dim in (("nsn", 2, 64), ("oscar", 3, 128), ("quarot", 8, 64))),
+]
+"""Two planes along both axes in integers; one plane, two and a whole byte in fp32. Each compiles loops for seconds."""
+METHODS = [*(("kivi", bits) for bits in (1, 3, 4)), ("nsn", 2), ("nsn", 7), ("oscar", 2), ("oscar", 3), ("quarot", 8)]
+MORE = [(name, bits, 128, dtype) for name, bits in METHODS for dtype in TOLERANCE]
+
+
 @pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        *(("kivi", 4), ("nsn", 2), ("oscar", 3), ("quarot", 8)),
-        *(pytest.param(name, bits, marks=pytest.mark.long) for name, bits in (("kivi", 1), ("nsn", 7), ("oscar", 2))),
-    ],
+    ("name", "bits", "dim", "dtype"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE if case not in QUICK)],
 )
-def test_methods(name, bits, dtype):
-    method = kvq.build_method(name, bits=bits, head_dim=128)
-    keys = oracle.states(method.key, 256, 30, dim=128, block=128, tail=13, dtype=dtype)
-    values = oracle.states(method.value, 224, 75, dim=128, block=32, seed=1, dtype=dtype)
+def test_methods(name, bits, dim, dtype):
+    method = kvq.build_method(name, bits=bits, head_dim=dim)
+    keys = oracle.states(method.key, 256, 30, dim=dim, block=128, tail=13, dtype=dtype)
+    values = oracle.states(method.value, 224, 75, dim=dim, block=32, seed=1, dtype=dtype)
     check(keys, values, dtype=dtype)
 
 
@@ -85,11 +89,11 @@ def test_threads_agree(monkeypatch):
 
 def test_extreme_statistics():
     """fp16 subnormals, negative zero points and a group of equal values."""
-    method = kvq.build_method("kivi", bits=2, head_dim=128)
-    x = torch.randn(1, 1, 64, 128) * 1e-6
+    method = kvq.build_method("kivi", bits=2, head_dim=64)
+    x = torch.randn(1, 1, 64, 64) * 1e-6
     x[..., :8] = -3.5
     x[..., 8:16] *= 1e6
-    states = oracle.states(method.key, 32, 0, heads=1, dim=128)
+    states = oracle.states(method.key, 32, 0, heads=1, dim=64)
     keys, values = (type(states)(codec, (codec.encode(x, 32),), None) for codec in (method.key, method.value))
     check(keys, values)
 
@@ -102,6 +106,8 @@ TABLES = [
     ("nsnquant/post_rope", 2),
     ("nsnquant/no_dq", 1),
 ]
+COMPILED = [("q4_0", 4), ("turboquant", 3), ("nsnquant", 1), ("nsnquant/no_dq", 1)]
+"""Levels with a sign and without, codebooks and shifts: the quick half compiles loops for these, at 64 channels."""
 
 
 def tabled(codec, dim, block, total, **settings):
@@ -110,8 +116,9 @@ def tabled(codec, dim, block, total, **settings):
     )
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize(("name", "bits"), TABLES)
+@pytest.mark.parametrize(
+    ("name", "bits"), [case if case in COMPILED else pytest.param(*case, marks=pytest.mark.long) for case in TABLES]
+)
 def test_levels_and_codebooks(name, bits):
     """Codes that index a table, behind the shifts of NSNQuant; blocks of 64 and a last one that ends within a byte."""
     method = kvq.build_method(name, bits=bits, head_dim=64)
@@ -165,12 +172,19 @@ def test_norms_and_shifts_of_some_heads(data):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tables", "dims"),
+    [
+        pytest.param(COMPILED, [64], id="compiled"),
+        pytest.param(TABLES, [32, 64, 96], id="all", marks=pytest.mark.long),
+    ],
+)
 @settings(max_examples=examples(10))
-@given(st.data())
-def test_any_levels_and_codebooks(data):
+@given(data=st.data())
+def test_any_levels_and_codebooks(tables, dims, data):
     """Random sizes: parts of vectors, of pages and of bytes; a first token inside of the codes; two sequences."""
-    name, bits = data.draw(st.sampled_from(TABLES))
-    dim = data.draw(st.sampled_from([32, 64, 96]))
+    name, bits = data.draw(st.sampled_from(tables))
+    dim = data.draw(st.sampled_from(dims))
     method = kvq.build_method(name, bits=bits, head_dim=dim)
     heads, batch, total = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.integers(2, 200))
     sides = []

@@ -68,7 +68,7 @@ def test_blocks_are_those_of_token_by_token(model, length):
         assert torch.equal(getattr(one.layers[0], side)._visible(), getattr(pieces.layers[0], side)._visible())
 
 
-@pytest.mark.parametrize("name", ["ott", "zipcache", "zipcache/released"])
+@pytest.mark.parametrize("name", ["ott", "zipcache", pytest.param("zipcache/released", marks=pytest.mark.long)])
 @pytest.mark.parametrize("length", [43, 49])
 def test_generation_is_token_by_token_in_fp64(name, length, monkeypatch):
     """Behind several blocks: three tokens of the next one, and its first."""

@@ -33,8 +33,14 @@ def test_generation_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.Mon
         assert (got - expected).abs().max() < 1e-9, chunk
 
 
-@pytest.mark.parametrize("residual", [["residual.policy=sliding"], ["residual.value.policy=sliding"], []])
-@pytest.mark.parametrize("name", ["kivi", "nsnquant", "nsn", "kvquant"])
+@pytest.mark.parametrize(
+    ("name", "residual"),
+    [
+        pytest.param(name, residual, marks=[pytest.mark.long] * (bool(residual) and name in ("nsnquant", "nsn")))
+        for residual in (["residual.policy=sliding"], ["residual.value.policy=sliding"], [])
+        for name in ("kivi", "nsnquant", "nsn", "kvquant")
+    ],
+)
 @pytest.mark.parametrize("sinks", [5, *(pytest.param(sinks, marks=pytest.mark.long) for sinks in (1, 20))])
 def test_sinks_stay_exactly(name: str, residual: list[str], sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = in_double_precision(random_llama(seed=2), monkeypatch)
