@@ -160,14 +160,15 @@ def test_prompt_lookup_takes_tokens_back(given: str) -> None:
     assert caches[0].nbytes == caches[1].nbytes
 
 
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "name", ["nsn", *(pytest.param(name, marks=pytest.mark.long) for name in ("kivi", "nsnquant"))]
 )
 @torch.no_grad()
-def test_attention_on_codes_reads_16_bits(name: str) -> None:
+def test_attention_on_codes_reads_16_bits(name: str, dim: int) -> None:
     """The residual is rounded too; decoded values are not, so the two agree up to that rounding."""
-    loaded, tokens = LoadedModel(llama(head_dim=64), torch.device("cpu")), token_ids(40)
-    chosen = build_method(name, bits=2, head_dim=64, overrides=["residual.size=16"])
+    loaded, tokens = LoadedModel(llama(head_dim=dim), torch.device("cpu")), token_ids(40)
+    chosen = build_method(name, bits=2, head_dim=dim, overrides=["residual.size=16"])
     rows = []
     for attention in ("packed", "dense"):
         cache = KVCache(loaded.model, chosen, attention=attention, dtype=torch.float16)

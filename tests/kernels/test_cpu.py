@@ -87,13 +87,14 @@ def test_threads_agree(monkeypatch):
     assert torch.equal(*outs)
 
 
-def test_extreme_statistics():
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.long)])
+def test_extreme_statistics(dim):
     """fp16 subnormals, negative zero points and a group of equal values."""
-    method = kvq.build_method("kivi", bits=2, head_dim=64)
-    x = torch.randn(1, 1, 64, 64) * 1e-6
+    method = kvq.build_method("kivi", bits=2, head_dim=dim)
+    x = torch.randn(1, 1, 64, dim) * 1e-6
     x[..., :8] = -3.5
     x[..., 8:16] *= 1e6
-    states = oracle.states(method.key, 32, 0, heads=1, dim=64)
+    states = oracle.states(method.key, 32, 0, heads=1, dim=dim)
     keys, values = (type(states)(codec, (codec.encode(x, 32),), None) for codec in (method.key, method.value))
     check(keys, values)
 
