@@ -235,8 +235,10 @@ _SHOWN = 64
 
 
 def check_limit(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method without a spectrum."""
+    """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method that has no spectrum."""
     inputs.check_context(inputs.config.task.context)
+    if not method.is_full_precision and inputs.config.task.heads is LimitHeads.both:
+        raise Unsupported("task.heads=both: the limit alone; methods code keys and values apart")
     if not method.is_full_precision and any(joint_parts(getattr(method, side)) is None for side in SIDES):
         raise Unsupported(f"task=limit: method={method.name} has no spectrum; fp16, or a method with FisherTransforms")
 
@@ -244,10 +246,10 @@ def check_limit(inputs: Inputs, method: Method) -> None:
 def measure_limit(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
     """The limit at `task.rates`, its curve, and the spectrum of each layer and side."""
     task: LimitConfig = inputs.config.task
-    windows = torch.stack(windows_of(inputs))
-    name = (*text_name(inputs.model, windows, CalibrationConfig()), task.left_out)
-    moments, _ = made_once(_kept, name, lambda: collect_joint(inputs.model, windows, left_out=task.left_out))
-    transform = FisherTransform(heads_together=None if task.heads is LimitHeads.joint else 1, ridge=task.ridge)
+    windows, both = torch.stack(windows_of(inputs)), task.heads is LimitHeads.both
+    name = (*text_name(inputs.model, windows, CalibrationConfig()), task.left_out, both)
+    moments, _ = made_once(_kept, name, lambda: collect_joint(inputs.model, windows, left_out=task.left_out, both=both))
+    transform = FisherTransform(heads_together=1 if task.heads is LimitHeads.apart else None, ridge=task.ridge)
     spectra = {place: spectrum_of(own, transform) for place, own in moments.items()}
     whole = torch.cat(list(spectra.values()))
     metrics = {"windows": float(len(windows))}
@@ -260,8 +262,7 @@ def measure_limit(inputs: Inputs, method: Method, baseline: Baseline | None, jou
         level = level_of_rate(whole, rate)
         rows.append({"kind": "curve", "bits": rate, "level": level, "loss": loss_at(whole, level)})
     levels = {rate: level_of_rate(whole, rate) for rate in task.rates}
-    for side, layer in product(SIDES, range(layers)):
-        own = spectra[side, layer]
+    for (side, layer), own in spectra.items():
         bits = {f"{rate:g}": rate_at(own, level) for rate, level in levels.items()}
         rows.append({"kind": "layer", "side": side, "layer": layer, "bits": bits, "spectrum": _thinned(own)})
     return Measurement(metrics, units_like(metrics, {"windows": "windows", "*_loss*": "nats/token"}), rows)

@@ -176,6 +176,27 @@ def test_moments_are_those_of_kept_states() -> None:
         collect_joint(loaded, windows, left_out=24)
 
 
+def test_moments_of_keys_with_values() -> None:
+    """Those of each side are blocks of them; the blocks between are those of states and gradients that were kept."""
+    loaded = LoadedModel(llama().double(), torch.device("cpu"))
+    windows = token_ids(24, batch=2)
+    kept, apart = collect(loaded, windows, None, True, 0), collect_joint(loaded, windows, left_out=0)
+    found = collect_joint(loaded, windows, left_out=0, both=True)
+    assert set(found) == {("both", layer) for layer in kept}
+    for layer, states in kept.items():
+        both, key, value = found["both", layer], apart["key", layer], apart["value", layer]
+        n = len(key.mean)
+        torch.testing.assert_close(both.mean, torch.cat([key.mean, value.mean]))
+        torch.testing.assert_close(both.covariance[:n, :n], key.covariance)
+        torch.testing.assert_close(both.covariance[n:, n:], value.covariance)
+        torch.testing.assert_close(both.fisher[:n, :n], key.fisher)
+        torch.testing.assert_close(both.fisher[n:, n:], value.fisher)
+        assert states.rope is not None
+        slopes = [states.rope.rotate(states.gradients["key"].double(), back=True), states.gradients["value"].double()]
+        rows = [part.transpose(0, 1).flatten(1) for part in slopes]
+        torch.testing.assert_close(both.fisher[:n, n:], rows[0].T @ rows[1] / 48)
+
+
 def test_latents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedModel(llama(), torch.device("cpu"))
     monkeypatch.setattr(loaded.text_config, "kv_lora_rank", 16, raising=False)

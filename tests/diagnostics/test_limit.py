@@ -130,6 +130,18 @@ def test_a_run(tmp_path: Path) -> None:
     assert all(math.isfinite(value) for row in samples if row["kind"] == "layer" for _, value in row["spectrum"])
 
 
+def test_keys_with_values(tmp_path: Path) -> None:
+    """Together they lose no more than apart, and a layer has one row."""
+    run = [*given(tmp_path), "task.windows=2", "method=fp16"]
+    for heads in ("joint", "both"):
+        assert main([*run, f"task.heads={heads}", f"results_dir={tmp_path}"]) == 0
+    found = {str(record.config["task"]["heads"]): record for record in Store(tmp_path).scan()[0]}
+    for rate in ("0.75", "1.25", "2.25", "3"):
+        assert found["both"].metrics[f"limit_loss_{rate}"] < 1.01 * found["joint"].metrics[f"limit_loss_{rate}"]
+    rows = [row for row in Store(tmp_path).samples_of(found["both"]) if row["kind"] == "layer"]
+    assert {row["side"] for row in rows} == {"both"}
+
+
 def test_a_run_of_a_method(tmp_path: Path) -> None:
     """What it would lose by its widths, on its calibration and on this text, and the part that has no bits."""
     run = [*given(tmp_path), "task.windows=2", "method=waterfill/scalar", "bits=1.25", "method.calibration.samples=2"]
@@ -144,6 +156,7 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = given(tmp_path)
     for extra, told in (
         (["method=kivi", "bits=2"], "task=limit: method=kivi has no spectrum"),
+        (["method=waterfill", "bits=2", "task.heads=both"], "task.heads=both: the limit alone"),
         (["method=fp16", "task.rates=[0]"], "task.rates="),
         (["method=fp16", "task.ridge=0"], "task.ridge=0"),
         (["method=fp16", "task.left_out=64"], "task.left_out=64: at most 63"),
