@@ -106,7 +106,6 @@ def fit_sharing(codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMome
 
     Raises:
         ConfigError: as `joint_parts`.
-        Unsupported: a number of heads that a transform cannot do.
     """
     found: dict[Place, Tables] = {}
     demands: dict[Place, Demand] = {}

@@ -316,6 +316,15 @@ class _Sums:
         return JointMoments(mean, covariance, torch.as_tensor(self.gradients) / self.tokens, self.heads, self.tokens)
 
 
+BOTH = "both"
+
+
+def _joined_sides(key: Tensor, value: Tensor, rope: Rope | None) -> Tensor:
+    if key.shape != value.shape:
+        raise Unsupported(f"model: keys of {key.shape[-1]} channels a head, values of {value.shape[-1]}")
+    return torch.cat([key if rope is None else rope.rotate(key, back=True), value], 1)
+
+
 def collect_joint(
     loaded: LoadedModel,
     windows: Int[Tensor, "samples length"],
@@ -323,6 +332,7 @@ def collect_joint(
     seed: int = 0,
     left_out: int = 1,
     before_rope: bool = True,
+    both: bool = False,
 ) -> dict[Place, JointMoments]:
     """Moments of keys and values of every layer that computes them, by one backward pass per window.
 
@@ -333,6 +343,7 @@ def collect_joint(
         tokens: number of tokens that count, at the same positions in every layer, drawn by `seed`; None: all.
         left_out: first tokens of a window that do not count.
         before_rope: keys and their gradients before RoPE, where the model has it.
+        both: of a token's keys and values in a row, as heads of one side, `both`.
 
     Raises:
         DataError: states or gradients that are not finite, windows without tokens that count.
@@ -350,17 +361,22 @@ def collect_joint(
             def see(
                 index: int, key: Tensor, value: Tensor, kept: Tensor = kept, found: dict[int, Rope] = found
             ) -> tuple[Tensor, Tensor]:
-                states = {"key": key, "value": value}
+                turns = found.get(index) if before_rope else None
+                turns = turns.to(key.device) if both and turns is not None else turns
+                states = {BOTH: _joined_sides(key, value, turns)} if both else {"key": key, "value": value}
                 for side, part in states.items():
-                    rope = found.get(index) if before_rope and side == "key" else None
+                    rope = turns if side == "key" else None
                     own = sums.setdefault((side, index), _Sums(label=f"layer {index} {side}s"))
                     own.see(part, rope, kept)
                     states[side] = _seen_gradient(part, partial(own.see_gradient, rope=rope, kept=kept))
+                if both:
+                    key, value = states[BOTH].split(key.shape[1], 1)
+                    return key if turns is None else turns.rotate(key), value
                 return states["key"], states["value"]
 
             loss(loaded, window, see, backward=True)
-    if len(sums) != 2 * layers:
-        raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {len(sums) // 2} of {layers} layers away")
+    if (seen := len({layer for _, layer in sums})) != layers:
+        raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {seen} of {layers} layers away")
     if not all(own.tokens for own in sums.values()):
         raise DataError(
             f"calibration: windows of {windows.shape[1]} tokens, of which the first {left_out} are left out"

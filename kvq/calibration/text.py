@@ -55,6 +55,10 @@ def shared_ngrams(one: Iterable[str], other: Iterable[str]) -> float:
 
 _WINDOWS_STREAM = 0x63616C69
 """Separates the draw of windows from other uses of the same seed."""
+MIXED = "+"
+"""Between the names of the texts of a mixture."""
+_FILES = "text"
+"""The data set that a path stands for."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,37 @@ class CalibrationText:
     fingerprint: str
 
 
+def parts_of(config: CalibrationConfig) -> list[CalibrationConfig]:
+    """The settings of each text of a mixture, `pydocs+pysource`, which share its samples; of one text, its own.
+
+    Samples that are left over are those of the first texts. `path` is that of the part `text`.
+
+    Raises:
+        ConfigError: a text twice, more texts than samples, a path that is no part's.
+    """
+    names = [None] if config.dataset is None else config.dataset.split(MIXED)
+    if len(names) == 1:
+        return [config]
+    given = f"method.calibration.dataset={config.dataset}:"
+    if len(set(names)) < len(names) or len(names) > config.samples:
+        raise ConfigError(f"{given} each text once, and a sample of each; samples={config.samples}")
+    if (config.path is not None) != (_FILES in names):
+        raise ConfigError(f"{given} method.calibration.path is that of its part {_FILES}, and of no other")
+    share, over = divmod(config.samples, len(names))
+    return [
+        replace(
+            config,
+            dataset=name,
+            path=config.path if name == _FILES else None,
+            samples=share + (place < over),
+            tokens=None,
+        )
+        for place, name in enumerate(names)
+    ]
+
+
 def dataset_of(config: CalibrationConfig) -> DatasetConfig:
-    """The data set that a calibration reads: the training split of the named one.
+    """The data set that a calibration on one text reads: the training split of the named one.
 
     Raises:
         ConfigError: no or an unknown data set, or one whose text is a file, which has no training split.
@@ -95,7 +128,7 @@ def dataset_of(config: CalibrationConfig) -> DatasetConfig:
 def calibration_text(
     config: CalibrationConfig, tokenizer: Any, bos: int | None = None, tokens: TokenData | None = None
 ) -> CalibrationText:
-    """`samples` disjoint windows of `length` tokens, drawn by `seed`; `bos`: the first token of each.
+    """`samples` disjoint windows of `length` tokens of one text, drawn by `seed`; `bos`: the first token of each.
 
     `tokens`: of the data set, where they are at hand.
 
@@ -116,7 +149,11 @@ def calibration_text(
         )
     generator = torch.Generator().manual_seed(config.seed ^ _WINDOWS_STREAM)
     chosen = windows[torch.randperm(len(windows), generator=generator)[: config.samples]]
-    return CalibrationText(chosen, hashlib.sha256(chosen.numpy().tobytes()).hexdigest())
+    return CalibrationText(chosen, _fingerprint(chosen))
+
+
+def _fingerprint(windows: Int[Tensor, "samples length"]) -> str:
+    return hashlib.sha256(windows.numpy().tobytes()).hexdigest()
 
 
 def text_of(inputs: Inputs) -> CalibrationText | None:
@@ -131,15 +168,18 @@ def text_of(inputs: Inputs) -> CalibrationText | None:
         return None
     model = (inputs.config.model, inputs.model_fingerprint, inputs.bos)
 
-    def tokens() -> TokenData:
+    def tokens(part: CalibrationConfig) -> TokenData:
         """Those of the whole text, which calibrations of other sizes and seeds share; crops have the length asked."""
-        source = dataset_of(settings)
+        source = dataset_of(part)
         name = repr((source, settings.length if source.loader is Loader.documents else None, model))
         load = functools.partial(load_tokens, source, inputs.tokenizer, settings.length, inputs.bos)
         return inputs.shared("calibration tokens", name, load)
 
     def made() -> CalibrationText:
-        return calibration_text(settings, inputs.tokenizer, inputs.bos, tokens())
+        parts = parts_of(settings)
+        texts = [calibration_text(part, inputs.tokenizer, inputs.bos, tokens(part)) for part in parts]
+        windows = torch.cat([text.windows for text in texts])
+        return CalibrationText(windows, _fingerprint(windows)) if len(texts) > 1 else texts[0]
 
     return inputs.shared("calibration text", repr((settings, model)), made)
 
@@ -182,5 +222,6 @@ def check(inputs: Inputs, method: Method) -> None:
         raise Unsupported(
             f"task={inputs.config.task.name}: reads no model, on which method={method.name} is calibrated"
         )
-    dataset_of(settings)
+    for part in parts_of(settings):
+        dataset_of(part)
     inputs.check_tokens(settings.length, f"method.calibration.length={settings.length}:")

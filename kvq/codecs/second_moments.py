@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -128,14 +128,17 @@ class FisherTransform(Calibrated, Stage):
 
     Args:
         metric: see `Metric`.
-        heads_together: neighbouring KV heads that are transformed together (None: all of a layer; 1: each apart).
+        heads_together: neighbouring KV heads that are transformed together (None: all of a layer; 1: each apart). The
+            heads that are left over, where their number is no multiple of it, are a smaller last group.
         ridge: added to the diagonal of F, as a share of its mean.
         mixing: share of the covariance that is replaced by its diagonal (0: none), for small calibrations.
         left_out: first tokens of each calibration text that do not count, because they stay in full precision.
         tables: dtype in which matrices are kept.
 
-    Tables: `mean` `[1, n]`, `forward` `[groups, n / groups, m]`, `inverse` `[groups, m, n / groups]`, `order`
-    `[1, used]`: which of the groups' m components is which. The quantizer behind keeps λ as its weights.
+    Tables: `mean` `[1, n]`; `forward` `[groups, channels, m]` and `inverse` `[groups, m, channels]` of the groups of
+    equal size, m the components of the one that uses most; `last_forward` and `last_inverse` of a smaller last group,
+    with an m of its own; `order` `[1, used]`: which of the groups' components, one group after the other, is which. The
+    quantizer behind keeps λ as its weights.
 
     Raises:
         ConfigError: an unknown metric or dtype, a number out of range.
@@ -165,29 +168,23 @@ class FisherTransform(Calibrated, Stage):
         self.dtype = getattr(torch, tables)
 
     def fit_joint(self, moments: JointMoments) -> Tables:
-        """The tables with all components, and `spectrum` `[1, n]`: λ.
-
-        Raises:
-            Unsupported: a number of KV heads that is no multiple of `heads_together`.
-        """
-        heads = moments.heads
+        """The tables with all components, and `spectrum` `[1, n]`: λ."""
+        heads, n = moments.heads, len(moments.mean)
         together = heads if self.heads_together is None else min(self.heads_together, heads)
-        if heads % together:
-            raise Unsupported(f"heads_together={together}: {heads} KV heads are no multiple of it")
-        n = len(moments.mean)
-        size = n // (heads // together)
-        groups = [slice(start, start + size) for start in range(0, n, size)]
+        size = n // heads * together
+        groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
         fisher = self._fisher(moments.fisher)
         found = [self._basis(moments.covariance[group, group], fisher[group, group]) for group in groups]
         spectrum = torch.cat([own for own, _, _ in found])
         order = spectrum.argsort(descending=True, stable=True)
-        return {
-            "mean": moments.mean.float()[None],
-            "forward": to_stored(torch.stack([forward for _, forward, _ in found]), self.dtype),
-            "inverse": to_stored(torch.stack([inverse for _, _, inverse in found]), self.dtype),
-            "order": order.int()[None],
-            "spectrum": spectrum[order].float()[None],
-        }
+        tables = {"mean": moments.mean.float()[None]}
+        alike = n // size
+        for prefix, part in (("", found[:alike]), ("last_", found[alike:])):
+            if part:
+                _, forward, inverse = zip(*part, strict=True)
+                tables[f"{prefix}forward"] = to_stored(torch.stack(forward), self.dtype)
+                tables[f"{prefix}inverse"] = to_stored(torch.stack(inverse), self.dtype)
+        return tables | {"order": order.int()[None], "spectrum": spectrum[order].float()[None]}
 
     def _fisher(self, fisher: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
         diagonal = fisher.diagonal()
@@ -204,20 +201,32 @@ class FisherTransform(Calibrated, Stage):
     @staticmethod
     def trimmed(tables: Tables, used: int) -> Tables:
         """The tables of the first `used` components, at least one."""
-        used = max(used, 1)
-        order, count = tables["order"][0, :used].long(), tables["forward"].shape[2]
-        most = int((order % count).max()) + 1
-        kept = (order // count * most + order % count).int()[None]
-        forward, inverse = tables["forward"][..., :most].contiguous(), tables["inverse"][:, :most].contiguous()
-        return tables | {"order": kept, "forward": forward, "inverse": inverse}
+        order = tables["order"][0, : max(used, 1)].long()
+        kept, out = torch.empty_like(order), dict(tables)
+        before = after = 0
+        for prefix in _prefixes(tables):
+            forward, inverse = tables[f"{prefix}forward"], tables[f"{prefix}inverse"]
+            groups, _, count = forward.shape
+            own = (order >= before) & (order < before + groups * count)
+            inside = order[own] - before
+            most = max((inside % count + 1).tolist(), default=1)
+            kept[own] = inside // count * most + inside % count + after
+            out[f"{prefix}forward"] = forward[..., :most].contiguous()
+            out[f"{prefix}inverse"] = inverse[:, :most].contiguous()
+            before, after = before + groups * count, after + groups * most
+        return out | {"order": kept.int()[None]}
+
+    def _matrices(self, name: str, like: Tensor) -> list[Float[Tensor, "rows columns"]]:
+        """Those of all groups, the first heads' first."""
+        return [own for prefix in _prefixes(self.tables) for own in self.table(prefix + name, like)]
 
     @override
     def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
-        matrices, order = self.table("forward", x), self.table("order", x)[0].long()
+        order = self.table("order", x)[0].long()
         flat = x.transpose(-3, -2).flatten(-2) - self.table("mean", x)
-        size = matrices.shape[1]
-        parts = [per_block(flat[..., i * size : (i + 1) * size], own) for i, own in enumerate(matrices)]
-        found = torch.cat(parts, -1).index_select(-1, order)
+        matrices = self._matrices("forward", x)
+        rows = flat.split([len(own) for own in matrices], -1)
+        found = torch.cat([per_block(*pair) for pair in zip(rows, matrices, strict=True)], -1).index_select(-1, order)
         found = torch.nn.functional.pad(found, (0, flat.shape[-1] - len(order)))
         return found.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
 
@@ -226,13 +235,19 @@ class FisherTransform(Calibrated, Stage):
         self, y: Float[Tensor, "*lead heads tokens dim"], side: Side, product: Callable[..., Tensor] = per_block
     ) -> Tensor:
         """Components back to states; `product(rows, matrix)` may round in another way than blocks are decoded."""
-        matrices, order = self.table("inverse", y), self.table("order", y)[0].long()
+        order = self.table("order", y)[0].long()
         flat = y.transpose(-3, -2).flatten(-2)[..., : len(order)]
-        count = matrices.shape[1]
-        spread = flat.new_zeros(*flat.shape[:-1], len(matrices) * count).index_copy(-1, order, flat)
-        parts = [product(spread[..., i * count : (i + 1) * count], own) for i, own in enumerate(matrices)]
+        matrices = self._matrices("inverse", y)
+        counts = [len(own) for own in matrices]
+        spread = flat.new_zeros(*flat.shape[:-1], sum(counts)).index_copy_(-1, order, flat)
+        parts = [product(*pair) for pair in zip(spread.split(counts, -1), matrices, strict=True)]
         found = torch.cat(parts, -1) + self.table("mean", y)
         return found.unflatten(-1, (y.shape[-3], -1)).transpose(-3, -2).contiguous()
+
+
+def _prefixes(tables: Mapping[str, Tensor]) -> list[str]:
+    """Of the names of a `FisherTransform`'s matrices: those of groups of equal size, and of a smaller last one."""
+    return ["", "last_"] if "last_forward" in tables else [""]
 
 
 class SubspaceQuantizer(Calibrated, UniformQuantizer):

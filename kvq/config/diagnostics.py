@@ -64,10 +64,11 @@ class TniConfig(CaptureConfig):
 
 
 class LimitHeads(enum.StrEnum):
-    """Whether the KV heads of a token are coded together."""
+    """What of a token is coded together: keys or values of all KV heads, those of each head, or keys with values."""
 
     joint = "joint"
     apart = "apart"
+    both = "both"
 
 
 @dataclass

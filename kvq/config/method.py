@@ -106,8 +106,9 @@ class CalibrationConfig:
 
     Attributes:
         dataset: a configuration of `conf/dataset`. Its calibration text is not the text under test: the calibration
-            split of an embedded corpus, else the split named by `split`.
-        path: a local copy of that text (a file or a folder), as `dataset.path`.
+            split of an embedded corpus, else the split named by `split`. `pydocs+pysource`: a mixture, whose texts
+            share the samples.
+        path: a local copy of that text (a file or a folder), as `dataset.path`; of a mixture, of its part `text`.
         split: null: `calibration` of an embedded corpus, `train` of a data set on the hub; a local text has none.
         samples, length: number of sequences and their length in tokens; drawn by `seed`.
         tokens: number of tokens of all samples that are fitted to, drawn by `seed`; null: all.

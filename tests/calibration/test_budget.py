@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import kvq
-from kvq.calibration.budget import Demand, demand_of, fit_sharing, joint_parts, predicted, shared_out
+from kvq.calibration.budget import Demand, demand_of, joint_parts, predicted, shared_out
 from kvq.calibration.collect import collect, collect_joint
-from kvq.codecs import Codec, FisherTransform, JointMoments, ScalarQuantizer, Stage, TokenNorm, bind_codec
+from kvq.codecs import Codec, FisherTransform, ScalarQuantizer, Stage, TokenNorm, bind_codec
 from kvq.codecs.components import scalar_errors
+from kvq.codecs.second_moments import metric_basis
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import LoadedModel
-from tests.calibrated import build, joint_moments
+from tests.calibrated import build, joint_moments, random_states
+from tests.properties import examples
 from tests.random_models import llama, token_ids
 
 
@@ -107,6 +112,47 @@ def test_components_without_bits_are_not_kept() -> None:
         assert packed.bits_per_element == 0.5
 
 
+@hypothesis.settings(max_examples=examples(15))
+@hypothesis.given(st.data())
+def test_heads_that_are_left_over_are_a_smaller_group(data: st.DataObject) -> None:
+    """Against each group's own basis, in fp64; a smaller group stores a row for each component it uses, and no more."""
+    dim = 4
+    heads, together = data.draw(st.sampled_from([(3, 2), (5, 2), (5, 3), (7, 4), (4, 3), (2, 3), (4, 2)]))
+    x = random_states(heads, dim, 200, data.draw(st.integers(0, 9)))[0].double()
+    stage = FisherTransform(heads_together=together, left_out=0)
+    moments = joint_moments(Codec({}, [], ScalarQuantizer(2)), x.float())
+    moments = dataclasses.replace(moments, covariance=moments.covariance + 1e-3 * torch.eye(heads * dim).double())
+    groups = torch.arange(heads * dim).split(dim * min(together, heads))
+    found = []
+    metric = moments.fisher + 0.01 * moments.fisher.diagonal().mean() * torch.eye(heads * dim)
+    for own in groups:
+        spectrum, forward, inverse = metric_basis(moments.covariance[own][:, own], metric[own][:, own])
+        found += [(spectrum[i], own, forward[:, i], inverse[i]) for i in range(len(own))]
+    found.sort(key=lambda component: -float(component[0]))
+    used = data.draw(st.integers(1, heads * dim))
+    tables = stage.fit_joint(moments)
+    ordered = torch.stack([own[0] for own in found])
+    torch.testing.assert_close(tables["spectrum"][0].double(), ordered, rtol=1e-5, atol=0)
+    tables = FisherTransform.trimmed(tables, used)
+    bound = stage.bound(tables, heads, dim)
+    assert isinstance(bound, FisherTransform)
+    centred = x.transpose(0, 1).flatten(1) - tables["mean"].double()
+    expected = torch.stack([centred[:, own] @ column for _, own, column, _ in found[:used]], 1)
+    y, side = bound.forward(x)
+    rows = y.transpose(0, 1).flatten(1)
+    torch.testing.assert_close(rows[:, :used], expected, atol=1e-4, rtol=1e-4)
+    assert not rows[:, used:].any()
+    back = tables["mean"].double().expand(len(centred), -1).clone()
+    for i, (_, own, _, row) in enumerate(found[:used]):
+        back[:, own] += rows[:, i : i + 1] * row
+    torch.testing.assert_close(bound.inverse(y, side).transpose(0, 1).flatten(1), back, atol=1e-4, rtol=1e-4)
+    counts = [max(sum(own is group for _, own, *_ in found[:used]), 1) for group in groups]
+    alike = [count for count, own in zip(counts, groups, strict=True) if len(own) == len(groups[0])]
+    stored = len(groups[0]) * len(alike) * max(alike) + sum(len(groups[-1]) * count for count in counts[len(alike) :])
+    for name in ("forward", "inverse"):
+        assert sum(table.numel() for key, table in tables.items() if key.endswith(name)) == stored
+
+
 def test_moments_are_those_of_kept_states() -> None:
     """Against states and gradients that were kept, keys turned back; the first tokens of a window do not count."""
     loaded = LoadedModel(llama().double(), torch.device("cpu"))
@@ -130,6 +176,27 @@ def test_moments_are_those_of_kept_states() -> None:
         collect_joint(loaded, windows, left_out=24)
 
 
+def test_moments_of_keys_with_values() -> None:
+    """Those of each side are blocks of them; the blocks between are those of states and gradients that were kept."""
+    loaded = LoadedModel(llama().double(), torch.device("cpu"))
+    windows = token_ids(24, batch=2)
+    kept, apart = collect(loaded, windows, None, True, 0), collect_joint(loaded, windows, left_out=0)
+    found = collect_joint(loaded, windows, left_out=0, both=True)
+    assert set(found) == {("both", layer) for layer in kept}
+    for layer, states in kept.items():
+        both, key, value = found["both", layer], apart["key", layer], apart["value", layer]
+        n = len(key.mean)
+        torch.testing.assert_close(both.mean, torch.cat([key.mean, value.mean]))
+        torch.testing.assert_close(both.covariance[:n, :n], key.covariance)
+        torch.testing.assert_close(both.covariance[n:, n:], value.covariance)
+        torch.testing.assert_close(both.fisher[:n, :n], key.fisher)
+        torch.testing.assert_close(both.fisher[n:, n:], value.fisher)
+        assert states.rope is not None
+        slopes = [states.rope.rotate(states.gradients["key"].double(), back=True), states.gradients["value"].double()]
+        rows = [part.transpose(0, 1).flatten(1) for part in slopes]
+        torch.testing.assert_close(both.fisher[:n, n:], rows[0].T @ rows[1] / 48)
+
+
 def test_latents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedModel(llama(), torch.device("cpu"))
     monkeypatch.setattr(loaded.text_config, "kv_lora_rank", 16, raising=False)
@@ -148,10 +215,6 @@ def test_chains_that_share_no_bits_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="a FisherTransform stands last of its stages"):
             joint_parts(codec)
-    codec = Codec({"transform": FisherTransform(heads_together=2)}, ["transform"], scalar)
-    eye = torch.eye(6, dtype=torch.float64)
-    with pytest.raises(Unsupported, match="heads_together=2: 3 KV heads"):
-        fit_sharing({("key", 0): codec}, {("key", 0): JointMoments(torch.zeros(6).double(), eye, eye, 3, 9)})
     for given, told in (
         ({"ridge": 0}, "ridge=0: above 0"),
         ({"mixing": 2}, "mixing=2"),

@@ -211,6 +211,31 @@ def test_too_little_text_is_said(tmp_path: Path) -> None:
         calibration_text(settings, load_tokenizer(tokenizer.model))
 
 
+def test_a_mixture_has_windows_of_each_text(given: list[str], tmp_path: Path) -> None:
+    """Those that each text alone would give; what cannot be mixed is said."""
+    (tmp_path / "own.txt").write_text(" ".join(f"{root} cubed is {root**3};" for root in range(300)), encoding="utf-8")
+    run = [*given, "method=waterfill", "method.calibration.length=24", "method.calibration.samples=5"]
+
+    def windows(dataset: str, samples: int, *more: str) -> torch.Tensor:
+        own = [f"method.calibration.dataset={dataset}", f"method.calibration.samples={samples}", *more]
+        text = text_of(inputs_of([*run, "method.calibration.path=null"], *own))
+        assert text is not None
+        return text.windows
+
+    path = f"method.calibration.path={tmp_path / 'own.txt'}"
+    found = windows("text+pydocs", 5, path)
+    assert torch.equal(found, torch.cat([windows("text", 3, path), windows("pydocs", 2)]))
+    for dataset, more, told in (
+        ("pydocs+pydocs", [], "each text once"),
+        ("pydocs+pysource+text", [path, "method.calibration.samples=2"], "samples=2"),
+        ("pydocs+pysource", [path], "path is that of its part text"),
+        ("pydocs+text", [], "path is that of its part text"),
+        ("pydocs+pydoc", [], "pydoc"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            windows(dataset, 5, *more)
+
+
 def test_a_text_is_tokenized_once_for_calibrations_of_all_sizes(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

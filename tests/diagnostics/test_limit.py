@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvq.calibration.budget import demand_of, predicted, shared_out
+from kvq.calibration.budget import demand_of, fit_sharing, joint_parts, predicted, shared_out
 from kvq.cli import main
-from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, ScalarQuantizer, TrellisQuantizer
+from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, ScalarQuantizer, TrellisQuantizer, bind_codec
 from kvq.results import Store
-from kvq.tasks.sensitivity import level_of_rate, loss_at, rate_at, spectrum_of
-from tests.calibrated import joint_moments
+from kvq.tasks.sensitivity import level_of_rate, loss_at, losses_at, rate_at, spectrum_of
+from tests.calibrated import joint_moments, random_states
 from tests.sweeps import records, small_run
 
 
@@ -80,6 +80,34 @@ def test_heads_that_repeat_each_other_are_cheaper_together() -> None:
         assert rate_of_loss(joint, loss_at(apart, level_of_rate(apart, bits))) < 0.8 * bits
 
 
+def test_what_is_lost_on_another_text() -> None:
+    """On its own text the prediction, part by part; on another, what errors drawn as they are said to be cost there."""
+    x, other = (random_states(2, 8, 4000, seed)[0] for seed in (1, 2))
+    codec = Codec({"transform": FisherTransform(ridge=1e-9, left_out=0)}, ["transform"], ScalarQuantizer(1, "own"))
+    own, there = (joint_moments(codec, states) for states in (x, other))
+    bound = bind_codec(codec, fit_sharing({("key", 0): codec}, {("key", 0): own})["key", 0], 2, 8)
+    parts = joint_parts(bound)
+    assert parts is not None
+    _, transform, quantizer = parts
+    weights, widths = quantizer.tables["weights"], quantizer.tables["widths"]
+    errors = torch.tensor(quantizer.errors, dtype=torch.float64)[widths.long()]
+    rounded, unseen = losses_at(own, transform, errors)
+    assert unseen == pytest.approx(float(weights[widths == 0].sum() / 2), rel=1e-4)
+    assert rounded + unseen == pytest.approx(predicted(quantizer, weights, widths), rel=1e-4)
+    wide = other.double()
+    stored, _ = transform.forward(wide)
+    noise = torch.randn(4000, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * errors.sqrt()
+    noise[:, widths == 0] = 0
+    found = {}
+    for name, added in (("unseen", 0 * noise), ("all", noise)):
+        error = transform.inverse(stored + added.unflatten(1, (2, 8)).transpose(0, 1), {}) - wide
+        rows = error.transpose(0, 1).flatten(1)
+        found[name] = float(((rows @ there.fisher) * rows).sum(1).mean() / 2)
+    rounded, unseen = losses_at(there, transform, errors)
+    assert unseen == pytest.approx(found["unseen"], rel=1e-4)
+    assert rounded + unseen == pytest.approx(found["all"], rel=0.05)
+
+
 def given(folder: Path) -> list[str]:
     """The limit on a random model."""
     own = [override for override in small_run(folder) if not override.startswith("task.")]
@@ -102,10 +130,33 @@ def test_a_run(tmp_path: Path) -> None:
     assert all(math.isfinite(value) for row in samples if row["kind"] == "layer" for _, value in row["spectrum"])
 
 
+def test_keys_with_values(tmp_path: Path) -> None:
+    """Together they lose no more than apart, and a layer has one row."""
+    run = [*given(tmp_path), "task.windows=2", "method=fp16"]
+    for heads in ("joint", "both"):
+        assert main([*run, f"task.heads={heads}", f"results_dir={tmp_path}"]) == 0
+    found = {str(record.config["task"]["heads"]): record for record in Store(tmp_path).scan()[0]}
+    for rate in ("0.75", "1.25", "2.25", "3"):
+        assert found["both"].metrics[f"limit_loss_{rate}"] < 1.01 * found["joint"].metrics[f"limit_loss_{rate}"]
+    rows = [row for row in Store(tmp_path).samples_of(found["both"]) if row["kind"] == "layer"]
+    assert {row["side"] for row in rows} == {"both"}
+
+
+def test_a_run_of_a_method(tmp_path: Path) -> None:
+    """What it would lose by its widths, on its calibration and on this text, and the part that has no bits."""
+    run = [*given(tmp_path), "task.windows=2", "method=waterfill/scalar", "bits=1.25", "method.calibration.samples=2"]
+    assert main([*run, "method.calibration.length=256", f"results_dir={tmp_path}"]) == 0
+    (record,) = (one for one in records(tmp_path).values() if one.method != "fp16")
+    for name in ("", "_here"):
+        assert 0 < record.metrics[f"unseen_loss{name}"] < record.metrics[f"predicted_loss{name}"]
+        assert record.units[f"unseen_loss{name}"] == "nats/token"
+
+
 def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = given(tmp_path)
     for extra, told in (
         (["method=kivi", "bits=2"], "task=limit: method=kivi has no spectrum"),
+        (["method=waterfill", "bits=2", "task.heads=both"], "task.heads=both: the limit alone"),
         (["method=fp16", "task.rates=[0]"], "task.rates="),
         (["method=fp16", "task.ridge=0"], "task.ridge=0"),
         (["method=fp16", "task.left_out=64"], "task.left_out=64: at most 63"),

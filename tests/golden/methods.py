@@ -27,7 +27,7 @@ from tests.random_models import llama, token_ids
 
 _TWINS = (
     *("cq/4c9b", "cq/pysource", "cq/8c10b_pysource", "kvquant/pysource"),
-    *("waterfill/pysource", "waterfill/one_window"),
+    *("waterfill/pysource", "waterfill/mixture", "waterfill/one_window"),
 )
 """The same as another method, or calibrated on another text, which is not the text here."""
 METHODS = [name for name in NAMES if name not in _TWINS]

@@ -68,7 +68,7 @@ def own_settings(record: Record) -> list[str]:
 def own_calibration(record: Record) -> list[str]:
     """Overrides of a calibration on a text of one's own, whose fingerprint stands for its path, or on fewer windows."""
     own = record.config["method"].get("calibration") or {}
-    if own.get("dataset") != "text":
+    if "text" not in str(own.get("dataset")).split("+"):
         named = ("dataset", "samples") if "method.calibration.samples=" in record.provenance.command else ()
         return [f"method.calibration.{name}={own[name]}" for name in named]
     words = [f"method.calibration.{name}={own[name]}" for name in ("dataset", "samples", "length")]
