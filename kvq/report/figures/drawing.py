@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -257,6 +258,8 @@ class Noted:
 
 
 GREY = "#999999"
+_CHARACTERS_PER_INCH = 13
+"""Of a title, on average."""
 Draw = Callable[..., "Figure"]
 Names = Mapping[Any, str]
 
@@ -268,7 +271,9 @@ def titled(draw: Draw) -> Draw:
     def made(*arguments: Any) -> Figure:
         with style():
             found = draw(*arguments[:-1])
-            found.suptitle(arguments[-1], fontsize=8)
+            across = int(_CHARACTERS_PER_INCH * found.get_figwidth())
+            lines = [line for part in arguments[-1].split("\n") for line in textwrap.wrap(part, across)]
+            found.suptitle("\n".join(lines), fontsize=8)
         return found
 
     return made

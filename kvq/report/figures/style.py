@@ -204,7 +204,7 @@ def _lay_out(made: Figure) -> None:
         if engine is None:
             return
         if most is not None:
-            _rename(made, functools.partial(_cut, most=most))
+            _rename(made, functools.partial(cut, most=most))
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=r"constrained_layout not applied")
             try:
@@ -218,7 +218,7 @@ def _lay_out(made: Figure) -> None:
     made.set_layout_engine("none")
 
 
-def _cut(name: str, most: int) -> str:
+def cut(name: str, most: int) -> str:
     """A name of more than `most` characters by its beginning and end."""
     return name if len(name) <= most else f"{name[: 2 * most // 3]}…{name[-(most // 3) :]}"
 
