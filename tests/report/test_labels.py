@@ -113,6 +113,7 @@ def test_committed_runs_are_their_presets() -> None:
         "+ key.undo_rope",
         "bits by layer",
         "calibrated on text",
+        "calibrated on pydocs+text",
         "calibration samples",
         "full precision layers",
     )
