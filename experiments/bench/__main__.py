@@ -304,6 +304,7 @@ ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "fused_encode": lambda pairs, records: fused_encode(pairs),
     "batches": lambda pairs, records: batch_bench.measure(inputs()[0], pairs),
     "calibration_fits": lambda pairs, records: bench_fits.measure(),
+    "trellis_rates": lambda pairs, records: encode_bench.trellis_rates(pairs),
     "encode_over_kivi": lambda pairs, records: encode_speed(3 * pairs),
     "one_thread_over_two": lambda pairs, records: threads_bench.measure(max(2, pairs // 2)),
     "torch_linear_over_onednn": lambda pairs, records: linear_bench.measure(paired, pairs),
@@ -348,12 +349,7 @@ def show(report: dict[str, Any]) -> None:
         print(f"{'torch_linear_over_onednn':<34}{name:<12}{values['ratio_median']:8.2f}x")
     if swept := report.get("sweep_of_two_processes"):
         print(f"{'sweep_of_two_processes':<34}{sweep_bench.said(swept)}")
-    for name, values in report.get("fused_encode", {}).get("cells", {}).items():
-        moved, of_copy = values["bytes"] / 1e6, values["fraction_of_copy_bandwidth"]
-        print(
-            f"{'fused_encode':<34}{name:<22}{values['ratio_median']:8.2f}x of the codec's; {moved:.1f} MB at "
-            f"{of_copy:.2f} of copying"
-        )
+    encode_bench.show(report)
     if found := report.get("batches"):
         batch_bench.show(found)
     if found := report.get("peers"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attention_bench import in_turns, ratios, replayed
 
-from kvq.codecs import Codec
+from kvq.codecs import Codec, trellis
 from kvq.config.residual import PrefillBlock
 from kvq.kernels import FusedCodec
 from kvq.kernels.dispatch import encoder_for
@@ -52,3 +52,38 @@ def measure(
                     block = None if whole else FLUSHED
                     out[f"{name}_{number}b_{side}_{tokens}"] = one(codec, states, block, bandwidth, pairs)
     return out
+
+
+WIDTHS, ROWS, COMPONENTS = (0, 1, 2, 3, 4, 2), 256, 384
+
+
+def trellis_rates(pairs: int) -> dict[str, Any]:
+    """Million components a thread encodes and decodes in a second, in strings of mixed widths (2 bits on average)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x = torch.randn(ROWS, COMPONENTS, generator=torch.Generator().manual_seed(0))
+    layout, weights = trellis.Layout(WIDTHS * (COMPONENTS // len(WIDTHS))), torch.ones(COMPONENTS)
+    out: dict[str, Any] = {}
+    for memory in (6, 8, 10, 12):
+        strings = trellis.encode(x, weights, layout, memory)
+        runs = {
+            "encode": lambda memory=memory: trellis.encode(x, weights, layout, memory),
+            "decode": lambda memory=memory, strings=strings: trellis.decode(strings, layout, memory, torch.float32),
+        }
+        found = in_turns(runs, x.device, pairs)
+        out[str(memory)] = {name: x.numel() / statistics.median(found[name]) / 1e6 for name in runs}
+    torch.set_num_threads(threads)
+    return out
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print what a report has of encoding in one pass, and of trellises."""
+    for name, values in report.get("fused_encode", {}).get("cells", {}).items():
+        moved, of_copy = values["bytes"] / 1e6, values["fraction_of_copy_bandwidth"]
+        print(
+            f"{'fused_encode':<34}{name:<22}{values['ratio_median']:8.2f}x of the codec's; {moved:.1f} MB at "
+            f"{of_copy:.2f} of copying"
+        )
+    for memory, rates in report.get("trellis_rates", {}).items():
+        said = ", ".join(f"{name} {rate:.1f} M components/s" for name, rate in rates.items())
+        print(f"{'trellis_rates':<34}{f'L = {memory}':<22}{said}")

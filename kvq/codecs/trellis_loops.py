@@ -36,26 +36,38 @@ def loops_for(memory: int) -> Loops:
 def _step(memory, width):
     """One component of `width` bits: costs of all states, and which predecessor each prefix has.
 
-    State s' = p 2^width + c follows the states p + h 2^(memory - width), of which the cheapest is kept.
+    State s' = p 2^width + c follows the states p + h 2^(memory - width), of which the cheapest is kept (of equal ones,
+    the first). It is found by halves, so that most loops are wider than a vector.
     """
-    prefixes, choices = 1 << (memory - width), 1 << width
+    states, prefixes, choices = 1 << memory, 1 << (memory - width), 1 << width
 
     @compiled(_OPTIONS)
     def step(cost, best, least, back, book, x, weight):
+        half = states >> 1
+        for s in range(half):
+            other = cost[half + s]
+            less = other < cost[s]
+            best[s] = other if less else cost[s]
+            least[s] = half + s if less else s
+        half >>= 1
+        while half >= prefixes:
+            for s in range(half):
+                one, other = best[s], best[half + s]
+                less = (other < one) | ((other == one) & (least[half + s] < least[s]))
+                best[s] = other if less else one
+                least[s] = least[half + s] if less else least[s]
+            half >>= 1
         for p in range(prefixes):
-            best[p] = cost[p]
-            least[p] = 0
-        for h in range(1, choices):
+            back[p] = least[p] >> (memory - width)
+        if choices == 16:  # LLVM unrolls a loop of 16 into single numbers
+            for s in range(states):
+                error = x - book[s]
+                cost[s] = error * error * weight + best[s >> width]
+        else:
             for p in range(prefixes):
-                other = cost[h * prefixes + p]
-                less = other < best[p]
-                best[p] = other if less else best[p]
-                least[p] = h if less else least[p]
-        for p in range(prefixes):
-            back[p] = least[p]
-            for c in range(choices):
-                error = x - book[p * choices + c]
-                cost[p * choices + c] = error * error * weight + best[p]
+                for c in range(choices):
+                    error = x - book[p * choices + c]
+                    cost[p * choices + c] = error * error * weight + best[p]
 
     return step
 
