@@ -129,6 +129,7 @@ def test_keys_turned_in_an_unknown_way_are_refused(monkeypatch: pytest.MonkeyPat
         KVCache(model, method())
     assert "\n" not in str(caught.value)
     KVCache(model, method("kivi"))  # undoes nothing
+    assert method("waterfill").key.uses_rope  # which is what refuses it, once it is calibrated
 
 
 def test_sequences_at_different_positions_are_refused() -> None:
