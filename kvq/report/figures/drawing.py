@@ -258,7 +258,7 @@ class Noted:
 
 
 GREY = "#999999"
-_CHARACTERS_PER_INCH = 13
+_CHARACTERS_PER_INCH = 16
 """Of a title, on average."""
 Draw = Callable[..., "Figure"]
 Names = Mapping[Any, str]
