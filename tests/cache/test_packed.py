@@ -42,7 +42,7 @@ REFUSED |= {
     "squat": "codes of",
 }
 REFUSED |= {"nexusquant": "stage .hadamard.", "octopus": "codes of", "tcq": "codes of"}
-REFUSED |= {"ott": "method=ott has plan", "qjl": "method=qjl has first_layers", "zipcache": "method=zipcache has plan"}
+REFUSED |= {"ott": "method=ott has token_policy", "qjl": "method=qjl has first_layers", "zipcache": "method=zipcache has plan"}
 
 
 def method(name, size=6, head_dim=128, bits=None):
