@@ -42,7 +42,8 @@ REFUSED |= {
     "squat": "codes of",
 }
 REFUSED |= {"nexusquant": "stage .hadamard.", "octopus": "codes of", "tcq": "codes of"}
-REFUSED |= {"ott": "method=ott has token_policy", "qjl": "method=qjl has first_layers", "zipcache": "method=zipcache has plan"}
+REFUSED |= {name: f"method={name} has token_policy" for name in ("ott", "zipcache")}
+REFUSED |= {"qjl": "method=qjl has first_layers"}
 
 
 def method(name, size=6, head_dim=128, bits=None):
