@@ -40,10 +40,10 @@ _RENAMED_PATH = re.compile(
 def with_names(settings: Any, names: Mapping[str, str]) -> Any:
     """Settings of a part, and of the parts in it, with some of their names and targets replaced."""
     if isinstance(settings, Mapping):
-        return {
-            names.get(name, name): names.get(value, value) if isinstance(value, str) else with_names(value, names)
-            for name, value in settings.items()
-        }
+        found = {names.get(name, name): with_names(value, names) for name, value in settings.items()}
+        if isinstance(target := found.get("_target_"), str):
+            found["_target_"] = names.get(target, target)
+        return found
     return [with_names(value, names) for value in settings] if isinstance(settings, list) else settings
 
 

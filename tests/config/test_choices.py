@@ -17,7 +17,7 @@ from kvq.config.choices import choices_in, find
 from kvq.config.composing import CONFIG_NAME
 from kvq.config.identity import canonical
 from kvq.config.merging import Files, by_hydra, merged
-from kvq.config.method import EARLIER, with_current_names, with_names
+from kvq.config.method import EARLIER, RENAMED, with_current_names, with_names
 from kvq.errors import ConfigError
 from kvq.methods.build import method_of
 from kvq.results.versions import versions_of
@@ -151,6 +151,14 @@ def test_a_token_policy_and_mla_by_their_earlier_names_are_the_same_run() -> Non
     assert found["method"]["plan"]["recent"] == 0.1
     assert "Saliency" in versions_of(found)
     assert resolve(compose(["method=ott", "method.plan=null"])).method.token_policy is None
+
+
+def test_a_value_is_no_earlier_name() -> None:
+    """`halves` is a value of `order`, and the earlier name of another setting."""
+    part = {"_target_": "kvq.codecs.PairOrder", "order": "halves", "halves": ["plan", {"plan": "latent"}]}
+    now = {"_target_": "kvq.codecs.PairOrder", "order": "halves", "rounding": ["plan", {"token_policy": "latent"}]}
+    assert with_names(part, RENAMED) == now
+    assert with_names(now, EARLIER) == part
 
 
 def test_earlier_names_of_presets_as_calls() -> None:
