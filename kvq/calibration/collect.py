@@ -388,11 +388,12 @@ _kept_moments: Kept[dict[Place, JointMoments]] = {}
 
 
 def moments_of(
-    loaded: LoadedModel, windows: Tensor, settings: CalibrationConfig, left_out: int, before_rope: bool
+    loaded: LoadedModel,
+    windows: Tensor,
+    settings: CalibrationConfig,
+    how: tuple[int, bool, bool],
+    kept: Kept[dict[Place, JointMoments]] = _kept_moments,
 ) -> tuple[dict[Place, JointMoments], float]:
-    """As `collect_joint`, once for the methods of a sweep; and the seconds it took, where it was not done just now."""
-    return made_once(
-        _kept_moments,
-        (*text_name(loaded, windows, settings), left_out, before_rope),
-        lambda: collect_joint(loaded, windows, settings.tokens, settings.seed, left_out, before_rope),
-    )
+    """As `collect_joint` (`how`: `left_out`, `before_rope`, `both`), `made_once` for runs that share what is `kept`."""
+    make = partial(collect_joint, loaded, windows, settings.tokens, settings.seed, *how)
+    return made_once(kept, (*text_name(loaded, windows, settings), *how), make)

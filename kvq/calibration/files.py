@@ -163,20 +163,27 @@ def _fitting_code() -> str:
 
 
 @contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Within the context, a folder that cannot be written is a `RecordError`."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(f"results_dir: cannot write under '{path.parent}': {cause(error)}") from error
+
+
+@contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a calibration, so that one process makes it; the system frees the lock when its holder dies.
 
     Raises:
         RecordError: a folder that cannot be written.
     """
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = path.parent / ".locks"
         folder.mkdir(exist_ok=True)
         lock = FileLock(folder / f"{path.stem}.lock")
         lock.acquire()
-    except OSError as error:
-        raise RecordError(f"results_dir: cannot write under '{path.parent}': {cause(error)}") from error
     try:
         yield
     finally:
@@ -203,11 +210,9 @@ def write(path: Path, calibration: Calibration) -> None:
         "table_bytes": calibration.nbytes,
         "sha256": hashlib.sha256(content).hexdigest(),
     }
-    try:
+    with _writing(path):
         write_file(path.with_suffix(".json"), (json.dumps(about | cost, sort_keys=True, indent=1) + "\n").encode())
         write_file(path, content)
-    except OSError as error:
-        raise RecordError(f"results_dir: cannot write under '{path.parent}': {cause(error)}") from error
 
 
 def read(path: str | Path) -> Calibration:
@@ -250,10 +255,9 @@ class Layers:
         start = time.perf_counter()
         if not (tables := fit()):
             return tables
-        try:
-            write_file(path, dump(tables, {"format": _FORMAT, "seconds": time.perf_counter() - start}))
-        except OSError as error:
-            raise RecordError(f"results_dir: cannot write under '{path.parent}': {cause(error)}") from error
+        content = dump(tables, {"format": _FORMAT, "seconds": time.perf_counter() - start})
+        with _writing(path):
+            write_file(path, content)
         return tables
 
     def remove(self) -> None:

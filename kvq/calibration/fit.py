@@ -169,7 +169,7 @@ def _shared(loaded: LoadedModel, method: Method, windows: Tensor, settings: Cali
     if len(left_out) > 1:
         raise ConfigError(f"left_out: keys and values leave out {sorted(left_out)} first tokens; the same number")
     before_rope = any(codec.uses_rope for codec in codecs.values())
-    moments, earlier = moments_of(loaded, windows, settings, left_out.pop(), before_rope)
+    moments, earlier = moments_of(loaded, windows, settings, (left_out.pop(), before_rope, False))
     return _Shared(_named(fit_sharing(codecs, moments)), earlier)
 
 

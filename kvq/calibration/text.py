@@ -179,7 +179,7 @@ def text_of(inputs: Inputs) -> CalibrationText | None:
         parts = parts_of(settings)
         texts = [calibration_text(part, inputs.tokenizer, inputs.bos, tokens(part)) for part in parts]
         windows = torch.cat([text.windows for text in texts])
-        return CalibrationText(windows, _fingerprint(windows)) if len(texts) > 1 else texts[0]
+        return CalibrationText(windows, _fingerprint(windows))
 
     return inputs.shared("calibration text", repr((settings, model)), made)
 

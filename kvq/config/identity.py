@@ -96,11 +96,11 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
             merge_rotation=method.merge_rotation,
             merge_key_rotation=method.merge_key_rotation,
             eviction=method.eviction,
-            plan=with_names(method.token_policy, EARLIER),
+            token_policy=method.token_policy,
             sink_detection=method.sink_detection if quantized else None,
         )
     )
-    return found
+    return dict(with_names(found, EARLIER))
 
 
 def _said(**settings: Any) -> dict[str, Any]:
@@ -187,12 +187,11 @@ def _bare_side(side: ResidualSide) -> dict[str, Any]:
 
 def _bare_codec(codec: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if codec is None or "stages" not in codec:
-        return None if codec is None else with_names(codec, EARLIER)
+        return None if codec is None else dict(codec)
     if not isinstance(codec["stages"], Mapping) or not isinstance(codec.get("order"), Sequence):
         raise ConfigError("method: a codec has stages (a mapping, perhaps empty) and an order (a list of their names)")
     stages = {name: stage for name, stage in codec["stages"].items() if stage is not None}
-    bare = {**codec, "stages": stages, "order": [name for name in codec["order"] if name in stages]}
-    return with_names(bare, EARLIER)
+    return {**codec, "stages": stages, "order": [name for name in codec["order"] if name in stages]}
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ from kvq.config.bits import Bits, first_width
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
-from kvq.config.method import RENAMED, with_names
+from kvq.config.method import RENAMED
 from kvq.results.record import FromPresets, Record, canonical, words_of
 
 
@@ -213,7 +213,7 @@ def _codec(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[st
 
 def _differing(ours: Any, theirs: Any, prefix: str) -> list[str]:
     """Settings of a part that differ from the preset's; settings that the record lacks are left out."""
-    mine, preset = (dict(flatten(with_names(part, RENAMED))) for part in (ours, theirs))
+    mine, preset = (dict(flatten(part)) for part in (ours, theirs))
     changed = [(name, value) for name, value in mine.items() if preset.get(name) != value]
     return [said(prefix + ("codec" if name == "_target_" else name), value) for name, value in changed]
 

@@ -29,7 +29,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from kvq.calibration.budget import joint_parts, predicted
-from kvq.calibration.collect import Kept, collect_joint, made_once, text_name
+from kvq.calibration.collect import Kept, moments_of
 from kvq.codecs import FisherTransform, HeadsCodec, JointMoments, check_single_heads
 from kvq.config.diagnostics import LimitConfig, LimitHeads
 from kvq.config.method import CalibrationConfig
@@ -229,7 +229,7 @@ def level_of_rate(spectrum: Float[Tensor, " components"], bits: float) -> float:
 CURVE = [bits / 4 for bits in range(1, 33)]
 """Bits of the curve."""
 _kept: Kept[dict[Place, JointMoments]] = {}
-"""Moments of the text, which the forms and bits of a sweep share."""
+"""Moments of the scored text, which the forms and bits of a sweep share; those of calibrations are kept apart."""
 _SHOWN = 64
 """Components whose λ a record has, of a side of a layer."""
 
@@ -247,8 +247,7 @@ def measure_limit(inputs: Inputs, method: Method, baseline: Baseline | None, jou
     """The limit at `task.rates`, its curve, and the spectrum of each layer and side."""
     task: LimitConfig = inputs.config.task
     windows, both = torch.stack(windows_of(inputs)), task.heads is LimitHeads.both
-    name = (*text_name(inputs.model, windows, CalibrationConfig()), task.left_out, both)
-    moments, _ = made_once(_kept, name, lambda: collect_joint(inputs.model, windows, left_out=task.left_out, both=both))
+    moments, _ = moments_of(inputs.model, windows, CalibrationConfig(), (task.left_out, True, both), _kept)
     transform = FisherTransform(heads_together=1 if task.heads is LimitHeads.apart else None, ridge=task.ridge)
     spectra = {place: spectrum_of(own, transform) for place, own in moments.items()}
     whole = torch.cat(list(spectra.values()))
