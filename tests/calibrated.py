@@ -65,7 +65,8 @@ def build(name: str, x: Tensor, bits: object = 2, overrides: Sequence[str] = ())
 
 
 def bound(method: Method, x: Tensor, layers: int) -> Method:
-    """The method with the same tables, fitted to `x`, in every layer."""
+    """The method with the same tables, fitted to `x`, in every layer; of keys with values, `x` is either."""
+    x = torch.cat([x, x.flip(-2)], -3) if method.joins_sides else x
     codecs = {side: codec for side, codec in sides(method).items() if codec is not None and calibrated_parts(codec)}
     return dataclasses.replace(method, bound={side: [fitted(codec, x)] * layers for side, codec in codecs.items()})
 

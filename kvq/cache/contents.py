@@ -356,6 +356,7 @@ class CountedCache(StatefulCache, abc.ABC):
     def side_bits(self, which: str | None = None) -> float:
         """Stored bits per element of `key`, `value` or both: of packed tokens, or of full precision if none are."""
         sides = [side for side in self._sides(which) if side.tokens]
+        sides = sides if which is None else [getattr(side, "holder", side) for side in sides]
         elements = sum(side.elements_per_token for side in sides)
         return sum(side.bits_per_element * side.elements_per_token for side in sides) / elements if sides else 0.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from kvq.cache.serialize import Field, Reader, Writer
 from kvq.cache.side import CacheSide
 from kvq.cache.window import Recorded, clipped, drop, outside
 from kvq.errors import ConfigError, Unsupported
+
+Read = TypeVar("Read")
 
 
 class Layer(CacheLayerMixin):
@@ -192,17 +194,23 @@ class KVCacheLayer(Layer):
             columns, self._columns = self._columns, None
             if columns is None and self._moving(queries):
                 raise self._not_followed()
-            keys = self.key.append_in_steps(key_states)
-            read = _joined(columns, keys, self.value.append_in_steps(value_states), hidden)
+            steps = self._each(lambda side, states: side.append_in_steps(states), key_states, value_states)
+            read = _joined(columns, *steps, hidden)
         else:
             read = self._append(key_states, value_states, hidden)
         self._leave()
         return read
 
     def _append(self, key_states: Tensor, value_states: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-        keys = self.key.append(key_states, self.quantized_prefill)
-        values = self.value.append(value_states, self.quantized_prefill)
+        prefill = self.quantized_prefill
+        keys, values = self._each(lambda side, states: side.append(states, prefill), key_states, value_states)
         return keys[:, :, hidden:], values[:, :, hidden:]
+
+    def _each(
+        self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
+    ) -> tuple[Read, Read]:
+        """What `call` returns of the states of each side."""
+        return call(self.key, key_states), call(self.value, value_states)
 
     @property
     def _hidden(self) -> int:
@@ -253,11 +261,11 @@ class KVCacheLayer(Layer):
         columns, self._columns = self._columns, None
         head = self._recorded.head
         moving = any(side.queries for side in self._moves_recorded(head, key_states.shape[2] - head))
-        keys = self.key.append_then_steps(key_states, head, self.quantized_prefill)
-        values = self.value.append_then_steps(value_states, head, self.quantized_prefill)
+        prefill = self.quantized_prefill
+        read = self._each(lambda side, new: side.append_then_steps(new, head, prefill), key_states, value_states)
         if columns is None and moving:
             raise self._not_followed()
-        return _joined(columns, keys, values, hidden)
+        return _joined(columns, *read, hidden)
 
     @override
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:

@@ -119,7 +119,8 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
             if missing and layer not in kept:
                 raise Unsupported(f"calibration of method={calibration.method}: has no tables for {prefix}{missing[0]}")
             its_codec = method.codec_of(side, layer) or codec
-            codecs.append(None if layer in kept else bind_codec(its_codec, tables, heads, dim))
+            held = heads * (2 if method.joins_sides else 1)
+            codecs.append(None if layer in kept else bind_codec(its_codec, tables, held, dim))
         bound[side] = codecs
     return dataclasses.replace(method, bound=bound)
 

@@ -169,7 +169,9 @@ def _shared(loaded: LoadedModel, method: Method, windows: Tensor, settings: Cali
     if len(left_out) > 1:
         raise ConfigError(f"left_out: keys and values leave out {sorted(left_out)} first tokens; the same number")
     before_rope = any(codec.uses_rope for codec in codecs.values())
-    moments, earlier = moments_of(loaded, windows, settings, (left_out.pop(), before_rope, False))
+    both = method.joins_sides
+    moments, earlier = moments_of(loaded, windows, settings, (left_out.pop(), before_rope, both))
+    moments = {("key", at): own for (_, at), own in moments.items()} if both else moments
     return _Shared(_named(fit_sharing(codecs, moments)), earlier)
 
 

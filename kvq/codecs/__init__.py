@@ -21,7 +21,7 @@ from kvq.codecs.calibrated_rotations import (
     cayley_step,
 )
 from kvq.codecs.channel_groups import CalibratedChannelSplit, ChannelGroups, ChannelSplit, LeadingChannels, PairWidths
-from kvq.codecs.codec import Codec, gain_factor
+from kvq.codecs.codec import Codec, StoredWithKeys, gain_factor
 from kvq.codecs.coefficients import Budget, CoefficientQuantizer, Groups, PrincipalComponents
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
 from kvq.codecs.delta import DeltaQuantizer

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Size, Tensor
+from typing_extensions import override
 
 from kvq.codecs.packed import UNIT, BlockRun, Packed
-from kvq.codecs.quantizers import Gain, Parts, Quantizer, shared_group, to_stored, under
+from kvq.codecs.quantizers import Gain, Parts, Passthrough, Quantizer, shared_group, to_stored, under
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage
 from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean, require
@@ -194,6 +195,31 @@ class Codec:
             side = {key: part.to(dtype) if part.is_floating_point() else part for key, part in kept}
             y = stage.inverse(y, side, **_wanted(stage, rope))
         return y
+
+
+class StoredWithKeys(Codec):
+    """Stands for values that the codec of the keys stores: it takes both of a token, values as further heads.
+
+    Raises:
+        Unsupported: asked to encode or to decode.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        super().__init__({}, [], Passthrough())
+
+    @override
+    def rebuilt(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
+        return self
+
+    @override
+    def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
+        raise Unsupported("values are stored with the keys, by the codec of these")
+
+    @override
+    def decode_block(self, parts: Parts, shape: Size, dtype: torch.dtype, rope: Rope | None = None) -> Blocks:
+        raise Unsupported("values are stored with the keys, by the codec of these")
 
 
 def check_nested(codec: Codec, outer: str, binds: bool = False) -> None:

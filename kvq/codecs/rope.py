@@ -83,21 +83,32 @@ class _RopeStage(Stage):
     token_group = 1
     back: bool
 
+    def __init__(self, before_values: bool = False) -> None:
+        self.before_values = before_values
+
+    def _turned(self, x: Float[Tensor, "*lead heads tokens dim"], rope: Rope | None, back: bool) -> Tensor:
+        assert rope is not None
+        if not self.before_values:
+            return rope.rotate(x, back)
+        keys, values = x.chunk(2, -3)
+        return torch.cat([rope.rotate(keys, back), values], -3)
+
     @override
     def forward(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Side]:
-        assert rope is not None
-        return rope.rotate(x, self.back), {}
+        return self._turned(x, rope, self.back), {}
 
     @override
     def inverse(self, y: Tensor, side: Side, rope: Rope | None = None) -> Tensor:
-        assert rope is not None
-        return rope.rotate(y, not self.back)
+        return self._turned(y, rope, not self.back)
 
 
 class UndoRope(_RopeStage):
     """Undo the rotary embedding of keys, which reach a cache after it.
 
     Needs the tokens' rotations: `Codec.encode(x, rope=...)`. A model without a rotary embedding has nothing to undo.
+
+    Args:
+        before_values: the second half of the heads are values (`StoredWithKeys`), which have no rotary embedding.
     """
 
     version: ClassVar[int] = 1

@@ -132,6 +132,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         gqa=_gqa(method, codecs),
         merged=merged,
     )
+    built.check_joined()
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.packed import packed_layer
 from kvq.cache.side import CacheSide
-from kvq.codecs import Codec, Order, PairOrder, calibrated_parts
+from kvq.codecs import Codec, Order, PairOrder, StoredWithKeys, calibrated_parts
 from kvq.config.bits import Bits, mean_label
 from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
@@ -30,7 +31,7 @@ from kvq.results.tensor_files import digest
 
 _BEYOND_CODECS = (
     *("backend", "token_policy", "eviction", "first_layers", "by_layer", "kept_keys", "sink_detection", "sink_tokens"),
-    *("merged", "gqa", "is_calibrated"),
+    *("merged", "gqa", "is_calibrated", "joins_sides"),
 )
 
 
@@ -87,6 +88,25 @@ class Method:
     merged: MergedRotation | None = None
     mla: Mla = Mla.latent
 
+    @property
+    def joins_sides(self) -> bool:
+        """The codec of the keys stores a token's values with them."""
+        return isinstance(self.value, StoredWithKeys)
+
+    def check_joined(self) -> None:
+        """Raise `ConfigError` where keys and values are one store, and something is to hold for one of them."""
+        if not self.joins_sides:
+            return
+        name = self.beyond_codecs("sink_tokens", "is_calibrated", "joins_sides")
+        if name is None and any(self.full_precision_layers.values()):
+            name = "full_precision_layers"
+        if self.residual.key != self.residual.value:
+            name = "a residual for keys and another for values"
+        if name is None and self.bits is not None and self.bits.key != self.bits.value:
+            name = f"bits={self.bits.label}"
+        if self.key is None or name is not None:
+            raise ConfigError(f"method={self.name}: values are stored with the keys; not with {name or 'key=null'}")
+
     def check_latent(self) -> None:
         """Raise `Unsupported` for a method that cannot quantize what a latent expands to."""
         if self.mla is Mla.latent:
@@ -97,6 +117,8 @@ class Method:
         )
         if self.is_calibrated or self.merged is not None:
             reason = "is fitted to the latent"
+        if self.joins_sides:
+            reason = "stores values with keys, which have other channels"
         if self.token_policy is not None or self.eviction is not None or self.kept_keys is not None:
             reason = "chooses tokens, which it is not tried with"
         if reason is not None:
@@ -250,10 +272,8 @@ class Method:
             if getattr(config, "kv_lora_rank", None):
                 raise Unsupported(f"method={self.name}: goes by keys that the model expands from the latent it caches")
             held = [replace(one, window=None) for one in held]
-        layers = [
-            KVCacheLayer(*self._sides(place, held, keep_decoded), quantized_prefill, one.window)
-            for place, one in enumerate(held)
-        ]
+        made = self._joined if self.joins_sides else self._apart
+        layers = [made(place, held, keep_decoded, quantized_prefill) for place in range(len(held))]
         if packed:
             return [packed_layer(layer, packed_side_of) for layer in layers]
         if self.token_policy is not None:
@@ -286,9 +306,19 @@ class Method:
         by_layer = tuple(method._compensated(config) for method in self.by_layer)
         return replace(self, gqa=None, by_layer=by_layer, **codecs)
 
-    def _sides(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> tuple[CacheSide, CacheSide]:
+    def _apart(self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool) -> KVCacheLayer:
         key, value = (self._side(side, place, held, keep_decoded) for side in ("key", "value"))
-        return key, value
+        return KVCacheLayer(key, value, quantized_prefill, held[place].window)
+
+    def _joined(self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool) -> KVCacheLayer:
+        one = held[place]
+        if one.head_dim != one.value_dim:
+            raise Unsupported(f"method={self.name}: keys of {one.head_dim} channels a head, values of {one.value_dim}")
+        side = self._side("key", place, held, keep_decoded)
+        if side.codec is None:  # a layer with a window, kept in full precision
+            return self._apart(place, held, keep_decoded, quantized_prefill)
+        side.label = f"layer {one.index} keys and values"
+        return JoinedLayer(side, quantized_prefill, one.window)
 
     def in_window(self, codec: Codec | None, residual: ResidualSide) -> tuple[Codec | None, ResidualSide]:
         """Codec and residual of a side, without kept tokens, in a layer that attends to a window of tokens."""

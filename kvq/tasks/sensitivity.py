@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -29,7 +29,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from kvq.calibration.budget import joint_parts, predicted
-from kvq.calibration.collect import Kept, moments_of
+from kvq.calibration.collect import BOTH, Kept, moments_of
 from kvq.codecs import FisherTransform, HeadsCodec, JointMoments, check_single_heads
 from kvq.config.diagnostics import LimitConfig, LimitHeads
 from kvq.config.method import CalibrationConfig
@@ -237,9 +237,11 @@ _SHOWN = 64
 def check_limit(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method that has no spectrum."""
     inputs.check_context(inputs.config.task.context)
-    if not method.is_full_precision and inputs.config.task.heads is LimitHeads.both:
-        raise Unsupported("task.heads=both: the limit alone; methods code keys and values apart")
-    if not method.is_full_precision and any(joint_parts(getattr(method, side)) is None for side in SIDES):
+    if method.is_full_precision:
+        return
+    if method.joins_sides != (inputs.config.task.heads is LimitHeads.both):
+        raise Unsupported("task.heads=both: the limit alone, or a method that stores values with keys; and only so")
+    if any(joint_parts(getattr(method, side)) is None for side in _coded(method)):
         raise Unsupported(f"task=limit: method={method.name} has no spectrum; fp16, or a method with FisherTransforms")
 
 
@@ -273,6 +275,11 @@ def _thinned(spectrum: Tensor) -> list[list[float]]:
     return [[float(rank), float(spectrum[rank])] for rank in ranks]
 
 
+def _coded(method: Method) -> Sequence[str]:
+    """The sides whose codecs store something."""
+    return SIDES[:1] if method.joins_sides else SIDES
+
+
 def _predicted(method: Method, layers: int, moments: Mapping[Place, JointMoments]) -> dict[str, float]:
     """Second-order loss of the method's widths, and the part of it of what has no bits.
 
@@ -280,7 +287,7 @@ def _predicted(method: Method, layers: int, moments: Mapping[Place, JointMoments
     directions that the calibration has not seen have no bits either. Rounding is that of components of deviation 1.
     """
     metrics = dict.fromkeys(("predicted_loss", "unseen_loss", "predicted_loss_here", "unseen_loss_here"), 0.0)
-    for side, layer in product(SIDES, range(layers)):
+    for side, layer in product(_coded(method), range(layers)):
         parts = joint_parts(method.codec(side, layer, layers))
         if parts is None:
             continue
@@ -288,7 +295,7 @@ def _predicted(method: Method, layers: int, moments: Mapping[Place, JointMoments
         spectrum, widths = (quantizer.tables[name] for name in ("weights", "widths"))
         metrics["predicted_loss"] += predicted(quantizer, spectrum, widths)
         metrics["unseen_loss"] += float(spectrum[widths == 0].double().sum() / 2)
-        here = moments[side, layer]
+        here = moments[BOTH if method.joins_sides else side, layer]
         rounded, unseen = losses_at(here, transform, torch.tensor(quantizer.errors)[widths.long()])
         metrics["predicted_loss_here"] += rounded + unseen
         metrics["unseen_loss_here"] += unseen

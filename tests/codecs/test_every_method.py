@@ -63,8 +63,13 @@ def head_dim_of(name):
     return 64 if builds(name, 64) else 128
 
 
+def stored_with_keys(name):
+    """Values have no codec of their own: tests/cache/test_joined.py."""
+    return (config(name).value or {}).get("_target_") == "kvq.codecs.StoredWithKeys"
+
+
 # A backend has no codec; tests/methods/test_transformers_caches.py holds its layers to that. Eviction has none either.
-CODED = [name for name in METHODS if config(name).key is not None]
+CODED = [name for name in METHODS if config(name).key is not None and not stored_with_keys(name)]
 QUANTIZING = [name for name in CODED if bits_range(name) is not None]
 GROUPS = ["own", 5, 16, "null"]
 NAMED = [module.name for module in pkgutil.iter_modules(kvq.codecs.__path__) if not module.name.endswith("_gpu")]

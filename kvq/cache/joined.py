@@ -1,0 +1,116 @@
+"""A layer whose keys and values are one store: both of a token are the heads of one side, keys first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.cache.chunk_masks import Transitions
+from kvq.cache.layer import KVCacheLayer
+from kvq.cache.rotary import RopeTable
+from kvq.cache.serialize import Reader, Writer
+from kvq.cache.side import CacheSide
+
+Read = TypeVar("Read")
+
+
+class ValuesOfKeys:
+    """The values of a `JoinedLayer`: its keys' side stores them, and they count there."""
+
+    codec = None
+    drops = False
+    uses_rope = False
+    packed_bytes = residual_bytes = elements_per_token = 0
+    bits_per_element = 0.0
+    recompression = None
+
+    def __init__(self, holder: CacheSide) -> None:
+        self.holder = holder
+        self.rope: RopeTable | None = None
+
+    @property
+    def label(self) -> str:
+        return self.holder.label
+
+    @property
+    def tokens(self) -> int:
+        return self.holder.tokens
+
+    @property
+    def packed_tokens(self) -> int:
+        return self.holder.packed_tokens
+
+    @property
+    def residual_tokens(self) -> int:
+        return self.holder.residual_tokens
+
+    def moves(self, queries: int) -> Transitions:
+        return self.holder.moves(queries)
+
+    def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
+        return self.holder.moves_then_steps(head, queries, quantized_prefill)
+
+    def append_then_steps(self, states: Tensor, head: int, quantized_prefill: bool) -> None:
+        """Nothing: the holder is given both."""
+
+    def fork(self) -> ValuesOfKeys:
+        return ValuesOfKeys(self.holder)
+
+    def write(self, out: Writer) -> None:
+        """Nothing, as all that changes one: `append_then_steps`, `select`, `crop`, `forget`, `reset`."""
+
+    def read(self, given: Reader) -> None:
+        given.finish()
+
+    def _nothing(self, *_: Any) -> None:
+        return None
+
+    reset = select = crop = check_crop = forget = check_finite = receive_hidden = receive_tokens = _nothing
+
+
+class JoinedLayer(KVCacheLayer):
+    """Keys and values of one attention layer that one codec stores together, as twice as many heads.
+
+    Args:
+        side: of both; its codec takes `[batch, 2 x heads, tokens, head_dim]`, keys first.
+    """
+
+    def __init__(self, side: CacheSide, quantized_prefill: bool = False, window: int | None = None) -> None:
+        super().__init__(side, ValuesOfKeys(side), quantized_prefill, window)  # type: ignore[arg-type]
+
+    @override
+    def _each(
+        self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
+    ) -> tuple[Read, Read]:
+        found, heads = call(self.key, torch.cat([key_states, value_states], 1)), key_states.shape[1]
+        return _heads(found, slice(heads)), _heads(found, slice(heads, None))
+
+    @override
+    def _record(self, key_states: Tensor, value_states: Tensor) -> int:
+        both = torch.cat([key_states, value_states], 1)
+        return super()._record(both, both)
+
+    @override
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.value = ValuesOfKeys(self.key)
+
+    @override
+    def fork(self) -> JoinedLayer:
+        other = super().fork()
+        assert isinstance(other, JoinedLayer)
+        other.value = ValuesOfKeys(other.key)
+        return other
+
+
+def _heads(found: Any, which: slice) -> Any:
+    """The heads of what a side returns: states, or a pair of them of which one may be None."""
+    return (
+        found[:, which]
+        if isinstance(found, Tensor)
+        else tuple(part if part is None else part[:, which] for part in found)
+    )
