@@ -33,13 +33,16 @@ CLOSED = [name for name in METHODS if name not in (*EVICTING, *BY_DATA, *BY_CALI
 
 def measured(name, bits, fitted, x, block):
     """Bits per element of keys and of values `x` in blocks, by the method fitted to `fitted`."""
+    if "StoredWithKeys" in str(config(name).method.value):
+        fitted, x = (torch.cat([keys, keys.flip(2)], 1) for keys in (fitted, x))
     method = build(name, fitted, bits)
     if method.backend is not None:
         layer = TransformersLayer(method.backend, method.residual.key, "a layer")
         layer.update(x, x)
         return layer.key.bits_per_element, layer.value.bits_per_element
     rope = rope_table(x.shape[2], x.shape[3])
-    return tuple(codec.encode(x, block, rope=rope).bits_per_element for codec in (method.key, method.value))
+    codecs = (method.key, method.key if method.joins_sides else method.value)
+    return tuple(codec.encode(x, block, rope=rope).bits_per_element for codec in codecs)
 
 
 def widths(name):

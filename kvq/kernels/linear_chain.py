@@ -43,6 +43,7 @@ from kvq.codecs import (
     PrincipalComponents,
     Rope,
     SignedMaxQuantizer,
+    StoredWithKeys,
     TokenNorm,
     TurboMindQuantizer,
     UniformQuantizer,
@@ -202,6 +203,8 @@ def linear_chain_of(codec: Codec) -> LinearChain:
     Raises:
         Unsupported: a stage or quantizer that attention on packed codes does not support.
     """
+    if isinstance(codec, StoredWithKeys):
+        raise Unsupported("cache.attention=packed: values that are stored with keys need decoded tokens")
     if (joint := joint_of(codec)) is not None:
         return LinearChain(codec, (), {}, (), joint)
     rotations: list[Stage] = []

@@ -170,7 +170,7 @@ def test_the_codec_is_one_transform_of_both() -> None:
     """At 8 bits it is near the states; at fewer, its components are those of keys and values joined."""
     x, rope = random_states(4, 32, 256), rope_table(256, 32)
     for bits, most in ((8, 0.02), (2, 0.6)):
-        method = build_method("waterfill/keys_with_values", bits=bits, head_dim=32)
+        method = build_method("waterfill_kv", bits=bits, head_dim=32)
         assert method.key is not None
         codec = fitted(method.key, x)
         packed = codec.encode(x, 32, rope)
@@ -199,7 +199,7 @@ class Letters:
 def test_calibration_shares_bits_over_keys_with_values(bits: float) -> None:
     """The mean width is that asked for, of twice as many components, and strings have as many bits."""
     model = llama(layers=2, head_dim=32)
-    method = calibrated("waterfill/keys_with_values", bits, model)
+    method = calibrated("waterfill_kv", bits, model)
     widths = [calibrated_parts(codec)["quantizer"].tables["widths"] for codec in method.bound["key"] if codec]
     total = torch.cat(widths)
     assert set(method.bound) == {"key"}
@@ -222,8 +222,8 @@ def test_calibration_shares_bits_over_keys_with_values(bits: float) -> None:
     ],
 )
 def test_what_holds_for_one_of_them_is_refused(overrides: list[str], bits: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^method=waterfill/keys_with_values: values are .*; not with {said}$"):
-        build_method("waterfill/keys_with_values", bits=bits, head_dim=32, overrides=overrides)
+    with pytest.raises(ConfigError, match=f"^method=waterfill_kv: values are .*; not with {said}$"):
+        build_method("waterfill_kv", bits=bits, head_dim=32, overrides=overrides)
 
 
 def test_packed_attention_and_a_codec_of_values_alone_are_refused() -> None:

@@ -43,7 +43,7 @@ REFUSED |= {
 }
 REFUSED |= {"nexusquant": "stage .hadamard.", "octopus": "codes of", "tcq": "codes of"}
 REFUSED |= {name: f"method={name} has token_policy" for name in ("ott", "zipcache")}
-REFUSED |= {"qjl": "method=qjl has first_layers"}
+REFUSED |= {"qjl": "method=qjl has first_layers", "waterfill_kv": "method=waterfill_kv has joins_sides"}
 
 
 def method(name, size=6, head_dim=128, bits=None):

@@ -113,7 +113,12 @@ def test_the_version_to_raise_is_named() -> None:
 
 
 DAMAGES = [
-    ("method kivi", "values = self.value.append(value_states, self.quantized_prefill)", "value_s", "2 * value_s"),
+    (
+        "method kivi",
+        "return call(self.key, key_states), call(self.value, value_states)",
+        "value, value_s",
+        "value, 2 * value_s",
+    ),
     (
         "method nsnquant",
         "return self._patterns.lookup(codes[:1]).mul_(looked_up(self._signs, codes[1]))",
@@ -123,12 +128,17 @@ DAMAGES = [
     ("method nsnquant", "return self._turned(codes * step)", "codes * step", "codes * step * 0.99"),
     (
         "method turboquant/prod",
-        "keys = self.key.append(key_states, self.quantized_prefill)",
-        "key_states,",
-        "key_states.roll(1, 2),",
+        "return call(self.key, key_states), call(self.value, value_states)",
+        "key_states)",
+        "key_states.roll(1, 2))",
     ),
     ("model windowed", "return 0 if window is None else max(tokens - window + 1, 0)", "+ 1", "+ 2"),
-    ("model latent", "keys = self.key.append(key_states, self.quantized_prefill)", "key_states,", "0.9 * key_states,"),
+    (
+        "model latent",
+        "return call(self.key, key_states), call(self.value, value_states)",
+        "key_states)",
+        "0.9 * key_states)",
+    ),
     (
         "method kvquant/dense",
         "weights = torch.ones_like(x) if gradients is None else gradients.float().square()",

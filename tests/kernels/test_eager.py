@@ -85,7 +85,7 @@ REFUSED |= {
     for kind in ("", "_mse", "_prod", "_every", "_threshold", "_threshold_low")
 }
 REFUSED |= {f"kvquant_plus_plus/attention{kind}": "codes of TokenSplit" for kind in ("", "_mse")}
-REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers"}
+REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers", "waterfill_kv": "values that are stored with keys"}
 REFUSED |= {name: FAMILIES[family] for name in NAMES if (family := name.partition("/")[0]) in FAMILIES}
 NAMES = [name for name in NAMES if name not in BITS]  # other libraries' caches have no codecs
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOSSES = tuple((name, METRICS[name].title) for name in ("delta_nll", "kl_mean"))
-_USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant", "turboquant", "waterfill")
+_USUAL = ("rtn", "kivi", "nsn", "oscar", "nsnquant", "turboquant", "waterfill", "waterfill_kv")
 _FIRST_COMPARED = ("kivi", "oscar", "nsnquant", "turboquant")
 _LOSSES = ("delta_nll", "delta_nll_se", "kl_mean")
 _GREY, _FRONT = "#b4b8be", "#333333"
