@@ -24,7 +24,7 @@ SEED, SHARED = 0, 0.5
 """Of the draws; the part of every head's variance, and of what noise costs, that is common to all heads."""
 FALL = {"covariance": 1.5, "fisher": 1.0}
 """Eigenvalues of a head's part are the rank to the power of minus this: with all heads together, 55% of the components
-have bits at 1.25 bits and 93% at 2.25 (of SmolLM2's about 60% and 83%)."""
+have bits at 1.25 bits and 93% at 2.25 (of SmolLM2's about 60% and 84%)."""
 TRANSFORM = "value.stages.transform"
 FORMS = {
     "together": ("waterfill", ()),
