@@ -248,7 +248,7 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
         with timed(clock, "measure"), _weights(inputs, method):
             result = prepared.task.measure(inputs, method, baseline, journal)
         if calibration is not None:
-            cost = calibration.metrics(result.metrics) | {"calibration_shared": prepared.shared_text}
+            cost = calibration.metrics(result.metrics, method) | {"calibration_shared": prepared.shared_text}
             result = replace(result, metrics=result.metrics | cost, units=result.units | units_of(cost))
     except Unsupported as error:
         status, reason = "unsupported", str(error)

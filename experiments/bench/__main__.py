@@ -28,6 +28,7 @@ import batch_bench
 import bench_fits
 import bench_report
 import encode_bench
+import joint_bench
 import linear_bench
 import peers_bench
 import real_peers_bench
@@ -305,6 +306,7 @@ ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "batches": lambda pairs, records: batch_bench.measure(inputs()[0], pairs),
     "calibration_fits": lambda pairs, records: bench_fits.measure(),
     "trellis_rates": lambda pairs, records: encode_bench.trellis_rates(pairs),
+    "joint_tables": lambda pairs, records: joint_bench.measure(pairs),
     "encode_over_kivi": lambda pairs, records: encode_speed(3 * pairs),
     "one_thread_over_two": lambda pairs, records: threads_bench.measure(max(2, pairs // 2)),
     "torch_linear_over_onednn": lambda pairs, records: linear_bench.measure(paired, pairs),
@@ -350,6 +352,8 @@ def show(report: dict[str, Any]) -> None:
     if swept := report.get("sweep_of_two_processes"):
         print(f"{'sweep_of_two_processes':<34}{sweep_bench.said(swept)}")
     encode_bench.show(report)
+    if found := report.get("joint_tables"):
+        joint_bench.show(found)
     if found := report.get("batches"):
         batch_bench.show(found)
     if found := report.get("peers"):

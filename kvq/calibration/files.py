@@ -60,17 +60,19 @@ class Calibration:
         """Bytes of all tables."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, measured: Mapping[str, float], method: Method) -> dict[str, float]:
         """Size of the tables and cost of the calibration as metrics, separate from the bits stored per token.
 
         `calibration_bits`: bytes of the tables over the elements of one sequence of the measured length;
         `calibration_bits_32k` and `calibration_bits_1m`: of one of 32,768 and of 1,048,576 tokens.
+        `decode_multiplications`: of the method bound to it, per element, where tables are matrices of all heads.
         """
         found: dict[str, float | None] = {
             "calibration_bytes": self.nbytes,
             "calibration_bits": None,
             "calibration_seconds": self.seconds,
             "calibration_peak_bytes": self.peak_bytes,
+            "decode_multiplications": self._multiplications(method),
         }
         if measured.get("total_bytes") and measured.get("effective_bits"):
             found["calibration_bits"] = self.nbytes * measured["effective_bits"] / measured["total_bytes"]
@@ -78,6 +80,17 @@ class Calibration:
         for name, tokens in _LENGTHS.items():
             found[f"calibration_bits_{name}"] = 8 * self.nbytes / (per_token * tokens) if per_token else None
         return {name: float(value) for name, value in found.items() if value is not None}
+
+    def _multiplications(self, method: Method) -> float | None:
+        """Of decoding, per element of the layers and sides that have such tables; None: there are none."""
+        total = elements = 0
+        for codecs in method.bound.values():
+            for codec, heads, dim in zip(codecs, self.heads, self.head_dims, strict=True):
+                parts = {} if codec is None else calibrated_parts(codec)
+                own = [part.multiplications for part in parts.values() if part.multiplications is not None]
+                count = heads * dim * (2 if method.joins_sides else 1)
+                total, elements = total + sum(own), elements + count * bool(own)
+        return total / elements if elements else None
 
 
 def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequence[int]) -> Method:

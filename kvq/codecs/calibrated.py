@@ -82,6 +82,11 @@ class Calibrated:
             self._cast[key] = self._tables[name].to(like.device, like.dtype)
         return self._cast[key]
 
+    @property
+    def multiplications(self) -> int | None:
+        """Of decoding a token of the bound layer, where tables are matrices of all heads; None: they are not."""
+        return None
+
     def check(self, head_dim: int) -> None:
         """Raise `Unsupported` for channels per head other than those of the calibration."""
         if self._shape is not None and self._shape[1] != head_dim:

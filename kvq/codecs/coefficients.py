@@ -62,6 +62,11 @@ class PrincipalComponents(Calibrated, Stage):
         at_least("left_out", left_out, 0)
         self.left_out = left_out
 
+    @property
+    @override
+    def multiplications(self) -> int:
+        return self.tables["basis"].numel()
+
     @staticmethod
     def fit_rows(rows: Float[Tensor, "tokens n"]) -> Tables:
         """The tables with all components."""

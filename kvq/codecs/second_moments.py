@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -126,19 +126,29 @@ class FisherTransform(Calibrated, Stage):
     information of the loss at them. Noise of relative size d in component i costs λ_i d / 2 nats per token. Components
     come in the order of λ, descending, and those without bits are not computed.
 
+    With `across`, T has two stages: A, the transforms of each group of heads, from its own blocks of S and F; then P,
+    the same for the first components of each head, from their covariance AᵀSA and what noise in them costs,
+    A⁻¹FA⁻ᵀ. The other components stay. Noise in a component costs (T⁻¹FT⁻ᵀ)_ii = λ_i: exactly, with either stage.
+    Components turned by P are also uncorrelated, and their costs add up. All others are correlated across heads; that
+    errors of two of them cost something together is neglected, as it is between groups without `across`.
+
     Args:
         metric: see `Metric`.
-        heads_together: neighbouring KV heads that are transformed together (None: all of a layer; 1: each apart). The
-            heads that are left over, where their number is no multiple of it, are a smaller last group.
+        heads_together: neighbouring KV heads that are transformed together (None: all of a layer, with `across` each
+            apart; 1: each apart). The heads that are left over, where their number is no multiple of it, are a smaller
+            last group.
         ridge: added to the diagonal of F, as a share of its mean.
         mixing: share of the covariance that is replaced by its diagonal (0: none), for small calibrations.
         left_out: first tokens of each calibration text that do not count, because they stay in full precision.
         tables: dtype in which matrices are kept.
+        across: share of the components of each head, those of the largest λ, that the second stage joins across groups
+            of heads, at least one (0: there is no second stage).
 
     Tables: `mean` `[1, n]`; `forward` `[groups, channels, m]` and `inverse` `[groups, m, channels]` of the groups of
     equal size, m the components of the one that uses most; `last_forward` and `last_inverse` of a smaller last group,
-    with an m of its own; `order` `[1, used]`: which of the groups' components, one group after the other, is which. The
-    quantizer behind keeps λ as its weights.
+    with an m of its own; `across_forward` `[1, joined, k]` and `across_inverse` `[1, k, joined]` of the second stage, k
+    the components of it that are used; `order` `[1, used]`: which of the components is which, those of the second
+    stage first, then of one group after the other what it does not join. The quantizer behind keeps λ as its weights.
 
     Raises:
         ConfigError: an unknown metric or dtype, a number out of range.
@@ -156,6 +166,7 @@ class FisherTransform(Calibrated, Stage):
         mixing: float | int = 0.0,
         left_out: int = 1,
         tables: Literal["float32", "float16"] = "float32",
+        across: float | int = 0.0,
     ) -> None:
         self.metric = choice(Metric, metric, "metric")
         if heads_together is not None:
@@ -164,7 +175,9 @@ class FisherTransform(Calibrated, Stage):
         require(ridge > 0, "ridge", ridge, "above 0")
         require(0 <= mixing <= 1, "mixing", mixing, "a share, 0 to 1")
         require(tables in ("float32", "float16"), "tables", tables, "float32 or float16")
-        self.heads_together, self.ridge, self.mixing, self.left_out = heads_together, ridge, mixing, left_out
+        require(0 <= across <= 1, "across", across, "a share, 0 to 1")
+        self.heads_together = 1 if heads_together is None and across else heads_together
+        self.ridge, self.mixing, self.left_out, self.across = ridge, mixing, left_out, across
         self.dtype = getattr(torch, tables)
 
     def fit_joint(self, moments: JointMoments) -> Tables:
@@ -174,16 +187,24 @@ class FisherTransform(Calibrated, Stage):
         size = n // heads * together
         groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
         fisher = self._fisher(moments.fisher)
-        found = [self._basis(moments.covariance[group, group], fisher[group, group]) for group in groups]
-        spectrum = torch.cat([own for own, _, _ in found])
-        order = spectrum.argsort(descending=True, stable=True)
+        covariance = torch.lerp(moments.covariance, moments.covariance.diagonal().diag(), float(self.mixing))
+        found = [metric_basis(covariance[group, group], fisher[group, group]) for group in groups]
+        spectra, alike = [own for own, _, _ in found], n // size
+        parts = {"": found[:alike], "last_": found[alike:]}
+        if self.across:
+            least = max(round(self.across * n / heads), 1)
+            firsts = [len(own) * heads // n * least for own in spectra]
+            parts["across_"] = [_carried(covariance, fisher, found, firsts)]
+            rest = [own[first:] for own, first in zip(spectra, firsts, strict=True)]
+            spectra = [parts["across_"][0][0], *rest]
         tables = {"mean": moments.mean.float()[None]}
-        alike = n // size
-        for prefix, part in (("", found[:alike]), ("last_", found[alike:])):
+        for prefix, part in parts.items():
             if part:
                 _, forward, inverse = zip(*part, strict=True)
                 tables[f"{prefix}forward"] = to_stored(torch.stack(forward), self.dtype)
                 tables[f"{prefix}inverse"] = to_stored(torch.stack(inverse), self.dtype)
+        spectrum = torch.cat(spectra)
+        order = spectrum.argsort(descending=True, stable=True)
         return tables | {"order": order.int()[None], "spectrum": spectrum[order].float()[None]}
 
     def _fisher(self, fisher: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
@@ -194,27 +215,30 @@ class FisherTransform(Calibrated, Stage):
         kept = fisher if self.metric is Metric.full else diagonal.diag()
         return kept + self.ridge * base * torch.eye(len(fisher), dtype=fisher.dtype)
 
-    def _basis(self, covariance: Tensor, fisher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Eigenvalues, descending, and the matrices to components of deviation 1 and back."""
-        return metric_basis(torch.lerp(covariance, covariance.diagonal().diag(), float(self.mixing)), fisher)
-
     @staticmethod
     def trimmed(tables: Tables, used: int) -> Tables:
         """The tables of the first `used` components, at least one."""
         order = tables["order"][0, : max(used, 1)].long()
         kept, out = torch.empty_like(order), dict(tables)
         before = after = 0
-        for prefix in _prefixes(tables):
+        for prefix in [*(["across_"] if "across_forward" in tables else []), *_prefixes(tables)]:
             forward, inverse = tables[f"{prefix}forward"], tables[f"{prefix}inverse"]
-            groups, _, count = forward.shape
+            groups, channels, count = forward.shape
+            first = 0 if prefix == "across_" else _joined(tables, channels)
+            count -= first
             own = (order >= before) & (order < before + groups * count)
             inside = order[own] - before
-            most = max((inside % count + 1).tolist(), default=1)
-            kept[own] = inside // count * most + inside % count + after
-            out[f"{prefix}forward"] = forward[..., :most].contiguous()
-            out[f"{prefix}inverse"] = inverse[:, :most].contiguous()
+            most = max((inside % max(count, 1) + 1).tolist(), default=0 if first else 1)
+            kept[own] = inside // max(count, 1) * most + inside % max(count, 1) + after
+            out[f"{prefix}forward"] = forward[..., : first + most].contiguous()
+            out[f"{prefix}inverse"] = inverse[:, : first + most].contiguous()
             before, after = before + groups * count, after + groups * most
         return out | {"order": kept.int()[None]}
+
+    @property
+    @override
+    def multiplications(self) -> int:
+        return sum(table.numel() for name, table in self.tables.items() if name.endswith("inverse"))
 
     def _matrices(self, name: str, like: Tensor) -> list[Float[Tensor, "rows columns"]]:
         """Those of all groups, the first heads' first."""
@@ -226,9 +250,17 @@ class FisherTransform(Calibrated, Stage):
         flat = x.transpose(-3, -2).flatten(-2) - self.table("mean", x)
         matrices = self._matrices("forward", x)
         rows = flat.split([len(own) for own in matrices], -1)
-        found = torch.cat([per_block(*pair) for pair in zip(rows, matrices, strict=True)], -1).index_select(-1, order)
-        found = torch.nn.functional.pad(found, (0, flat.shape[-1] - len(order)))
-        return found.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
+        found = [per_block(*pair) for pair in zip(rows, matrices, strict=True)]
+        if "across_forward" in self.tables:
+            cut = [
+                part.tensor_split([_joined(self.tables, len(own))], -1)
+                for part, own in zip(found, matrices, strict=True)
+            ]
+            first, rest = zip(*cut, strict=True)
+            found = [per_block(torch.cat(first, -1), self.table("across_forward", x)[0]), *rest]
+        kept = torch.cat(found, -1).index_select(-1, order)
+        kept = torch.nn.functional.pad(kept, (0, flat.shape[-1] - len(order)))
+        return kept.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
 
     @override
     def inverse(
@@ -239,8 +271,14 @@ class FisherTransform(Calibrated, Stage):
         flat = y.transpose(-3, -2).flatten(-2)[..., : len(order)]
         matrices = self._matrices("inverse", y)
         counts = [len(own) for own in matrices]
-        spread = flat.new_zeros(*flat.shape[:-1], sum(counts)).index_copy_(-1, order, flat)
-        parts = [product(*pair) for pair in zip(spread.split(counts, -1), matrices, strict=True)]
+        turns = [*self.table("across_inverse", y)] if "across_inverse" in self.tables else []
+        firsts = [_joined(self.tables, own.shape[1]) for own in matrices]
+        lengths = [*map(len, turns), *(count - first for count, first in zip(counts, firsts, strict=True))]
+        rows = flat.new_zeros(*flat.shape[:-1], sum(lengths)).index_copy_(-1, order, flat).split(lengths, -1)
+        if turns:
+            first = product(rows[0], turns[0]).split(firsts, -1)
+            rows = tuple(torch.cat(pair, -1) for pair in zip(first, rows[1:], strict=True))
+        parts = [product(*pair) for pair in zip(rows, matrices, strict=True)]
         found = torch.cat(parts, -1) + self.table("mean", y)
         return found.unflatten(-1, (y.shape[-3], -1)).transpose(-3, -2).contiguous()
 
@@ -248,6 +286,34 @@ class FisherTransform(Calibrated, Stage):
 def _prefixes(tables: Mapping[str, Tensor]) -> list[str]:
     """Of the names of a `FisherTransform`'s matrices: those of groups of equal size, and of a smaller last one."""
     return ["", "last_"] if "last_forward" in tables else [""]
+
+
+def _joined(tables: Mapping[str, Tensor], channels: int) -> int:
+    """Components of a group of so many channels that the second stage joins."""
+    return tables["across_forward"].shape[1] * channels // tables["mean"].shape[1] if "across_forward" in tables else 0
+
+
+def _carried(
+    covariance: Float[Tensor, "n n"],
+    fisher: Float[Tensor, "n n"],
+    found: Sequence[tuple[Tensor, Tensor, Tensor]],
+    firsts: Sequence[int],
+) -> tuple[Float[Tensor, " joined"], Float[Tensor, "joined joined"], Float[Tensor, "joined joined"]]:
+    """`metric_basis` of the first components of each group, from the moments carried into them.
+
+    The metric is that of components before they are scaled to deviations of 1, whose own blocks are the identity.
+    """
+    sizes = torch.cat([own[:first].sqrt() for (own, _, _), first in zip(found, firsts, strict=True)])
+    forward, inverse = (
+        torch.block_diag(*parts)
+        for parts in (
+            [forward[:, :first] for (_, forward, _), first in zip(found, firsts, strict=True)],
+            [inverse[:first] for (_, _, inverse), first in zip(found, firsts, strict=True)],
+        )
+    )
+    forward, inverse = forward * sizes, inverse / sizes[:, None]
+    spectrum, turn, back = metric_basis(forward.mT @ covariance @ forward, inverse @ fisher @ inverse.mT)
+    return spectrum, sizes[:, None] * turn, back / sizes
 
 
 class SubspaceQuantizer(Calibrated, UniformQuantizer):

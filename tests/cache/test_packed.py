@@ -120,6 +120,7 @@ def test_residuals(residual, whole, monkeypatch):
     [
         pytest.param("waterfill", 20, marks=pytest.mark.long),
         *((name, 20) for name in ("kvtc", "waterfill/scalar", "waterfill/heads_apart", "kivi/sink", "rtn/intactkv")),
+        pytest.param("waterfill/two_stages", 20, marks=pytest.mark.long),
         ("waterfill/scalar", 1),
         ("rtn/intactkv", 1),
     ],

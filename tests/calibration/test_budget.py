@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import hypothesis
+import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from hypothesis import strategies as st
 
 import kvq
 from kvq.calibration.budget import Demand, demand_of, joint_parts, predicted, shared_out
 from kvq.calibration.collect import collect, collect_joint
-from kvq.codecs import Codec, FisherTransform, ScalarQuantizer, Stage, TokenNorm, bind_codec
+from kvq.codecs import Codec, FisherTransform, JointMoments, ScalarQuantizer, Stage, TokenNorm, bind_codec
 from kvq.codecs.components import scalar_errors
 from kvq.codecs.second_moments import metric_basis
 from kvq.errors import ConfigError, DataError, Unsupported
@@ -100,7 +103,7 @@ def test_components_are_uncorrelated_and_their_noise_adds_up(metric: str, togeth
 
 def test_components_without_bits_are_not_kept() -> None:
     x = torch.randn(1, 2, 500, 16, generator=torch.Generator().manual_seed(0))
-    for name in ("waterfill/scalar", "waterfill/heads_apart", "waterfill"):
+    for name in ("waterfill/scalar", "waterfill/heads_apart", "waterfill/two_stages", "waterfill"):
         codec = build(name, x, 0.5).value
         assert codec is not None
         own = codec.stages[-1][1].tables  # type: ignore[attr-defined]
@@ -151,6 +154,112 @@ def test_heads_that_are_left_over_are_a_smaller_group(data: st.DataObject) -> No
     stored = len(groups[0]) * len(alike) * max(alike) + sum(len(groups[-1]) * count for count in counts[len(alike) :])
     for name in ("forward", "inverse"):
         assert sum(table.numel() for key, table in tables.items() if key.endswith(name)) == stored
+
+
+def moments_of_heads(heads: int, dim: int, seed: int) -> JointMoments:
+    """With channels of heads that have much in common, in the states and in what noise in them costs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn() -> torch.Tensor:
+        own = torch.randn(heads, dim, 3 * heads * dim, generator=generator, dtype=torch.float64)
+        rows = own + torch.randn(dim, 3 * heads * dim, generator=generator, dtype=torch.float64)
+        rows = rows * torch.rand(heads, dim, 1, generator=generator, dtype=torch.float64).add(0.1)
+        return rows.flatten(0, 1) @ rows.flatten(0, 1).mT / rows.shape[-1]
+
+    mean = torch.randn(heads * dim, generator=generator).double()
+    return JointMoments(mean, drawn(), drawn(), heads, 1000)
+
+
+def in_double_precision(stage: FisherTransform, moments: JointMoments, used: int) -> FisherTransform:
+    stage.dtype = torch.float64
+    tables = FisherTransform.trimmed(stage.fit_joint(moments), used)
+    bound = stage.bound(tables, moments.heads, len(moments.mean) // moments.heads)
+    assert isinstance(bound, FisherTransform)
+    return bound
+
+
+def composed(moments: JointMoments, together: int, joined: int, ridge: float) -> tuple[torch.Tensor, ...]:
+    """The two stages as one dense matrix, by other means (an eigenproblem of S F): T, T^-1, and what noise costs."""
+    n = len(moments.mean)
+    dim = n // moments.heads
+    fisher = moments.fisher + ridge * moments.fisher.diagonal().mean() * torch.eye(n)
+
+    def turned(covariance: np.ndarray, metric: np.ndarray) -> np.ndarray:
+        """Columns v of S v = λ M^-1 v, by λ descending, of variance 1."""
+        vectors = scipy.linalg.eigh(covariance, np.linalg.inv(metric))[1][:, ::-1]
+        return vectors / np.sqrt(np.sum(vectors * (covariance @ vectors), 0))
+
+    covariance, metric = moments.covariance.numpy(), fisher.numpy()
+    groups = np.split(np.arange(n), range(dim * together, n, dim * together))
+    first = scipy.linalg.block_diag(*(turned(covariance[np.ix_(g, g)], metric[np.ix_(g, g)]) for g in groups))
+    chosen = np.concatenate([g[: joined * len(g) // dim] for g in groups])
+    back = np.linalg.inv(first)
+    carried = np.ix_(chosen, chosen)
+    second = np.eye(n)
+    second[carried] = turned((first.T @ covariance @ first)[carried], (back @ metric @ back.T)[carried])
+    whole = first @ second
+    back = np.linalg.inv(whole)
+    return tuple(map(torch.from_numpy, (whole, back, np.sum((back @ metric) * back, 1))))
+
+
+@hypothesis.settings(max_examples=examples(20))
+@hypothesis.given(st.data())
+def test_two_stages_are_one_dense_matrix(data: st.DataObject) -> None:
+    """In fp64: components and states are those of the composed matrix, whatever is trimmed; signs are free."""
+    heads, dim = data.draw(st.sampled_from([(3, 4), (4, 6), (5, 4), (2, 8)]))
+    together = data.draw(st.sampled_from([1, 2, 3]))
+    joined = data.draw(st.integers(1, dim))
+    moments = moments_of_heads(heads, dim, data.draw(st.integers(0, 9)))
+    n = heads * dim
+    used = data.draw(st.integers(1, n))
+    stage = FisherTransform(heads_together=together, left_out=0, across=joined / dim)
+    forward, back, costs = composed(moments, min(together, heads), joined, 0.01)
+    order = costs.argsort(descending=True)[:used]
+    spectrum = stage.fit_joint(moments)["spectrum"][0].double()
+    torch.testing.assert_close(spectrum[:used], costs[order], rtol=1e-6, atol=0)
+    bound = in_double_precision(stage, moments, used)
+    x = torch.randn(2, 40, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y, side = bound.forward(x.unflatten(-1, (heads, dim)).transpose(1, 2))
+    rows = y.transpose(1, 2).flatten(2)
+    expected = (x - moments.mean) @ forward[:, order]
+    signs = (rows[..., :used] * expected).sum((0, 1)).sign()
+    torch.testing.assert_close(rows[..., :used], expected * signs, rtol=1e-8, atol=1e-8)
+    assert not rows[..., used:].any()
+    found = bound.inverse(y, side).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(found, expected @ back[order] + moments.mean, rtol=1e-8, atol=1e-8)
+    if used == n:
+        torch.testing.assert_close(found, x, rtol=1e-8, atol=1e-8)
+    matrices = [table.shape for name, table in bound.tables.items() if name.endswith("inverse")]
+    assert bound.multiplications == sum(math.prod(shape) for shape in matrices)
+    if used == n and heads % together == 0:
+        assert bound.multiplications == dim * dim * heads * together + (heads * joined) ** 2
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_all_components_across_are_the_full_transform(heads: int) -> None:
+    """The second stage then undoes what the first took apart; fewer lie between that and heads apart."""
+    moments = moments_of_heads(heads, 6, 4)
+    spectra = {
+        across: FisherTransform(across=across, left_out=0).fit_joint(moments)["spectrum"][0].double()
+        for across in (1 / 6, 0.5, 1.0)
+    }
+    whole, apart = (FisherTransform(heads_together=t, left_out=0).fit_joint(moments)["spectrum"][0] for t in (None, 1))
+    torch.testing.assert_close(spectra[1.0], whole.double(), rtol=1e-5, atol=0)
+    logs = [float(own.log().sum()) for own in (apart.double(), *spectra.values())]
+    assert all(more > less for more, less in itertools.pairwise(logs))  # of log λ, which bits go by
+
+
+def test_noise_in_components_of_two_stages_costs_what_they_weigh() -> None:
+    """(1/2) tr(F E[e eᵀ]) of noise that is drawn for each component alone: half of Σ λ d."""
+    moments = moments_of_heads(3, 4, 2)
+    stage = FisherTransform(ridge=1e-9, left_out=0, across=0.5)
+    bound = in_double_precision(stage, moments, 12)
+    sizes = torch.linspace(0.1, 2, 12, dtype=torch.float64)
+    noise = torch.randn(400_000, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * sizes.sqrt()
+    moved = bound.inverse(noise.unflatten(1, (3, 4)).transpose(0, 1), {}).transpose(0, 1).flatten(1) - moments.mean
+    cost = float(((moved @ moments.fisher) * moved).sum(1).mean() / 2)
+    spectrum = stage.fit_joint(moments)["spectrum"][0].double()
+    assert cost == pytest.approx(float((spectrum * sizes).sum() / 2), rel=0.01)
 
 
 def test_moments_are_those_of_kept_states() -> None:
@@ -218,6 +327,7 @@ def test_chains_that_share_no_bits_are_refused() -> None:
     for given, told in (
         ({"ridge": 0}, "ridge=0: above 0"),
         ({"mixing": 2}, "mixing=2"),
+        ({"across": 1.5}, "across=1.5: a share, 0 to 1"),
         ({"tables": "int8"}, "tables=int8"),
     ):
         with pytest.raises(ConfigError, match=told):

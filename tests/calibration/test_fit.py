@@ -72,6 +72,10 @@ def test_the_same_bytes_again_and_reused(name: str, given: list[str], tmp_path: 
     per_token = 2 * sum(heads * dim for heads, dim in zip(found.heads, found.head_dims, strict=True))
     assert record.metrics["calibration_bits_32k"] == pytest.approx(8 * found.nbytes / per_token / 32768)
     assert record.metrics["calibration_bits_1m"] == pytest.approx(8 * found.nbytes / per_token / 2**20)
+    numbers = sum(table.numel() for name, table in found.tensors.items() if name.endswith("transform.inverse"))
+    multiplications = record.metrics.get("decode_multiplications", 0)
+    assert multiplications == pytest.approx(numbers / per_token)
+    assert bool(multiplications) == name.startswith("waterfill")
     assert record.metrics["calibration_seconds"] == found.seconds
     assert json.loads(one.with_suffix(".json").read_text())["table_bytes"] == found.nbytes
     assert record.config["method"]["calibration"]["samples"] == 3

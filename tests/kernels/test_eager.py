@@ -169,13 +169,16 @@ def test_watched_steps_give_the_same(name):
 @settings(max_examples=examples(12))
 @given(st.data())
 def test_any_transform_of_all_heads(data):
-    """Widths of each component; heads together, in groups, the last of which may be smaller, and apart; the past in
-    parts that no piece divides."""
+    """Widths of each component; heads together, in groups, the last of which may be smaller, and apart, with some of
+    their components joined; the past in parts that no piece divides."""
     heads = data.draw(st.sampled_from([3, 4]))
     dim, batch = data.draw(st.sampled_from([8, 12])), data.draw(st.integers(1, 2))
     name = data.draw(st.sampled_from(["waterfill/scalar", "waterfill", "waterfill/unshrunk", "kvtc"]))
     together = data.draw(st.sampled_from([1, 2, 3, None])) if name != "kvtc" else None
-    sides = [f"{side}.stages.transform.heads_together={together or 'null'}" for side in ("key", "value")]
+    joined = data.draw(st.sampled_from([0, 0.25, 1]))
+    transforms = [f"{side}.stages.transform" for side in ("key", "value")]
+    sides = [f"{path}.heads_together={together or 'null'}" for path in transforms]
+    sides += [f"+{path}.across={joined}" for path in transforms if joined]
     bits = data.draw(st.sampled_from([0.75, 1.25, 2.25, 5]))
     method = build(name, torch.randn(1, heads, 256, dim), bits, [] if name == "kvtc" else sides)
     total = data.draw(st.integers(1, 200))

@@ -28,6 +28,7 @@ PAPERS = (("nsn, 3 bits", 5.09), ("OScaR, 2 bits", 5.3))
 REFERENCES = {"dynamic": "full precision", "preallocated": "full precision, one buffer"}
 _GIB = 2**30
 _OTHER_SIZE = 0.25
+_MULTIPLICATIONS = "decode_multiplications"
 _RATES = {"peak_bytes": "peak memory above the weights (GiB)", "tokens_per_second": "tokens per second"}
 _PEAKS = ("prefill_peak_bytes", "decode_peak_bytes")
 
@@ -158,8 +159,9 @@ def _bars(table: pd.DataFrame) -> Figure:
 def tables_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """Runs of calibrated methods: loss, bytes of their tables, and bits per element of 32K tokens with the tables.
 
-    Of a method's presets only those whose tables are smaller or larger by `_OTHER_SIZE` at the same bits; empty where
-    there are none.
+    Also the multiplications of decoding an element, where records have them: older ones do not, nor have tables that
+    are no matrices. Of a method's presets only those whose tables are smaller or larger by `_OTHER_SIZE` at the same
+    bits; empty where there are none.
     """
     wanted = ("delta_nll", "delta_nll_se", "calibration_bytes", "effective_bits", "calibration_bits_32k")
     known = [r for r in records if r.metrics.get("calibration_bytes") and all(name in r.metrics for name in wanted)]
@@ -172,22 +174,29 @@ def tables_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
                 continue
             others += 1
         found = {name: record.metrics[name] for name in wanted}
-        total = found["effective_bits"] + found["calibration_bits_32k"]
-        lines.append({"method": own, "bits": record.bits, **found, "bits_with_tables_32k": total})
+        found["bits_with_tables_32k"] = found["effective_bits"] + found["calibration_bits_32k"]
+        if _MULTIPLICATIONS in record.metrics:
+            found[_MULTIPLICATIONS] = record.metrics[_MULTIPLICATIONS]
+        lines.append({"method": own, "bits": record.bits, **found})
     return pd.DataFrame(lines if others else [])
 
 
 @titled
 def tables_figure(table: pd.DataFrame) -> Figure:
-    """Loss by bytes of a calibration's tables, and by all bits of a sequence of 32K tokens, tables among them."""
-    made, axes = panels(2, 3.2, 1, 2, sharey=True)
+    """Loss by bytes of a calibration's tables, by all bits of a sequence of 32K tokens, and by multiplications.
+
+    The last is left out where no run has them.
+    """
     columns = {
         "calibration_bytes": ("tables (MB)", 1e-6),
-        "bits_with_tables_32k": ("bits per element of 32K tokens, tables included", 1),
+        "bits_with_tables_32k": ("bits per element of 32K tokens,\ntables included", 1),
+        _MULTIPLICATIONS: ("multiplications per\ndecoded element", 1),
     }
+    columns = {name: drawn for name, drawn in columns.items() if name in table}
+    made, axes = panels(2, 3.2, 1, len(columns), sharey=True)
     for method, look in lines_of(list(dict.fromkeys(table["method"]))).items():
-        part = table[table["method"] == method]
         for axis, (column, (_, scale)) in zip(axes, columns.items(), strict=True):
+            part = table[table["method"] == method].dropna(subset=column)
             axis.plot(part[column] * scale, part["delta_nll"], **look._asdict(), markersize=4, label=method)
     axes[0].set_yscale("log")
     for axis, (words, _) in zip(axes, columns.values(), strict=True):

@@ -124,3 +124,12 @@ def test_tables_of_calibrations_are_drawn_where_a_preset_has_others(tmp_path: Pa
     left, right = cost.tables_figure(table, "title").axes
     assert left.lines[0].get_xdata().tolist() == pytest.approx([0.4])
     assert right.lines[1].get_ydata().tolist() == pytest.approx([0.11])
+    assert "decode_multiplications" not in table
+    run = sweeps.put_run(store, "waterfill/pairs", "2", sweeps.losses(0.15, 0.01, 1), full, 2.0)
+    more = {"calibration_bytes": 1e5, "calibration_bits_32k": 0.1, "delta_nll": 0.15, "decode_multiplications": 64.0}
+    sweeps.put_more(store, run, more)
+    table = cost.tables_table([record for record in store.scan()[0] if record.baseline_key], store)
+    *_, last = cost.tables_figure(table, "title").axes
+    assert {line.get_label(): line.get_xdata().tolist() for line in last.lines} == {
+        "waterfill": [], "waterfill/fp16_tables": [], "waterfill/pairs": [64.0],
+    }  # fmt: skip
