@@ -25,10 +25,10 @@ from kvq.calibration.collect import (
     drawn_positions,
     loss,
     made_once,
-    moments_of,
     text_name,
 )
 from kvq.calibration.files import Calibration, bind
+from kvq.calibration.moments import moments_of
 from kvq.calibration.text import text_of
 from kvq.codecs import Codec, LearnedRotation, Tables, calibrated_parts, cayley_step, fit_codec
 from kvq.config.method import CalibrationConfig

@@ -42,6 +42,7 @@ class JointMoments:
             token's state, so that noise e costs (1/2) tr(F E[e eᵀ]) nats per token.
         heads: KV heads, head after head.
         tokens: how many were seen.
+        fourth, fisher_fourth: E |x - mean|⁴ and E |g|⁴; None: not known; `ledoit_wolf` needs them.
     """
 
     mean: Float[Tensor, " n"]
@@ -49,6 +50,35 @@ class JointMoments:
     fisher: Float[Tensor, "n n"]
     heads: int
     tokens: int
+    fourth: float | None = None
+    fisher_fourth: float | None = None
+
+
+LEDOIT_WOLF = "ledoit_wolf"
+"""In the place of a share: the one that the data say."""
+
+
+def ledoit_wolf(second: Float[Tensor, "n n"], fourth: float, tokens: int) -> float:
+    """The share of a matrix of second moments that is replaced by its mean diagonal, which minimizes squared error.
+
+    min(1, E |x xᵀ - S|² / (tokens |S - μ I|²)), μ the mean of the diagonal. Exact for independent tokens; those of a
+    text are correlated, S is then less certain than so many tokens make it, and the share is an underestimate.
+
+    Args:
+        second: S = E[x xᵀ], of states about their mean, or of gradients.
+        fourth: E |x|⁴ of the same.
+
+    Source: Ledoit and Wolf 2004, A well-conditioned estimator for large-dimensional covariance matrices.
+    """
+    away = float((second - second.diagonal().mean() * torch.eye(len(second), dtype=second.dtype)).square().sum())
+    noise = max(fourth - float(second.square().sum()), 0.0) / tokens
+    return min(noise / away, 1.0) if away > 0 and len(second) > 1 else 0.0
+
+
+def _shrunk(second: Float[Tensor, "n n"], fourth: float | None, tokens: int) -> Float[Tensor, "n n"]:
+    assert fourth is not None, "moments without a fourth"
+    mean = second.diagonal().mean() * torch.eye(len(second), dtype=second.dtype)
+    return torch.lerp(second, mean, ledoit_wolf(second, fourth, tokens))
 
 
 def metric_basis(
@@ -130,8 +160,10 @@ class FisherTransform(Calibrated, Stage):
         metric: see `Metric`.
         heads_together: neighbouring KV heads that are transformed together (None: all of a layer; 1: each apart). The
             heads that are left over, where their number is no multiple of it, are a smaller last group.
-        ridge: added to the diagonal of F, as a share of its mean.
-        mixing: share of the covariance that is replaced by its diagonal (0: none), for small calibrations.
+        ridge: added to the diagonal of F, as a share of its mean; `ledoit_wolf`: F is shrunk towards the mean of its
+            diagonal by what `ledoit_wolf` says, all heads together, and nothing is added.
+        mixing: share of the covariance that is replaced by its diagonal (0: none), for small calibrations;
+            `ledoit_wolf`: by the mean of its diagonal, the share as `ledoit_wolf` says, all heads together.
         left_out: first tokens of each calibration text that do not count, because they stay in full precision.
         tables: dtype in which matrices are kept.
 
@@ -152,8 +184,8 @@ class FisherTransform(Calibrated, Stage):
         self,
         metric: Metric | str = Metric.full,
         heads_together: int | None = None,
-        ridge: float | int = 0.01,
-        mixing: float | int = 0.0,
+        ridge: float | int | Literal["ledoit_wolf"] = 0.01,
+        mixing: float | int | Literal["ledoit_wolf"] = 0.0,
         left_out: int = 1,
         tables: Literal["float32", "float16"] = "float32",
     ) -> None:
@@ -161,8 +193,9 @@ class FisherTransform(Calibrated, Stage):
         if heads_together is not None:
             at_least("heads_together", heads_together, 1)
         at_least("left_out", left_out, 0)
-        require(ridge > 0, "ridge", ridge, "above 0")
-        require(0 <= mixing <= 1, "mixing", mixing, "a share, 0 to 1")
+        for name, share, said in (("ridge", ridge, "above 0"), ("mixing", mixing, "a share, 0 to 1")):
+            number = not isinstance(share, str) and (share > 0 if name == "ridge" else 0 <= share <= 1)
+            require(number or share == LEDOIT_WOLF, name, share, f"{said}, or {LEDOIT_WOLF}")
         require(tables in ("float32", "float16"), "tables", tables, "float32 or float16")
         self.heads_together, self.ridge, self.mixing, self.left_out = heads_together, ridge, mixing, left_out
         self.dtype = getattr(torch, tables)
@@ -173,8 +206,8 @@ class FisherTransform(Calibrated, Stage):
         together = heads if self.heads_together is None else min(self.heads_together, heads)
         size = n // heads * together
         groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
-        fisher = self._fisher(moments.fisher)
-        found = [self._basis(moments.covariance[group, group], fisher[group, group]) for group in groups]
+        covariance, fisher = self._covariance(moments), self._fisher(moments)
+        found = [metric_basis(covariance[group, group], fisher[group, group]) for group in groups]
         spectrum = torch.cat([own for own, _, _ in found])
         order = spectrum.argsort(descending=True, stable=True)
         tables = {"mean": moments.mean.float()[None]}
@@ -186,17 +219,21 @@ class FisherTransform(Calibrated, Stage):
                 tables[f"{prefix}inverse"] = to_stored(torch.stack(inverse), self.dtype)
         return tables | {"order": order.int()[None], "spectrum": spectrum[order].float()[None]}
 
-    def _fisher(self, fisher: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-        diagonal = fisher.diagonal()
-        base = diagonal.mean().clamp_min(torch.finfo(torch.float64).tiny)
-        if self.metric is Metric.none:
-            return base * torch.eye(len(fisher), dtype=fisher.dtype)
-        kept = fisher if self.metric is Metric.full else diagonal.diag()
-        return kept + self.ridge * base * torch.eye(len(fisher), dtype=fisher.dtype)
+    def _covariance(self, moments: JointMoments) -> Float[Tensor, "n n"]:
+        if self.mixing == LEDOIT_WOLF:
+            return _shrunk(moments.covariance, moments.fourth, moments.tokens)
+        return torch.lerp(moments.covariance, moments.covariance.diagonal().diag(), float(self.mixing))
 
-    def _basis(self, covariance: Tensor, fisher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Eigenvalues, descending, and the matrices to components of deviation 1 and back."""
-        return metric_basis(torch.lerp(covariance, covariance.diagonal().diag(), float(self.mixing)), fisher)
+    def _fisher(self, moments: JointMoments) -> Float[Tensor, "n n"]:
+        fisher, shrunk = moments.fisher, self.ridge == LEDOIT_WOLF
+        base = fisher.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+        mean = base * torch.eye(len(fisher), dtype=fisher.dtype)
+        if self.metric is Metric.none:
+            return mean
+        if shrunk:
+            fisher = _shrunk(fisher, moments.fisher_fourth, moments.tokens)
+        kept = fisher if self.metric is Metric.full else fisher.diagonal().diag()
+        return kept if shrunk else kept + float(self.ridge) * mean
 
     @staticmethod
     def trimmed(tables: Tables, used: int) -> Tables:

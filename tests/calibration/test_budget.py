@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import kvq
 from kvq.calibration.budget import Demand, demand_of, joint_parts, predicted, shared_out
-from kvq.calibration.collect import collect, collect_joint
+from kvq.calibration.collect import collect
+from kvq.calibration.moments import collect_joint
 from kvq.codecs import Codec, FisherTransform, ScalarQuantizer, Stage, TokenNorm, bind_codec
 from kvq.codecs.components import scalar_errors
 from kvq.codecs.second_moments import metric_basis
