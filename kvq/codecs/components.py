@@ -12,7 +12,7 @@ import enum
 import functools
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from kvq.codecs.levels import nearest_level
 from kvq.codecs.lloyd_max import cells, optimal_levels
 from kvq.codecs.quantizers import Parts, Quantizer, choice
 from kvq.codecs.trellis import WIDEST, Layout, values_of, write
-from kvq.errors import ConfigError, Unsupported, within
+from kvq.errors import ConfigError, Unsupported, require, within
 
+CHOSEN = "chosen"
 _FARTHEST = 64.0  # deviations, beyond which components are cut: far behind the last level
 
 
@@ -57,14 +58,16 @@ class ComponentQuantizer(Calibrated, Quantizer):
         widths: see `Widths`. `equal`: each head of a token has a string; else the heads of a token share one.
         deviation: see `Deviation`.
         unshrunk: decoded components are scaled by (1 - D)^(-1/2), D the mean squared error at their width: a centroid
-            is shorter than what it stands for.
+            is shorter than what it stands for. `chosen`: a calibration decides, by the model's loss on windows that it
+            holds out.
 
     Stores `string` (uint8 `[..., heads or 1, tokens, bytes]`): a token's bits, padded to a byte.
 
-    Tables: `widths` `[components]` in uint8, and `weights` `[components]` in fp32: what the noise of a component costs.
+    Tables: `widths` `[components]` in uint8, and `weights` `[components]` in fp32: what the noise of a component costs;
+    under `chosen` also `unshrunk` `[1]` in uint8: whether they are.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a choice with equal widths, which no calibration has.
         Unsupported: other bits.
     """
 
@@ -75,7 +78,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
         bits: float | int,
         widths: Widths | str = Widths.equal,
         deviation: Deviation | str = Deviation.one,
-        unshrunk: bool = False,
+        unshrunk: bool | Literal["chosen"] = False,
     ) -> None:
         self.widths = choice(Widths, widths, "widths")
         self.deviation = choice(Deviation, deviation, "deviation")
@@ -85,6 +88,9 @@ class ComponentQuantizer(Calibrated, Quantizer):
             raise Unsupported(f"bits={bits}: {type(self).__name__} with widths={self.widths.name} takes {numbers}")
         if not equal and self.deviation is not Deviation.one:
             raise ConfigError(f"deviation={self.deviation.name}: with widths=equal; a transform gives deviations of 1")
+        require(unshrunk in (True, False, CHOSEN), "unshrunk", unshrunk, f"true, false or {CHOSEN}")
+        if equal and unshrunk == CHOSEN:
+            raise ConfigError(f"unshrunk={CHOSEN}: with widths of their own; equal widths are not calibrated")
         self.bits, self.unshrunk = bits, unshrunk
         self._layouts: dict[int, Layout] = {}
 
@@ -103,9 +109,15 @@ class ComponentQuantizer(Calibrated, Quantizer):
     def errors(self) -> tuple[float, ...]:
         """Mean squared error on N(0, 1) at 0, 1, ... bits."""
 
+    @property
+    def chooses(self) -> bool:
+        """Whether a calibration decides if components are unshrunk."""
+        return self.unshrunk == CHOSEN
+
     def shared_out(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
-        """The tables, once the bits are shared out."""
-        return {"widths": widths, "weights": spectrum.float()}
+        """The tables, once the bits are shared out; shrunk until that is decided."""
+        tables = {"widths": widths, "weights": spectrum.float()}
+        return tables | ({"unshrunk": torch.zeros(1, dtype=torch.uint8)} if self.chooses else {})
 
     @override
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
@@ -147,7 +159,8 @@ class ComponentQuantizer(Calibrated, Quantizer):
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=strings.device)
         layout = self._layout(like)
         flat = self.levels(strings.reshape(-1, strings.shape[-1]), layout, dtype)
-        factors = _factors(layout, self.errors, self._scale(shape[-1]), self.unshrunk)
+        unshrunk = bool(self.tables["unshrunk"]) if self.chooses else bool(self.unshrunk)
+        factors = _factors(layout, self.errors, self._scale(shape[-1]), unshrunk)
         if factors is not None:
             flat = flat * factors.to(flat.device, dtype)
         if self.widths is Widths.equal:
@@ -219,7 +232,7 @@ class TrellisQuantizer(ComponentQuantizer):
         memory: int = 8,
         widths: Widths | str = Widths.equal,
         deviation: Deviation | str = Deviation.one,
-        unshrunk: bool = False,
+        unshrunk: bool | Literal["chosen"] = False,
     ) -> None:
         within("memory", memory, trellis.LEAST_MEMORY, trellis.MOST_MEMORY)
         self.memory = memory
