@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvq.calibration.budget import fit_sharing, joint_parts
-from kvq.calibration.collect import Kept, Place, loss, ropes_of
+from kvq.calibration.collect import Kept, Place, drawn_positions, loss, ropes_of
 from kvq.calibration.moments import moments_of
 from kvq.codecs import Codec, ComponentQuantizer, JointMoments, Rope, Tables, bind_codec
+from kvq.codecs.calibrated_levels import lloyd_levels
+from kvq.codecs.components import normal_levels, used
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError
 from kvq.models import LoadedModel
 
 HELD_OUT = 4
 """Every so many windows one is held out for a choice."""
+SAMPLE = 2**16
+"""Values that levels are fitted to, at most."""
+LEVELS_STREAM = 0x6C65766C
+_kept: Kept[dict[Place, JointMoments]] = {}
 _kept_trial: Kept[dict[Place, JointMoments]] = {}
 
 
@@ -43,15 +49,101 @@ def fit_components(
     if len(left_out) > 1:
         raise ConfigError(f"left_out: keys and values leave out {sorted(left_out)} first tokens; the same number")
     how = (left_out.pop(), any(codec.uses_rope for codec in codecs.values()), False)
-    moments, earlier = moments_of(loaded, windows, settings, how)
-    tables = fit_sharing(codecs, moments)
+
+    def fitted(own: Tensor, kept: Kept[dict[Place, JointMoments]]) -> tuple[dict[Place, Tables], float]:
+        moments, earlier = moments_of(loaded, own, settings, how, kept)
+        return with_levels(loaded, codecs, fit_sharing(codecs, moments), own, settings, how[0]), earlier
+
+    tables, earlier = fitted(windows, _kept)
     if any(isinstance(codec.quantizer, ComponentQuantizer) and codec.quantizer.chooses for codec in codecs.values()):
         held = held_out(len(windows))
-        moments, more = moments_of(loaded, windows[~held], settings, how, _kept_trial)
-        trial = fit_sharing(codecs, moments)
+        trial, more = fitted(windows[~held], _kept_trial)
         losses = [loss_through(loaded, codecs, _unshrunk(trial, grown), windows[held], whole) for grown in (0, 1)]
         tables, earlier = _unshrunk(tables, int(losses[1] < losses[0])), earlier + more
     return tables, earlier
+
+
+def with_levels(
+    loaded: LoadedModel,
+    codecs: Mapping[Place, Codec],
+    tables: Mapping[Place, Tables],
+    windows: Int[Tensor, "samples length"],
+    settings: CalibrationConfig,
+    left_out: int,
+) -> dict[Place, Tables]:
+    """The tables, with levels fitted to the components of the text where quantizers have such.
+
+    Lloyd's steps begin at the levels of N(0, 1), so on the values that they are fitted to no squared error grows.
+
+    Args:
+        left_out: first tokens of a window that do not count.
+    """
+    fitted = {place: codec for place, codec in codecs.items() if getattr(codec.quantizer, "fitted", False)}
+    out = dict(tables)
+    seen = values_of_widths(loaded, fitted, tables, windows, settings, left_out) if fitted else {}
+    for place, by in seen.items():
+        levels = [lloyd_levels(by[width], width, normal_levels(width)) for width in sorted(by)]
+        out[place] = tables[place] | {"quantizer.levels": torch.cat(levels).float()}
+    return out
+
+
+def values_of_widths(
+    loaded: LoadedModel,
+    codecs: Mapping[Place, Codec],
+    tables: Mapping[Place, Tables],
+    windows: Int[Tensor, "samples length"],
+    settings: CalibrationConfig,
+    left_out: int,
+) -> dict[Place, dict[int, Float[Tensor, " values"]]]:
+    """Components by width, of all components of a width and all tokens that count, places without widths left out.
+
+    Memory: at most `SAMPLE` values in fp32 of a width of a layer and side; of more, as many are drawn by the seed.
+    """
+    found: dict[Place, dict[int, list[Tensor]]] = {}
+    generator = torch.Generator().manual_seed(settings.seed ^ LEVELS_STREAM)
+    bound, most = _binding(codecs, tables), max(1, SAMPLE // len(windows))
+    for window, positions in drawn_positions(windows, settings.tokens, settings.seed):
+        kept = positions[positions >= left_out]
+
+        def see(place: Place, x: Tensor, rope: Rope, kept: Tensor = kept) -> Tensor:
+            if place in codecs:
+                rows = bound(place, x).staged(x, rope)[0].transpose(0, 1).flatten(1).cpu()[kept]
+                widths = tables[place]["quantizer.widths"]
+                for width in used(widths):
+                    values = rows[:, widths == width].flatten()
+                    if len(values) > most:
+                        values = values[torch.randint(len(values), (most,), generator=generator)]
+                    found.setdefault(place, {}).setdefault(width, []).append(values.float())
+            return x
+
+        _passed(loaded, window, see)
+    return {place: {width: torch.cat(parts) for width, parts in by.items()} for place, by in found.items()}
+
+
+def _passed(
+    loaded: LoadedModel, window: Int[Tensor, " tokens"], through: Callable[[Place, Tensor, Rope], Tensor]
+) -> float:
+    """Summed loss (nats) of a window, whose keys and values are `through(place, states, rotations)`."""
+    with ropes_of(loaded) as found:
+
+        def see(index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            none = key.new_zeros(1, key.shape[2], 0)
+            rope = found.get(index, Rope(none, none)).to(key.device)
+            return through(("key", index), key, rope), through(("value", index), value, rope)
+
+        return loss(loaded, window, see, backward=False)
+
+
+def _binding(codecs: Mapping[Place, Codec], tables: Mapping[Place, Tables]) -> Callable[[Place, Tensor], Codec]:
+    """The codecs bound to their tables, each as its states are first seen."""
+    bound: dict[Place, Codec] = {}
+
+    def of(place: Place, x: Float[Tensor, "1 heads tokens dim"]) -> Codec:
+        if place not in bound:
+            bound[place] = bind_codec(codecs[place], tables[place], x.shape[1], x.shape[-1])
+        return bound[place]
+
+    return of
 
 
 def held_out(count: int) -> Bool[Tensor, " windows"]:
@@ -80,23 +172,13 @@ def loss_through(
     whole: int,
 ) -> float:
     """Summed negative log-likelihood (nats) with keys and values quantized at once, but for `whole` first tokens."""
-    bound: dict[Place, Codec] = {}
+    bound = _binding(codecs, tables)
 
-    def through(place: Place, x: Float[Tensor, "1 heads tokens dim"], rope: Rope | None) -> Tensor:
+    def through(place: Place, x: Tensor, rope: Rope) -> Tensor:
         if place not in codecs:
             return x
-        codec = bound.setdefault(place, bind_codec(codecs[place], tables[place], x.shape[1], x.shape[-1]))
-        first, rest = x[:, :, :whole], x[:, :, whole:]
-        turns = None if rope is None or not codec.uses_rope else rope.narrow(whole, rest.shape[2]).to(x.device)
-        return torch.cat([first, codec.decode(codec.encode(rest, rope=turns), turns)], 2)
+        codec, rest = bound(place, x), x[:, :, whole:]
+        turns = rope.narrow(whole, rest.shape[2]) if codec.uses_rope else None
+        return torch.cat([x[:, :, :whole], codec.decode(codec.encode(rest, rope=turns), turns)], 2)
 
-    total = 0.0
-    for window in windows:
-        with ropes_of(loaded) as found:
-
-            def see(index: int, key: Tensor, value: Tensor, found: dict[int, Rope] = found) -> tuple[Tensor, Tensor]:
-                rope = found.get(index)
-                return through(("key", index), key, rope), through(("value", index), value, rope)
-
-            total += loss(loaded, window, see, backward=False)
-    return total
+    return sum(_passed(loaded, window, through) for window in windows)

@@ -151,15 +151,12 @@ def collect_joint(
     return {place: sums[place].moments for place in sorted(sums)}
 
 
-_kept_moments: Kept[dict[Place, JointMoments]] = {}
-
-
 def moments_of(
     loaded: LoadedModel,
     windows: Tensor,
     settings: CalibrationConfig,
     how: tuple[int, bool, bool],
-    kept: Kept[dict[Place, JointMoments]] = _kept_moments,
+    kept: Kept[dict[Place, JointMoments]],
 ) -> tuple[dict[Place, JointMoments], float]:
     """As `collect_joint` (`how`: `left_out`, `before_rope`, `both`), `made_once` for runs that share what is `kept`."""
     make = partial(collect_joint, loaded, windows, settings.tokens, settings.seed, *how)

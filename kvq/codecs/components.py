@@ -181,12 +181,36 @@ class ComponentQuantizer(Calibrated, Quantizer):
 
 
 class ScalarQuantizer(ComponentQuantizer):
-    """Each component is rounded to the nearest of the 2^width Lloyd-Max levels of N(0, 1); see `ComponentQuantizer`.
+    """Each component is rounded to the nearest of the 2^width levels of its width; see `ComponentQuantizer`.
+
+    Args:
+        bits, widths, deviation, unshrunk: as `ComponentQuantizer`.
+        fitted: levels are fitted to the calibration text, to all components of a width together; else they are the
+            Lloyd-Max levels of N(0, 1). Widths, and what `unshrunk` scales by, are those of N(0, 1).
+
+    Table, where fitted: `levels` `[sum of 2^width over the widths that occur]` in fp32, the narrowest first.
+
+    Raises:
+        ConfigError: as `ComponentQuantizer`, or fitted levels with equal widths, which no calibration has.
+        Unsupported: other bits.
 
     Source: Max 1960, Table I.
     """
 
     version: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        bits: float | int,
+        widths: Widths | str = Widths.equal,
+        deviation: Deviation | str = Deviation.one,
+        unshrunk: bool | Literal["chosen"] = False,
+        fitted: bool = False,
+    ) -> None:
+        super().__init__(bits, widths, deviation, unshrunk)
+        if fitted and self.widths is Widths.equal:
+            raise ConfigError("fitted=true: with widths of their own; equal widths are not calibrated")
+        self.fitted = fitted
 
     @property
     @override
@@ -194,19 +218,43 @@ class ScalarQuantizer(ComponentQuantizer):
         return scalar_errors()
 
     @override
+    def shared_out(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
+        """The tables, once the bits are shared out; levels of N(0, 1) until they are fitted."""
+        tables = super().shared_out(spectrum, widths)
+        if self.fitted:
+            tables["levels"] = torch.cat([normal_levels(width) for width in used(widths)] or [torch.zeros(0)]).float()
+        return tables
+
+    def _books(self, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths levels"]:
+        """Levels of each width, rows filled up with zeros."""
+        if not self.fitted:
+            return _books(dtype, device)
+        if (key := ("books", dtype, device)) not in self._cast:
+            widths, out = used(self.tables["widths"]), torch.zeros(WIDEST, 2**WIDEST)
+            for width, own in zip(widths, self.tables["levels"].split([2**width for width in widths]), strict=True):
+                out[width - 1, : len(own)] = own
+            self._cast[key] = out.to(device, dtype)
+        return self._cast[key]
+
+    @override
     def strings(self, x: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-        widths = torch.tensor(layout.widths, device=x.device)
+        widths, books = torch.tensor(layout.widths, device=x.device), self._books(x.dtype, x.device)
         for width in sorted(set(layout.widths) - {0}):
             places = (widths == width).nonzero()[:, 0]
-            levels = _books(x.dtype, x.device)[width - 1, : 2**width]
+            levels = books[width - 1, : 2**width]
             found = nearest_level(x.index_select(-1, places), (levels[1:] + levels[:-1]) / 2)
             codes.index_copy_(-1, places, found.to(torch.uint8))
         return write(codes, layout)
 
     @override
     def levels(self, strings: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-        return values_of(strings, layout, layout.widths, _books(dtype, strings.device))
+        return values_of(strings, layout, layout.widths, self._books(dtype, strings.device))
+
+
+def used(widths: UInt8[Tensor, " components"]) -> list[int]:
+    """The widths that occur, ascending, without 0."""
+    return [width for width in widths.unique().tolist() if width]
 
 
 class TrellisQuantizer(ComponentQuantizer):
@@ -273,14 +321,19 @@ def _factors(
     return torch.tensor(grown, dtype=torch.float64) * scale
 
 
+def normal_levels(width: int) -> Float[Tensor, " levels"]:
+    """Lloyd-Max levels of N(0, 1) in fp64."""
+    half = optimal_levels(width, math.inf)
+    return torch.from_numpy(np.concatenate([-half[::-1], half]))
+
+
 @functools.cache
 def _all_levels() -> Float[Tensor, "widths levels"]:
-    """Lloyd-Max levels of N(0, 1) at 1 to 8 bits in fp64, rows filled up with zeros."""
-    out = np.zeros((WIDEST, 2**WIDEST))
+    """Those at 1 to 8 bits, rows filled up with zeros."""
+    out = torch.zeros(WIDEST, 2**WIDEST, dtype=torch.float64)
     for width in range(1, WIDEST + 1):
-        half = optimal_levels(width, math.inf)
-        out[width - 1, : 2**width] = np.concatenate([-half[::-1], half])
-    return torch.from_numpy(out)
+        out[width - 1, : 2**width] = normal_levels(width)
+    return out
 
 
 @functools.lru_cache(maxsize=16)
