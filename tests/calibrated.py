@@ -54,7 +54,9 @@ def joint_moments(codec: Codec, x: Tensor) -> JointMoments:
     root = torch.randn(rows.shape[1], rows.shape[1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     mean = rows.mean(0)
     covariance = (rows - mean).mT @ (rows - mean) / tokens
-    return JointMoments(mean, covariance, root @ root.mT / len(root) + torch.eye(len(root)), heads, tokens)
+    fisher = root @ root.mT / len(root) + torch.eye(len(root))
+    fourths = [float(part.square().sum(1).square().mean()) for part in (rows - mean, root.mT)]
+    return JointMoments(mean, covariance, fisher, heads, tokens, *fourths)
 
 
 def build(name: str, x: Tensor, bits: object = 2, overrides: Sequence[str] = ()) -> Method:

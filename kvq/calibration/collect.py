@@ -1,4 +1,4 @@
-"""Keys and values of a model on calibration text, and the gradients of its loss there: kept, or summed to moments."""
+"""Keys and values of a model on calibration text, and the gradients of its loss there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 from kvq.cache.hooks import attentions, layer_number, told_before
 from kvq.cache.observe import hook_interface
 from kvq.cache.rotary import angles, styles_of
-from kvq.codecs import JointMoments, Rope
+from kvq.codecs import Rope
 from kvq.config.method import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.models import LoadedModel
@@ -29,6 +29,8 @@ from kvq.models.weights import weights_name
 
 LOGIT_CHUNK = 256
 """Positions whose logits are in memory at once."""
+Place = tuple[str, int]
+"""A side and the index of a layer."""
 Made = TypeVar("Made")
 TOKENS_STREAM = 0x746F6B65
 
@@ -109,7 +111,7 @@ def loss(
     return total
 
 
-def _seen_gradient(part: Tensor, see: Callable[[Tensor], None]) -> Tensor:
+def seen_gradient(part: Tensor, see: Callable[[Tensor], None]) -> Tensor:
     """Keys or values whose gradient `see` gets; those of the first layer begin a graph, as the weights are frozen."""
     if not part.requires_grad:
         part = part.detach().requires_grad_()
@@ -234,7 +236,7 @@ def collect(
                     raise DataError(f"calibration: layer {index}: NaN or infinite {name}s; check the model's dtype")
                 layer.add(name, part, positions)
                 if gradients:
-                    states[name] = _seen_gradient(part, partial(layer.add, f"{name}_gradient", positions=positions))
+                    states[name] = seen_gradient(part, partial(layer.add, f"{name}_gradient", positions=positions))
             return states["key"], states["value"]
 
         def add(index: int, query: Tensor, positions: Tensor = positions) -> None:
@@ -274,126 +276,3 @@ def _joined(index: int, layer: _Pieces, ropes: list[Rope] | None, queries: Tenso
         cos, sin = (torch.cat([getattr(rope, name) for rope in ropes], 1) for name in ("cos", "sin"))
         rope = Rope(cos, sin, ropes[0].interleaved)
     return LayerStates(parts["key"], parts["value"], gradients, rope, queries)
-
-
-Place = tuple[str, int]
-"""A side and the index of a layer."""
-
-
-@dataclass
-class _Sums:
-    """Sums over tokens of one side of a layer, in fp64."""
-
-    heads: int = 0
-    tokens: int = 0
-    first: Tensor | float = 0.0
-    second: Tensor | float = 0.0
-    gradients: Tensor | float = 0.0
-    label: str = field(default="")
-
-    def see(self, x: Float[Tensor, "1 heads tokens dim"], rope: Rope | None, kept: Tensor) -> None:
-        rows = self._rows(x, rope, kept, "state")
-        self.heads, self.tokens = x.shape[1], self.tokens + len(rows)
-        self.first, self.second = self.first + rows.sum(0), self.second + rows.mT @ rows
-
-    def see_gradient(self, x: Float[Tensor, "1 heads tokens dim"], rope: Rope | None, kept: Tensor) -> None:
-        rows = self._rows(x, rope, kept, "gradient")
-        self.gradients = self.gradients + rows.mT @ rows
-
-    @torch.no_grad()
-    def _rows(self, x: Tensor, rope: Rope | None, kept: Tensor, what: str) -> Float[Tensor, "kept n"]:
-        wide = x.detach().cpu().double()
-        if rope is not None:
-            wide = rope.rotate(wide, back=True)
-        if not bool(torch.isfinite(wide).all()):
-            raise DataError(f"calibration: {self.label}: a {what} is NaN or infinite; model.dtype=float32")
-        return wide[0].transpose(0, 1).flatten(1).index_select(0, kept)
-
-    @property
-    def moments(self) -> JointMoments:
-        mean = torch.as_tensor(self.first) / self.tokens
-        covariance = torch.as_tensor(self.second) / self.tokens - torch.outer(mean, mean)
-        return JointMoments(mean, covariance, torch.as_tensor(self.gradients) / self.tokens, self.heads, self.tokens)
-
-
-BOTH = "both"
-
-
-def _joined_sides(key: Tensor, value: Tensor, rope: Rope | None) -> Tensor:
-    if key.shape != value.shape:
-        raise Unsupported(f"model: keys of {key.shape[-1]} channels a head, values of {value.shape[-1]}")
-    return torch.cat([key if rope is None else rope.rotate(key, back=True), value], 1)
-
-
-def collect_joint(
-    loaded: LoadedModel,
-    windows: Int[Tensor, "samples length"],
-    tokens: int | None = None,
-    seed: int = 0,
-    left_out: int = 1,
-    before_rope: bool = True,
-    both: bool = False,
-) -> dict[Place, JointMoments]:
-    """Moments of keys and values of every layer that computes them, by one backward pass per window.
-
-    Gradients are those of a window's loss summed over its tokens: what noise in one token's state costs all later
-    tokens. Memory: the activations of one window, and 2 n² numbers in fp64 per layer and side.
-
-    Args:
-        tokens: number of tokens that count, at the same positions in every layer, drawn by `seed`; None: all.
-        left_out: first tokens of a window that do not count.
-        before_rope: keys and their gradients before RoPE, where the model has it.
-        both: of a token's keys and values in a row, as heads of one side, `both`.
-
-    Raises:
-        DataError: states or gradients that are not finite, windows without tokens that count.
-        Unsupported: latents; a rotary embedding that cannot be undone; attentions that do not put their keys into the
-            cache they are given.
-    """
-    if getattr(loaded.text_config, "kv_lora_rank", None):
-        raise Unsupported("model: caches latents; a Fisher transform is of keys and values of heads")
-    layers = len(styles_of(loaded.model))
-    sums: dict[Place, _Sums] = {}
-    for window, positions in drawn_positions(windows, tokens, seed):
-        kept = positions[positions >= left_out]
-        with ropes_of(loaded) as found:
-
-            def see(
-                index: int, key: Tensor, value: Tensor, kept: Tensor = kept, found: dict[int, Rope] = found
-            ) -> tuple[Tensor, Tensor]:
-                turns = found.get(index) if before_rope else None
-                turns = turns.to(key.device) if both and turns is not None else turns
-                states = {BOTH: _joined_sides(key, value, turns)} if both else {"key": key, "value": value}
-                for side, part in states.items():
-                    rope = turns if side == "key" else None
-                    own = sums.setdefault((side, index), _Sums(label=f"layer {index} {side}s"))
-                    own.see(part, rope, kept)
-                    states[side] = _seen_gradient(part, partial(own.see_gradient, rope=rope, kept=kept))
-                if both:
-                    key, value = states[BOTH].split(key.shape[1], 1)
-                    return key if turns is None else turns.rotate(key), value
-                return states["key"], states["value"]
-
-            loss(loaded, window, see, backward=True)
-    if (seen := len({layer for _, layer in sums})) != layers:
-        raise Unsupported(f"model: {type(loaded.model).__name__} put keys of {seen} of {layers} layers away")
-    if not all(own.tokens for own in sums.values()):
-        raise DataError(
-            f"calibration: windows of {windows.shape[1]} tokens, of which the first {left_out} are left out"
-        )
-    return {place: sums[place].moments for place in sorted(sums)}
-
-
-_kept_moments: Kept[dict[Place, JointMoments]] = {}
-
-
-def moments_of(
-    loaded: LoadedModel,
-    windows: Tensor,
-    settings: CalibrationConfig,
-    how: tuple[int, bool, bool],
-    kept: Kept[dict[Place, JointMoments]] = _kept_moments,
-) -> tuple[dict[Place, JointMoments], float]:
-    """As `collect_joint` (`how`: `left_out`, `before_rope`, `both`), `made_once` for runs that share what is `kept`."""
-    make = partial(collect_joint, loaded, windows, settings.tokens, settings.seed, *how)
-    return made_once(kept, (*text_name(loaded, windows, settings), *how), make)

@@ -6,7 +6,6 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvq.calibration import files
-from kvq.calibration.budget import fit_groups, fit_sharing, grouped_parts, joined, joint_parts
+from kvq.calibration.budget import fit_groups, grouped_parts, joined, joint_parts
 from kvq.calibration.collect import (
     Kept,
     LayerStates,
@@ -25,9 +24,9 @@ from kvq.calibration.collect import (
     drawn_positions,
     loss,
     made_once,
-    moments_of,
     text_name,
 )
+from kvq.calibration.components import fit_components
 from kvq.calibration.files import Calibration, bind
 from kvq.calibration.text import text_of
 from kvq.codecs import Codec, LearnedRotation, Tables, calibrated_parts, cayley_step, fit_codec
@@ -128,7 +127,9 @@ def calibrate(
     head_dims = head_dims_of(loaded.text_config)
     torch.manual_seed(settings.seed)
     tensors = learn(loaded, method, windows, head_dims)
-    tensors |= (shared := _shared(loaded, method, windows, settings, len(head_dims))).tensors
+    sharing = _places(method, len(head_dims), lambda codec: joint_parts(codec) is not None)
+    shared, earlier_moments = fit_components(loaded, sharing, windows, settings, method.sink_tokens, method.joins_sides)
+    tensors |= _named(shared)
     parts = [part for side in _fitted(method) for part in calibrated_parts(_codecs(method)[side]).values()]
     grouped = _places(method, len(head_dims), lambda codec: grouped_parts(codec) is not None)
     if grouped and getattr(loaded.text_config, "kv_lora_rank", None):
@@ -147,32 +148,9 @@ def calibrate(
         weights_name(loaded.model),
         heads,
         head_dims,
-        time.perf_counter() - start + earlier + shared.earlier + (done.earlier if done else 0),
+        time.perf_counter() - start + earlier + earlier_moments + (done.earlier if done else 0),
         memory.read(),
     )
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Tables of the codecs that share bits, and the seconds that earlier methods of a sweep spent on their moments."""
-
-    tensors: dict[str, Tensor]
-    earlier: float
-
-
-def _shared(loaded: LoadedModel, method: Method, windows: Tensor, settings: CalibrationConfig, layers: int) -> _Shared:
-    codecs = _places(method, layers, lambda codec: joint_parts(codec) is not None)
-    if not codecs:
-        return _Shared({}, 0.0)
-    transforms = [found[1] for codec in codecs.values() if (found := joint_parts(codec)) is not None]
-    left_out = {transform.left_out for transform in transforms}
-    if len(left_out) > 1:
-        raise ConfigError(f"left_out: keys and values leave out {sorted(left_out)} first tokens; the same number")
-    before_rope = any(codec.uses_rope for codec in codecs.values())
-    both = method.joins_sides
-    moments, earlier = moments_of(loaded, windows, settings, (left_out.pop(), before_rope, both))
-    moments = {("key", at): own for (_, at), own in moments.items()} if both else moments
-    return _Shared(_named(fit_sharing(codecs, moments)), earlier)
 
 
 def _places(method: Method, layers: int, wanted: Callable[[Codec], bool]) -> dict[Place, Codec]:

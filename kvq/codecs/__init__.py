@@ -31,9 +31,10 @@ from kvq.codecs.low_rank import LowRankCorrection, SparseLowRank, Svd
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs, pack, plane_widths, unpack
 from kvq.codecs.product import CoupledQuantizer, PrefillCodec, ProductQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, Zero
+from kvq.codecs.query_moments import QueryTransform, SubspaceQuantizer
 from kvq.codecs.rope import ApplyRope, Order, PairOrder, Rope, UndoRope, rope_table
 from kvq.codecs.rotations import BlockRotation, Hadamard, RandomizedHadamard, RandomRotation
-from kvq.codecs.second_moments import FisherTransform, JointMoments, Metric, QueryTransform, SubspaceQuantizer
+from kvq.codecs.second_moments import FisherTransform, JointMoments, Metric
 from kvq.codecs.sketches import InnerProductQuantizer, Sketch, SketchQuantizer
 from kvq.codecs.split import HeadsCodec, PlannedCodec, TokenSplit, TokenTiers, check_single_heads
 from kvq.codecs.stages import (

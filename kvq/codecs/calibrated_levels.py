@@ -350,13 +350,16 @@ def water_filled(energies: list[float], total: int) -> list[int]:
     return widths
 
 
-def lloyd_levels(values: Tensor, bits: int) -> Float[Tensor, " levels"]:
-    """2^bits levels for all values, ascending, in fp64: see `SpectralQuantizer`."""
+def lloyd_levels(
+    values: Float[Tensor, "*shape"], bits: int, start: Float[Tensor, " levels"] | None = None
+) -> Float[Tensor, " levels"]:
+    """2^bits levels for all values, ascending, in fp64: see `SpectralQuantizer`; Lloyd's steps begin at `start`."""
     values = values.flatten().double().sort().values
     sums = torch.nn.functional.pad(values.cumsum(0), (1, 0))
-    levels = torch.linspace(float(values[0]), float(values[-1]), 2**bits, dtype=torch.float64)
     if not bits:
         return values.mean()[None]
+    even = torch.linspace(float(values[0]), float(values[-1]), 2**bits, dtype=torch.float64)
+    levels = even if start is None else start.double()
     for _ in range(_STEPS):
         inner = torch.searchsorted(values, (levels[1:] + levels[:-1]) / 2, right=True)
         ends = torch.nn.functional.pad(inner, (1, 0))

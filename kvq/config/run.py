@@ -256,7 +256,10 @@ def trained_with_bos(model: ModelConfig, chat: bool, tokenizer_writes: bool | No
 
 @dataclass
 class DatasetConfig:
-    """Text to score: on the hub (`hub_id`), or local (`path`: jsonl, parquet, text or a saved dataset)."""
+    """Text to score: on the hub (`hub_id`), or local (`path`: jsonl, parquet, text or a saved dataset).
+
+    `rows`: only the first so many rows; the hub streams them, so that no more is downloaded than what holds them.
+    """
 
     name: Text = MISSING
     loader: Loader = Loader.text
@@ -267,6 +270,7 @@ class DatasetConfig:
     split: str | None = None
     text_field: str = "text"
     separator: str = "\n\n"
+    rows: Count | None = None
     documents: Count | None = None
     seed: Seed = 0
     max_tokens: Several | None = None
@@ -278,6 +282,8 @@ class DatasetConfig:
                 f"dataset.path={self.path or self.hub_id}: dataset={self.name} is embedded and reads no other text; "
                 "use dataset=wikitext2 (joined rows) or c4 (documents)"
             )
+        if self.loader is Loader.embedded and self.rows is not None:
+            raise ConfigError(f"dataset.rows={self.rows}: dataset={self.name} is embedded; dataset.max_tokens= cuts it")
 
 
 class Attention(enum.StrEnum):

@@ -46,13 +46,14 @@ def answers() -> bool:
     return True
 
 
-def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, **named: Any) -> Any:
+def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, first: int | None = None, **named: Any) -> Any:
     """A split of a data set of the hub, a `datasets.Dataset`, or its local copy where the hub does not answer.
 
     Args:
         setting: begins an error's line, such as `dataset=c4`.
         local: describes the values that `dataset.path=` takes in place of the hub.
         hub_id: None: the configuration names no data set.
+        first: so many first rows are streamed, instead of all being downloaded; the cache then keeps nothing.
         given, named: further arguments of `datasets.load_dataset`.
 
     Raises:
@@ -60,11 +61,13 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, **named
     """
     if hub_id is None:
         raise DataError(f"{setting}: set dataset.path= (a local copy) or dataset.hub_id=")
-    from datasets import load_dataset
+    from datasets import Dataset, load_dataset
 
     try:
         with one_line_errors():
-            return load_dataset(hub_id, *given, **named)
+            if first is None:
+                return load_dataset(hub_id, *given, **named)
+            return Dataset.from_list(list(load_dataset(hub_id, *given, **named, streaming=True).take(first)))
     # The hub's client raises errors of several libraries; all mean that the rows cannot be downloaded.
     except Exception as error:
         raise DataError(

@@ -27,6 +27,8 @@ _PIECE, _ROWS = 2**24, 1024
 def read_rows(config: DatasetConfig) -> tuple[str, ...]:
     """Return the rows of `dataset.path`, or else of `dataset.hub_id`; of records, the field `dataset.text_field`.
 
+    All of them, or the first `dataset.rows`.
+
     A `path` is a file (.jsonl, .json, .parquet, .arrow, .txt, .md; the first two also with .gz), a folder of files of
     one of these kinds, read in the order of their names, or a folder that `datasets` wrote with `save_to_disk`. A plain
     text file is one row.
@@ -35,11 +37,13 @@ def read_rows(config: DatasetConfig) -> tuple[str, ...]:
         DataError: the path is missing or of an unknown kind, a folder holds files of several kinds, the field is not
             there, or the hub cannot be reached.
     """
-    if config.path is None:
-        return _hub_rows(config)
-    path = Path(config.path).expanduser()
+    return _hub_rows(config) if config.path is None else _local_rows(config, config.path)[: config.rows]
+
+
+def _local_rows(config: DatasetConfig, given: str) -> tuple[str, ...]:
+    path = Path(given).expanduser()
     if not path.exists():
-        raise DataError(f"dataset.path={config.path}: no such file or folder")
+        raise DataError(f"dataset.path={given}: no such file or folder")
     if path.is_file():
         return _file_rows(path, config.text_field)
     if _is_saved(path):
@@ -88,7 +92,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _hub_rows(config: DatasetConfig) -> tuple[str, ...]:
     local = "a local copy (jsonl, parquet, text or a saved dataset)"
-    given = {"data_files": config.data_files, "split": config.split or "test"}
+    given = {"data_files": config.data_files, "split": config.split or "test", "first": config.rows}
     rows = hub.load_rows(f"dataset={config.name}", local, config.hub_id, config.hub_config, **given)
     return _column(rows, config.text_field, str(config.hub_id))
 

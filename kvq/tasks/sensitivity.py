@@ -29,7 +29,8 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from kvq.calibration.budget import joint_parts, predicted
-from kvq.calibration.collect import BOTH, Kept, moments_of
+from kvq.calibration.collect import Kept
+from kvq.calibration.moments import BOTH, moments_of
 from kvq.codecs import FisherTransform, HeadsCodec, JointMoments, check_single_heads
 from kvq.config.diagnostics import LimitConfig, LimitHeads
 from kvq.config.method import CalibrationConfig

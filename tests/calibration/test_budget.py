@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import kvq
 from kvq.calibration.budget import Demand, demand_of, joint_parts, predicted, shared_out
-from kvq.calibration.collect import collect, collect_joint
+from kvq.calibration.collect import collect
+from kvq.calibration.moments import collect_joint
 from kvq.codecs import Codec, FisherTransform, JointMoments, ScalarQuantizer, Stage, TokenNorm, bind_codec
 from kvq.codecs.components import scalar_errors
 from kvq.codecs.second_moments import metric_basis
@@ -205,7 +206,10 @@ def composed(moments: JointMoments, together: int, joined: int, ridge: float) ->
 @hypothesis.settings(max_examples=examples(20))
 @hypothesis.given(st.data())
 def test_two_stages_are_one_dense_matrix(data: st.DataObject) -> None:
-    """In fp64: components and states are those of the composed matrix, whatever is trimmed; signs are free."""
+    """In fp64: components and states are those of the composed matrix, whatever is trimmed; signs are free.
+
+    Two ways to eigenvectors differ by rounding over the gap between eigenvalues.
+    """
     heads, dim = data.draw(st.sampled_from([(3, 4), (4, 6), (5, 4), (2, 8)]))
     together = data.draw(st.sampled_from([1, 2, 3]))
     joined = data.draw(st.integers(1, dim))
@@ -223,10 +227,10 @@ def test_two_stages_are_one_dense_matrix(data: st.DataObject) -> None:
     rows = y.transpose(1, 2).flatten(2)
     expected = (x - moments.mean) @ forward[:, order]
     signs = (rows[..., :used] * expected).sum((0, 1)).sign()
-    torch.testing.assert_close(rows[..., :used], expected * signs, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(rows[..., :used], expected * signs, rtol=1e-6, atol=1e-6)
     assert not rows[..., used:].any()
     found = bound.inverse(y, side).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(found, expected @ back[order] + moments.mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(found, expected @ back[order] + moments.mean, rtol=1e-6, atol=1e-6)
     if used == n:
         torch.testing.assert_close(found, x, rtol=1e-8, atol=1e-8)
     matrices = [table.shape for name, table in bound.tables.items() if name.endswith("inverse")]

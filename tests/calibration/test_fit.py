@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from kvq.cli import main
 from kvq.config import compose, resolve
 from kvq.config.method import CalibrationConfig
 from kvq.data.embedded import belongs, load_corpus, module_paths
-from kvq.data.text import load_tokens
+from kvq.data.text import encode, load_tokens
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import load_model
 from kvq.models.inputs import Inputs
@@ -238,6 +239,41 @@ def test_a_mixture_has_windows_of_each_text(given: list[str], tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=told):
             windows(dataset, 5, *more)
+
+
+def test_a_calibration_takes_the_first_documents_of_a_web_text(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fineweb_edu` asks the hub for its training split, streamed; windows are those of a local copy of these rows."""
+    asked, read = [], []
+
+    def documents() -> Any:
+        for number in range(2000):
+            read.append(f"document {number} of the web.")
+            yield {"text": read[-1], "url": "", "score": 3.1}
+
+    def answer(*args: object, **settings: object) -> datasets.IterableDataset:
+        asked.append((args, settings))
+        return datasets.IterableDataset.from_generator(documents)
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    Inputs._held.clear()
+    run = [*given, "method=waterfill", "method.calibration.path=null", "method.calibration.dataset=fineweb_edu"]
+    text = text_of(inputs_of(run))
+    assert text is not None
+    assert asked == [
+        (("HuggingFaceFW/fineweb-edu", "sample-10BT"), {"data_files": None, "split": "train", "streaming": True})
+    ]
+    assert 1000 <= len(read) <= 1001  # the library looks one ahead
+    inputs = inputs_of(run)
+    ids = torch.tensor(encode(inputs.tokenizer, "\n\n".join(read[:1000])))
+    windows = ids[: len(ids) // 64 * 64].view(-1, 64)
+    assert text.windows.shape == (3, 64)
+    assert all(bool((windows == window).all(1).any()) for window in text.windows)
+    assert (
+        text.fingerprint == calibration_text(inputs.config.method.calibration, inputs.tokenizer, inputs.bos).fingerprint
+    )
+    Inputs._held.clear()
 
 
 def test_a_text_is_tokenized_once_for_calibrations_of_all_sizes(

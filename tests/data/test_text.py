@@ -16,7 +16,7 @@ import kvq.data.rows
 from kvq.config import DatasetConfig, Loader
 from kvq.data import load_tokens
 from kvq.data.embedded import load_corpus
-from kvq.errors import DataError
+from kvq.errors import ConfigError, DataError
 from tests.data.byte_tokenizer import byte_tokenizer
 
 ROWS = ["", " = Title = \n", "Naïve text of the first row.", "The second row, a little longer than that."]
@@ -218,6 +218,45 @@ def test_hub_rows_are_asked_for_by_all_settings(monkeypatch):
     rows = kvq.data.rows.read_rows(config(hub_id="a/b", hub_config="c", data_files="d.json.gz", split="train"))
     assert rows == tuple(ROWS)
     assert asked == [(("a/b", "c"), {"data_files": "d.json.gz", "split": "train"})]
+
+
+def test_first_rows_of_the_hub_are_streamed_and_no_others_read(monkeypatch):
+    asked, read = [], []
+
+    def rows():
+        for row in [*ROWS, *["too many"] * 50]:
+            read.append(row)
+            yield {"text": row, "id": len(read)}
+
+    def answer(*args: object, **settings: object) -> datasets.IterableDataset:
+        asked.append((args, settings))
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    assert kvq.data.rows.read_rows(config(hub_id="a/b", hub_config="c", split="train", rows=4)) == tuple(ROWS)
+    assert asked == [(("a/b", "c"), {"data_files": None, "split": "train", "streaming": True})]
+    assert len(read) <= len(ROWS) + 1  # the library looks one ahead
+    with pytest.raises(DataError, match=r"dataset\.text_field=words is not in a/b; its fields are: text, id"):
+        kvq.data.rows.read_rows(config(hub_id="a/b", text_field="words", rows=2))
+
+
+def test_a_stream_that_breaks_off_points_to_a_local_copy(monkeypatch):
+    def rows():
+        yield {"text": "the first"}
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
+    with pytest.raises(DataError, match=r"cannot load a/b from the hub .*dataset\.path="):
+        kvq.data.rows.read_rows(config(hub_id="a/b", rows=2))
+
+
+def test_streamed_rows_are_those_of_a_local_copy(tmp_path):
+    """By the library's own reader of files, which needs no network."""
+    path = write(tmp_path / "a.jsonl", ROWS)
+    streamed = kvq.data.rows.read_rows(config(hub_id="json", data_files=str(path), split="train", rows=3))
+    assert streamed == kvq.data.rows.read_rows(config(path, rows=3)) == tuple(ROWS[:3])
+    with pytest.raises(ConfigError, match=r"dataset\.rows=3: dataset=made is embedded"):
+        config(loader=Loader.embedded, rows=3)
 
 
 def test_wikitext2_test_split(shared_data):
