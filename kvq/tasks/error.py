@@ -260,7 +260,14 @@ def check_synthetic(inputs: Inputs, method: Method) -> None:
         method.key.check(task.head_dim)
 
 
+def check_error(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a calibrated method, whose tables fit no other choice of its stages; else as `check`."""
+    check(inputs, method)
+    if method.is_calibrated:
+        raise Unsupported(f"task=error: drops stages, and tables of {method.name} are of all; use task=model_states")
+
+
 TASKS = {
-    "error": Task(check, measure),
+    "error": Task(check_error, measure),
     "synthetic": Task(check_synthetic, measure_synthetic, lambda _: "made-up keys"),  # settings name the tensors
 }

@@ -189,6 +189,8 @@ def check_codecs_alone(method: Method, task: str, apart: bool = False) -> None:
         raise Unsupported(f"task={task}: tries only codecs; {method.name} also chooses tokens in a cache")
     if method.merged is not None:
         raise Unsupported(f"task={task}: tries only codecs; states of {method.name} are rotated by a model's weights")
+    if method.joins_sides:
+        raise Unsupported(f"task={task}: tries codecs of keys and of values; {method.name} stores both together")
     if method.gqa is not None:
         raise Unsupported(
             f"task={task}: tries only codecs; {method.name} adds bits by the query heads of a cache's model"

@@ -67,6 +67,8 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a method without a codec for each side of a layer."""
     task: SensitivityConfig = inputs.config.task
     inputs.check_context(task.context)
+    if method.joins_sides:
+        raise Unsupported(f"task=sensitivity: method={method.name} has joins_sides, so that no side is quantized alone")
     for part in ("backend", "token_policy", "eviction", "merged"):
         if getattr(method, part) is not None:
             raise Unsupported(f"task=sensitivity: method={method.name} has {part}, which no single layer can have")

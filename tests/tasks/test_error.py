@@ -9,6 +9,7 @@ import torch
 from kvq import build_method
 from kvq.config.diagnostics import Arms, ErrorConfig
 from kvq.diagnostics import relative_mse
+from kvq.errors import Unsupported
 from kvq.tasks import error
 from kvq.tasks.capture import LayerStates, capture
 from kvq.tasks.error import bins_of
@@ -19,8 +20,20 @@ from tests.tasks.diagnosed import DiagnosedInputs, journal
 def measured(folder: Path, name: str, bits: int = 2, overrides: tuple[str, ...] = (), **settings: Any) -> Measurement:
     inputs = DiagnosedInputs(ErrorConfig(context=128, **settings))
     method = build_method(name, bits, 32, overrides)
-    error.check(inputs, method)
+    error.check_error(inputs, method)
     return error.measure(inputs, method, None, journal(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("kvquant", "drops stages, and tables of kvquant are of all"),
+        ("waterfill_kv", "waterfill_kv stores both together"),
+    ],
+)
+def test_calibrated_methods_are_refused(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=f"^task=error: .*{said}"):
+        measured(tmp_path, name)
 
 
 def test_every_stage_of_oscar_before_and_after_rope(tmp_path: Path) -> None:
