@@ -65,9 +65,11 @@ def build(name: str, x: Tensor, bits: object = 2, overrides: Sequence[str] = ())
 
 
 def bound(method: Method, x: Tensor, layers: int) -> Method:
-    """The method with the same tables, fitted to `x`, in every layer."""
+    """The method with the same tables, fitted to `x`, in every layer; a basis of all layers to `x` shifted for each."""
     codecs = {side: codec for side, codec in sides(method).items() if codec is not None and calibrated_parts(codec)}
-    return dataclasses.replace(method, bound={side: [fitted(codec, x)] * layers for side, codec in codecs.items()})
+    every = torch.cat([x.roll(layer, 2) for layer in range(layers)], 1)
+    own = {side: fitted(codec, every if codec.joins_layers else x) for side, codec in codecs.items()}
+    return dataclasses.replace(method, bound={side: [codec] * layers for side, codec in own.items()})
 
 
 def sides(method: Method) -> dict[str, Codec | None]:

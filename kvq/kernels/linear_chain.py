@@ -204,6 +204,8 @@ def linear_chain_of(codec: Codec) -> LinearChain:
     """
     if codec.stores_lists:
         raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
+    if codec.joins_layers:
+        raise Unsupported("cache.attention=packed: codes of all layers together need decoded tokens")
     if (joint := joint_of(codec)) is not None:
         return LinearChain(codec, (), {}, (), joint)
     rotations: list[Stage] = []

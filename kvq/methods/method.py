@@ -19,6 +19,7 @@ from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Mla, WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import linear_chain_of
+from kvq.methods.all_layers import JoinedSide, joined_layers
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys, numbered, packed_side_of, side_of
@@ -171,6 +172,8 @@ class Method:
         found: dict[str, Tensor] = {}
         for side, layer in itertools.product(("key", "value"), range(layers)):
             codec = self.codec(side, layer, layers)
+            if codec is not None and codec.joins_layers and layer:
+                continue  # it is that of the first
             for part, own in ({} if codec is None else calibrated_parts(codec)).items():
                 found |= {f"{side}.{layer}.{part}.{name}": table for name, table in own.tables.items()}
         return found
@@ -184,6 +187,23 @@ class Method:
     def fits_first_tokens(self) -> bool:
         """Some codec has tables that are fitted to the first tokens of each sequence."""
         return any(codec is not None and codec.fits_first_tokens for codec in (self.key, self.value))
+
+    @property
+    def joins_layers(self) -> bool:
+        """Some codec encodes the states of all layers together."""
+        return any(codec is not None and codec.joins_layers for codec in (self.key, self.value))
+
+    def _check_joined(self, held: Sequence[KvLayer], quantized_prefill: bool) -> None:
+        if quantized_prefill:
+            raise Unsupported(f"quantized_prefill: {self.name} encodes a token once all layers have its states")
+        name = self.beyond_codecs("sink_tokens", "is_calibrated")
+        if any(self.full_precision_layers.values()):
+            name = "full_precision_layers"
+        if name is not None:
+            raise Unsupported(f"method.{name}: {self.name} encodes all layers together, and has nothing beside")
+        dims = {(one.head_dim, one.value_dim) for one in held}
+        if len(dims) > 1 or (self.window_layers is WindowLayers.keep and any(one.window for one in held)):
+            raise Unsupported(f"model: {self.name} encodes all layers together, which are alike and all quantized")
 
     @property
     def is_full_precision(self) -> bool:
@@ -250,6 +270,9 @@ class Method:
             if getattr(config, "kv_lora_rank", None):
                 raise Unsupported(f"method={self.name}: goes by keys that the model expands from the latent it caches")
             held = [replace(one, window=None) for one in held]
+        if self.joins_layers:
+            self._check_joined(held, quantized_prefill)
+            return joined_layers([self._sides(place, held, keep_decoded) for place in range(len(held))])
         layers = [
             KVCacheLayer(*self._sides(place, held, keep_decoded), quantized_prefill, one.window)
             for place, one in enumerate(held)
@@ -303,6 +326,8 @@ class Method:
         if held[place].window is not None:
             codec, own = self.in_window(codec, residual)
         label, kept = f"layer {held[place].index} {side}s", self.kept_keys
+        if codec is not None and codec.joins_layers:
+            return JoinedSide(codec, residual, label, keep_decoded, self.sink_tokens)
         if codec is not None and kept is not None and side == "key" and kept.holds(place, count):
             return kept.side(codec, residual, label, keep_decoded)
         if self.sink_detection is not None:
