@@ -67,10 +67,15 @@ def build(name: str, x: Tensor, bits: object = 2, overrides: Sequence[str] = ())
 
 
 def bound(method: Method, x: Tensor, layers: int) -> Method:
-    """The method with the same tables, fitted to `x`, in every layer; of keys with values, `x` is either."""
+    """The method with the same tables, fitted to `x`, in every layer.
+
+    A basis of all layers is fitted to `x` shifted for each, one of keys with values to `x` for either.
+    """
     x = torch.cat([x, x.flip(-2)], -3) if method.joins_sides else x
     codecs = {side: codec for side, codec in sides(method).items() if codec is not None and calibrated_parts(codec)}
-    return dataclasses.replace(method, bound={side: [fitted(codec, x)] * layers for side, codec in codecs.items()})
+    every = torch.cat([x.roll(layer, 2) for layer in range(layers)], 1)
+    own = {side: fitted(codec, every if codec.joins_layers else x) for side, codec in codecs.items()}
+    return dataclasses.replace(method, bound={side: [codec] * layers for side, codec in own.items()})
 
 
 def sides(method: Method) -> dict[str, Codec | None]:

@@ -371,6 +371,7 @@ class KVCache(PaddableCache, WatchfulCache):
         other = copy.copy(self)
         other._states = {index: state.fork() for index, state in self._states.items()}
         other._put([layer.fork() for layer in self._own])
+        other._own[0].link(other._own)
         other._columns = {}
         if self._tables:
             own = {id(layer.key.rope): layer.key.rope.fork() for layer in self.kv_layers}

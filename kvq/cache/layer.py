@@ -155,6 +155,9 @@ class Layer(CacheLayerMixin):
     def fork(self) -> Layer:
         """A copy that shares the tokens cached so far."""
 
+    def link(self, layers: Sequence[Layer]) -> None:
+        """Receive all layers of a cache, itself the first, after each was forked."""
+
 
 class KVCacheLayer(Layer):
     """Keys and values of one attention layer, each with its own codec and residual policy."""

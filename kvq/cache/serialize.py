@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvq.codecs import BlockRun, Codec, Growable, Packed
+from kvq.codecs import BlockRun, Codec, CodedBlocks, Growable, Packed
 from kvq.codecs.rope import Rope
 from kvq.errors import DataError
 
@@ -188,8 +188,8 @@ class Reader:
                 raise self.error(f"{name}.{part} is {tensor.dtype} {list(tensor.shape)}, not {like.dtype} {wanted}")
         parts = {part: tensor.to(self.device) for part, tensor in parts.items()}
         packed = Packed(parts, runs, batch, heads, head_dim, self.dtype)
-        # A codec that stores nothing (`zero`) is held to what the model can read.
-        stores = any(part.numel() for part in tried.values())
+        # A codec that stores nothing (`zero`), or compressed blocks, is held to what the model can read.
+        stores = any(part.numel() for part in tried.values()) and not isinstance(codec, CodedBlocks)
         fits = packed.bits_per_element >= _LEAST_BITS if stores else packed.tokens <= self.sizes["most_tokens"]
         if not fits:
             raise self.error(f"{name} claims {packed.tokens} tokens, for which it holds {packed.nbytes} bytes")

@@ -310,7 +310,7 @@ def fit_groups(
         shared.setdefault(place[0] if quantizer.budget is Budget.side else place, []).append(place)
     out: dict[Place, Tables] = {}
     for places in shared.values():
-        bits = sum(parts[place][2].bits * len(errors[place].energies) for place in places)
+        bits = sum(parts[place][2].bits * tables[place]["mean"].shape[1] for place in places)
         for place, groups in zip(places, planned([errors[place] for place in places], math.floor(bits)), strict=True):
             name, _, quantizer = parts[place]
             basis = tables[place]["basis"][:, : max(groups.used, 1)].contiguous()

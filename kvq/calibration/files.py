@@ -22,7 +22,7 @@ from torch import Tensor
 
 import kvq.codecs
 from kvq.calibration.text import fingerprint_of
-from kvq.codecs import bind_codec, calibrated_parts
+from kvq.codecs import Codec, bind_codec, calibrated_parts
 from kvq.codecs.quantizers import under
 from kvq.config.identity import canonical
 from kvq.errors import DataError, RecordError, Unsupported
@@ -127,8 +127,13 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
         if codec is None or not calibrated_parts(codec):
             continue
         kept = method.whole_layers(side, len(layers))
-        codecs = []
+        codecs: list[Codec | None] = []
         for layer, (heads, dim) in layers:
+            if codec.joins_layers:
+                if layer:
+                    codecs.append(codecs[0])  # one for all
+                    continue
+                heads = sum(calibration.heads)
             prefix = f"{side}.{layer}."
             tables = under(calibration.tensors, prefix)
             missing = [part for part in calibrated_parts(codec) if not any(n.startswith(f"{part}.") for n in tables)]

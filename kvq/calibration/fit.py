@@ -171,23 +171,27 @@ def _named(tables: Mapping[Place, Tables]) -> dict[str, Tensor]:
 def _grouped(
     codecs: Mapping[Place, Codec], states: Mapping[int, LayerStates], windows: Tensor, settings: CalibrationConfig
 ) -> dict[str, Tensor]:
-    """Tables of the codecs whose groups are chosen with all layers at once.
+    """Tables of the codecs whose groups are chosen with all layers at once; of a basis of all layers, under the first.
 
     Raises:
         DataError: windows of which every token is left out.
     """
+    codecs = {place: codec for place, codec in codecs.items() if not (codec.joins_layers and place[1])}
     if not codecs:
         return {}
     positions = torch.cat([own for _, own in drawn_positions(windows, settings.tokens, settings.seed)])
 
     def rows(place: Place) -> Tensor:
-        found, layer = grouped_parts(codecs[place]), states[place[1]]
+        codec, found = codecs[place], grouped_parts(codecs[place])
         assert found is not None
         seen = (positions >= found[1].left_out).nonzero()[:, 0]
         if not len(seen):
             raise DataError(f"calibration: all of {windows.shape[1]} tokens of a window are left out")
-        x = getattr(layer, place[0])
-        return joined(codecs[place], x if x.dtype == torch.float64 else x.float(), layer.rope)[seen]
+        own = []
+        for layer in states.values() if codec.joins_layers else [states[place[1]]]:
+            x = getattr(layer, place[0])
+            own.append(joined(codec, x if x.dtype == torch.float64 else x.float(), layer.rope)[seen])
+        return own[0] if len(own) == 1 else torch.cat(own, 1)
 
     return _named(fit_groups(codecs, rows))
 

@@ -24,6 +24,7 @@ from kvq.codecs.channel_groups import CalibratedChannelSplit, ChannelGroups, Cha
 from kvq.codecs.codec import Codec, StoredWithKeys, gain_factor
 from kvq.codecs.coefficients import Budget, CoefficientQuantizer, Groups, PrincipalComponents
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
+from kvq.codecs.deflate import DeflateCodec
 from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.geometric import LatticeQuantizer, OctahedralQuantizer, PolarQuantizer, angle_levels
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, StartingCodebook, optimal_levels
@@ -50,5 +51,5 @@ from kvq.codecs.stages import (
     VarianceBalance,
 )
 from kvq.codecs.uniform import ClippedQuantizer, UniformQuantizer, ZeroPoint
-from kvq.codecs.variable_length import HuffmanCodec, Rate, SparseCodec
+from kvq.codecs.variable_length import CodedBlocks, HuffmanCodec, Rate, SparseCodec
 from kvq.codecs.vector import VectorQuantizer, codebook_for

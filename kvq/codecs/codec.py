@@ -71,6 +71,11 @@ class Codec:
         return any(stage.uses_rope for _, stage in self.stages)
 
     @property
+    def joins_layers(self) -> bool:
+        """Some stage takes the heads of all layers together: states are `[batch, layers x heads, tokens, head_dim]`."""
+        return any(stage.joins_layers for _, stage in self.stages)
+
+    @property
     def token_group(self) -> int | None:
         """Tokens that share statistics or side information; 1: each token on its own, None: the whole block."""
         return shared_group([*(stage.token_group for _, stage in self.stages), self.quantizer.token_group])

@@ -27,6 +27,8 @@ KINDS = (2, 4, 8)
 """Bits of a coefficient that is stored: whole numbers of 2 and 4 bits, and e4m3."""
 SIDE_BITS = 32
 """Of a group: a scale and a shift, each in fp16."""
+_TOGETHER = 2**26
+"""Numbers that are in fp64 at once while moments are summed up."""
 _E4M3 = torch.float8_e4m3fn
 _E4M3_MOST = 448.0
 
@@ -38,6 +40,13 @@ class Budget(enum.Enum):
     own = "own"
 
 
+class Layers(enum.Enum):
+    """Whose heads a basis joins: `own`: those of a layer; `all`: those of all layers."""
+
+    own = "own"
+    all = "all"
+
+
 class PrincipalComponents(Calibrated, Stage):
     """`(x - mean) V` of all KV heads of a token, V the eigenvectors of the states' covariance, by variance, descending.
 
@@ -45,22 +54,28 @@ class PrincipalComponents(Calibrated, Stage):
 
     Args:
         left_out: first tokens of each calibration text that do not count, because they stay in full precision.
+        layers: see `Layers`; with `all`, a cache encodes a token once every layer has its states, and `n` is the number
+            of channels of all layers.
 
     Tables: `mean` `[1, n]` and `basis` `[n, m]`, in fp32, of the m of n components that are stored (at least one).
 
     Raises:
-        ConfigError: a negative number of tokens.
+        ConfigError: a negative number of tokens, unknown layers.
 
-    Source: KVTC (arXiv 2511.01815), section 3.1, one layer at a time.
+    Source: KVTC (arXiv 2511.01815), section 3.1, where one basis joins all layers.
     """
 
     version: ClassVar[int] = 1
     token_group = 1
     wants_joint = True
 
-    def __init__(self, left_out: int = 4) -> None:
+    def __init__(self, left_out: int = 4, layers: Layers | str = Layers.own) -> None:
         at_least("left_out", left_out, 0)
-        self.left_out = left_out
+        self.left_out, self.layers = left_out, choice(Layers, layers, "layers")
+
+    @property
+    def joins_layers(self) -> bool:  # type: ignore[override]
+        return self.layers is Layers.all
 
     @property
     @override
@@ -69,11 +84,17 @@ class PrincipalComponents(Calibrated, Stage):
 
     @staticmethod
     def fit_rows(rows: Float[Tensor, "tokens n"]) -> Tables:
-        """The tables with all components."""
-        wide = rows.double()
-        mean = wide.mean(0)
-        covariance = (wide - mean).mT @ (wide - mean) / len(wide)
-        basis = torch.linalg.eigh(covariance).eigenvectors.flip(1)
+        """The tables with all components; of fewer tokens than n, with one for each token."""
+        pieces = rows.split(max(1, _TOGETHER // rows.shape[1]))
+        mean = torch.stack([piece.double().sum(0) for piece in pieces]).sum(0) / len(rows)
+        if len(rows) < rows.shape[1]:
+            basis = torch.linalg.svd(rows.double() - mean, full_matrices=False).Vh.mT
+        else:
+            covariance = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
+            for piece in pieces:
+                wide = piece.double() - mean
+                covariance += wide.mT @ wide / len(rows)
+            basis = torch.linalg.eigh(covariance).eigenvectors.flip(1)
         basis = basis * basis.gather(0, basis.abs().argmax(0, keepdim=True)).sign()
         return {"mean": mean.float()[None], "basis": basis.float().contiguous()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -88,7 +89,7 @@ _LISTS: dict[str, Callable[[int], int]] = {
 
 
 MAX_BITS = 8
-_STREAM, _LENGTHS, _SIZE = "stream", "lengths", "size"
+STREAM, _LENGTHS, SIZE = "stream", "lengths", "size"
 Symbols = NDArray[np.uint8]
 
 
@@ -107,7 +108,21 @@ class Rate:
         return Rate(self.indices + other.indices, self.entropy + other.entropy, self.coded + other.coded)
 
 
-class HuffmanCodec(Codec):
+class CodedBlocks(Codec, abc.ABC):
+    """A codec whose blocks are stored in a form of varying length, in streams of bytes; decoding undoes it first."""
+
+    stores_lists = True
+
+    @abc.abstractmethod
+    def planes(self, packed: Packed) -> Packed:
+        """The same blocks as `Codec` stores them."""
+
+    @override
+    def decode(self, packed: Packed, rope: Rope | None = None) -> States:
+        return super().decode(self.planes(packed), rope)
+
+
+class HuffmanCodec(CodedBlocks):
     """A codec whose indices are stored in code words of a Huffman code, one code for each block of each sequence.
 
     It takes the place of `Codec` around any quantizer that stores indices of up to 8 bits (`Quantizer.indices`). What
@@ -126,7 +141,6 @@ class HuffmanCodec(Codec):
     """
 
     version: ClassVar[int] = 1
-    stores_lists = True
 
     def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
         super().__init__(stages, order, quantizer)
@@ -154,16 +168,12 @@ class HuffmanCodec(Codec):
             by_sequence = [[block for run in found for block in run[index]] for index in range(packed.batch)]
             parts |= _joined(name, by_sequence, packed.parts[f"{name}.0"].device)
             for run in runs:
-                run.rows.update({f"{name}.{_LENGTHS}": 1, f"{name}.{_SIZE}": 1})
+                run.rows.update({f"{name}.{_LENGTHS}": 1, f"{name}.{SIZE}": 1})
         return replace(packed, parts=parts, runs=tuple(runs))
 
     @override
-    def decode(self, packed: Packed, rope: Rope | None = None) -> States:
-        return super().decode(self.planes(packed), rope)
-
     def planes(self, packed: Packed) -> Packed:
-        """The same blocks as `Codec` stores them."""
-        own = tuple(f"{name}.{kind}" for name in self.quantizer.indices for kind in (_STREAM, _LENGTHS, _SIZE))
+        own = tuple(f"{name}.{kind}" for name in self.quantizer.indices for kind in (STREAM, _LENGTHS, SIZE))
         parts = {name: part for name, part in packed.parts.items() if name not in own}
         runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n not in own}) for run in packed.runs]
         for name, bits in self.quantizer.indices.items():
@@ -171,7 +181,7 @@ class HuffmanCodec(Codec):
             blocks = [_split(packed, name, sequence) for sequence in range(packed.batch)]
             for run in runs:
                 flat = [np.stack([_decoded(next(one)) for _ in range(run.count)]) for one in blocks]
-                codes = torch.from_numpy(np.stack(flat)).to(packed.parts[f"{name}.{_SIZE}"].device)
+                codes = torch.from_numpy(np.stack(flat)).to(packed.parts[f"{name}.{SIZE}"].device)
                 codes = codes.unflatten(2, (packed.heads, run.tokens, -1))
                 planes = pack_parts(codes, bits, name)
                 run.rows.update({plane: part.shape[-2] for plane, part in planes.items()})
@@ -257,25 +267,41 @@ def _canonical(lengths: Symbols) -> list[int]:
 
 def _joined(name: str, sequences: list[list[_Block]], device: torch.device) -> dict[str, Tensor]:
     """The stored parts of the blocks of each sequence."""
-    streams = [b"".join(block.stream for block in blocks) for blocks in sequences]
-    most = max(map(len, streams))
-    padded = np.stack([np.frombuffer(stream.ljust(most, b"\0"), np.uint8) for stream in streams])
+    stream, taken = streams([[block.stream for block in blocks] for blocks in sequences])
     lengths = np.stack([[block.lengths for block in blocks] for blocks in sequences])
-    size = np.array([[(block.bits, len(block.stream)) for block in blocks] for blocks in sequences], np.int32)
-    size[:, -1, 1] += [most - len(stream) for stream in streams]
+    bits = np.array([[block.bits for block in blocks] for blocks in sequences], np.int32)
     return {
-        f"{name}.{_STREAM}": torch.from_numpy(padded)[:, None, :, None].to(device),
+        f"{name}.{STREAM}": torch.from_numpy(stream)[:, None, :, None].to(device),
         f"{name}.{_LENGTHS}": torch.from_numpy(lengths)[:, None].to(device),
-        f"{name}.{_SIZE}": torch.from_numpy(size)[:, None].to(device),
+        f"{name}.{SIZE}": torch.from_numpy(np.stack([bits, taken], -1))[:, None].to(device),
     }
 
 
 def _split(packed: Packed, name: str, sequence: int) -> Iterator[_Block]:
     """The blocks of a sequence, in order."""
     stream, lengths, size = (
-        packed.parts[f"{name}.{kind}"][sequence, 0].cpu().numpy() for kind in (_STREAM, _LENGTHS, _SIZE)
+        packed.parts[f"{name}.{kind}"][sequence, 0].cpu().numpy() for kind in (STREAM, _LENGTHS, SIZE)
     )
+    for own, piece, bits in zip(lengths, pieces(stream[:, 0], size[:, 1]), size[:, 0], strict=True):
+        yield _Block(own, piece, int(bits))
+
+
+def streams(sequences: Sequence[Sequence[bytes]]) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    """Pieces of each sequence in one stream `[batch, bytes]`, and the bytes of each piece `[batch, pieces]`.
+
+    The last piece of a shorter stream also has the zero bytes that make it as long as the others.
+    """
+    joined = [b"".join(sequence) for sequence in sequences]
+    most = max(map(len, joined))
+    padded = np.stack([np.frombuffer(stream.ljust(most, b"\0"), np.uint8) for stream in joined])
+    taken = np.array([[len(piece) for piece in sequence] for sequence in sequences], np.int32)
+    taken[:, -1] += [most - len(stream) for stream in joined]
+    return padded, taken
+
+
+def pieces(stream: NDArray[np.uint8], taken: NDArray[np.int32]) -> Iterator[bytes]:
+    """The pieces of a sequence, in order; inverse of `streams`."""
     start = 0
-    for own, (bits, taken) in zip(lengths, size, strict=True):
-        yield _Block(own, stream[start : start + taken, 0].tobytes(), int(bits))
-        start += taken
+    for size in taken.tolist():
+        yield stream[start : start + size].tobytes()
+        start += size

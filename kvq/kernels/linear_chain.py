@@ -205,6 +205,10 @@ def linear_chain_of(codec: Codec) -> LinearChain:
     """
     if isinstance(codec, StoredWithKeys):
         raise Unsupported("cache.attention=packed: values that are stored with keys need decoded tokens")
+    if codec.stores_lists:
+        raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
+    if codec.joins_layers:
+        raise Unsupported("cache.attention=packed: codes of all layers together need decoded tokens")
     if (joint := joint_of(codec)) is not None:
         return LinearChain(codec, (), {}, (), joint)
     rotations: list[Stage] = []
@@ -226,8 +230,6 @@ def linear_chain_of(codec: Codec) -> LinearChain:
         raise Unsupported("cache.attention=packed: codes of keys before their rotary embedding need decoded tokens")
     if isinstance(codec, HeadsCodec):
         raise Unsupported("cache.attention=packed: heads with bits of their own need decoded tokens")
-    if codec.stores_lists:
-        raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
     quantizer = codec.quantizer
     if type(quantizer) not in QUANTIZERS or (not folds(quantizer) and quantizer.token_group != 1):
         raise Unsupported(f"cache.attention=packed: codes of {type(quantizer).__name__} cannot be scored as they are")

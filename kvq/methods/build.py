@@ -25,8 +25,8 @@ from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys
-from kvq.methods.merged import MergedRotation, merged_rotation
-from kvq.methods.method import FirstLayers, GqaCompensation, Method
+from kvq.methods.merged import GqaCompensation, MergedRotation, merged_rotation
+from kvq.methods.method import FirstLayers, Method
 from kvq.methods.mixed_precision import MixedPrecision
 from kvq.methods.transformers_caches import check_backend
 

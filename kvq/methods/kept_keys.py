@@ -125,7 +125,9 @@ class SinkSide(CacheSide):
         return not self.packed_tokens and not self.residual_tokens
 
     def _after_sinks(self, states: Tensor | None) -> Tensor:
-        assert self._first is not None
+        if self._first is None:
+            assert states is not None
+            return states
         return self._first.view if states is None else torch.cat([self._first.view, states], 2)
 
     @override

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -20,10 +20,11 @@ from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Mla, WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import linear_chain_of
+from kvq.methods.all_layers import JoinedSide, joined_layers
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys, numbered, packed_side_of, side_of
-from kvq.methods.merged import MergedRotation
+from kvq.methods.merged import GqaCompensation, MergedRotation
 from kvq.methods.mixed_precision import MixedPrecision
 from kvq.methods.transformers_caches import TransformersLayer
 from kvq.models.layers import KvLayer, interleaved_in_gguf
@@ -31,7 +32,7 @@ from kvq.results.tensor_files import digest
 
 _BEYOND_CODECS = (
     *("backend", "token_policy", "eviction", "first_layers", "by_layer", "kept_keys", "sink_detection", "sink_tokens"),
-    *("merged", "gqa", "is_calibrated", "joins_sides"),
+    *("merged", "gqa", "is_calibrated", "joins_sides", "joins_layers"),
 )
 
 
@@ -193,6 +194,8 @@ class Method:
         found: dict[str, Tensor] = {}
         for side, layer in itertools.product(("key", "value"), range(layers)):
             codec = self.codec(side, layer, layers)
+            if codec is not None and codec.joins_layers and layer:
+                continue  # it is that of the first
             for part, own in ({} if codec is None else calibrated_parts(codec)).items():
                 found |= {f"{side}.{layer}.{part}.{name}": table for name, table in own.tables.items()}
         return found
@@ -206,6 +209,23 @@ class Method:
     def fits_first_tokens(self) -> bool:
         """Some codec has tables that are fitted to the first tokens of each sequence."""
         return any(codec is not None and codec.fits_first_tokens for codec in (self.key, self.value))
+
+    @property
+    def joins_layers(self) -> bool:
+        """Some codec encodes the states of all layers together."""
+        return any(codec is not None and codec.joins_layers for codec in (self.key, self.value))
+
+    def _check_layers_joined(self, held: Sequence[KvLayer], quantized_prefill: bool) -> None:
+        if quantized_prefill:
+            raise Unsupported(f"quantized_prefill: {self.name} encodes a token once all layers have its states")
+        name = self.beyond_codecs("sink_tokens", "is_calibrated", "joins_layers")
+        if any(self.full_precision_layers.values()):
+            name = "full_precision_layers"
+        if name is not None:
+            raise Unsupported(f"method.{name}: {self.name} encodes all layers together, and has nothing beside")
+        dims = {(one.head_dim, one.value_dim) for one in held}
+        if len(dims) > 1 or (self.window_layers is WindowLayers.keep and any(one.window for one in held)):
+            raise Unsupported(f"model: {self.name} encodes all layers together, which are alike and all quantized")
 
     @property
     def is_full_precision(self) -> bool:
@@ -272,7 +292,10 @@ class Method:
             if getattr(config, "kv_lora_rank", None):
                 raise Unsupported(f"method={self.name}: goes by keys that the model expands from the latent it caches")
             held = [replace(one, window=None) for one in held]
-        made = self._joined if self.joins_sides else self._apart
+        if self.joins_layers:
+            self._check_layers_joined(held, quantized_prefill)
+            return joined_layers([self._sides(place, held, keep_decoded) for place in range(len(held))])
+        made = self._of_both if self.joins_sides else self._apart
         layers = [made(place, held, keep_decoded, quantized_prefill) for place in range(len(held))]
         if packed:
             return [packed_layer(layer, packed_side_of) for layer in layers]
@@ -306,11 +329,16 @@ class Method:
         by_layer = tuple(method._compensated(config) for method in self.by_layer)
         return replace(self, gqa=None, by_layer=by_layer, **codecs)
 
-    def _apart(self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool) -> KVCacheLayer:
+    def _sides(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> tuple[CacheSide, CacheSide]:
         key, value = (self._side(side, place, held, keep_decoded) for side in ("key", "value"))
-        return KVCacheLayer(key, value, quantized_prefill, held[place].window)
+        return key, value
 
-    def _joined(self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool) -> KVCacheLayer:
+    def _apart(self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool) -> KVCacheLayer:
+        return KVCacheLayer(*self._sides(place, held, keep_decoded), quantized_prefill, held[place].window)
+
+    def _of_both(
+        self, place: int, held: Sequence[KvLayer], keep_decoded: bool, quantized_prefill: bool
+    ) -> KVCacheLayer:
         one = held[place]
         if one.head_dim != one.value_dim:
             raise Unsupported(f"method={self.name}: keys of {one.head_dim} channels a head, values of {one.value_dim}")
@@ -333,6 +361,8 @@ class Method:
         if held[place].window is not None:
             codec, own = self.in_window(codec, residual)
         label, kept = f"layer {held[place].index} {side}s", self.kept_keys
+        if codec is not None and codec.joins_layers:
+            return JoinedSide(codec, residual, label, keep_decoded, self.sink_tokens)
         if codec is not None and kept is not None and side == "key" and kept.holds(place, count):
             return kept.side(codec, residual, label, keep_decoded)
         if self.sink_detection is not None:
@@ -350,33 +380,3 @@ def bind_kept_keys(method: Method, tokenizer: Any) -> Method:
         ConfigError: a text that is not one token.
     """
     return method if method.kept_keys is None else replace(method, kept_keys=method.kept_keys.bound(tokenizer))
-
-
-MOST = 8
-
-
-@dataclass(frozen=True)
-class GqaCompensation:
-    """Raises the bits of codecs by ceil(log4 g) for g query heads of each KV head, up to 8 bits.
-
-    Source: KVQuant++ (`gqa`), +⌈log₄ g⌉ bits, cap 8.
-    """
-
-    version: ClassVar[int] = 1
-
-    def extra(self, config: Any) -> int:
-        """Bits that are added in a model: 0 for one query head, 1 up to 4, 2 up to 16."""
-        heads = int(config.num_attention_heads)
-        shared, bits = heads // int(getattr(config, "num_key_value_heads", None) or heads), 0
-        while 4**bits < shared:
-            bits += 1
-        return bits
-
-    def codec(self, codec: Codec | None, config: Any) -> Codec | None:
-        """The codec with its bits raised. Raises: Unsupported: one without bits to raise."""
-        return None if codec is None else codec.with_more_bits(self.extra(config), MOST)
-
-    def check(self, codec: Codec | None) -> None:
-        """Raises: Unsupported: a codec without bits to raise."""
-        if codec is not None:
-            codec.with_more_bits(0, MOST)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.codecs import HuffmanCodec
+from kvq.codecs import DeflateCodec, HuffmanCodec
 from kvq.config import Loader, TaskConfig
 from kvq.config.tasks import is_timed
 from kvq.errors import ConfigError
@@ -175,6 +175,7 @@ STORED = (
     "expanded_bits",
     "index_bits",
     "index_entropy",
+    "uncoded_bits",
 )
 
 
@@ -188,7 +189,8 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     """Measured bits of a cache in its present state, and bytes of one of its sequences.
 
     Where indices have Huffman codes, also the mean length of their code words and the Shannon entropy of their
-    frequencies in each block, over keys and values. Where packed tokens are encoded again: how many were (each of a
+    frequencies in each block, over keys and values. Where blocks are compressed: the bits per element before, of the
+    sides that are. Where packed tokens are encoded again: how many were (each of a
     head, and as often as it was), and the relative squared difference between their decoded forms before and after.
     Where layers keep states of fixed size: their bytes, and their part of the effective bits. Where a latent is cached
     in expanded form, effective bits count against the numbers of the latent, and `expanded_bits` against those cached.
@@ -207,6 +209,9 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     if indices := sum(rate.indices for rate in rates):
         stored["index_bits"] = sum(rate.coded for rate in rates) / indices
         stored["index_entropy"] = sum(rate.entropy for rate in rates) / indices
+    coded = [(codec, part) for codec, side in sides if isinstance(codec, DeflateCodec) for part in side.packed]
+    if elements := sum(part.batch * part.heads * part.tokens * part.head_dim for _, part in coded):
+        stored["uncoded_bits"] = 8 * sum(codec.plain_bytes(part) for codec, part in coded) / elements
     if (latent := cache.latent_bits) is not None:
         stored |= {"expanded_bits": cache.effective_bits, "effective_bits": latent}
     if cache.state_bytes:

@@ -26,7 +26,7 @@ from kvq.methods.eviction import When
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
-from kvq.tasks.scoring import FULL_PRECISION_CHUNK, log_probabilities, steps
+from kvq.tasks.scoring import FULL_PRECISION_CHUNK, log_probabilities, sliding_chunk, steps
 
 Logits = Float[Tensor, "batch vocab"]
 Pick = Callable[[Logits], Int[Tensor, " batch"]]
@@ -285,7 +285,7 @@ def room(cache: KVCache, most: int) -> int:
     ):
         return 1
     if any(side.residual.policy is Policy.sliding for side in quantized):
-        return min(most, FULL_PRECISION_CHUNK)  # a token leaves full precision at every step, so no cut avoids copies
+        return min(most, *(sliding_chunk(side.codec, side.residual) for side in quantized))
     # Up to where a block is flushed: within a forward, its tokens would be stored twice.
     return 1 + bisect.bisect(range(2, most + 1), 0, key=lambda count: any(s.moves(count).queries for s in quantized))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.cache.side import CacheSide
+from kvq.codecs import Codec
 from kvq.config import Scoring
 from kvq.config.diagnostics import DiagnosticConfig
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
@@ -45,6 +46,14 @@ def log_probabilities(logits: Float[Tensor, "*lead vocab"]) -> Float[Tensor, "*l
     return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
 
 
+def sliding_chunk(codec: Codec, residual: ResidualSide) -> int:
+    """Tokens of a forward under a sliding residual, which releases one at a time, so that no cut avoids copies.
+
+    Where all layers are encoded together, no more than it keeps: a token that leaves has come in an earlier forward.
+    """
+    return min(FULL_PRECISION_CHUNK, residual.size) if codec.joins_layers else FULL_PRECISION_CHUNK
+
+
 def generation_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
     """Chunks of `length` tokens that end where a block residual is flushed, so that none is flushed within a chunk.
 
@@ -64,10 +73,10 @@ def generation_bounds(method: Method, length: int, chunk: int | None = None) -> 
             continue
         if side.policy is Policy.none:
             raise Unsupported("scoring=generation: residual=none quantizes a window at once; use task.scoring=parallel")
-        sizes.append(FULL_PRECISION_CHUNK if side.policy is Policy.sliding else max(side.size, 1))
+        sizes.append(sliding_chunk(codec, side) if side.policy is Policy.sliding else max(side.size, 1))
     cuts = {0, length}
     for size in sizes or [FULL_PRECISION_CHUNK]:
-        cuts |= set(range(0, length, size))
+        cuts |= set(range(method.sink_tokens if method.joins_layers else 0, length, size))
     if chunk is not None:
         starts = sorted(cuts)
         cuts |= {cut for start, end in itertools.pairwise(starts) for cut in range(start, end, chunk)}
@@ -187,6 +196,8 @@ def check_codecs_alone(method: Method, task: str, apart: bool = False) -> None:
         part is not None for part in (method.token_policy, method.eviction, method.kept_keys, method.sink_detection)
     ):
         raise Unsupported(f"task={task}: tries only codecs; {method.name} also chooses tokens in a cache")
+    if method.joins_layers:
+        raise Unsupported(f"task={task}: tries the codec of each layer; {method.name} encodes all layers together")
     if method.merged is not None:
         raise Unsupported(f"task={task}: tries only codecs; states of {method.name} are rotated by a model's weights")
     if method.joins_sides:
@@ -216,6 +227,10 @@ def check_at_once(method: Method, scoring: Scoring) -> None:
     if method.token_policy is not None and scoring is not Scoring.generation:
         raise Unsupported(
             f"task.scoring={scoring}: {method.name} chooses tokens as they leave full precision; use generation"
+        )
+    if method.joins_layers and scoring is Scoring.parallel:
+        raise Unsupported(
+            f"task.scoring=parallel: {method.name} encodes a token once all layers have its states; use generation"
         )
     if method.fits_first_tokens and scoring is Scoring.parallel:
         raise Unsupported(

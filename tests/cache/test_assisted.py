@@ -22,7 +22,7 @@ from tests.calibrated import bound, random_states
 from tests.presets import NAMES
 from tests.random_models import VOCABULARY, in_double_precision, llama
 
-REFUSED = ["h2o", "snapkv", "streamingllm", "ott", "zipcache", "quanto", "hqq"]
+REFUSED = ["h2o", "snapkv", "streamingllm", "ott", "zipcache", "quanto", "hqq", "kvtc/all_layers"]
 NEW, FEW = 10, 4
 QUICK = ["kivi", "nsn", "cq/kept_comma", "kivi:residual=none", "rtn:residual=sliding sink_tokens=10"]
 
@@ -114,8 +114,8 @@ def test_prompt_lookup_is_greedy(model, given):
 
 
 def lasts(method: Method) -> bool:
-    """What comes moves or changes tokens that are already held."""
-    return not method.token_policy is method.eviction is method.backend is None
+    """What comes moves or changes tokens that are already held, or is encoded with the states of all layers."""
+    return method.joins_layers or not method.token_policy is method.eviction is method.backend is None
 
 
 @pytest.mark.parametrize("name", REFUSED)

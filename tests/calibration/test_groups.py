@@ -111,6 +111,21 @@ def test_components_are_those_of_singular_vectors() -> None:
     np.testing.assert_allclose(tables["basis"], basis, atol=1e-6)
 
 
+def test_few_tokens_have_the_components_of_singular_vectors() -> None:
+    """Of 9 tokens with 12 channels: 9, the last without variance; moments summed in pieces are those of one."""
+    few, many = normal(9, 12) + 5, normal(200, 12) @ normal(12, 12, seed=1) + 5
+    tables = PrincipalComponents.fit_rows(few)
+    mean, basis = oracle.components(few.numpy())
+    np.testing.assert_allclose(tables["mean"][0], mean, rtol=1e-6)
+    assert tables["basis"].shape == (12, 9)
+    np.testing.assert_allclose(tables["basis"][:, :8], basis[:, :8], atol=1e-6)
+    whole = PrincipalComponents.fit_rows(many)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("kvq.codecs.coefficients._TOGETHER", 12 * 7)
+        for name, table in PrincipalComponents.fit_rows(many).items():
+            torch.testing.assert_close(table, whole[name], atol=1e-6, rtol=0)
+
+
 def test_layers_of_a_side_share_bits_and_sides_do_not() -> None:
     codec = kvq.build_method("kvtc", bits="k2v1", head_dim=8).value
     own = kvq.build_method("kvtc/own_budget", bits=2, head_dim=8).value
@@ -190,6 +205,7 @@ def test_settings_out_of_range() -> None:
         (lambda: CoefficientQuantizer(2, sizes=(0, 16)), ConfigError, r"sizes=\[0, 16\]"),
         (lambda: CoefficientQuantizer(2, tokens=0), ConfigError, "tokens=0: at least 1"),
         (lambda: PrincipalComponents(-1), ConfigError, "left_out=-1: at least 0"),
+        (lambda: PrincipalComponents(layers="each"), ConfigError, "layers=each: one of own, all"),
     ):
         with pytest.raises(error, match=told):
             made()

@@ -16,10 +16,10 @@ import kvq
 from kvq.codecs import (
     CalibratedChannelSplit,
     ChannelSplit,
+    CodedBlocks,
     CoefficientQuantizer,
     ComponentQuantizer,
     Float8Quantizer,
-    HuffmanCodec,
     LatticeQuantizer,
     LloydMaxQuantizer,
     LowRankCorrection,
@@ -126,7 +126,7 @@ def states(shape, seed, dtype, size=1.0):
 
 def in_planes(codec, packed):
     """Indices as planes, also where they are stored in code words."""
-    return codec.planes(packed) if isinstance(codec, HuffmanCodec) else packed
+    return codec.planes(packed) if isinstance(codec, CodedBlocks) else packed
 
 
 def test_there_are_methods():

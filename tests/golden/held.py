@@ -18,7 +18,7 @@ SHARE = 0.97
 otherwise in one layer moves the states of the next, so the last layer is held to `HALF`."""
 FITTED = 1e-3
 """Relative; bytes of methods that store lists (outliers, code words) follow their data."""
-LISTS = ("SparseCodec", "HuffmanCodec")
+LISTS = ("SparseCodec", "HuffmanCodec", "DeflateCodec")
 AMPLIFYING = (
     *("CoupledQuantizer", "NonUniformQuantizer", "LearnedRotation", "DeltaQuantizer", "FisherTransform"),
     "PrincipalComponents",

@@ -7,7 +7,7 @@ import torch
 
 import kvq
 from kvq.errors import ConfigError, Unsupported
-from kvq.methods.method import GqaCompensation
+from kvq.methods.merged import GqaCompensation
 from kvq.tasks.scoring import check_codecs_alone
 from tests.random_models import llama, token_ids
 

@@ -1,0 +1,171 @@
+"""DEFLATE around a codec: all that it stores of a few tokens in one compressed stream."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.codecs.codec import Codec, States
+from kvq.codecs.packed import BlockRun, Packed
+from kvq.codecs.quantizers import Quantizer, shared_group
+from kvq.codecs.rope import Rope
+from kvq.codecs.stages import Stage
+from kvq.codecs.variable_length import SIZE, STREAM, CodedBlocks, pieces, streams
+from kvq.errors import DataError, Unsupported, at_least
+
+
+class DeflateCodec(CodedBlocks):
+    """A codec all of whose parts are compressed by DEFLATE (RFC 1951), each block of each sequence in a stream.
+
+    It takes the place of `Codec` around any quantizer. What is decoded is the same, bit for bit.
+
+    Stores, in place of all other parts: `stream` (uint8 `[batch, 1, bytes, 1]`), of each block a byte that says how it
+    is stored, then the bytes of its parts in alphabetical order, compressed, or as they are where that is not longer;
+    `size` (int32 `[batch, 1, blocks, 1]`), the bytes of a block's stream. All of it counts. The last of the blocks
+    that are encoded together also has the zero bytes that make the streams of a batch equally long.
+
+    Args:
+        tokens: of a block where tokens are independent of each other and leave a sliding residual: so many together.
+
+    Raises:
+        ConfigError: `tokens` below 2: bytes of one token have no form beside those of another.
+        Unsupported: a quantizer whose number of bytes follows the values before they are compressed.
+
+    Source: KVTC (arXiv 2511.01815), whose last step it is. Streams are zlib's at its usual level, without a header or a
+    checksum; they are computed on the CPU.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer, tokens: int = 16
+    ) -> None:
+        super().__init__(stages, order, quantizer)
+        at_least("tokens", tokens, 2)
+        if quantizer.variable_rows:
+            raise self._varies()
+        self.tokens = tokens
+        self._known: dict[tuple[Any, ...], dict[str, _Form]] = {}
+
+    def _varies(self) -> Unsupported:
+        kind = type(self.quantizer).__name__
+        return Unsupported(f"DeflateCodec: the bytes of a {kind} follow the values; use kvq.codecs.Codec")
+
+    @override
+    def rebuilt(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
+        chain = list(stages)
+        return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer, self.tokens)
+
+    @property
+    @override
+    def token_group(self) -> int | None:
+        """Tokens that leave a sliding residual together: `tokens`, or more where those share statistics."""
+        return shared_group([super().token_group, self.tokens])
+
+    @override
+    def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
+        packed = super().encode(x, block, rope)
+        by_sequence: list[list[bytes]] = [[] for _ in range(packed.batch)]
+        for run, parts in packed.by_run():
+            if self._forms(packed, run.tokens) != _forms_of(run, parts):
+                raise self._varies()
+            flat = [_bytes_of(part).flatten(2) for _, part in sorted(run.blocks(parts).items())]
+            for found, sequence in zip(by_sequence, torch.cat(flat, 2).cpu().numpy(), strict=True):
+                found += [_deflated(own.tobytes()) for own in sequence]
+        stream, taken = streams(by_sequence)
+        parts = {
+            STREAM: torch.from_numpy(stream)[:, None, :, None].to(x.device),
+            SIZE: torch.from_numpy(taken)[:, None, :, None].to(x.device),
+        }
+        return replace(packed, parts=parts, runs=tuple(replace(run, rows={SIZE: 1}) for run in packed.runs))
+
+    @override
+    def planes(self, packed: Packed) -> Packed:
+        stream, size = packed.parts[STREAM], packed.parts[SIZE]
+        both = zip(stream[:, 0, :, 0].cpu().numpy(), size[:, 0, :, 0].cpu().numpy(), strict=True)
+        sequences = [pieces(*own) for own in both]
+        runs, found = [], []
+        for run in packed.runs:
+            forms = self._forms(packed, run.tokens)
+            sizes = [form.nbytes for form in forms.values()]
+            raw = [np.stack([_inflated(next(own), sum(sizes)) for _ in range(run.count)]) for own in sequences]
+            cut = torch.from_numpy(np.stack(raw)).to(stream.device).split(sizes, 2)
+            parts = {name: form.of(part) for (name, form), part in zip(forms.items(), cut, strict=True)}
+            found.append({name: part.transpose(1, 2).flatten(2, 3) for name, part in parts.items()})
+            runs.append(replace(run, rows={name: part.shape[-2] for name, part in parts.items()}))
+        joined = {name: torch.cat([parts[name] for parts in found], 2) for name in found[0]}
+        return replace(packed, parts=joined, runs=tuple(runs))
+
+    def plain_bytes(self, packed: Packed) -> int:
+        """The bytes of the same blocks as `Codec` stores them."""
+        of_runs = (run.count * sum(f.nbytes for f in self._forms(packed, run.tokens).values()) for run in packed.runs)
+        return packed.batch * sum(of_runs)
+
+    def _forms(self, like: Packed, tokens: int) -> dict[str, _Form]:
+        """The form of each part of a block of `tokens` tokens, in alphabetical order."""
+        known = (tokens, like.heads, like.head_dim, like.dtype)
+        if known not in self._known:
+            zeros = torch.zeros(1, like.heads, tokens, like.head_dim, dtype=like.dtype)
+            nothing = torch.zeros(1, tokens, 0)
+            packed = super().encode(zeros, None, Rope(nothing, nothing) if self.uses_rope else None)
+            self._known[known] = _forms_of(packed.runs[0], packed.parts)
+        return self._known[known]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A part of a block `[heads or 1, rows, columns]`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, raw: UInt8[Tensor, "batch blocks bytes"]) -> Tensor:
+        """The part of every block from its bytes."""
+        if not self.nbytes:
+            return raw.new_empty((*raw.shape[:2], *self.shape), dtype=self.dtype)
+        return raw.contiguous().view(self.dtype).unflatten(2, self.shape)
+
+
+def _forms_of(run: BlockRun, parts: Mapping[str, Tensor]) -> dict[str, _Form]:
+    blocks = run.blocks(parts)
+    return {name: _Form(tuple(blocks[name].shape[2:]), blocks[name].dtype) for name in sorted(blocks)}
+
+
+def _bytes_of(part: Tensor) -> UInt8[Tensor, "*lead _bytes"]:
+    return part.contiguous().view(torch.uint8) if part.numel() else part.to(torch.uint8)
+
+
+_RAW, _DEFLATE = b"\0", b"\1"
+
+
+def _deflated(raw: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    found = packer.compress(raw) + packer.flush()
+    return _DEFLATE + found if len(found) < len(raw) else _RAW + raw
+
+
+def _inflated(piece: bytes, size: int) -> NDArray[np.uint8]:
+    """The `size` bytes that a piece stands for; zero bytes may follow it. Raises: DataError: it stands for others."""
+    raw = piece[1 : 1 + size]
+    if piece[:1] == _DEFLATE:
+        try:
+            raw = zlib.decompressobj(wbits=-zlib.MAX_WBITS).decompress(piece[1:], size + 1)
+        except zlib.error as error:
+            raise DataError(f"a stream of DEFLATE is damaged ({error})") from error
+    if len(raw) != size:
+        raise DataError(f"a stream of {len(raw)} bytes where {size} belong")
+    return np.frombuffer(raw, np.uint8)

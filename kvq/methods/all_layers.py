@@ -1,0 +1,271 @@
+"""A cache whose codec takes all layers at once: a token is encoded when every layer has its states.
+
+Tokens leave full precision as in any cache. Those of earlier forwards leave layer by layer: the first layer that lets
+one go encodes it with the states that the others still hold, and each layer reads its own part from then on. Those of
+the present forward (a prompt) wait in full precision until the last layer has its states; attention does not read them
+decoded before the next forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from kvq.cache.layer import KVCacheLayer, Layer
+from kvq.cache.serialize import Reader, Writer
+from kvq.cache.side import CacheSide
+from kvq.cache.store import BlockStore
+from kvq.codecs import Codec, Packed
+from kvq.codecs.rope import Rope
+from kvq.config.residual import ResidualSide
+from kvq.errors import Unsupported
+from kvq.methods.kept_keys import SinkSide
+
+States = Float[Tensor, "batch heads _tokens head_dim"]
+
+
+class JoinedStates:
+    """The packed tokens of keys, or of values, of all layers: heads of the first layer, then those of the next."""
+
+    def __init__(self, sides: Sequence[JoinedSide], store: BlockStore | None = None) -> None:
+        self.sides, self.store = sides, store
+        self._decoded: tuple[int, Tensor] | None = None
+        for place, side in enumerate(sides):
+            side.place, side.joined = place, self
+            if isinstance(side._store, LayerShare):
+                side._store.joined = self
+
+    def holds(self, tokens: int) -> bool:
+        """Whether the first `tokens` tokens behind the sinks are packed, or can be."""
+        packed = 0 if self.store is None else self.store.tokens
+        return tokens <= packed or all(side.packed_tokens + side.residual_tokens >= tokens for side in self.sides)
+
+    def encode(self, place: int, states: States, end: int, block: int | None, rope: Rope | None) -> None:
+        """Encode the tokens up to `end` that are not packed, with `states` those of layer `place`, `block` at a time.
+
+        Raises:
+            DataError: states of some layer are NaN or infinite.
+            Unsupported: layers whose keys are rotated in different ways.
+        """
+        first = self.sides[0]
+        if self.store is None:
+            assert first.codec is not None
+            self.store = first.new_store(first.codec)
+        start = self.store.tokens
+        if end <= start:
+            return
+        if any(side.rope is not first.rope for side in self.sides):
+            raise Unsupported(f"model: {first.label} and those of other layers have different rotary embeddings")
+        found = []
+        for side in self.sides:
+            if side.place != place:
+                assert side._full is not None
+                at = start - side.packed_tokens
+                own = side._full.view[:, :, at : at + end - start]
+                side._check_finite(own)
+            else:
+                own = states[:, :, states.shape[2] - (end - start) :]
+            found.append(own.to(states.device))
+        self.store.add(torch.cat(found, 1), block, rope)
+
+    def of(self, place: int, start: int, end: int, rope: Rope | None) -> States:
+        """The decoded tokens of one layer. They are decoded once for all layers, and kept until the last has come."""
+        assert self.store is not None
+        if self._decoded is None or self._decoded[0] != self.store.tokens:
+            self._decoded = self.store.tokens, self.store.past(rope)
+        own = self._decoded[1].unflatten(1, (len(self.sides), -1))[:, place]
+        return own[:, :, start:end].to(self.sides[place].device)
+
+    def settle(self, first: bool) -> None:
+        """Once all layers have the tokens of a forward, let go in each of them what has waited for the others."""
+        if len({side.seen for side in self.sides}) == 1:
+            for side in self.sides:
+                SinkSide._flush(side, first)
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget the decoded tokens."""
+        self._decoded = None
+
+    def reset(self) -> None:
+        self.store = None
+        self.clear()
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits per element, of all layers."""
+        assert self.store is not None
+        return 8 * self.store.nbytes / (self.store.tokens * sum(side.elements_per_token for side in self.sides))
+
+
+class LayerShare(BlockStore):
+    """One layer's part of the packed tokens of all layers; bytes and stored parts are the first layer's."""
+
+    def __init__(self, joined: JoinedStates, place: int) -> None:
+        self.joined, self.place = joined, place
+        self._tokens = 0
+
+    @property
+    @override
+    def tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def _held(self) -> BlockStore | None:
+        return None if self.place else self.joined.store
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return 0 if self._held is None else self._held.nbytes
+
+    @property
+    @override
+    def packed(self) -> list[Packed]:
+        return [] if self._held is None else self._held.packed
+
+    @override
+    def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
+        start, self._tokens = self._tokens, self._tokens + states.shape[2]
+        self.joined.encode(self.place, states, self._tokens, block, rope)
+        return self.joined.of(self.place, start, self._tokens, rope) if decoded else None
+
+    @override
+    def past(self, rope: Rope | None) -> States:
+        return self.joined.of(self.place, 0, self._tokens, rope)
+
+    @override
+    def write(self, out: Writer) -> None:
+        out.tree["joined"] = self._tokens
+        if self._held is not None:
+            self._held.write(out)
+
+    @override
+    def read(self, given: Reader) -> None:
+        self._tokens = given.count("joined", highest=given.sizes["most_tokens"]) if "joined" in given.tree else 0
+        if self.place:
+            if self._tokens != (0 if self.joined.store is None else self.joined.store.tokens):
+                raise given.error(f"joined is {self._tokens}; the first layer holds another number of packed tokens")
+            return
+        self.joined.reset()
+        if self._tokens:
+            first = self.joined.sides[0]
+            assert first.codec is not None
+            heads, self.joined.store = given.sizes["heads"], first.new_store(first.codec)
+            given.sizes["heads"] = heads * len(self.joined.sides)
+            self.joined.store.read(given)
+            given.sizes["heads"] = heads
+            if self.joined.store.tokens != self._tokens:
+                raise given.error(f"joined is {self._tokens}; its blocks hold {self.joined.store.tokens} tokens")
+
+    @override
+    def check_read(self, given: Reader, rope: Rope | None) -> None:
+        if self._held is not None:
+            self._held.check_read(given, rope)
+
+    @override
+    def fork(self) -> LayerShare:
+        return copy.copy(self)  # `link` follows
+
+    @override
+    def select(self, index: Tensor) -> None:
+        if self._held is not None:
+            self._held.select(index)
+            self.joined.clear()
+
+
+class JoinedSide(SinkSide):
+    """Keys or values of one layer whose packed tokens are encoded with those of all layers.
+
+    Its version is that of the stage that asks for it (`Stage.joins_layers`).
+
+    Raises:
+        Unsupported: a residual that encodes tokens as they come.
+    """
+
+    place: int
+    joined: JoinedStates | None = None
+    device = torch.device("cpu")
+    """Of the states that came last."""
+
+    def __init__(
+        self, codec: Codec, residual: ResidualSide, label: str, keep_decoded: bool = False, sinks: int = 0
+    ) -> None:
+        super().__init__(codec, residual, label, keep_decoded, sinks)
+        if self._encodes_at_once:
+            raise Unsupported(
+                f"{label}: all layers are encoded together, which takes the states of all; use residual.policy=sliding "
+                "or block with residual.size of at least 1, and no task.scoring=parallel"
+            )
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        if self.joined is not None:
+            self.joined.reset()
+
+    @override
+    def _receive(self, states: Tensor) -> bool:
+        self.device = states.device
+        return super()._receive(states)
+
+    @property
+    @override
+    def bits_per_element(self) -> float:
+        assert self.joined is not None
+        return self.joined.bits_per_element if self.packed_tokens else super().bits_per_element
+
+    def new_store(self, codec: Codec) -> BlockStore:
+        """An empty store of the tokens of all layers."""
+        return super()._new_store(codec)
+
+    @override
+    def _new_store(self, codec: Codec) -> BlockStore:
+        assert self.joined is not None
+        return LayerShare(self.joined, self.place)
+
+    @override
+    def _flush(self, first: bool, decoded: bool = False) -> Tensor | None:
+        """As `CacheSide`. Raises: Unsupported: a query reads a token decoded that has come in the same forward."""
+        assert self.joined is not None
+        out = None
+        if self.joined.holds(self.packed_tokens + self._leaving(self.residual_tokens, first)):
+            out = super()._flush(first, decoded)
+        elif decoded:
+            raise Unsupported(
+                f"{self.label}: all layers are encoded together, and of these tokens a query reads one decoded; "
+                f"feed at most {self._kept or self._group} at once, up to where a block leaves full precision"
+            )
+        self.joined.settle(first)
+        return out
+
+
+class LayerOfAll(KVCacheLayer):
+    """Keys and values of a layer, one of which at least is encoded with those of all layers."""
+
+    irreversible = "tokens of all layers are encoded together"
+    no_padding_reason = "encodes all layers together"
+
+    @override
+    def link(self, layers: Sequence[Layer]) -> None:
+        _link(layers)
+
+
+def _link(layers: Sequence[Layer]) -> None:
+    for sides in ([layer.key for layer in layers], [layer.value for layer in layers]):
+        if isinstance(sides[0], JoinedSide):
+            before = sides[0].joined
+            JoinedStates(sides, None if before is None or before.store is None else before.store.fork())
+
+
+def joined_layers(sides: Sequence[tuple[CacheSide, CacheSide]]) -> list[Layer]:
+    """Layers of these keys and values, which are encoded together."""
+    layers = [cast(Layer, LayerOfAll(*own)) for own in sides]
+    _link(layers)
+    return layers
