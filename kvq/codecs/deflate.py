@@ -137,7 +137,8 @@ class _Form:
         """The part of every block from its bytes."""
         if not self.nbytes:
             return raw.new_empty((*raw.shape[:2], *self.shape), dtype=self.dtype)
-        return raw.contiguous().view(self.dtype).unflatten(2, self.shape)
+        own = raw.clone(memory_format=torch.contiguous_format)  # also the strides of dimensions of 1
+        return own.view(self.dtype).unflatten(2, self.shape)
 
 
 def _forms_of(run: BlockRun, parts: Mapping[str, Tensor]) -> dict[str, _Form]:
