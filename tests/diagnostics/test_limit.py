@@ -142,9 +142,10 @@ def test_keys_with_values(tmp_path: Path) -> None:
     assert {row["side"] for row in rows} == {"both"}
 
 
-def test_a_run_of_a_method(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [["method=waterfill/scalar"], ["method=waterfill_kv", "task.heads=both"]])
+def test_a_run_of_a_method(form: list[str], tmp_path: Path) -> None:
     """What it would lose by its widths, on its calibration and on this text, and the part that has no bits."""
-    run = [*given(tmp_path), "task.windows=2", "method=waterfill/scalar", "bits=1.25", "method.calibration.samples=2"]
+    run = [*given(tmp_path), "task.windows=2", *form, "bits=1.25", "method.calibration.samples=2"]
     assert main([*run, "method.calibration.length=256", f"results_dir={tmp_path}"]) == 0
     (record,) = (one for one in records(tmp_path).values() if one.method != "fp16")
     for name in ("", "_here"):
@@ -157,6 +158,7 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for extra, told in (
         (["method=kivi", "bits=2"], "task=limit: method=kivi has no spectrum"),
         (["method=waterfill", "bits=2", "task.heads=both"], "task.heads=both: the limit alone"),
+        (["method=waterfill_kv", "bits=2"], "task.heads=both: the limit alone"),
         (["method=fp16", "task.rates=[0]"], "task.rates="),
         (["method=fp16", "task.ridge=0"], "task.ridge=0"),
         (["method=fp16", "task.left_out=64"], "task.left_out=64: at most 63"),
