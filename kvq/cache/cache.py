@@ -148,6 +148,7 @@ class KVCache(PaddableCache, WatchfulCache):
                 RopeTable(style) for group, style in sorted({group: style for style, group in styles}.items())
             ]
             self._share_tables()
+            self._own[0].check_rotations(self._own)
 
     @override
     def update(

@@ -14,6 +14,7 @@ from kvq.cache.layer import KVCacheLayer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Reader, Writer
 from kvq.cache.side import CacheSide
+from kvq.cache.window import drop
 
 Read = TypeVar("Read")
 
@@ -22,7 +23,6 @@ class ValuesOfKeys:
     """The values of a `JoinedLayer`: its keys' side stores them, and they count there."""
 
     codec = None
-    drops = False
     uses_rope = False
     packed_bytes = residual_bytes = elements_per_token = 0
     bits_per_element = 0.0
@@ -39,6 +39,14 @@ class ValuesOfKeys:
     @property
     def tokens(self) -> int:
         return self.holder.tokens
+
+    @property
+    def dropped(self) -> int:
+        return self.holder.dropped
+
+    @dropped.setter
+    def dropped(self, tokens: int) -> None:
+        self.holder.dropped = tokens
 
     @property
     def packed_tokens(self) -> int:
@@ -93,6 +101,16 @@ class JoinedLayer(KVCacheLayer):
     def _record(self, key_states: Tensor, value_states: Tensor) -> int:
         both = torch.cat([key_states, value_states], 1)
         return super()._record(both, both)
+
+    @override
+    def _leave(self) -> None:
+        if self._hidden:
+            drop((self.key,), self._hidden)
+
+    @override
+    def read(self, given: Reader) -> None:
+        given.sizes["most_heads"] *= 2
+        super().read(given)
 
     @override
     def crop(self, tokens_to_remove: int) -> None:

@@ -155,6 +155,9 @@ class Layer(CacheLayerMixin):
     def fork(self) -> Layer:
         """A copy that shares the tokens cached so far."""
 
+    def check_rotations(self, layers: Sequence[Layer]) -> None:
+        """Raise `Unsupported` where layers of a cache, itself the first, cannot have the rotations they were given."""
+
     def link(self, layers: Sequence[Layer]) -> None:
         """Receive all layers of a cache, itself the first, after each was forked."""
 
@@ -238,7 +241,7 @@ class KVCacheLayer(Layer):
         return any(side.queries for side in self._moves(queries))
 
     def _not_followed(self) -> Unsupported:
-        label = self.key.label.removesuffix(" keys")
+        label = self.key.label.removesuffix(" and values").removesuffix(" keys")
         return Unsupported(f"model: {label} attends in a way that kvq cannot follow")
 
     @override

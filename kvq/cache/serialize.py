@@ -188,10 +188,11 @@ class Reader:
                 raise self.error(f"{name}.{part} is {tensor.dtype} {list(tensor.shape)}, not {like.dtype} {wanted}")
         parts = {part: tensor.to(self.device) for part, tensor in parts.items()}
         packed = Packed(parts, runs, batch, heads, head_dim, self.dtype)
-        # A codec that stores nothing (`zero`), or compressed blocks, is held to what the model can read.
-        stores = any(part.numel() for part in tried.values()) and not isinstance(codec, CodedBlocks)
-        fits = packed.bits_per_element >= _LEAST_BITS if stores else packed.tokens <= self.sizes["most_tokens"]
-        if not fits:
+        # A codec that stores nothing (`zero`) is held to what the model can read, so are streams of very few bytes.
+        stores = any(part.numel() for part in tried.values())
+        fits = stores and packed.bits_per_element >= _LEAST_BITS
+        lists = not stores or isinstance(codec, CodedBlocks)
+        if not fits and not (lists and packed.tokens <= self.sizes["most_tokens"]):
             raise self.error(f"{name} claims {packed.tokens} tokens, for which it holds {packed.nbytes} bytes")
         return packed
 

@@ -88,11 +88,12 @@ class Calibration:
         """Of decoding, per element of the layers and sides that have such tables; None: there are none."""
         total = elements = 0
         for codecs in method.bound.values():
-            for codec, heads, dim in zip(codecs, self.heads, self.head_dims, strict=True):
+            for layer, (codec, heads, dim) in enumerate(zip(codecs, self.heads, self.head_dims, strict=True)):
                 parts = {} if codec is None else calibrated_parts(codec)
                 own = [part.multiplications for part in parts.values() if part.multiplications is not None]
                 count = heads * dim * (2 if method.joins_sides else 1)
-                total, elements = total + sum(own), elements + count * bool(own)
+                once = codec is not None and codec.joins_layers and layer  # counted with the first layer
+                total, elements = total + (0 if once else sum(own)), elements + count * bool(own)
         return total / elements if elements else None
 
 

@@ -282,8 +282,9 @@ class DatasetConfig:
                 f"dataset.path={self.path or self.hub_id}: dataset={self.name} is embedded and reads no other text; "
                 "use dataset=wikitext2 (joined rows) or c4 (documents)"
             )
-        if self.loader is Loader.embedded and self.rows is not None:
-            raise ConfigError(f"dataset.rows={self.rows}: dataset={self.name} is embedded; dataset.max_tokens= cuts it")
+        if self.loader in (Loader.embedded, Loader.items) and self.rows is not None:
+            kind = "embedded; dataset.max_tokens= cuts it" if self.loader is Loader.embedded else "read by items"
+            raise ConfigError(f"dataset.rows={self.rows}: dataset={self.name} is {kind}")
 
 
 class Attention(enum.StrEnum):

@@ -51,7 +51,6 @@ class JoinedStates:
 
         Raises:
             DataError: states of some layer are NaN or infinite.
-            Unsupported: layers whose keys are rotated in different ways.
         """
         first = self.sides[0]
         if self.store is None:
@@ -60,8 +59,6 @@ class JoinedStates:
         start = self.store.tokens
         if end <= start:
             return
-        if any(side.rope is not first.rope for side in self.sides):
-            raise Unsupported(f"model: {first.label} and those of other layers have different rotary embeddings")
         found = []
         for side in self.sides:
             if side.place != place:
@@ -71,14 +68,15 @@ class JoinedStates:
                 side._check_finite(own)
             else:
                 own = states[:, :, states.shape[2] - (end - start) :]
-            found.append(own.to(states.device))
-        self.store.add(torch.cat(found, 1), block, rope)
+            found.append(own.to(first.device))
+        self.store.add(torch.cat(found, 1), block, None if rope is None else rope.to(first.device))
 
     def of(self, place: int, start: int, end: int, rope: Rope | None) -> States:
         """The decoded tokens of one layer. They are decoded once for all layers, and kept until the last has come."""
         assert self.store is not None
         if self._decoded is None or self._decoded[0] != self.store.tokens:
-            self._decoded = self.store.tokens, self.store.past(rope)
+            turns = None if rope is None else rope.to(self.sides[0].device)
+            self._decoded = self.store.tokens, self.store.past(turns)
         own = self._decoded[1].unflatten(1, (len(self.sides), -1))[:, place]
         return own[:, :, start:end].to(self.sides[place].device)
 
@@ -148,7 +146,7 @@ class LayerShare(BlockStore):
 
     @override
     def read(self, given: Reader) -> None:
-        self._tokens = given.count("joined", highest=given.sizes["most_tokens"]) if "joined" in given.tree else 0
+        self._tokens = given.count("joined") if "joined" in given.tree else 0
         if self.place:
             if self._tokens != (0 if self.joined.store is None else self.joined.store.tokens):
                 raise given.error(f"joined is {self._tokens}; the first layer holds another number of packed tokens")
@@ -255,6 +253,13 @@ class LayerOfAll(KVCacheLayer):
     @override
     def link(self, layers: Sequence[Layer]) -> None:
         _link(layers)
+
+    @override
+    def check_rotations(self, layers: Sequence[Layer]) -> None:
+        for side in (self.key, self.value):
+            joined = side.joined if isinstance(side, JoinedSide) and side.uses_rope else None
+            if joined is not None and any(one.rope is not side.rope for one in joined.sides):
+                raise Unsupported(f"model: {side.label} and those of other layers have different rotary embeddings")
 
 
 def _link(layers: Sequence[Layer]) -> None:

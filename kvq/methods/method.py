@@ -13,7 +13,7 @@ from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.packed import packed_layer
 from kvq.cache.side import CacheSide
-from kvq.codecs import Codec, Order, PairOrder, StoredWithKeys, calibrated_parts
+from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, Order, PairOrder, StoredWithKeys, calibrated_parts
 from kvq.config.bits import Bits, mean_label
 from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
@@ -95,16 +95,27 @@ class Method:
         return isinstance(self.value, StoredWithKeys)
 
     def check_joined(self) -> None:
-        """Raise `ConfigError` where keys and values are one store, and something is to hold for one of them."""
+        """Raise `ConfigError` where parts of one store are given for two, or of two for one."""
+        early = [] if self.first_layers is None else [self.first_layers.key, self.first_layers.value]
+        for codec in filter(None, (self.key, self.value, *early)):
+            both = self.joins_sides and codec is self.key
+            for stage_name, stage in codec.stages:
+                if getattr(stage, "before_values", False) != both and stage.uses_rope:
+                    raise ConfigError(
+                        f"{stage_name}.before_values={not both}: true where values are stored with keys, only"
+                    )
         if not self.joins_sides:
             return
-        name = self.beyond_codecs("sink_tokens", "is_calibrated", "joins_sides")
+        name: str | None = self.beyond_codecs("sink_tokens", "is_calibrated", "joins_sides")
         if name is None and any(self.full_precision_layers.values()):
             name = "full_precision_layers"
         if self.residual.key != self.residual.value:
             name = "a residual for keys and another for values"
         if name is None and self.bits is not None and self.bits.key != self.bits.value:
             name = f"bits={self.bits.label}"
+        parts = {} if self.key is None else calibrated_parts(self.key)
+        if not all(isinstance(part, FisherTransform | ComponentQuantizer) for part in parts.values()):
+            name = "tables that are fitted to keys alone"
         if self.key is None or name is not None:
             raise ConfigError(f"method={self.name}: values are stored with the keys; not with {name or 'key=null'}")
 

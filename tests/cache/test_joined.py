@@ -18,6 +18,7 @@ from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer
 from kvq.calibration.fit import calibrate_on_text
 from kvq.codecs import Codec, StoredWithKeys, UndoRope, calibrated_parts, rope_table
+from kvq.config.residual import Residual
 from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.methods.kept_keys import side_of
 from kvq.methods.method import Method
@@ -121,12 +122,15 @@ def test_what_a_window_hides_is_hidden() -> None:
     for start in range(0, 40, 5):
         read = [layer.update(keys[:, :, start : start + 5], values[:, :, start : start + 5]) for layer in pair]
         assert all(map(torch.equal, *read))
+        same(*pair)
+    assert pair[0].key.dropped
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kv_heads", [2, 4])  # of 4 heads
 @pytest.mark.parametrize("overrides", RESIDUALS.values(), ids=RESIDUALS)
-def test_a_model_writes_the_same_and_a_file_goes_on(overrides: list[str], tmp_path: Path) -> None:
-    model = llama(layers=2, head_dim=32)
+def test_a_model_writes_the_same_and_a_file_goes_on(overrides: list[str], kv_heads: int, tmp_path: Path) -> None:
+    model = llama(layers=2, head_dim=32, kv_heads=kv_heads)
     joined, apart = both_ways(*overrides, sinks=1)
     caches = [KVCache(model, method) for method in (joined, apart)]
     ids = token_ids(40, batch=2)
@@ -224,6 +228,27 @@ def test_calibration_shares_bits_over_keys_with_values(bits: float) -> None:
 def test_what_holds_for_one_of_them_is_refused(overrides: list[str], bits: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^method=waterfill_kv: values are .*; not with {said}$"):
         build_method("waterfill_kv", bits=bits, head_dim=32, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("waterfill_kv", ["key.stages.undo_rope.before_values=false"]),
+        ("waterfill_kv", ["value=null"]),
+        ("waterfill", ["+key.stages.undo_rope.before_values=true"]),
+    ],
+)
+def test_rope_is_undone_before_values_where_there_are_values(name: str, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"undo_rope.before_values=(True|False): true where values are stored"):
+        build_method(name, bits=2, head_dim=32, overrides=overrides)
+
+
+@pytest.mark.parametrize("name", ["kvtc", "kvquant/dense"])
+def test_tables_of_keys_alone_are_refused(name: str) -> None:
+    method = build_method(name, bits=2, head_dim=32)
+    method = dataclasses.replace(method, value=StoredWithKeys(), residual=Residual(*[method.residual.key] * 2))
+    with pytest.raises(ConfigError, match=r"not with tables that are fitted to keys alone|before_values"):
+        method.check_joined()
 
 
 def test_packed_attention_and_a_codec_of_values_alone_are_refused() -> None:

@@ -121,6 +121,16 @@ def test_residuals_and_sinks(name: str, overrides: list[str], tmp_path: Path) ->
     same(model, cache, KVCache.load(tmp_path / "one", model, method), batch=2)
 
 
+@pytest.mark.parametrize("name", ["kvquant_plus_plus/huffman", "kvtc/deflate", "kvtc/all_layers", "kvtc"])
+def test_more_tokens_than_the_model_has_positions(name: str, tmp_path: Path) -> None:
+    _, method = method_of(name)
+    dim = 32 if method.is_calibrated else 128
+    model = llama(layers=LAYERS, head_dim=dim, kv_heads=HEADS, positions=96)
+    cache = filled(model, method)
+    cache.save(tmp_path / "one")
+    same(model, cache, KVCache.load(tmp_path / "one", model, method))
+
+
 @pytest.mark.parametrize("settings", [{"keep_decoded": True}, {"quantized_prefill": True}, {"attention": "packed"}])
 def test_settings_of_a_cache_are_given_anew(settings: dict[str, Any], tmp_path: Path) -> None:
     model, method = llama(layers=LAYERS, head_dim=64, kv_heads=HEADS), build_method("kivi", bits=2, head_dim=64)

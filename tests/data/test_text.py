@@ -253,6 +253,8 @@ def test_a_stream_that_breaks_off_points_to_a_local_copy(monkeypatch):
 def test_streamed_rows_are_those_of_a_local_copy(tmp_path):
     """By the library's own reader of files, which needs no network."""
     path = write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"dataset.rows=3: dataset=.* is read by items"):
+        config(loader=Loader.items, rows=3)
     streamed = kvq.data.rows.read_rows(config(hub_id="json", data_files=str(path), split="train", rows=3))
     assert streamed == kvq.data.rows.read_rows(config(path, rows=3)) == tuple(ROWS[:3])
     with pytest.raises(ConfigError, match=r"dataset\.rows=3: dataset=made is embedded"):

@@ -22,6 +22,7 @@ from kvq.config.method import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
+from kvq.models.layers import head_dims_of
 from kvq.models.weights import weights_name
 from kvq.tasks.scoring import (
     check_at_once,
@@ -32,6 +33,7 @@ from kvq.tasks.scoring import (
 )
 from tests.cache.test_saved import filled, goes_on, method_of, same
 from tests.codecs import kvtc_oracle as oracle
+from tests.families import family
 from tests.random_models import llama, token_ids
 
 LAYERS, DIM, HEADS, SIZE = 3, 8, 2, 24
@@ -130,6 +132,17 @@ def _watch(layer: Any, fed: list[Any], read: dict[int, Any], index: int) -> None
         return read[index]
 
     layer.update = watched
+
+
+def test_multiplications_count_once() -> None:
+    """Those of the basis over all elements of a token; of a layer's own bases, each layer's over its own."""
+    method, found = made()
+    expected = sum(found.tensors[f"{side}.0.components.basis"].numel() for side in ("key", "value")) / (2 * WIDE)
+    assert found.metrics({}, method)["decode_multiplications"] == pytest.approx(expected)
+    method, found = made("kvtc")
+    bases = [table.numel() for name, table in found.tensors.items() if name.endswith(".basis")]
+    assert len(bases) == 2 * LAYERS
+    assert found.metrics({}, method)["decode_multiplications"] == pytest.approx(sum(bases) / (2 * WIDE))
 
 
 def test_bytes_count_once() -> None:
@@ -251,9 +264,15 @@ def test_what_is_refused() -> None:
         fresh.pad([1, 0])
     with pytest.raises(Unsupported, match="cannot take tokens back"):
         fresh.activate_past_recording()
-    fresh.kv_layers[1].key.rope = fresh.kv_layers[0].key.rope.fork()
-    with pytest.raises(Unsupported, match="different rotary embeddings"):
-        model(input_ids=ids, past_key_values=fresh)
+
+
+def test_layers_with_different_rotations_are_refused_before_any_token() -> None:
+    gemma = family("gemma3")
+    head_dims = head_dims_of(gemma.text_config)
+    method = kvq.build_method(NAME, 2, head_dims[0])
+    found = calibrate(gemma, method, token_ids(32, batch=2), CalibrationConfig(samples=2, length=32))
+    with pytest.raises(Unsupported, match="layer 0 keys and those of other layers have different rotary embeddings"):
+        KVCache(gemma, bind(method, found, weights_name(gemma.model), head_dims))
 
 
 @torch.no_grad()
