@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvq.report.figures.drawing import below, dress, handle, panels, points, powers_of_two, rows_named, titled
 from kvq.report.figures.error import labelled_rows
-from kvq.report.figures.style import Line, colour, dash, lines_of
+from kvq.report.figures.style import Line, colour, dash, legend_columns, lines_of
 from kvq.report.labels import label, named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import metric_of
@@ -202,7 +202,7 @@ def tables_figure(table: pd.DataFrame) -> Figure:
     for axis, (words, _) in zip(axes, columns.values(), strict=True):
         axis.set_xlim(left=0)
         dress(axis, words, metric_of("delta_nll").title if axis is axes[0] else "", "both")
-    below(made, axes[0], 4)
+    below(made, axes[0], legend_columns(table["method"].tolist(), 2))
     return made
 
 

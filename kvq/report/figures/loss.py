@@ -44,9 +44,9 @@ class Size(NamedTuple):
     best: Callable[[Row], bool]
 
 
-EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, 7, lambda row: row.best)
+EFFECTIVE = Size("effective_bits", "effective bits per element", effective_bits, len(_USUAL), lambda row: row.best)
 _WORDS = "measured bits per element, without the residual"
-MEASURED = Size("bits_per_element", _WORDS, measured_bits, 7, lambda row: row.best_measured)
+MEASURED = Size("bits_per_element", _WORDS, measured_bits, len(_USUAL), lambda row: row.best_measured)
 """With it, the axis of formats of engines, which have no residual, is that of the rates that papers name."""
 
 

@@ -97,7 +97,7 @@ def test_families_share_a_colour_and_no_two_methods_look_alike() -> None:
     assert len(style.lines_of(f"many{index}" for index in range(100))) == 100
 
 
-def test_seven_methods_have_colours_and_the_frontier_is_named_however_many_there_are() -> None:
+def test_eight_methods_have_colours_and_the_frontier_is_named_however_many_there_are() -> None:
     best = pd.DataFrame(
         {
             "method": ["low", "kivi", "kivi/block"],
@@ -127,7 +127,7 @@ def test_seven_methods_have_colours_and_the_frontier_is_named_however_many_there
     assert names == [
         "kivi",
         "low",
-        *(f"m0{index}" for index in range(5)),
+        *(f"m0{index}" for index in range(6)),
         "other methods",
         "variants and ablations",
         "frontier",
