@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pandas as pd
 
 from kvq.report.figures.drawing import below, dress, handle, panels, points, powers_of_two, rows_named, titled
 from kvq.report.figures.error import labelled_rows
-from kvq.report.figures.style import Line, colour, dash, legend_columns, lines_of
+from kvq.report.figures.style import Line, colour, cut, dash, lines_of
 from kvq.report.labels import label, named
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import metric_of
@@ -193,16 +194,17 @@ def tables_figure(table: pd.DataFrame) -> Figure:
         _MULTIPLICATIONS: ("multiplications per\ndecoded element", 1),
     }
     columns = {name: drawn for name, drawn in columns.items() if name in table}
-    made, axes = panels(2, 3.2, 1, len(columns), sharey=True)
-    for method, look in lines_of(list(dict.fromkeys(table["method"]))).items():
+    looks = lines_of(list(dict.fromkeys(table["method"])))
+    made, axes = panels(2, 2.6 + 0.16 * math.ceil(len(looks) / 3), 1, len(columns), sharey=True)
+    for method, look in looks.items():
         for axis, (column, (_, scale)) in zip(axes, columns.items(), strict=True):
             part = table[table["method"] == method].dropna(subset=column)
-            axis.plot(part[column] * scale, part["delta_nll"], **look._asdict(), markersize=4, label=method)
+            axis.plot(part[column] * scale, part["delta_nll"], **look._asdict(), markersize=4, label=cut(method, 26))
     axes[0].set_yscale("log")
     for axis, (words, _) in zip(axes, columns.values(), strict=True):
         axis.set_xlim(left=0)
         dress(axis, words, metric_of("delta_nll").title if axis is axes[0] else "", "both")
-    below(made, axes[0], legend_columns(table["method"].tolist(), 2))
+    below(made, axes[0], 3)
     return made
 
 
