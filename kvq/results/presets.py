@@ -300,8 +300,8 @@ def from_presets(record: Record) -> FromPresets:
 
 
 def worded(record: Record) -> Record:
-    """The record with its words and the label that is made of them."""
-    words = found_of(record)
+    """The record with its words and the label that is made of them, by its settings in the order of a file's."""
+    words = found_of(record.model_copy(update={"config": json.loads(json.dumps(record.config, sort_keys=True))}))
     return record.model_copy(update={"from_presets": words, "label": joined(record.method, words.method)})
 
 

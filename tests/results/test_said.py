@@ -67,6 +67,15 @@ def test_a_record_of_an_earlier_version_has_words_all_the_same(records: list[Rec
         assert (label(before), protocol_departures(before)) == (label(record), protocol_departures(record))
 
 
+def test_words_do_not_depend_on_the_order_of_settings(records: list[Record]) -> None:
+    record = next(record for record in records if "calibration length" in str(record.label))
+    calibration = record.config["method"]["calibration"]
+    turned = {name: calibration[name] for name in sorted(calibration, reverse=True)}
+    method = {**record.config["method"], "calibration": turned}
+    other = worded(record.model_copy(update={"config": {**record.config, "method": method}}))
+    assert (other.label, other.from_presets) == (worded(record).label, worded(record).from_presets)
+
+
 def test_every_committed_record_has_words_and_a_command(records: list[Record]) -> None:
     assert [record.key for record in records if None in (record.label, record.from_presets, record.command)] == []
     assert [record.command for record in records if "experiment=" in str(record.command)] == []
