@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache.chunk_masks import Transitions
-from kvq.cache.layer import KVCacheLayer
+from kvq.cache.layer import KVCacheLayer, Read
 from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Reader, Writer
 from kvq.cache.side import CacheSide
 from kvq.cache.window import drop
-
-Read = TypeVar("Read")
 
 
 class ValuesOfKeys:

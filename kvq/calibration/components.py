@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +26,22 @@ SAMPLE = 2**16
 LEVELS_STREAM = 0x6C65766C
 _kept: Kept[dict[Place, JointMoments]] = {}
 _kept_trial: Kept[dict[Place, JointMoments]] = {}
+
+
+@dataclass(frozen=True)
+class Text:
+    """The calibration text of a model.
+
+    Attributes:
+        left_out: first tokens of a window that do not count.
+        both: codecs of keys take values as further heads (`Method.joins_sides`).
+    """
+
+    loaded: LoadedModel
+    windows: Int[Tensor, "samples length"]
+    settings: CalibrationConfig
+    left_out: int
+    both: bool
 
 
 def fit_components(
@@ -50,41 +67,32 @@ def fit_components(
     left_out = {found[1].left_out for codec in codecs.values() if (found := joint_parts(codec)) is not None}
     if len(left_out) > 1:
         raise ConfigError(f"left_out: keys and values leave out {sorted(left_out)} first tokens; the same number")
-    how = (left_out.pop(), any(codec.uses_rope for codec in codecs.values()), both)
+    text = Text(loaded, windows, settings, left_out.pop(), both)
+    how = (text.left_out, any(codec.uses_rope for codec in codecs.values()), both)
 
-    def fitted(own: Tensor, kept: Kept[dict[Place, JointMoments]]) -> tuple[dict[Place, Tables], float]:
-        moments, earlier = moments_of(loaded, own, settings, how, kept)
+    def fitted(own: Text, kept: Kept[dict[Place, JointMoments]]) -> tuple[dict[Place, Tables], float]:
+        moments, earlier = moments_of(loaded, own.windows, settings, how, kept)
         moments = {("key", at): one for (_, at), one in moments.items()} if both else moments
-        return with_levels(loaded, codecs, fit_sharing(codecs, moments), own, settings, how[0], both), earlier
+        return with_levels(own, codecs, fit_sharing(codecs, moments)), earlier
 
-    tables, earlier = fitted(windows, _kept)
+    tables, earlier = fitted(text, _kept)
     if any(isinstance(codec.quantizer, ComponentQuantizer) and codec.quantizer.chooses for codec in codecs.values()):
         held = held_out(len(windows))
-        trial, more = fitted(windows[~held], _kept_trial)
-        losses = [loss_through(loaded, codecs, _unshrunk(trial, grown), windows[held], whole, both) for grown in (0, 1)]
+        trial, more = fitted(replace(text, windows=windows[~held]), _kept_trial)
+        apart = replace(text, windows=windows[held])
+        losses = [loss_through(apart, codecs, _unshrunk(trial, grown), whole) for grown in (0, 1)]
         tables, earlier = _unshrunk(tables, int(losses[1] < losses[0])), earlier + more
     return tables, earlier
 
 
-def with_levels(
-    loaded: LoadedModel,
-    codecs: Mapping[Place, Codec],
-    tables: Mapping[Place, Tables],
-    windows: Int[Tensor, "samples length"],
-    settings: CalibrationConfig,
-    left_out: int,
-    both: bool = False,
-) -> dict[Place, Tables]:
+def with_levels(text: Text, codecs: Mapping[Place, Codec], tables: Mapping[Place, Tables]) -> dict[Place, Tables]:
     """The tables, with levels fitted to the components of the text where quantizers have such.
 
     Lloyd's steps begin at the levels of N(0, 1), so on the values that they are fitted to no squared error grows.
-
-    Args:
-        left_out: first tokens of a window that do not count.
     """
     fitted = {place: codec for place, codec in codecs.items() if getattr(codec.quantizer, "fitted", False)}
     out = dict(tables)
-    seen = values_of_widths(loaded, fitted, tables, windows, settings, left_out, both) if fitted else {}
+    seen = values_of_widths(text, fitted, tables) if fitted else {}
     for place, by in seen.items():
         levels = [lloyd_levels(by[width], width, normal_levels(width)) for width in sorted(by)]
         out[place] = tables[place] | {"quantizer.levels": torch.cat(levels).float()}
@@ -92,23 +100,17 @@ def with_levels(
 
 
 def values_of_widths(
-    loaded: LoadedModel,
-    codecs: Mapping[Place, Codec],
-    tables: Mapping[Place, Tables],
-    windows: Int[Tensor, "samples length"],
-    settings: CalibrationConfig,
-    left_out: int,
-    both: bool = False,
+    text: Text, codecs: Mapping[Place, Codec], tables: Mapping[Place, Tables]
 ) -> dict[Place, dict[int, Float[Tensor, " values"]]]:
     """Components by width, of all components of a width and all tokens that count, places without widths left out.
 
     Memory: at most `SAMPLE` values in fp32 of a width of a layer and side; of more, as many are drawn by the seed.
     """
     found: dict[Place, dict[int, list[Tensor]]] = {}
-    generator = torch.Generator().manual_seed(settings.seed ^ LEVELS_STREAM)
-    bound, most = _binding(codecs, tables), max(1, SAMPLE // len(windows))
-    for window, positions in drawn_positions(windows, settings.tokens, settings.seed):
-        kept = positions[positions >= left_out]
+    generator = torch.Generator().manual_seed(text.settings.seed ^ LEVELS_STREAM)
+    bound, most = _binding(codecs, tables), max(1, SAMPLE // len(text.windows))
+    for window, positions in drawn_positions(text.windows, text.settings.tokens, text.settings.seed):
+        kept = positions[positions >= text.left_out]
 
         def see(place: Place, x: Tensor, rope: Rope, kept: Tensor = kept) -> Tensor:
             if place in codecs:
@@ -121,25 +123,23 @@ def values_of_widths(
                     found.setdefault(place, {}).setdefault(width, []).append(values.float())
             return x
 
-        _passed(loaded, window, see, both)
+        _passed(text, window, see)
     return {place: {width: torch.cat(parts) for width, parts in by.items()} for place, by in found.items()}
 
 
-def _passed(
-    loaded: LoadedModel, window: Int[Tensor, " tokens"], through: Callable[[Place, Tensor, Rope], Tensor], both: bool
-) -> float:
+def _passed(text: Text, window: Int[Tensor, " tokens"], through: Callable[[Place, Tensor, Rope], Tensor]) -> float:
     """Summed loss (nats) of a window, whose keys and values are `through(place, states, rotations)`, or `both` once."""
-    with ropes_of(loaded) as found:
+    with ropes_of(text.loaded) as found:
 
         def see(index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             none = key.new_zeros(1, key.shape[2], 0)
             rope = found.get(index, Rope(none, none)).to(key.device)
-            if both:
+            if text.both:
                 keys, values = through(("key", index), torch.cat([key, value], 1), rope).chunk(2, 1)
                 return keys, values
             return through(("key", index), key, rope), through(("value", index), value, rope)
 
-        return loss(loaded, window, see, backward=False)
+        return loss(text.loaded, window, see, backward=False)
 
 
 def _binding(codecs: Mapping[Place, Codec], tables: Mapping[Place, Tables]) -> Callable[[Place, Tensor], Codec]:
@@ -172,14 +172,7 @@ def _unshrunk(tables: Mapping[Place, Tables], grown: int) -> dict[Place, Tables]
     return {place: own | flags.get(place, {}) for place, own in tables.items()}
 
 
-def loss_through(
-    loaded: LoadedModel,
-    codecs: Mapping[Place, Codec],
-    tables: Mapping[Place, Tables],
-    windows: Int[Tensor, "samples length"],
-    whole: int,
-    both: bool = False,
-) -> float:
+def loss_through(text: Text, codecs: Mapping[Place, Codec], tables: Mapping[Place, Tables], whole: int) -> float:
     """Summed negative log-likelihood (nats) with keys and values quantized at once, but for `whole` first tokens."""
     bound = _binding(codecs, tables)
 
@@ -190,4 +183,4 @@ def loss_through(
         turns = rope.narrow(whole, rest.shape[2]) if codec.uses_rope else None
         return torch.cat([x[:, :, :whole], codec.decode(codec.encode(rest, rope=turns), turns)], 2)
 
-    return sum(_passed(loaded, window, through, both) for window in windows)
+    return sum(_passed(text, window, through) for window in text.windows)
