@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CODED = sorted(
-    path.stem
-    for path in (ROOT / "conf" / "method").glob("*.yaml")
-    if "_target_: kvq.codecs.Codec" in path.read_text(encoding="utf-8")
-)
+
+
+def has_codecs(path: Path) -> bool:
+    """Whether a method has a codec of its own for keys and for values, as test_every_method.py wants."""
+    text = path.read_text(encoding="utf-8")
+    return "_target_: kvq.codecs.Codec" in text and "_target_: kvq.codecs.StoredWithKeys" not in text
+
+
+CODED = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml") if has_codecs(path))
 EVERY_METHOD = [f"tests/codecs/test_every_method.py::test_a_block_is_on_its_own[{name}-16]" for name in CODED]
 EVERY_ROOM = [
     "tests/cache/test_cache.py",
