@@ -63,8 +63,6 @@ ENCODED = (
     ("turboquant/prod", 2),
 )
 TABLES = (("nsnquant", 1), ("nsnquant", 2), ("turboquant", 2), ("turboquant", 4), ("q4_0", 4))
-JOINT = {"8x128": {"heads": 8, "dim": 128}, "3x64": {"heads": 3, "dim": 64}}
-"""Shapes of an 8B model's keys and of SmolLM2's; of the transform of all heads, the work goes with their square."""
 TOKENS, HEADS = 512, 8
 LONG = 32768
 
@@ -195,11 +193,6 @@ def packed_attention(pairs: int) -> dict[str, Any]:
         for name, bits in TABLES
         for group in (1, 4)
     }
-    for name, shape in JOINT.items():
-        for group in (1, 4):
-            cells[f"waterfill/scalar_{name}_{group}q"] = attention_bench.measure(
-                "waterfill/scalar", 2.25, device, bandwidth, batch=1, tokens=LONG, group=group, pairs=pairs, **shape
-            )
     return {"copy_bytes_per_second": bandwidth, "threads": torch.get_num_threads(), "cells": cells}
 
 
@@ -290,6 +283,11 @@ def _attention(pairs: int, records: int) -> dict[str, Any]:
         return packed_attention(3 * pairs)
 
 
+def _joint_attention(pairs: int, records: int) -> dict[str, Any]:
+    with torch.inference_mode():
+        return joint_bench.attention(LONG, pairs)
+
+
 def fused_encode(pairs: int) -> dict[str, Any]:
     """Encoding in one pass over the codec's own, of a prefill of 4096 tokens and of one block of 128."""
     device = torch.device("cpu")
@@ -302,6 +300,7 @@ def fused_encode(pairs: int) -> dict[str, Any]:
 # Parts that can be measured on their own, which keeps the rest of the file.
 ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "packed_attention": _attention,
+    "joint_attention": _joint_attention,
     "fused_encode": lambda pairs, records: fused_encode(pairs),
     "batches": lambda pairs, records: batch_bench.measure(inputs()[0], pairs),
     "calibration_fits": lambda pairs, records: bench_fits.measure(),
@@ -337,13 +336,9 @@ def show(report: dict[str, Any]) -> None:
             f"{'encode_over_kivi':<34}{name:<24}{values['ratio_median']:8.2f}x  ({speed:.1f}{of} M elements/s; packed "
             f"caches {fast:.1f})"
         )
-    for name, values in report.get("packed_attention", {}).get("cells", {}).items():
-        of_copy, dense = (values[f"{part}fraction_of_copy_bandwidth"] for part in ("", "bf16_"))
-        print(
-            f"{'packed_attention':<34}{name:<12}{values['ratio_median']:8.2f}x of {values['fastest_sdpa']}, memory 1/"
-            f"{values['memory_ratio']:.2f}; {values['bytes'] / 1e6:.1f} MB at {of_copy:.2f} of copying ({dense:.2f})"
-            + (f", {over['ratio_median']:.2f}x of decoding all" if (over := values.get("over_decoding")) else "")
-        )
+    for figure in ("packed_attention", "joint_attention"):
+        for name, values in report.get(figure, {}).get("cells", {}).items():
+            print(f"{figure:<34}{name:<24}{attention_bench.said(values)}")
     for name, ways in report.get("one_thread_over_two", {}).items():
         gains = ", ".join(f"{way} {values['ratio_median']:.2f}x" for way, values in ways.items())
         print(f"{'one_thread_over_two':<34}{name:<12}{gains}")

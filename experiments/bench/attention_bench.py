@@ -59,8 +59,9 @@ def copy_bandwidth(device: torch.device, mebibytes: int = 256, repeats: int = 9)
 
 def states_of(method: Method, keys: Tensor, values: Tensor) -> tuple[PackedStates, PackedStates]:
     """Keys and values packed in the method's blocks but for the last `RESIDUAL`, as rows of a cache lie."""
-    out, before = [], keys.shape[2] - RESIDUAL
-    for codec, states in ((method.key, keys), (method.value, values)):
+    out, before, heads = [], keys.shape[2] - RESIDUAL, keys.shape[1]
+    apart = [(method.key, keys), (method.value, values)]
+    for codec, states in [(method.key, torch.cat([keys, values], 1))] if method.joins_sides else apart:
         assert codec is not None
         rope = rope_table(before, keys.shape[3]) if codec.uses_rope else None
         if rope is not None:  # as a cache keeps them: in the model's dtype
@@ -68,14 +69,17 @@ def states_of(method: Method, keys: Tensor, values: Tensor) -> tuple[PackedState
         packed = fused(codec).encode(states[:, :, :before], method.residual.key.size or 128, rope)
         packed.parts.update({name: part.contiguous() for name, part in packed.parts.items()})
         out.append(PackedStates(codec, (packed,), states[:, :, before:].clone(), rope))
+    if method.joins_sides:
+        return out[0].of_heads(slice(0, heads)), out[0].of_heads(slice(heads, 2 * heads))
     return out[0], out[1]
 
 
 def fitted(method: Method, heads: int, dim: int) -> Method:
     """A method of transforms of all heads together with tables for random moments; any other as it is."""
-    codecs = {("key", 0): method.key, ("value", 0): method.value}
+    codecs = {("key", 0): method.key} | ({} if method.joins_sides else {("value", 0): method.value})
     if any(codec is None or joint_parts(codec) is None for codec in codecs.values()):
         return method
+    heads = 2 * heads if method.joins_sides else heads
     n, generator = heads * dim, torch.Generator().manual_seed(3)
 
     def moments() -> Tensor:
@@ -84,8 +88,8 @@ def fitted(method: Method, heads: int, dim: int) -> Method:
 
     drawn = {place: JointMoments(torch.zeros(n).double(), moments(), moments(), heads, 2 * n) for place in codecs}
     tables = fit_sharing(codecs, drawn)
-    key, value = (bind_codec(codec, tables[place], heads, dim) for place, codec in codecs.items())
-    return dataclasses.replace(method, key=key, value=value)
+    own: dict[str, Any] = {side: bind_codec(codec, tables[side, 0], heads, dim) for (side, _), codec in codecs.items()}
+    return dataclasses.replace(method, **own)
 
 
 def decoding(q: Tensor, sides: Sequence[PackedStates]) -> Callable[[], Tensor]:
@@ -93,10 +97,12 @@ def decoding(q: Tensor, sides: Sequence[PackedStates]) -> Callable[[], Tensor]:
     batch, heads, dim = sides[0].shape
 
     def run() -> Tensor:
-        keys, values = (
-            torch.cat([*(side.codec.decode(packed, side.rope) for packed in side.packed), side.full], 2)
-            for side in sides
-        )
+        decoded = [
+            torch.cat([side.codec.decode(packed, side.rope) for packed in side.packed], 2)
+            for side in sides[: 1 if sides[0].own else 2]
+        ]
+        read = decoded if sides[0].own is None else decoded[0].split(heads, 1)
+        keys, values = (torch.cat([own, side.full], 2) for own, side in zip(read, sides, strict=True))
         return sdpa(q.reshape(batch, heads, -1, dim), keys, values)
 
     return run
@@ -165,7 +171,7 @@ def measure(
     medians = {label: statistics.median(found) for label, found in seconds.items()}
     fastest = min((label for label in medians if label.startswith("sdpa")), key=lambda label: medians[label])
     sides = (key_states, value_states)
-    packed = sum(part.nbytes for states in sides for part in states.packed)
+    packed = sum({id(part): part.nbytes for states in sides for part in states.packed}.values())
     residual = sum(states.full.numel() * states.full.element_size() for states in sides if states.full is not None)
     dense = 2 * keys.numel() * keys.element_size()
     launched: dict[str, Any] = {}
@@ -188,3 +194,13 @@ def measure(
         "fraction_of_copy_bandwidth": (packed + residual) / medians["packed"] / bandwidth,
         "bf16_fraction_of_copy_bandwidth": dense / medians[fastest] / bandwidth,
     }
+
+
+def said(cell: dict[str, Any]) -> str:
+    """What `measure` found, in a line."""
+    of_copy, dense = (cell[f"{part}fraction_of_copy_bandwidth"] for part in ("", "bf16_"))
+    over = f", {found['ratio_median']:.2f}x of decoding all" if (found := cell.get("over_decoding")) else ""
+    return (
+        f"{cell['ratio_median']:8.2f}x of {cell['fastest_sdpa']}, memory 1/{cell['memory_ratio']:.2f}; "
+        f"{cell['bytes'] / 1e6:.1f} MB at {of_copy:.2f} of copying ({dense:.2f}){over}"
+    )

@@ -1,7 +1,7 @@
-"""Tables and decoding of waterfill's transforms at the shape of an 8B model's layer, without its weights.
+"""Tables and decoding of waterfill's transforms at the shape of an 8B model's layer, and attention on their codes.
 
-Moments are synthetic: heads whose states, and what noise in them costs, share a part, with spectra that fall as powers
-of the rank. Bytes, multiplications and times are measured on them; loss is not.
+No weights are needed. Moments are synthetic: heads whose states, and what noise in them costs, share a part, with
+spectra that fall as powers of the rank. Bytes, multiplications and times are measured on them; loss is not.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import attention_bench
 import torch
 from torch import Tensor
 
@@ -34,6 +35,7 @@ FORMS = {
     "two_stages": ("waterfill/two_stages", ()),
 }
 DTYPES = ("float32", "float16")
+ATTENDED = ("waterfill/scalar", "waterfill", "waterfill_kv")
 
 
 def moments_of_heads() -> JointMoments:
@@ -51,6 +53,24 @@ def moments_of_heads() -> JointMoments:
 
     mean = torch.zeros(HEADS * DIM, dtype=torch.float64)
     return JointMoments(mean, drawn(FALL["covariance"]), drawn(FALL["fisher"]), HEADS, TOKENS)
+
+
+def attention(tokens: int, pairs: int) -> dict[str, Any]:
+    """Decode attention on the codes of `tokens` tokens, at the keys of an 8B model and of SmolLM2.
+
+    Beside SDPA, and beside decoding all of them; of the transform, the work goes with the square of heads and channels.
+    """
+    device = torch.device("cpu")
+    bandwidth = attention_bench.copy_bandwidth(device)
+    cells = {
+        f"{name}_{heads}x{dim}_{group}q": attention_bench.measure(
+            name, 2.25, device, bandwidth, batch=1, tokens=tokens, group=group, pairs=pairs, heads=heads, dim=dim
+        )
+        for name in ATTENDED
+        for heads, dim in ((8, 128), (3, 64))
+        for group in (1, 4)
+    }
+    return {"copy_bytes_per_second": bandwidth, "threads": torch.get_num_threads(), "cells": cells}
 
 
 def core_seconds(work: Callable[[], object]) -> float:

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
 
 from kvq.cache.hooks import attentions
+from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.side import CacheSide
 from kvq.cache.store import narrowed
@@ -116,9 +117,21 @@ class PackedLayer(KVCacheLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         hidden = self._hidden
-        read = PackedKeys(self.key.append_packed(key_states), hidden), self.value.append_packed(value_states)
+        keys, values = self._append_packed(key_states, value_states)
         self._leave()
-        return read
+        return PackedKeys(keys, hidden), values
+
+    def _append_packed(self, key_states: Tensor, value_states: Tensor) -> tuple[PackedStates, PackedStates]:
+        return self.key.append_packed(key_states), self.value.append_packed(value_states)
+
+
+class PackedJoinedLayer(PackedLayer, JoinedLayer):
+    """A `PackedLayer` whose keys and values one transform has put into the same components."""
+
+    @override
+    def _append_packed(self, key_states: Tensor, value_states: Tensor) -> tuple[PackedStates, PackedStates]:
+        heads, both = key_states.shape[1], self.key.append_packed(torch.cat([key_states, value_states], 1))
+        return both.of_heads(slice(0, heads)), both.of_heads(slice(heads, 2 * heads))
 
 
 def packed_side(like: CacheSide) -> PackedSide:
@@ -128,6 +141,8 @@ def packed_side(like: CacheSide) -> PackedSide:
 
 def packed_layer(like: KVCacheLayer, side: Callable[[CacheSide], PackedSide] = packed_side) -> PackedLayer:
     """An empty `PackedLayer` with the settings of `like`; `side`: as `packed_side`."""
+    if isinstance(like, JoinedLayer):
+        return PackedJoinedLayer(side(like.key), like.quantized_prefill, like.window)
     return PackedLayer(side(like.key), side(like.value), like.quantized_prefill, like.window)
 
 

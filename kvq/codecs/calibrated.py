@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.codec import Codec
@@ -22,6 +22,11 @@ States = Float[Tensor, "heads tokens head_dim"]
 Moments = Float[Tensor, "heads head_dim head_dim"]
 QUANTIZER = "quantizer"
 """Name of the quantizer among a codec's calibrated parts; stages have their own names."""
+
+
+def channels_of(heads: slice | None, shape: Size) -> slice:
+    """The channels of some heads (None: all) of states `[*lead, heads, tokens, head_dim]`, head after head."""
+    return slice(0, shape[-3] * shape[-1]) if heads is None else slice(heads.start * shape[-1], heads.stop * shape[-1])
 
 
 class Calibrated:

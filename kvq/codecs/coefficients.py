@@ -16,7 +16,7 @@ from jaxtyping import Float, Integer
 from torch import Size, Tensor
 from typing_extensions import override
 
-from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.calibrated import Calibrated, Tables, channels_of
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
 from kvq.codecs.rotations import per_block
 from kvq.codecs.stages import Side, Stage
@@ -107,13 +107,20 @@ class PrincipalComponents(Calibrated, Stage):
 
     @override
     def inverse(
-        self, y: Float[Tensor, "*lead heads tokens dim"], side: Side, product: Callable[..., Tensor] = per_block
-    ) -> Tensor:
-        """Components back to states; `product(rows, matrix)` may round in another way than blocks are decoded."""
-        basis = self.table("basis", y)
+        self,
+        y: Float[Tensor, "*lead heads tokens dim"],
+        side: Side,
+        product: Callable[..., Tensor] = per_block,
+        heads: slice | None = None,
+    ) -> Float[Tensor, "*lead _heads tokens dim"]:
+        """Components back to states, of some heads (None: all).
+
+        `product(rows, matrix)` may round in another way than blocks are decoded.
+        """
+        basis, some = self.table("basis", y), channels_of(heads, y.shape)
         flat = y.transpose(-3, -2).flatten(-2)[..., : basis.shape[1]]
-        found = product(flat, basis.mT) + self.table("mean", y)
-        return found.unflatten(-1, (y.shape[-3], -1)).transpose(-3, -2).contiguous()
+        found = product(flat, basis[some].mT) + self.table("mean", y)[:, some]
+        return found.unflatten(-1, (-1, y.shape[-1])).transpose(-3, -2).contiguous()
 
 
 def coded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.calibrated import Calibrated, Tables
+from kvq.codecs.calibrated import Calibrated, Tables, channels_of
 from kvq.codecs.quantizers import choice, to_stored
 from kvq.codecs.rotations import per_block
 from kvq.codecs.stages import Side, Stage
@@ -253,9 +254,16 @@ class FisherTransform(Calibrated, Stage):
 
     @override
     def inverse(
-        self, y: Float[Tensor, "*lead heads tokens dim"], side: Side, product: Callable[..., Tensor] = per_block
-    ) -> Tensor:
-        """Components back to states; `product(rows, matrix)` may round in another way than blocks are decoded."""
+        self,
+        y: Float[Tensor, "*lead heads tokens dim"],
+        side: Side,
+        product: Callable[..., Tensor] = per_block,
+        heads: slice | None = None,
+    ) -> Float[Tensor, "*lead _heads tokens dim"]:
+        """Components back to states, of some heads (None: all).
+
+        `product(rows, matrix)` may round in another way than blocks are decoded.
+        """
         order = self.table("order", y)[0].long()
         flat = y.transpose(-3, -2).flatten(-2)[..., : len(order)]
         matrices = self._matrices("inverse", y)
@@ -267,9 +275,14 @@ class FisherTransform(Calibrated, Stage):
         if turns:
             first = product(rows[0], turns[0]).split(firsts, -1)
             rows = tuple(torch.cat(pair, -1) for pair in zip(first, rows[1:], strict=True))
-        parts = [product(*pair) for pair in zip(rows, matrices, strict=True)]
-        found = torch.cat(parts, -1) + self.table("mean", y)
-        return found.unflatten(-1, (y.shape[-3], -1)).transpose(-3, -2).contiguous()
+        some, starts = channels_of(heads, y.shape), [0, *itertools.accumulate(own.shape[1] for own in matrices)]
+        parts = [
+            product(own, matrix[:, max(some.start - start, 0) : some.stop - start])
+            for own, matrix, start in zip(rows, matrices, starts[:-1], strict=True)
+            if some.start < start + matrix.shape[1] and start < some.stop
+        ]
+        found = torch.cat(parts, -1) + self.table("mean", y)[:, some]
+        return found.unflatten(-1, (-1, y.shape[-1])).transpose(-3, -2).contiguous()
 
 
 def _prefixes(tables: Mapping[str, Tensor]) -> list[str]:

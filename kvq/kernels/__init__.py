@@ -1,7 +1,7 @@
 """Attention on packed codes, and encoding in one pass."""
 
 from kvq.kernels.dispatch import FusedCodec, attend, fused, kernel_for, watched
-from kvq.kernels.linear_chain import LinearChain, PackedStates, linear_chain_of
+from kvq.kernels.linear_chain import LinearChain, PackedStates, joint_of, linear_chain_of
 
 __all__ = [
     "FusedCodec",
@@ -9,6 +9,7 @@ __all__ = [
     "PackedStates",
     "attend",
     "fused",
+    "joint_of",
     "kernel_for",
     "linear_chain_of",
     "watched",

@@ -237,7 +237,7 @@ class _Values(_Side):
         if self.chain is None or "codes" not in sums:
             return sums["full"]
         if self.joint:
-            out = joint_values(self.chain, sums["codes"], sums["codes_total"])
+            out = joint_values(self.states, self.chain, sums["codes"], sums["codes_total"])
             return out + sums["full"] if "full" in sums else out
         out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
         return out + sums["full"] if "full" in sums else out

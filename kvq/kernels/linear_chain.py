@@ -13,7 +13,8 @@ A transform T of all heads of a token together (`joint`) stands last of its stag
     x_t = R_t (y_t T⁻¹ + mean),        Σ p_t x_t = (Σ p_t y_t) T⁻¹ + mean Σ p_t    (values: R_t = 1).
 
 Values are summed as components, for each query those of all heads, and T⁻¹ is applied to the sums. Keys are decoded for
-one piece of tokens at a time, because RoPE (R_t) stands between the query and T⁻¹, which turns it for each token.
+one piece of tokens at a time, because RoPE (R_t) stands between the query and T⁻¹, which turns it for each token. Where
+a token's keys and values share the components y_t, keys take some columns of T⁻¹ and values the others.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class PackedStates:
         rope: the rotations of the packed tokens, from the first on, for a codec that undoes them.
         sinks: so many tokens at the beginning of `full` come before the packed ones in the text. Attention is the same
             in any order of tokens that keys and values share.
+        own: the heads of `packed` that these are, the others being of the other side (`StoredWithKeys`); None: all.
+            Tokens in full precision have no others.
     """
 
     codec: Codec | None
@@ -94,6 +97,12 @@ class PackedStates:
     full: Float[Tensor, "batch heads _tokens head_dim"] | None
     rope: Rope | None = None
     sinks: int = 0
+    own: slice | None = None
+
+    def of_heads(self, heads: slice) -> PackedStates:
+        """Some heads of what a joint transform has put into the same components."""
+        full = None if self.full is None else self.full[:, heads]
+        return replace(self, full=full, own=heads)
 
     def without_sinks(self, count: int) -> PackedStates:
         """Without the first `count` of the first tokens that are in full precision."""
@@ -125,7 +134,8 @@ class PackedStates:
         if self.full is not None:
             return self.full.shape[0], self.full.shape[1], self.full.shape[3]
         first = self.packed[0]
-        return first.batch, first.heads, first.head_dim
+        heads = first.heads if self.own is None else self.own.stop - self.own.start
+        return first.batch, heads, first.head_dim
 
 
 @dataclass(frozen=True)

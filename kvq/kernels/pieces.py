@@ -196,7 +196,7 @@ def joint_keys(
     """The decoded keys of the packed tokens `start` to `stop`, as `joint_pieces`."""
     assert chain.joint is not None
     for where, components in joint_pieces(states, start, stop, kind):
-        keys = chain.joint.inverse(components, {}, _product)
+        keys = chain.joint.inverse(components, {}, _product, states.own)
         if states.rope is not None:
             rope = states.rope.narrow(start + where.start, where.stop - where.start)
             keys = replace(rope, cos=rope.cos[:, None], sin=rope.sin[:, None]).rotate(keys)
@@ -212,15 +212,18 @@ def joint_mix(
 
 
 def joint_values(
-    chain: LinearChain, mixed: Float[Tensor, "batch heads group n"], total: Float[Tensor, "batch heads group 1"]
+    states: PackedStates,
+    chain: LinearChain,
+    mixed: Float[Tensor, "batch heads group n"],
+    total: Float[Tensor, "batch heads group 1"],
 ) -> Float[Tensor, "batch heads group dim"]:
     """The values that sums of components stand for; `total`: the sums of their weights."""
     assert chain.joint is not None
-    heads, group = total.shape[1:3]
+    heads, group, dim = *total.shape[1:3], states.shape[2]
     whole = total.clamp_min(torch.finfo(total.dtype).tiny)
     rows = (mixed / whole).flatten(1, 2)
     found = chain.joint.inverse(
-        rows.unflatten(-1, (heads, -1)).transpose(-3, -2), {}, _product
+        rows.unflatten(-1, (-1, dim)).transpose(-3, -2), {}, _product, states.own
     )  # [batch, heads, rows, dim]
     own = found.unflatten(2, (heads, group)).diagonal(dim1=1, dim2=2)  # each query's own head, last
     return own.permute(0, 3, 1, 2) * total

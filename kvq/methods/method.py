@@ -19,7 +19,7 @@ from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Mla, WindowLayers
 from kvq.errors import ConfigError, Unsupported
-from kvq.kernels import linear_chain_of
+from kvq.kernels import joint_of, linear_chain_of
 from kvq.methods.all_layers import JoinedSide, joined_layers
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
@@ -252,7 +252,8 @@ class Method:
 
     def check_packed(self) -> None:
         """Raise `Unsupported` where attention cannot read the method's codes."""
-        name = self.beyond_codecs("by_layer", "sink_tokens", "merged", "gqa", "is_calibrated")
+        joined = ["joins_sides"] if self.key is not None and joint_of(self.key) is not None else []
+        name = self.beyond_codecs("by_layer", "sink_tokens", "merged", "gqa", "is_calibrated", *joined)
         if name is not None:
             raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
         alike = self.residual.key == self.residual.value and not any(self.full_precision_layers.values())
@@ -262,7 +263,7 @@ class Method:
                 "than values; use cache.attention=dense"
             )
         for method in (self, *self.by_layer):
-            for codec in filter(None, (method.key, method.value)):
+            for codec in filter(None, (method.key, None if self.joins_sides else method.value)):
                 linear_chain_of(codec)
 
     def layers(

@@ -22,7 +22,7 @@ from tests.kernels import oracle
 from tests.random_models import in_double_precision, llama, token_ids
 
 BOTH_WAYS = ("kivi", "nsn", "nsnquant")
-JOINT = ["kvtc", "waterfill"]  # with tables of a calibration, and first tokens in full precision
+JOINT = ["kvtc", "waterfill", "waterfill_kv"]  # with tables of a calibration, and first tokens in full precision
 METHODS = [name for name in presets.METHODS if name not in JOINT]
 REFUSED = {
     "zero": "codes of Zero",
@@ -43,7 +43,7 @@ REFUSED |= {
 }
 REFUSED |= {"nexusquant": "stage .hadamard.", "octopus": "codes of", "tcq": "codes of"}
 REFUSED |= {name: f"method={name} has token_policy" for name in ("ott", "zipcache")}
-REFUSED |= {"qjl": "method=qjl has first_layers", "waterfill_kv": "method=waterfill_kv has joins_sides"}
+REFUSED |= {"qjl": "method=qjl has first_layers"}
 
 
 def method(name, size=6, head_dim=128, bits=None):
@@ -121,7 +121,9 @@ def test_residuals(residual, whole, monkeypatch):
         pytest.param("waterfill", 20, marks=pytest.mark.long),
         *((name, 20) for name in ("kvtc", "waterfill/scalar", "waterfill/heads_apart", "kivi/sink", "rtn/intactkv")),
         pytest.param("waterfill/two_stages", 20, marks=pytest.mark.long),
+        ("waterfill_kv", 20),
         ("waterfill/scalar", 1),
+        ("waterfill_kv", 1),
         ("rtn/intactkv", 1),
     ],
 )

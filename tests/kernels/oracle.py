@@ -13,7 +13,8 @@ def decoded(states: PackedStates) -> torch.Tensor:
     for packed in states.packed:
         rope = None if states.rope is None else states.rope.narrow(start, packed.tokens)
         start += packed.tokens
-        parts.append(states.codec.decode(dataclasses.replace(packed, dtype=torch.float64), rope))
+        own = slice(None) if states.own is None else states.own
+        parts.append(states.codec.decode(dataclasses.replace(packed, dtype=torch.float64), rope)[:, own])
     if states.full is not None:
         parts.append(states.full.double())
     return torch.cat(parts, 2)

@@ -203,6 +203,35 @@ def test_any_transform_of_all_heads(data):
         check(keys, values, group=data.draw(st.sampled_from([1, 4])), first=first, dtype=dtype)
 
 
+@settings(max_examples=examples(8))
+@given(
+    together=st.sampled_from([None, 1, 3, 4]),
+    joined=st.sampled_from([0, 0.25]),
+    bits=st.sampled_from([0.75, 2.25, 5]),
+    heads=st.integers(1, 3),
+    batch=st.integers(1, 2),
+    total=st.integers(1, 120),
+    data=st.data(),
+)
+def test_keys_and_values_in_the_same_components(together, joined, bits, heads, batch, total, data):
+    """Of one store, keys are read of the first heads and values of the others, whatever heads are transformed
+    together."""
+    sides = [
+        f"key.stages.transform.heads_together={together or 'null'}",
+        *([f"+key.stages.transform.across={joined}"] if joined else []),
+    ]
+    method = build("waterfill_kv", torch.randn(1, 2 * heads, 256, 8), bits, sides)
+    packed = data.draw(st.integers(0, total))
+    first = data.draw(st.integers(0, total - 1))
+    both = oracle.states(method.key, packed, total - packed, heads=2 * heads, dim=8, batch=batch, block=32,
+                         rope=rope_table(total, 8), dtype=torch.float64)  # fmt: skip
+    keys, values = both.of_heads(slice(0, heads)), both.of_heads(slice(heads, 2 * heads))
+    assert keys.shape == values.shape == (batch, heads, 8)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces, "JOINT_TILE", 37 * 2 * heads * 8)
+        check(keys, values, group=data.draw(st.sampled_from([1, 3])), first=first, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_long_past_behind_a_transform_of_all_heads(dtype):
     method = build("waterfill/scalar", torch.randn(1, 2, 256, 64), 2.25)
