@@ -120,11 +120,23 @@ def test_a_claim_that_does_not_hold_is_named(findings: Any) -> None:
     assert findings.failed == ["kivi 2 < nsn 2: 0.2 < 0.05"]
 
 
-def test_a_run_that_is_not_measured_has_a_dash_where_the_place_says_so(findings: Any) -> None:
-    text = USE + "{{cq - else=–}} {{qjl - else=–}} {{qjl - else=– paired cq -}}\n"
-    assert findings.page(text) == "0.100 – –\n"
+def test_a_run_that_is_not_measured_has_a_dash_in_a_table_alone(findings: Any) -> None:
+    """In a sentence other words may stand for it."""
+    text = (
+        USE
+        + "| {{cq - else=–}} | {{qjl - else=–}} | {{qjl - else=– paired cq -}} |\nIt is {{qjl - else=unmeasured}}.\n"
+    )
+    assert findings.page(text) == "| 0.100 | – | – |\nIt is unmeasured.\n"
+    with pytest.raises(SCRIPT["NoSuchRun"], match="0 records"):
+        findings.page(USE + "It is {{qjl - else=–}}.\n")
     with pytest.raises(SCRIPT["NoSuchRun"], match="2 records"):
-        findings.page(USE + "{{nsn 2|3 else=–}}\n")
+        findings.page(USE + "| {{nsn 2|3 else=–}} |\n")
+
+
+def test_settings_of_a_method_are_not_those_of_what_it_is_compared_with(findings: Any) -> None:
+    assert findings.page(USE + "{{kivi 2 method.key.quantizer._target_=kivi over nsn 2 as=.1f}}\n") == "4.0\n"
+    with pytest.raises(SCRIPT["NoSuchRun"], match="0 records"):
+        findings.page(USE + "{{kivi 2 over nsn 2 method.key.quantizer._target_=kivi}}\n")
 
 
 def test_a_record_that_departs_from_its_preset_is_read_where_the_setting_is_named(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 A place is `{{nsnquant 2}}`: a method, bits (`-`: none), then words that narrow the runs down to one. `name=value` is
 a field of the record (`model`) or of its configuration (`task.scoring`); `a|b` allows both; a word alone is an alias.
-`metric=` names what is read, `as=` its format, `else=` what stands where no run was measured. The metric `rows.error`
+`metric=` names what is read, `as=` its format, `else=` what stands where no run was measured; a dash may stand in a row
+of a table, not in a sentence. The metric `rows.error`
 is the mean of a column of the run's samples, over the rows that `row.side=key` leaves; `within_noise` is 1 or 0, as
 tables test it. Where several runs fit, the one that departs least from presets is read. `a minus b`, `a over b` and `a
-paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`.
+paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`, but for
+settings of the method.
 `{{stand-in tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a model and a scoring, and
 `{{texts tiny_hard rho}}` one of the order of methods by loss and by texts; `{{search smollm2_135m tpe 0}}` is the
 hypervolume that a search with a seed ended at, `mean` that of all its seeds. Lines of their own, which the page does
@@ -84,16 +86,19 @@ class Findings:
             if line := LINE.fullmatch(paragraph):
                 self._set(line[1], line[2])
             else:
-                out.append(PLACE.sub(lambda place: self.shown(place[1]), paragraph))
+                out += [self._line(line) for line in paragraph.splitlines(keepends=True)]
         return ITEM.sub(lambda item: _wrapped(item[0]), "".join(out))
 
-    def shown(self, place: str) -> str:
-        """What stands in a place."""
+    def _line(self, line: str) -> str:
+        return PLACE.sub(lambda place: self.shown(place[1], dashes=line.lstrip().startswith("|")), line)
+
+    def shown(self, place: str, dashes: bool = True) -> str:
+        """What stands in a place; `dashes`: whether that may be a dash."""
         try:
             return self._shown(place)
         except NotMeasured:
             first, _, _ = self._parts(place)
-            if "else" not in first:
+            if "else" not in first or (first["else"] == "–" and not dashes):
                 raise
             return first["else"]
 
@@ -151,7 +156,8 @@ class Findings:
     def _parts(self, place: str) -> tuple[Words, str, Words]:
         before, join, after = [*JOINED.split(place.strip()), "", ""][:3]
         first = self._words(before, self._use)
-        return first, join, self._words(after, first) if after else {}
+        kept = {name: value for name, value in first.items() if not name.startswith("method.")}
+        return first, join, self._words(after, kept) if after else {}
 
     def _set(self, kind: str, text: str) -> None:
         if kind == "alias":
