@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _BLOCK, _HEADER = 32 * 1024, 7
 _FULL, _LAST = 1, 4
+_PATIENCE = 30.0
+"""Seconds; on an idle machine nothing is left to wait for."""
 
 
 def _messages(content: bytes) -> Iterator[bytes]:
@@ -70,6 +73,10 @@ def _items(items: Any) -> dict[str, Any]:
 
 
 def offline_runs(results: Path) -> dict[str, OfflineRun]:
-    """Every offline run under a results folder, by its id."""
-    found = [OfflineRun(folder) for folder in sorted((results / "wandb").glob("offline-run-*"))]
+    """Every offline run under a results folder, by its id, once W&B's own process has written all of their ends."""
+    folders, deadline = sorted((results / "wandb").glob("offline-run-*")), time.monotonic() + _PATIENCE
+    found = [OfflineRun(folder) for folder in folders]
+    while any(run.exit_code is None for run in found) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found = [OfflineRun(folder) for folder in folders]
     return {run.run.run_id: run for run in found}
