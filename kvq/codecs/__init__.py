@@ -9,7 +9,15 @@ from kvq.codecs.block_formats import (
     SignedMaxQuantizer,
     TurboMindQuantizer,
 )
-from kvq.codecs.calibrated import Calibrated, LayerScale, Tables, bind_codec, calibrated_parts, fit_codec
+from kvq.codecs.calibrated import (
+    Calibrated,
+    JointTransform,
+    LayerScale,
+    Tables,
+    bind_codec,
+    calibrated_parts,
+    fit_codec,
+)
 from kvq.codecs.calibrated_levels import NonUniformQuantizer, SpectralQuantizer
 from kvq.codecs.calibrated_rotations import (
     ChannelOrder,

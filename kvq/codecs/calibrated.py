@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import abc
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, cast
 
 import torch
 from jaxtyping import Float
-from torch import Size, Tensor
+from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.codec import Codec
 from kvq.codecs.quantizers import Quantizer, prefixed, under
 from kvq.codecs.rope import Rope
+from kvq.codecs.rotations import per_block
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import ConfigError, Unsupported, require
 
@@ -22,11 +24,6 @@ States = Float[Tensor, "heads tokens head_dim"]
 Moments = Float[Tensor, "heads head_dim head_dim"]
 QUANTIZER = "quantizer"
 """Name of the quantizer among a codec's calibrated parts; stages have their own names."""
-
-
-def channels_of(heads: slice | None, shape: Size) -> slice:
-    """The channels of some heads (None: all) of states `[*lead, heads, tokens, head_dim]`, head after head."""
-    return slice(0, shape[-3] * shape[-1]) if heads is None else slice(heads.start * shape[-1], heads.stop * shape[-1])
 
 
 class Calibrated:
@@ -163,6 +160,50 @@ def fit_codec(
             gradients = None if gradients is None else part.forward(gradients, **turned)[0]
             before.append(part)
     return tables
+
+
+class JointTransform(Calibrated, Stage):
+    """`(x - mean) T` of all KV heads of a token; subclasses have T and its inverse, for components that are stored.
+
+    Table: `mean` `[1, n]`, n the channels of all heads, head after head.
+    """
+
+    token_group = 1
+    wants_joint = True
+
+    @abc.abstractmethod
+    def _components(self, rows: Float[Tensor, "*lead tokens n"], like: Tensor) -> Float[Tensor, "*lead tokens m"]:
+        """The m components that are stored, of states `like` these, less their mean."""
+
+    @abc.abstractmethod
+    def _states(
+        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice, product: Callable[..., Tensor]
+    ) -> Float[Tensor, "*lead tokens some"]:
+        """Some channels of states `like` these, less their mean; of the components the first m count."""
+
+    @override
+    def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
+        flat = x.transpose(-3, -2).flatten(-2) - self.table("mean", x)
+        found = self._components(flat, x)
+        found = torch.nn.functional.pad(found, (0, flat.shape[-1] - found.shape[-1]))
+        return found.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
+
+    @override
+    def inverse(
+        self,
+        y: Float[Tensor, "*lead heads tokens dim"],
+        side: Side,
+        product: Callable[..., Tensor] = per_block,
+        heads: slice | None = None,
+    ) -> Float[Tensor, "*lead _heads tokens dim"]:
+        """Components back to states, of some heads (None: all).
+
+        `product(rows, matrix)` may round in another way than blocks are decoded.
+        """
+        first, end = (0, y.shape[-3]) if heads is None else (heads.start, heads.stop)
+        some = slice(first * y.shape[-1], end * y.shape[-1])
+        found = self._states(y.transpose(-3, -2).flatten(-2), y, some, product) + self.table("mean", y)[:, some]
+        return found.unflatten(-1, (-1, y.shape[-1])).transpose(-3, -2).contiguous()
 
 
 class LayerScale(Calibrated, Stage):

@@ -16,10 +16,9 @@ from jaxtyping import Float, Integer
 from torch import Size, Tensor
 from typing_extensions import override
 
-from kvq.codecs.calibrated import Calibrated, Tables, channels_of
+from kvq.codecs.calibrated import Calibrated, JointTransform, Tables
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
 from kvq.codecs.rotations import per_block
-from kvq.codecs.stages import Side, Stage
 from kvq.codecs.trellis import Layout, read, write
 from kvq.errors import ConfigError, Unsupported, at_least
 
@@ -47,7 +46,7 @@ class Layers(enum.Enum):
     all = "all"
 
 
-class PrincipalComponents(Calibrated, Stage):
+class PrincipalComponents(JointTransform):
     """`(x - mean) V` of all KV heads of a token, V the eigenvectors of the states' covariance, by variance, descending.
 
     The largest entry of an eigenvector is positive, because a sign is free and changes the range of a group.
@@ -66,8 +65,6 @@ class PrincipalComponents(Calibrated, Stage):
     """
 
     version: ClassVar[int] = 1
-    token_group = 1
-    wants_joint = True
 
     def __init__(self, left_out: int = 4, layers: Layers | str = Layers.own) -> None:
         at_least("left_out", left_out, 0)
@@ -99,28 +96,15 @@ class PrincipalComponents(Calibrated, Stage):
         return {"mean": mean.float()[None], "basis": basis.float().contiguous()}
 
     @override
-    def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
-        flat = x.transpose(-3, -2).flatten(-2) - self.table("mean", x)
-        found = per_block(flat, self.table("basis", x))
-        found = torch.nn.functional.pad(found, (0, flat.shape[-1] - found.shape[-1]))
-        return found.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
+    def _components(self, rows: Float[Tensor, "*lead tokens n"], like: Tensor) -> Float[Tensor, "*lead tokens m"]:
+        return per_block(rows, self.table("basis", like))
 
     @override
-    def inverse(
-        self,
-        y: Float[Tensor, "*lead heads tokens dim"],
-        side: Side,
-        product: Callable[..., Tensor] = per_block,
-        heads: slice | None = None,
-    ) -> Float[Tensor, "*lead _heads tokens dim"]:
-        """Components back to states, of some heads (None: all).
-
-        `product(rows, matrix)` may round in another way than blocks are decoded.
-        """
-        basis, some = self.table("basis", y), channels_of(heads, y.shape)
-        flat = y.transpose(-3, -2).flatten(-2)[..., : basis.shape[1]]
-        found = product(flat, basis[some].mT) + self.table("mean", y)[:, some]
-        return found.unflatten(-1, (-1, y.shape[-1])).transpose(-3, -2).contiguous()
+    def _states(
+        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice, product: Callable[..., Tensor]
+    ) -> Float[Tensor, "*lead tokens some"]:
+        basis = self.table("basis", like)
+        return product(components[..., : basis.shape[1]], basis[some].mT)
 
 
 def coded(

@@ -13,10 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.calibrated import Calibrated, Tables, channels_of
+from kvq.codecs.calibrated import JointTransform, Tables
 from kvq.codecs.quantizers import choice, to_stored
 from kvq.codecs.rotations import per_block
-from kvq.codecs.stages import Side, Stage
 from kvq.errors import at_least, require
 
 _LEAST = 1e-12  # of the largest eigenvalue: components below it have no variance
@@ -99,7 +98,7 @@ def metric_basis(
     return spectrum, root @ turn / deviation, deviation[:, None] * (turn.mT @ back)
 
 
-class FisherTransform(Calibrated, Stage):
+class FisherTransform(JointTransform):
     """`(x - mean) T`, T = F^(1/2) U, of all heads of a token, scaled to deviations of 1.
 
     U and λ are the eigenvectors and eigenvalues of F^(1/2) S F^(1/2), S the covariance of the states and F the Fisher
@@ -137,8 +136,6 @@ class FisherTransform(Calibrated, Stage):
     """
 
     version: ClassVar[int] = 1
-    token_group = 1
-    wants_joint = True
 
     def __init__(
         self,
@@ -235,54 +232,39 @@ class FisherTransform(Calibrated, Stage):
         return [own for prefix in _prefixes(self.tables) for own in self.table(prefix + name, like)]
 
     @override
-    def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
-        order = self.table("order", x)[0].long()
-        flat = x.transpose(-3, -2).flatten(-2) - self.table("mean", x)
-        matrices = self._matrices("forward", x)
-        rows = flat.split([len(own) for own in matrices], -1)
-        found = [per_block(*pair) for pair in zip(rows, matrices, strict=True)]
+    def _components(self, rows: Float[Tensor, "*lead tokens n"], like: Tensor) -> Float[Tensor, "*lead tokens m"]:
+        order, matrices = self.table("order", like)[0].long(), self._matrices("forward", like)
+        parts = rows.split([len(own) for own in matrices], -1)
+        found = [per_block(*pair) for pair in zip(parts, matrices, strict=True)]
         if "across_forward" in self.tables:
             cut = [
                 part.tensor_split([_joined(self.tables, len(own))], -1)
                 for part, own in zip(found, matrices, strict=True)
             ]
             first, rest = zip(*cut, strict=True)
-            found = [per_block(torch.cat(first, -1), self.table("across_forward", x)[0]), *rest]
-        kept = torch.cat(found, -1).index_select(-1, order)
-        kept = torch.nn.functional.pad(kept, (0, flat.shape[-1] - len(order)))
-        return kept.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
+            found = [per_block(torch.cat(first, -1), self.table("across_forward", like)[0]), *rest]
+        return torch.cat(found, -1).index_select(-1, order)
 
     @override
-    def inverse(
-        self,
-        y: Float[Tensor, "*lead heads tokens dim"],
-        side: Side,
-        product: Callable[..., Tensor] = per_block,
-        heads: slice | None = None,
-    ) -> Float[Tensor, "*lead _heads tokens dim"]:
-        """Components back to states, of some heads (None: all).
-
-        `product(rows, matrix)` may round in another way than blocks are decoded.
-        """
-        order = self.table("order", y)[0].long()
-        flat = y.transpose(-3, -2).flatten(-2)[..., : len(order)]
-        matrices = self._matrices("inverse", y)
-        counts = [len(own) for own in matrices]
-        turns = [*self.table("across_inverse", y)] if "across_inverse" in self.tables else []
+    def _states(
+        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice, product: Callable[..., Tensor]
+    ) -> Float[Tensor, "*lead tokens some"]:
+        order, matrices = self.table("order", like)[0].long(), self._matrices("inverse", like)
+        flat, counts = components[..., : len(order)], [len(own) for own in matrices]
+        turns = [*self.table("across_inverse", like)] if "across_inverse" in self.tables else []
         firsts = [_joined(self.tables, own.shape[1]) for own in matrices]
         lengths = [*map(len, turns), *(count - first for count, first in zip(counts, firsts, strict=True))]
         rows = flat.new_zeros(*flat.shape[:-1], sum(lengths)).index_copy_(-1, order, flat).split(lengths, -1)
         if turns:
             first = product(rows[0], turns[0]).split(firsts, -1)
             rows = tuple(torch.cat(pair, -1) for pair in zip(first, rows[1:], strict=True))
-        some, starts = channels_of(heads, y.shape), [0, *itertools.accumulate(own.shape[1] for own in matrices)]
+        starts = itertools.accumulate((own.shape[1] for own in matrices), initial=0)
         parts = [
             product(own, matrix[:, max(some.start - start, 0) : some.stop - start])
-            for own, matrix, start in zip(rows, matrices, starts[:-1], strict=True)
+            for own, matrix, start in zip(rows, matrices, starts, strict=False)
             if some.start < start + matrix.shape[1] and start < some.stop
         ]
-        found = torch.cat(parts, -1) + self.table("mean", y)[:, some]
-        return found.unflatten(-1, (-1, y.shape[-1])).transpose(-3, -2).contiguous()
+        return torch.cat(parts, -1)
 
 
 def _prefixes(tables: Mapping[str, Tensor]) -> list[str]:

@@ -33,15 +33,14 @@ from kvq.codecs import (
     Codec,
     CoefficientQuantizer,
     ComponentQuantizer,
-    FisherTransform,
     Float8Quantizer,
     HalfAwayQuantizer,
     HeadsCodec,
+    JointTransform,
     LevelsQuantizer,
     LloydMaxQuantizer,
     Packed,
     Passthrough,
-    PrincipalComponents,
     Rope,
     SignedMaxQuantizer,
     StoredWithKeys,
@@ -72,7 +71,6 @@ QUANTIZERS = (
 )
 """Affine grids are folded into the query and the weights (`folds`); the others are decoded one piece at a time."""
 
-JointTransform = FisherTransform | PrincipalComponents
 JOINT = (ComponentQuantizer, CoefficientQuantizer)
 """Behind a transform of all heads of a token; a token has a row in each of their parts."""
 
