@@ -386,7 +386,7 @@ def main() -> None:
         report = full_report(args.pairs, args.records)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    show(report)
+    show({args.only: report[args.only]} if args.only else report)
     print(f"wrote {args.out}")
 
 

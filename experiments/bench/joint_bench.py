@@ -6,6 +6,7 @@ spectra that fall as powers of the rank. Bytes, multiplications and times are me
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvq.calibration.budget import fit_sharing, joint_parts
-from kvq.codecs import Codec, JointMoments, bind_codec
+from kvq.codecs import Codec, JointMoments, bind_codec, rope_table
 from kvq.methods.build import build_method
 
 HEADS, DIM, TOKENS, BLOCK = 8, 128, 512, 32
@@ -26,24 +27,26 @@ SEED, SHARED = 0, 0.5
 FALL = {"covariance": 1.5, "fisher": 1.0}
 """Eigenvalues of a head's part are the rank to the power of minus this: with all heads together, 55% of the components
 have bits at 1.25 bits and 93% at 2.25 (of SmolLM2's about 60% and 84%)."""
-TRANSFORM = "value.stages.transform"
+TOGETHER = "value.stages.transform.heads_together"
 FORMS = {
     "together": ("waterfill", ()),
-    "groups_of_4": ("waterfill", (f"{TRANSFORM}.heads_together=4",)),
-    "groups_of_2": ("waterfill", (f"{TRANSFORM}.heads_together=2",)),
-    "apart": ("waterfill", (f"{TRANSFORM}.heads_together=1",)),
+    "groups_of_4": ("waterfill", (f"{TOGETHER}=4",)),
+    "groups_of_2": ("waterfill", (f"{TOGETHER}=2",)),
+    "apart": ("waterfill", (f"{TOGETHER}=1",)),
     "two_stages": ("waterfill/two_stages", ()),
+    "keys_with_values": ("waterfill_kv", ()),
 }
+"""Of a layer's values, or of its keys with them as further heads."""
 DTYPES = ("float32", "float16")
 ATTENDED = ("waterfill/scalar", "waterfill", "waterfill_kv")
 
 
-def moments_of_heads() -> JointMoments:
+def moments_of_heads(heads: int) -> JointMoments:
     """Synthetic moments: each head's own part and one common to all, each head's directions its own."""
     generator = torch.Generator().manual_seed(SEED)
 
     def turns() -> Tensor:
-        drawn = torch.randn(HEADS, DIM, DIM, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(heads, DIM, DIM, generator=generator, dtype=torch.float64)
         return torch.linalg.qr(drawn).Q
 
     def drawn(fall: float) -> Tensor:
@@ -51,8 +54,15 @@ def moments_of_heads() -> JointMoments:
         own, common = turns() * sizes.sqrt(), (turns() * sizes.sqrt()).flatten(0, 1)
         return (1 - SHARED) * torch.block_diag(*(part @ part.mT for part in own)) + SHARED * common @ common.mT
 
-    mean = torch.zeros(HEADS * DIM, dtype=torch.float64)
-    return JointMoments(mean, drawn(FALL["covariance"]), drawn(FALL["fisher"]), HEADS, TOKENS)
+    mean = torch.zeros(heads * DIM, dtype=torch.float64)
+    return JointMoments(mean, drawn(FALL["covariance"]), drawn(FALL["fisher"]), heads, TOKENS)
+
+
+def states_of(moments: JointMoments) -> Tensor:
+    """States with these moments, `[1, heads, tokens, channels]`."""
+    root = torch.linalg.cholesky(moments.covariance)
+    draw = torch.randn(TOKENS, len(root), generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+    return (draw @ root.mT).float().unflatten(1, (moments.heads, DIM)).transpose(0, 1)[None]
 
 
 def attention(tokens: int, pairs: int) -> dict[str, Any]:
@@ -80,15 +90,19 @@ def core_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def fitted(name: str, overrides: tuple[str, ...], bits: float, moments: JointMoments) -> tuple[Codec, dict[str, float]]:
-    """The codec of a layer's values with its tables, their bytes, and the seconds of fitting them."""
-    codec = build_method(name, bits=bits, head_dim=DIM, overrides=list(overrides)).value
-    assert codec is not None
-    place, start = ("value", 0), time.process_time()
+def fitted(
+    name: str, overrides: tuple[str, ...], dtype: str, bits: float, moments: JointMoments
+) -> tuple[Codec, dict[str, float]]:
+    """The codec with its tables in a dtype, their bytes, and the seconds of fitting them."""
+    side = "key" if moments.heads > HEADS else "value"
+    tables_in = f"{side}.stages.transform.tables={dtype}"
+    codec = getattr(build_method(name, bits=bits, head_dim=DIM, overrides=[*overrides, tables_in]), side)
+    assert isinstance(codec, Codec)
+    place, start = (side, 0), time.process_time()
     tables = fit_sharing({place: codec}, {place: moments})[place]
     took = time.process_time() - start
     held = {"table_bytes": sum(table.nbytes for table in tables.values()), "fit_seconds": took}
-    return bind_codec(codec, tables, HEADS, DIM), held
+    return bind_codec(codec, tables, moments.heads, DIM), held
 
 
 def measure(pairs: int) -> dict[str, Any]:
@@ -99,27 +113,26 @@ def measure(pairs: int) -> dict[str, Any]:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    moments = moments_of_heads()
-    root = torch.linalg.cholesky(moments.covariance)
-    draw = torch.randn(TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
-    states = (draw @ root.mT).float().unflatten(1, (HEADS, DIM)).transpose(0, 1)[None]
-    eigen = min(core_seconds(lambda: torch.linalg.eigh(moments.covariance)) for _ in range(3))
-    cells, runs = {}, {}
+    drawn = {heads: moments_of_heads(heads) for heads in (HEADS, 2 * HEADS)}
+    eigen = min(core_seconds(lambda: torch.linalg.eigh(drawn[HEADS].covariance)) for _ in range(3))
+    cells, runs, elements, rope = {}, {}, {}, rope_table(TOKENS, DIM)
     for form, (name, overrides) in FORMS.items():
-        for dtype in DTYPES:
-            for bits in BITS:
-                codec, held = fitted(name, (*overrides, f"{TRANSFORM}.tables={dtype}"), bits, moments)
-                parts, packed = joint_parts(codec), codec.encode(states, BLOCK)
-                assert parts is not None
-                transform, cell = parts[1], f"{form}_{dtype}_{bits:g}b"
-                blocks = transform.forward(states)[0].unflatten(2, (-1, BLOCK)).transpose(1, 2)
-                cells[cell] = held | {"decode_multiplications": transform.multiplications / (HEADS * DIM)}
-                runs[f"{cell} decode"] = lambda codec=codec, packed=packed: codec.decode(packed)
-                runs[f"{cell} transform"] = lambda own=transform, blocks=blocks: own.inverse(blocks, {})
+        moments = drawn[2 * HEADS if form == "keys_with_values" else HEADS]
+        states = states_of(moments)
+        for dtype, bits in itertools.product(DTYPES, BITS):
+            codec, held = fitted(name, overrides, dtype, bits, moments)
+            parts, packed = joint_parts(codec), codec.encode(states, BLOCK, rope)
+            assert parts is not None
+            transform, cell = parts[1], f"{form}_{dtype}_{bits:g}b"
+            blocks = transform.forward(states)[0].unflatten(2, (-1, BLOCK)).transpose(1, 2)
+            cells[cell] = held | {"decode_multiplications": transform.multiplications / (moments.heads * DIM)}
+            runs[f"{cell} decode"] = lambda codec=codec, packed=packed: codec.decode(packed, rope)
+            runs[f"{cell} transform"] = lambda own=transform, blocks=blocks: own.inverse(blocks, {})
+            elements[cell] = states.numel()
     rounds = [{run: core_seconds(work) for run, work in runs.items()} for _ in range(1 + pairs)][1:]
     for run in runs:
         cell, _, what = run.partition(" ")
-        rate = states.numel() / statistics.median(took[run] for took in rounds) / 1e6
+        rate = elements[cell] / statistics.median(took[run] for took in rounds) / 1e6
         cells[cell][f"{what}_million_elements_per_second"] = rate
     torch.set_num_threads(threads)
     shape = {"kv_heads": HEADS, "head_dim": DIM, "tokens": TOKENS, "block": BLOCK}

@@ -293,7 +293,7 @@ ROWS = [
         {"task": "throughput", "batches": [1], "prompt": 8192, "new_tokens": 64}),
     Row("embedded/methods embedded/nsnquant_steps embedded/rivals", "ours",
         {"scoring": "parallel", "windows": "disjoint"}),
-    Row("real/decoding real/engines real/ablations real/residual real/round_weights",
+    Row("real/decoding waterfill/main_real_generation real/engines real/ablations real/residual real/round_weights",
         "ours: 12 windows of 1,024 tokens",
         {"scoring": "generation", "windows": "sliding", "context": 1024, "max_windows": 12, "dataset": "wikitext2"}),
     Row("real/methods real/nsnquant_steps real/calibration_shift real/rivals", "ours: 12 windows of 1,024 tokens",
