@@ -51,6 +51,11 @@ def method(name, size=6, head_dim=128, bits=None):
     return kvq.build_method(name, bits=bits, head_dim=head_dim, overrides=[f"residual.size={size}"])
 
 
+def joined(size=6):
+    """Keys and values in the same components, of a model of two layers with two KV heads of 32 channels."""
+    return bound(method("waterfill_kv", size, head_dim=32, bits=3), random_states(2, 32, 256), 2)
+
+
 def exact(model, monkeypatch):
     """In fp64 throughout: rounding would turn a code now and then."""
     return in_double_precision(LoadedModel(model, torch.device("cpu")), monkeypatch).model
@@ -176,7 +181,8 @@ def test_engines_keep_nothing_in_full_precision(name, monkeypatch):
     torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
 
 
-def test_sliding_window_and_softcap(monkeypatch):
+@pytest.mark.parametrize("name", ["oscar", "waterfill_kv"])
+def test_sliding_window_and_softcap(name, monkeypatch):
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=61,
@@ -194,9 +200,9 @@ def test_sliding_window_and_softcap(monkeypatch):
         attn_implementation="eager",
     )
     model = exact(Gemma2ForCausalLM(config).eval().requires_grad_(False), monkeypatch)
-    tokens = token_ids(40)
-    dense, _ = steps(model, method("oscar", head_dim=32, bits=2), tokens)
-    packed, _ = steps(model, method("oscar", head_dim=32, bits=2), tokens, attention="packed")
+    tokens, chosen = token_ids(40), joined() if name == "waterfill_kv" else method(name, head_dim=32, bits=2)
+    dense, _ = steps(model, chosen, tokens)
+    packed, _ = steps(model, chosen, tokens, attention="packed")
     torch.testing.assert_close(packed, dense, atol=1e-7, rtol=0)
 
 
@@ -208,12 +214,14 @@ def test_forks_and_beams(monkeypatch):
         for way in ("dense", "packed")
     ]
     assert torch.equal(*outs)
-    base, _ = steps(model, method("oscar"), token_ids(30), attention="packed")
-    cache = KVCache(model, method("oscar"), attention="packed")
-    model(token_ids(30)[:, :20], past_key_values=cache)
-    for branch in (cache.fork(), cache.fork()):
-        out = [model(token_ids(30)[:, i : i + 1], past_key_values=branch).logits for i in range(20, 30)]
-        torch.testing.assert_close(torch.cat(out, 1), base[:, 1:], atol=1e-9, rtol=0)
+    narrow = exact(llama(head_dim=32), monkeypatch)
+    for own, chosen in ((model, method("oscar")), (narrow, joined())):
+        base, _ = steps(own, chosen, token_ids(30), attention="packed")
+        cache = KVCache(own, chosen, attention="packed")
+        own(token_ids(30)[:, :20], past_key_values=cache)
+        for branch in (cache.fork(), cache.fork()):
+            out = [own(token_ids(30)[:, i : i + 1], past_key_values=branch).logits for i in range(20, 30)]
+            torch.testing.assert_close(torch.cat(out, 1), base[:, 1:], atol=1e-9, rtol=0)
 
 
 def test_refusals():
