@@ -100,7 +100,7 @@ tiny-sinks: setup ## train the sink of tiny_sinks again (about 80 minutes on one
 codebooks: setup ## make the vector codebooks again from synthetic Gaussian data (about 10 minutes on one core)
 	$(BIN)/python experiments/models/codebooks.py
 
-trellises: setup ## train the trellises again from synthetic Gaussian data (about 6 minutes on one core)
+trellises: setup ## train the trellises again from synthetic Gaussian data (about 40 minutes on one core)
 	$(BIN)/python experiments/models/trellises.py
 
 bench: setup ## measure time and memory of codecs and scoring on this machine

@@ -99,7 +99,7 @@ def decoding(q: Tensor, sides: Sequence[PackedStates]) -> Callable[[], Tensor]:
     def run() -> Tensor:
         decoded = [
             torch.cat([side.codec.decode(packed, side.rope) for packed in side.packed], 2)
-            for side in sides[: 1 if sides[0].own else 2]
+            for side in sides[: 2 if sides[0].own is None else 1]
         ]
         read = decoded if sides[0].own is None else decoded[0].split(heads, 1)
         keys, values = (torch.cat([own, side.full], 2) for own, side in zip(read, sides, strict=True))

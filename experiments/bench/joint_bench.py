@@ -28,15 +28,16 @@ FALL = {"covariance": 1.5, "fisher": 1.0}
 """Eigenvalues of a head's part are the rank to the power of minus this: with all heads together, 55% of the components
 have bits at 1.25 bits and 93% at 2.25 (of SmolLM2's about 60% and 84%)."""
 TOGETHER = "value.stages.transform.heads_together"
+KEYS_WITH_VALUES = "keys_with_values"
 FORMS = {
     "together": ("waterfill", ()),
     "groups_of_4": ("waterfill", (f"{TOGETHER}=4",)),
     "groups_of_2": ("waterfill", (f"{TOGETHER}=2",)),
     "apart": ("waterfill", (f"{TOGETHER}=1",)),
     "two_stages": ("waterfill/two_stages", ()),
-    "keys_with_values": ("waterfill_kv", ()),
+    KEYS_WITH_VALUES: ("waterfill_kv", ()),
 }
-"""Of a layer's values, or of its keys with them as further heads."""
+"""Of a layer's values, or of its keys, which are turned by RoPE, with them as further heads."""
 DTYPES = ("float32", "float16")
 ATTENDED = ("waterfill/scalar", "waterfill", "waterfill_kv")
 
@@ -117,7 +118,7 @@ def measure(pairs: int) -> dict[str, Any]:
     eigen = min(core_seconds(lambda: torch.linalg.eigh(drawn[HEADS].covariance)) for _ in range(3))
     cells, runs, elements, rope = {}, {}, {}, rope_table(TOKENS, DIM)
     for form, (name, overrides) in FORMS.items():
-        moments = drawn[2 * HEADS if form == "keys_with_values" else HEADS]
+        moments = drawn[2 * HEADS if form == KEYS_WITH_VALUES else HEADS]
         states = states_of(moments)
         for dtype, bits in itertools.product(DTYPES, BITS):
             codec, held = fitted(name, overrides, dtype, bits, moments)
@@ -150,9 +151,10 @@ def show(found: dict[str, Any]) -> None:
     """Print what `measure` found."""
     for name, values in found["cells"].items():
         decode, transform = (values[f"{what}_million_elements_per_second"] for what in ("decode", "transform"))
+        whose = "layer" if name.startswith(KEYS_WITH_VALUES) else "layer and side"
         print(
-            f"{'joint_tables':<34}{name:<28}{values['table_bytes'] / 1e6:6.2f} MB a layer and side, "
+            f"{'joint_tables':<34}{name:<34}{values['table_bytes'] / 1e6:6.2f} MB a {whose}, "
             f"{values['decode_multiplications']:6.1f} multiplications an element, decodes {decode:.1f} M elements/s "
             f"(transform alone {transform:.1f}), fit in {values['fit_seconds']:.2f} s"
         )
-    print(f"{'joint_tables':<34}{'eigendecomposition':<28}{found['eigendecomposition_seconds']:6.2f} s, fp64")
+    print(f"{'joint_tables':<34}{'eigendecomposition':<34}{found['eigendecomposition_seconds']:6.2f} s, fp64")

@@ -7,7 +7,7 @@ of a table, not in a sentence. The metric `rows.error`
 is the mean of a column of the run's samples, over the rows that `row.side=key` leaves; `within_noise` is 1 or 0, as
 tables test it. Where several runs fit, the one that departs least from presets is read. `a minus b`, `a over b` and `a
 paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`, but for
-settings of the method.
+its own settings of the method.
 `{{stand-in tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a model and a scoring, and
 `{{texts tiny_hard rho}}` one of the order of methods by loss and by texts; `{{search smollm2_135m tpe 0}}` is the
 hypervolume that a search with a seed ended at, `mean` that of all its seeds. Lines of their own, which the page does
@@ -86,11 +86,8 @@ class Findings:
             if line := LINE.fullmatch(paragraph):
                 self._set(line[1], line[2])
             else:
-                out += [self._line(line) for line in paragraph.splitlines(keepends=True)]
+                out.append(PLACE.sub(lambda place: self.shown(place[1], _in_table(place)), paragraph))
         return ITEM.sub(lambda item: _wrapped(item[0]), "".join(out))
-
-    def _line(self, line: str) -> str:
-        return PLACE.sub(lambda place: self.shown(place[1], dashes=line.lstrip().startswith("|")), line)
 
     def shown(self, place: str, dashes: bool = True) -> str:
         """What stands in a place; `dashes`: whether that may be a dash."""
@@ -156,7 +153,7 @@ class Findings:
     def _parts(self, place: str) -> tuple[Words, str, Words]:
         before, join, after = [*JOINED.split(place.strip()), "", ""][:3]
         first = self._words(before, self._use)
-        kept = {name: value for name, value in first.items() if not name.startswith("method.")}
+        kept = {name: said for name, said in first.items() if name in self._use or not name.startswith(_OF_A_METHOD)}
         return first, join, self._words(after, kept) if after else {}
 
     def _set(self, kind: str, text: str) -> None:
@@ -216,6 +213,10 @@ class Findings:
                 f"{wanted}: the only record departs from its preset ({', '.join(departs)}); name the setting"
             )
         return found[0]
+
+
+def _in_table(place: re.Match[str]) -> bool:
+    return place.string[place.string.rfind("\n", 0, place.start()) + 1 :].lstrip().startswith("|")
 
 
 def _wrapped(item: str) -> str:

@@ -3,8 +3,9 @@
 The value of state s starts at the quantile of rank s a mod 2^L of N(0, spread^2), for an odd multiplier a: states that
 share the code have values all over the line, and so have states that share what came before, as Ungerboeck's set
 partition has it. Of many multipliers (up to 2^8 states of random orders, too) the best few, as they are, are trained by
-Lloyd's iteration through Viterbi's search on fresh draws; from 2^9 states on, of more of both, and the best of them at
-length. The errors are those of fresh draws too, in strings of 256 components.
+Lloyd's iteration through Viterbi's search on fresh draws. From 2^9 states on there are more multipliers and spreads,
+more draws choose among them, and the best is trained for longer. The errors are those of fresh draws too, in strings
+of 256 components.
 
     python experiments/models/trellises.py [--memory 10] [--out trellis.safetensors] [--record trellises.json]
 
@@ -40,8 +41,9 @@ class Plan:
 
     Attributes:
         multipliers, orders: how many there are at most, the latter random. spreads: of each.
-        tried: draws by which starts are chosen, again and again so many of those before.
-        rounds: of Lloyd's iteration for those that are left, on draws of `trained`; and for the best of these.
+        tried: how many starts are kept, and the draws that choose them, one choice after the other.
+        rounds: of Lloyd's iteration for the starts that are left, on draws of `trained`.
+        longer: rounds and draws by which the best of these is trained on.
     """
 
     multipliers: int

@@ -182,7 +182,8 @@ def file_of(inputs: Inputs) -> Path:
 @functools.cache
 def _fitting_code() -> str:
     folders = (Path(__file__).parent, Path(kvq.codecs.__path__[0]))
-    return code_hash(*(file for folder in folders for file in folder.rglob("*.py")))
+    kinds = ("*.py", "*.safetensors")  # and tables that ship with it
+    return code_hash(*(file for folder in folders for kind in kinds for file in folder.rglob(kind)))
 
 
 @contextlib.contextmanager

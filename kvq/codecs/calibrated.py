@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, cast
 
 import torch
@@ -15,7 +15,6 @@ from typing_extensions import override
 from kvq.codecs.codec import Codec
 from kvq.codecs.quantizers import Quantizer, prefixed, under
 from kvq.codecs.rope import Rope
-from kvq.codecs.rotations import per_block
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import ConfigError, Unsupported, require
 
@@ -177,9 +176,10 @@ class JointTransform(Calibrated, Stage):
 
     @abc.abstractmethod
     def _states(
-        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice, product: Callable[..., Tensor]
-    ) -> Float[Tensor, "*lead tokens some"]:
-        """Some channels of states `like` these, less their mean; of the components the first m count."""
+        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
+    ) -> Float[Tensor, "*lead tokens channels"]:
+        """Channels `some`, of all heads in a row, of states `like` these less their mean; only the first m components,
+        those that are stored, are read."""
 
     @override
     def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
@@ -190,19 +190,12 @@ class JointTransform(Calibrated, Stage):
 
     @override
     def inverse(
-        self,
-        y: Float[Tensor, "*lead heads tokens dim"],
-        side: Side,
-        product: Callable[..., Tensor] = per_block,
-        heads: slice | None = None,
+        self, y: Float[Tensor, "*lead heads tokens dim"], side: Side, heads: slice | None = None
     ) -> Float[Tensor, "*lead _heads tokens dim"]:
-        """Components back to states, of some heads (None: all).
-
-        `product(rows, matrix)` may round in another way than blocks are decoded.
-        """
+        """Components back to states, of some heads (None: all)."""
         first, end = (0, y.shape[-3]) if heads is None else (heads.start, heads.stop)
         some = slice(first * y.shape[-1], end * y.shape[-1])
-        found = self._states(y.transpose(-3, -2).flatten(-2), y, some, product) + self.table("mean", y)[:, some]
+        found = self._states(y.transpose(-3, -2).flatten(-2), y, some) + self.table("mean", y)[:, some]
         return found.unflatten(-1, (-1, y.shape[-1])).transpose(-3, -2).contiguous()
 
 

@@ -6,7 +6,7 @@ Both are fitted with all layers at once, because the bits of a side are shared o
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -101,10 +101,10 @@ class PrincipalComponents(JointTransform):
 
     @override
     def _states(
-        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice, product: Callable[..., Tensor]
-    ) -> Float[Tensor, "*lead tokens some"]:
+        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
+    ) -> Float[Tensor, "*lead tokens channels"]:
         basis = self.table("basis", like)
-        return product(components[..., : basis.shape[1]], basis[some].mT)
+        return per_block(components[..., : basis.shape[1]], basis[some].mT)
 
 
 def coded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -247,8 +247,8 @@ class FisherTransform(JointTransform):
 
     @override
     def _states(
-        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice, product: Callable[..., Tensor]
-    ) -> Float[Tensor, "*lead tokens some"]:
+        self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
+    ) -> Float[Tensor, "*lead tokens channels"]:
         order, matrices = self.table("order", like)[0].long(), self._matrices("inverse", like)
         flat, counts = components[..., : len(order)], [len(own) for own in matrices]
         turns = [*self.table("across_inverse", like)] if "across_inverse" in self.tables else []
@@ -256,11 +256,11 @@ class FisherTransform(JointTransform):
         lengths = [*map(len, turns), *(count - first for count, first in zip(counts, firsts, strict=True))]
         rows = flat.new_zeros(*flat.shape[:-1], sum(lengths)).index_copy_(-1, order, flat).split(lengths, -1)
         if turns:
-            first = product(rows[0], turns[0]).split(firsts, -1)
+            first = per_block(rows[0], turns[0]).split(firsts, -1)
             rows = tuple(torch.cat(pair, -1) for pair in zip(first, rows[1:], strict=True))
         starts = itertools.accumulate((own.shape[1] for own in matrices), initial=0)
         parts = [
-            product(own, matrix[:, max(some.start - start, 0) : some.stop - start])
+            per_block(own, matrix[:, max(some.start - start, 0) : some.stop - start])
             for own, matrix, start in zip(rows, matrices, starts, strict=False)
             if some.start < start + matrix.shape[1] and start < some.stop
         ]

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -139,6 +140,14 @@ def levels_of(
 
 FILE = Path(__file__).parent / "trellis.safetensors"
 LEAST_MEMORY, MOST_MEMORY = 6, 12
+
+
+class LongTrellis:
+    """Tables of more than 2^8 states; `version` is raised where they are trained anew (`kvq.results.versions`)."""
+
+    version: ClassVar[int] = 2
+
+
 _TOGETHER = 2**24
 """Costs that are in memory at once where nothing is compiled."""
 _GPU = 32

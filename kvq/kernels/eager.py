@@ -22,7 +22,6 @@ from kvq.kernels.linear_chain import LinearChain, PackedStates, Shift, folds, li
 from kvq.kernels.pieces import (
     TILE,
     Piece,
-    Product,
     joint_keys,
     joint_mix,
     joint_pieces,
@@ -118,7 +117,6 @@ class _Side:
         self.states, self.step = states, step
         self.chain: LinearChain | None = None if states.codec is None else linear_chain_of(states.codec)
         self.joint = self.chain is not None and self.chain.joint is not None
-        self.product = Product()
         self._coming = iter(()) if self.chain is None or self.joint else pieces(states, self.chain)
         self._held: list[Piece] = []
 
@@ -169,7 +167,7 @@ class _Keys(_Side):
     def _joint_scores(self, start: int, stop: int, out: Tensor) -> None:
         assert self.chain is not None
         with self.step("scores"):
-            for where, keys in joint_keys(self.states, self.chain, start, stop, self.query.dtype, self.product):
+            for where, keys in joint_keys(self.states, self.chain, start, stop, self.query.dtype):
                 out[..., where] = self.query @ keys.mT
 
     def _of(self, piece: Piece) -> Float[Tensor, "batch kv_heads group tokens"]:
@@ -239,7 +237,7 @@ class _Values(_Side):
         if self.chain is None or "codes" not in sums:
             return sums["full"]
         if self.joint:
-            out = joint_values(self.states, self.chain, sums["codes"], sums["codes_total"], self.product)
+            out = joint_values(self.states, self.chain, sums["codes"], sums["codes_total"])
             return out + sums["full"] if "full" in sums else out
         out = self.chain.rotate_back(sums["codes"], [sums[shift.name] for shift in self.chain.shifts])
         return out + sums["full"] if "full" in sums else out

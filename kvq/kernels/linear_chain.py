@@ -212,7 +212,7 @@ def linear_chain_of(codec: Codec) -> LinearChain:
         Unsupported: a stage or quantizer that attention on packed codes does not support.
     """
     if isinstance(codec, StoredWithKeys):
-        raise Unsupported("cache.attention=packed: values that are stored with keys need decoded tokens")
+        raise Unsupported("cache.attention=packed: values that are stored with keys are read with them")
     if codec.stores_lists:
         raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
     if codec.joins_layers:

@@ -190,32 +190,13 @@ def joint_pieces(
         held += packed.tokens
 
 
-class Product:
-    """`rows @ matrix`, in fp32 on a CPU by oneDNN: MKL takes twice as long on AMD processors.
-
-    Matrices are laid out once as oneDNN reads them, a row for each column: it would do so again in each product, and
-    takes a thousand times as long for some columns of a matrix that is not. They have to outlive this object.
-    """
-
-    def __init__(self) -> None:
-        self._laid_out: dict[tuple[int, torch.Size], Tensor] = {}
-
-    def __call__(self, rows: Float[Tensor, "*lead rows dim"], matrix: Float[Tensor, "dim columns"]) -> Tensor:
-        if rows.dtype is not torch.float32 or rows.device.type != "cpu" or torch.is_grad_enabled():
-            return rows @ matrix
-        key = matrix.data_ptr(), matrix.shape
-        if key not in self._laid_out:
-            self._laid_out[key] = matrix.mT.contiguous()
-        return torch.ops.mkldnn._linear_pointwise(rows, self._laid_out[key], None, "none", [], "")
-
-
 def joint_keys(
-    states: PackedStates, chain: LinearChain, start: int, stop: int, kind: torch.dtype, product: Product
+    states: PackedStates, chain: LinearChain, start: int, stop: int, kind: torch.dtype
 ) -> Iterator[tuple[slice, Float[Tensor, "batch heads tokens dim"]]]:
     """The decoded keys of the packed tokens `start` to `stop`, as `joint_pieces`."""
     assert chain.joint is not None
     for where, components in joint_pieces(states, start, stop, kind):
-        keys = chain.joint.inverse(components, {}, product, states.own)
+        keys = chain.joint.inverse(components, {}, states.own)
         if states.rope is not None:
             rope = states.rope.narrow(start + where.start, where.stop - where.start)
             keys = replace(rope, cos=rope.cos[:, None], sin=rope.sin[:, None]).rotate(keys)
@@ -235,15 +216,12 @@ def joint_values(
     chain: LinearChain,
     mixed: Float[Tensor, "batch heads group n"],
     total: Float[Tensor, "batch heads group 1"],
-    product: Product,
 ) -> Float[Tensor, "batch heads group dim"]:
     """The values that sums of components stand for; `total`: the sums of their weights."""
     assert chain.joint is not None
     heads, group, dim = *total.shape[1:3], states.shape[2]
     whole = total.clamp_min(torch.finfo(total.dtype).tiny)
     rows = (mixed / whole).flatten(1, 2)
-    found = chain.joint.inverse(
-        rows.unflatten(-1, (-1, dim)).transpose(-3, -2), {}, product, states.own
-    )  # [batch, heads, rows, dim]
+    found = chain.joint.inverse(rows.unflatten(-1, (-1, dim)).transpose(-3, -2), {}, states.own)
     own = found.unflatten(2, (heads, group)).diagonal(dim1=1, dim2=2)  # each query's own head, last
     return own.permute(0, 3, 1, 2) * total

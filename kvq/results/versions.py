@@ -43,7 +43,7 @@ _IMPLIED: Final = {
     "backend": "BackendConfig",
     "calibration": "CalibrationConfig",
 }
-
+_LONG_TRELLIS: Final = 8  # bits of a state, above which a trellis is one
 _ENGINES: Final = {"llamacpp": "LlamaCpp", "mlx": "Mlx"}
 
 
@@ -109,6 +109,8 @@ def versions_of_parts(method: Any) -> Versions:
     found: Versions = {}
     for target in set(_targets(method)):
         found |= _versions_of_class(pkgutil.resolve_name(target))
+    if any(memory > _LONG_TRELLIS for memory in _settings("memory", method)):
+        found["LongTrellis"] = declared()["LongTrellis"]
     return found
 
 
@@ -138,6 +140,15 @@ def _targets(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _targets(item)
+
+
+def _settings(name: str, value: Any) -> Iterator[Any]:
+    """What a setting of that name is, wherever a method has one."""
+    if isinstance(value, Mapping):
+        yield from (own for key, own in value.items() if key == name)
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _settings(name, item)
 
 
 def _versions_of_class(part: Any) -> Versions:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import kvq
+from kvq.codecs.trellis import LongTrellis
 from kvq.errors import RecordError
 from kvq.results import Store, is_stale, staleness, versions
 from kvq.results.versions import declared, versions_of
@@ -50,6 +51,14 @@ def test_a_run_keeps_the_versions_of_its_parts() -> None:
     key = {"_target_": "kvq.codecs.Codec", "stages": {"turn": {"_target_": "kvq.codecs.RandomizedHadamard"}}}
     found = versions_of(settings(key=key, sink_tokens=4))
     assert set(found) == {"ppl", "KVCache", "SinkSide", "Codec", "Hadamard", "RandomizedHadamard"}
+
+
+def test_long_trellises_have_a_version_of_their_own() -> None:
+    """They were trained anew, and shorter ones were not."""
+    for memory, version in ((8, None), (9, LongTrellis.version)):
+        quantizer = {"_target_": "kvq.codecs.TrellisQuantizer", "memory": memory}
+        method = {"value": {"_target_": "kvq.codecs.Codec", "stages": {}, "quantizer": quantizer}}
+        assert versions_of(settings(**method)).get("LongTrellis") == version
 
 
 def test_a_raised_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ _PATIENCE = 30.0
 
 
 def _messages(content: bytes) -> Iterator[bytes]:
+    if len(content) < 7:  # nothing is written yet
+        return
     assert content[:4] == b":W&B"
     place, parts = 7, b""
     while place + _HEADER <= len(content):
@@ -23,6 +25,8 @@ def _messages(content: bytes) -> Iterator[bytes]:
             place += _BLOCK - place % _BLOCK
             continue
         _, length, kind = struct.unpack("<IHB", content[place : place + _HEADER])
+        if place + _HEADER + length > len(content):  # still being written
+            return
         parts += content[place + _HEADER : place + _HEADER + length]
         place += _HEADER + length
         if kind in (_FULL, _LAST):
