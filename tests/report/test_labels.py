@@ -115,6 +115,7 @@ def test_committed_runs_are_their_presets() -> None:
         "calibrated on text",
         "calibrated on pydocs+text",
         "calibration samples",
+        "tables float16",
         "full precision layers",
     )
     assert {found for found in shown if not any(word in found for word in words)} == set()

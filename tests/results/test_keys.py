@@ -39,10 +39,11 @@ SETTINGS = (
     "method.calibration.path=",
     "method.calibration.samples=",
     "method.bits_by_layer",
+    "stages.transform.tables=",
     "hydra/sweeper=kvq_search",
 )
 """Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's. Last:
-a calibration, bits by layer or a search that the command names."""
+a calibration, bits by layer, a dtype of tables or a search that the command names."""
 
 
 def own_settings(record: Record) -> list[str]:
@@ -75,6 +76,17 @@ def own_calibration(record: Record) -> list[str]:
     return [*words, "method.calibration.path=text.txt"]
 
 
+def own_tables(record: Record) -> list[str]:
+    """Overrides of the dtype of a transform's tables, where the command names it."""
+    sides = [
+        side for side in ("key", "value") if f"method.{side}.stages.transform.tables=" in record.provenance.command
+    ]
+    return [
+        f"method.{side}.stages.transform.tables={record.config['method'][side]['stages']['transform']['tables']}"
+        for side in sides
+    ]
+
+
 def before_rope(record: Record) -> list[str]:
     """Overrides of `oscar/rope`, which puts a stage in front of those of the preset."""
     key = record.config["method"].get("key") or {}
@@ -103,7 +115,7 @@ def key_of(record: Record) -> str:
     task = [leaf for leaf in flatten(record.config["task"], "task") if leaf[0] not in APART and leaf[1] != "null"]
     given += [f"{name}={quoted(value)}" for name, value in task] + own_settings(record)
     given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
-    given += own_calibration(record)
+    given += own_calibration(record) + own_tables(record)
     given += ["method.merge_rotation=true"] * bool(record.config["method"].get("merge_rotation"))
     if rounded := record.config["model"].get("round_weights"):
         given.append(f"model.round_weights={rounded}")
