@@ -86,7 +86,8 @@ class JoinedLayer(KVCacheLayer):
     """
 
     def __init__(self, side: CacheSide, quantized_prefill: bool = False, window: int | None = None) -> None:
-        super().__init__(side, ValuesOfKeys(side), quantized_prefill, window)  # type: ignore[arg-type]
+        super().__init__(side, side, quantized_prefill, window)
+        self.value = ValuesOfKeys(side)
 
     @override
     def _each(

@@ -116,6 +116,7 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         scaled = (x - center) / reach.masked_fill(reach == 0, 1)
         weights = torch.ones_like(x) if gradients is None else gradients.float().square()
         inside = (scaled.abs() <= 1).flatten()
+        inside |= ~inside.any()  # of very few tokens, none may lie between the quantiles
         values = scaled.flatten()[inside]
         levels = levels_1d(values, weights.flatten()[inside], 2**self.bits, seed)
         decoded = _normalized(values, levels) if self.qnorm else levels

@@ -289,3 +289,10 @@ def test_gradients_turn_with_their_states() -> None:
     turned = (Hadamard().forward(part)[0] for part in (x, gradients))
     expected = CoupledQuantizer(4, 3, iterations=4).fit(*turned, 0)
     assert torch.equal(found["quantizer.centroids"], expected["centroids"])
+
+
+def test_tokens_of_which_none_lies_between_the_quantiles_have_levels() -> None:
+    quantizer = NonUniformQuantizer(2, "per_channel", outliers=0.01)
+    tables = quantizer.fit(torch.stack([torch.zeros(1, 8), torch.arange(1.0, 9)[None]], 1), None, 0)
+    assert len(tables["levels"]) == 4
+    assert bool(torch.isfinite(tables["levels"]).all())
