@@ -132,14 +132,9 @@ def _deciding(record: Record) -> Iterator[tuple[str, int | str]]:
 
 
 def _targets(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        if isinstance(target := value.get("_target_"), str):
+    for target in _settings("_target_", value):
+        if isinstance(target, str):
             yield RENAMED.get(target, target)
-        for item in value.values():
-            yield from _targets(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _targets(item)
 
 
 def _settings(name: str, value: Any) -> Iterator[Any]:

@@ -51,9 +51,9 @@ def method(name, size=6, head_dim=128, bits=None):
     return kvq.build_method(name, bits=bits, head_dim=head_dim, overrides=[f"residual.size={size}"])
 
 
-def joined(size=6):
+def joined():
     """Keys and values in the same components, of a model of two layers with two KV heads of 32 channels."""
-    return bound(method("waterfill_kv", size, head_dim=32, bits=3), random_states(2, 32, 256), 2)
+    return bound(method("waterfill_kv", head_dim=32, bits=3), random_states(2, 32, 256), 2)
 
 
 def exact(model, monkeypatch):
