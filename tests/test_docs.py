@@ -34,7 +34,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 NAMED_BLOCK = re.compile(r"`mine/([\w/.]+)`:\n\n```(?:yaml|python|json)\n(.*?)```", re.S)
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.S)
-ENGINES = ROOT / "docs" / "engines.in.md"
+TEMPLATES = ROOT / "experiments" / "docs" / "templates"
+ENGINES = TEMPLATES / "engines.md"
 COMMAND = re.compile(r"^    python (run\.py|-m kvq\.papers) (.+)$", re.M)
 MODULES = ("channel_scale", "key_norm", "agreement")
 

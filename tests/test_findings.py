@@ -17,7 +17,7 @@ from tests.results import made
 ROOT = Path(__file__).parents[1]
 SCRIPT = runpy.run_path(str(ROOT / "experiments" / "docs" / "findings.py"))
 Findings, PLACE = SCRIPT["Findings"], SCRIPT["PLACE"]
-TEMPLATE = ROOT / "docs" / "findings.in.md"
+TEMPLATE = ROOT / "experiments" / "docs" / "templates" / "findings.md"
 
 PRINTED = {"1.25", "2.25", "5.395", "5.285", "5.36", "5.29", "5.09"}
 """Decimals of the page that no record holds: nominal bits and the papers' figures."""
@@ -40,7 +40,7 @@ USE = "<!-- use: task=ppl metric=delta_nll as=.3f -->\n"
 )
 def test_the_page_is_what_the_records_say(name: str) -> None:
     """`python experiments/docs/findings.py` writes it; a claim that fails is a sentence to change."""
-    template = ROOT / "docs" / f"{name}.in.md"
+    template = TEMPLATE.with_name(f"{name}.md")
     assert template in SCRIPT["TEMPLATES"]
     findings = Findings(ROOT / "results")
     page = findings.page(template.read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def test_the_page_is_what_the_records_say(name: str) -> None:
 
 def test_every_format_of_the_engines_page_has_a_place_for_its_loss() -> None:
     """Its rows read the preset that they name, or say below the table whose numbers they show."""
-    text = (ROOT / "docs" / "engines.in.md").read_text(encoding="utf-8")
+    text = TEMPLATE.with_name("engines.md").read_text(encoding="utf-8")
     rows = [row for row in text.splitlines() if row.startswith("| ") and "`engine/" in row]
     assert len(rows) > 35
     for row in rows:

@@ -1,4 +1,4 @@
-"""Fill the numbers of docs/*.in.md from the records, into docs/*.md: `python experiments/docs/findings.py`.
+"""Fill the numbers of templates/*.md from the records, into docs/*.md: `python experiments/docs/findings.py`.
 
 A place is `{{nsnquant 2}}`: a method, bits (`-`: none), then words that narrow the runs down to one. `name=value` is
 a field of the record (`model`) or of its configuration (`task.scoring`); `a|b` allows both; a word alone is an alias.
@@ -40,7 +40,7 @@ from kvq.results.noise import family
 from kvq.results.statistics import delta_nll_of_samples, losses
 
 ROOT = Path(__file__).parents[2]
-TEMPLATES = tuple(sorted((ROOT / "docs").glob("*.in.md")))
+TEMPLATES = tuple(sorted((ROOT / "experiments" / "docs" / "templates").glob("*.md")))
 LINE = re.compile(r" *<!-- (alias|use|claim): (.+?) -->\n")
 PLACE = re.compile(r"\{\{(.+?)\}\}", re.S)
 JOINED = re.compile(r"\s+(minus|over|paired)\s+")
@@ -243,8 +243,8 @@ def _field(record: Record, name: str) -> str:
 
 
 def page_of(template: Path) -> Path:
-    """The page that a template becomes: docs/findings.md of docs/findings.in.md."""
-    return template.with_name(template.name.replace(".in.md", ".md"))
+    """The page that a template becomes: docs/findings.md of templates/findings.md."""
+    return ROOT / "docs" / template.name
 
 
 def main() -> int:

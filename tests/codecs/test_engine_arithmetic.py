@@ -16,12 +16,12 @@ from kvq.methods.build import build_method, method_of
 from tests.calibrated import build
 from tests.codecs.engine_oracles import IQ4_NL, rounded_to, turbomind
 from tests.codecs.test_engines import PRESETS
-from tests.test_docs import ROOT
+from tests.test_docs import ENGINES
 
 F = np.float32
 STATES = torch.randn(1, 8, 768, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
 LOW = 2.0**-11 * STATES[:, :, :2]  # ranges below .0039, as of sinks of a small norm
-PAGE = (ROOT / "docs" / "engines.in.md").read_text(encoding="utf-8")
+PAGE = ENGINES.read_text(encoding="utf-8")
 
 
 def groups(size):
