@@ -28,7 +28,7 @@ from kvq.report.tables.readings import read_reference, reference_path
 from kvq.results import Store
 
 PAGE = ROOT / "docs" / "experiments.md"
-TITLES = ("in print", "here", "composes", "real models", "embedded models", "what is not here, and why")
+TITLES = ("in print", "here", "composes", "real models", "stand-ins", "what is not here, and why")
 _NUMBERED = ("Table", "Figure", "Algorithm")
 
 

@@ -1,7 +1,7 @@
 """Put the tables of results/tables into the README's marked places: `python experiments/docs/readme.py`.
 
-A place is `<!-- table: ppl-tiny-pydocs-f6320084 of kivi nsn at 2 3 -->` to `<!-- end -->`: a table's name, then, where
-not all rows are wanted, methods (full precision always stands first) and bits.
+A place is `<!-- table: ppl-tiny-pydocs-f6320084 of kivi nsn at 2 3 columns 1 2 5 -->` to `<!-- end -->`: a name, then,
+where not all of it is wanted, methods (full precision always stands first), bits, and numbers of columns from 1.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import re
 
 from experiments.docs.places import ROOT, fill
 
-WORDS = re.compile(r"([\w-]+)(?: of ([\w/ ]+?))?(?: at ([\w. ]+))?")
+WORDS = re.compile(r"([\w-]+)(?: of ([\w/ ]+?))?(?: at ([\w. ]+?))?(?: columns ([\d ]+))?")
 HEAD = 3
 """Lines of a table before its methods: titles, alignment, full precision."""
 
 
 def table_lines(words: str) -> str:
-    """The rows of the Markdown table that a place's words name, of its methods and bits.
+    """The rows of the Markdown table that a place's words name, of its methods, bits and columns.
 
     Raises:
         SystemExit: no such table.
@@ -28,8 +28,9 @@ def table_lines(words: str) -> str:
     rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     wanted = [(0, place[2]), (1, place[3])]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    columns = [int(number) - 1 for number in (place[4] or "").split()]
     kept = [
-        row
+        f"| {' | '.join(cells[index][at] for at in columns)} |" if columns else row
         for index, row in enumerate(rows)
         if index < HEAD or all(names is None or cells[index][at] in names.split() for at, names in wanted)
     ]
