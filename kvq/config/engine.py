@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvq.config.limits import DISTRIBUTION, carried_gguf, file_hash
+from kvq.config.carried import carried_gguf
+from kvq.config.limits import DISTRIBUTION, file_hash
 from kvq.errors import ConfigError, DataError, not_empty
 
 

@@ -1,6 +1,6 @@
 """Ranges of settings, declared where a setting is (`windows: Count = 8`) and checked as it is resolved.
 
-And the files that settings name: GGUF files of installed Python distributions, and what a file holds. No torch here.
+And the prefixes of paths, and what a file holds. No torch here.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from kvq.errors import (
     MAX_RESAMPLES,
     ConfigError,
-    DataError,
     at_least,
     check_choice,
     check_path,
@@ -118,24 +116,6 @@ def _declared(hint: Any) -> list[Check]:
 
 EMBEDDED, DISTRIBUTION = "embedded:", "distribution:"
 """Begin a `model.path` of a model of the package, or a file that an installed Python distribution carries."""
-
-
-def carried_gguf(setting: str, given: str) -> Path:
-    """The GGUF file that an installed distribution (`distribution:<name>`) carries, the first where it has several.
-
-    Raises:
-        DataError: it is not installed, or carries none; the line begins with `setting`.
-    """
-    name = given.removeprefix(DISTRIBUTION)
-    try:
-        found = distribution(name)
-    except (PackageNotFoundError, ValueError) as error:
-        hint = "`make real` installs that of smollm2_135m"
-        raise DataError(f"{setting}={given}: the package {name} is not installed; {hint}") from error
-    for entry in found.files or ():
-        if entry.suffix == ".gguf":
-            return Path(str(found.locate_file(entry)))
-    raise DataError(f"{setting}={given}: {name} {found.version} carries no GGUF file")
 
 
 def file_hash(file: Path) -> str:

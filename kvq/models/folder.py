@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from kvq.config.limits import DISTRIBUTION, EMBEDDED, carried_gguf, file_hash
+from kvq.config.carried import carried_gguf
+from kvq.config.limits import DISTRIBUTION, EMBEDDED, file_hash
 from kvq.errors import ConfigError, DataError, did_you_mean, one_line
 from kvq.models.gguf import check_gguf, local_gguf, read_header
 

@@ -74,7 +74,10 @@ def check_gguf(config: ModelConfig, file: Path, sha256: str) -> None:
     """
     place = f"model.path={config.path}: {file.name}"
     if config.sha256 is not None and sha256 != config.sha256:
-        raise DataError(f"{place} is not the file that model={config.name} means (its sha256 is {sha256[:12]}...)")
+        raise DataError(
+            f"{place} is not the file that model={config.name} means (its sha256 is {sha256[:12]}...; it lies in "
+            f"{file.parent}: delete it, and install or copy it again)"
+        )
     found = read_header(file).weights
     if config.weights is not None and found != config.weights:
         raise DataError(f"{place} has weights in {found}, not {config.weights} (model.weights)")

@@ -52,7 +52,7 @@ GAPS = {
     "8 models": "a correlation over nsn's eight models, each of which is named on its own",
     "Llama-3.1-8B + Qwen2-7B + Qwen2.5-14B pooled": "three models, each of which is named on its own",
 }
-OWN = {"hf", "smollm2_135m", "tiny", "tiny_hard", "tiny_outliers", "tiny_sinks"}
+OWN = {"gemma3_270m", "hf", "smollm2_135m", "tiny", "tiny_hard", "tiny_outliers", "tiny_sinks"}
 PAPERS = {"nsn": "nsn", "nsnquant": "NSNQuant", "oscar": "OScaR", "kvquant-plus-plus": "kvquant-plus-plus"}
 CHOICES = [choice for choice in choices_in(conf_dir()) if choice.group == "model"]
 MODELS = {choice.name: choice for choice in CHOICES if choice.name not in OWN}

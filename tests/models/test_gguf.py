@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvq.config import compose, resolve
-from kvq.config.limits import carried_gguf
+from kvq.config.carried import cache_folder, carried_gguf
 from kvq.config.run import ModelConfig
 from kvq.errors import DataError, KvqError
 from kvq.models import load_model
@@ -17,6 +19,7 @@ from kvq.models.folder import folder_fingerprint, folder_writes_bos
 from kvq.models.gguf import read_header
 
 gguf = pytest.importorskip("gguf")
+ROOT = Path(__file__).parents[2]
 
 
 def _written(file: Path, architecture: str = "llama", bos: bool = True) -> Path:
@@ -88,6 +91,96 @@ def test_a_distribution_that_is_not_installed_names_make_real() -> None:
         carried_gguf("model.path", "distribution:no-such-package-of-weights")
     with pytest.raises(DataError, match="carries no GGUF file"):
         carried_gguf("model.path", "distribution:torch")
+
+
+PIECES = [b"GGUF of three", b" pieces, the last", b" short"]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on Python's path with a distribution `kvq-made-up` whose file lies in three others, the last first."""
+    folder = tmp_path / "site"
+    for name, content in [("kvq-made-up", b""), *((f"kvq-made-up-part{3 - at}", PIECES[at]) for at in (2, 0, 1))]:
+        piece = (
+            f"{name.replace('-', '_')}/m.gguf.part{PIECES.index(content):02}" if content else "kvq_made_up/terms.html"
+        )
+        requires = "".join(f"Requires-Dist: kvq-made-up-part{at}==1.0\n" for at in (1, 2, 3)) if not content else ""
+        info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+        for path, text in [
+            (folder / piece, content),
+            (info / "METADATA", f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n{requires}".encode()),
+            (info / "RECORD", f"{piece},sha256={digest},{len(content)}\n".encode()),
+        ]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+GIVEN = "distribution:kvq-made-up"
+
+
+def test_pieces_are_joined_once_in_the_users_cache(site: Path, tmp_path: Path) -> None:
+    joined = carried_gguf("model.path", GIVEN)
+    assert joined.read_bytes() == b"".join(PIECES)
+    assert joined.name == "m.gguf"
+    assert joined.is_relative_to(tmp_path / "cache" / "kvq")
+    for piece in site.rglob("*.part0*"):
+        piece.write_bytes(b"not read again")
+    assert carried_gguf("model.path", GIVEN) == joined
+    assert sorted(path.suffix for path in joined.parent.iterdir()) == [".gguf", ".lock"]
+
+
+@pytest.mark.parametrize("damage", ["broken", "missing"])
+def test_a_damaged_piece_is_named_and_nothing_joined(site: Path, damage: str) -> None:
+    (piece,) = site.rglob("*.part01")
+    piece.write_bytes(PIECES[1][:-1] + b"?") if damage == "broken" else piece.unlink()
+    with pytest.raises(DataError, match=rf"^model\.path=\S+: the piece \S+part01 is {damage}; .*force-reinstall.*$"):
+        carried_gguf("model.path", GIVEN)
+    assert not list(cache_folder().rglob("*.gguf"))
+    piece.write_bytes(PIECES[1])
+    assert carried_gguf("model.path", GIVEN).read_bytes() == b"".join(PIECES)
+
+
+def test_a_distribution_of_a_piece_that_is_not_installed_is_named(site: Path) -> None:
+    (site / "kvq_made_up_part2-1.0.dist-info" / "METADATA").unlink()
+    (site / "kvq_made_up_part2-1.0.dist-info" / "RECORD").unlink()
+    (site / "kvq_made_up_part2-1.0.dist-info").rmdir()
+    with pytest.raises(DataError, match=r"the package kvq-made-up-part2 is not installed; `make real MODELS="):
+        carried_gguf("model.path", GIVEN)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_one_line(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_bytes(b"")
+    with pytest.raises(DataError, match=r"cannot be joined in \S+cache/kvq/\w+: .*directory$"):
+        carried_gguf("model.path", GIVEN)
+
+
+@pytest.mark.parametrize(
+    ("models", "more", "installed", "line"),
+    [
+        (None, [], ["smollm2_135m"], ""),
+        ("smollm2_135m,gemma3_270m", ["YES=1"], ["smollm2_135m", "gemma3_270m"], ""),
+        ("gemma3_270m", [], [], "gemma3_270m is not installed: it comes under the Gemma Terms of Use"),
+        ("no_model", [], [], "MODELS=no_model: one or more of gemma3_270m smollm2_135m"),
+    ],
+)
+def test_make_real_asks_before_weights_under_terms(
+    tmp_path: Path, models: str | None, more: list[str], installed: list[str], line: str
+) -> None:
+    """With a Python that writes its arguments, and no terminal."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n', encoding="utf-8")
+    (tmp_path / "python").chmod(0o755)
+    settings = [f"BIN={tmp_path}", *([f"MODELS={models}"] if models else []), *more]
+    command = ["make", "--no-print-directory", "-o", ".venv/.ready", "real", *settings]
+    found = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert [word for word in found.stdout.split() if word.startswith("requirements/")] == [
+        f"requirements/{name}.txt" for name in installed
+    ]
+    assert (found.returncode == 0) == bool(installed)
+    assert found.stdout.startswith(line)
 
 
 def test_settings_of_files_enter_no_key_but_the_type_of_weights(tmp_path: Path) -> None:
