@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ from experiments.docs.places import PLACE, filled
 from kvq import KVCache, cli
 from kvq.config import compose, conf_dir, resolve
 from kvq.config.choices import find
+from kvq.entry import COMMANDS
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
 from kvq.papers.sweep import product
@@ -38,6 +40,7 @@ TEMPLATES = ROOT / "experiments" / "docs" / "templates"
 ENGINES = TEMPLATES / "engines.md"
 COMMAND = re.compile(r"^    python (run\.py|-m kvq\.papers) (.+)$", re.M)
 MODULES = ("channel_scale", "key_norm", "agreement")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.fixture
@@ -218,9 +221,7 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bits" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
@@ -249,10 +250,9 @@ def test_the_rule_of_noise_is_that_of_the_tables() -> None:
 
 
 def test_pages_stay_short() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    pages = [readme, *(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))]
-    assert sum(len(page.split()) for page in pages) <= 45_000
-    assert len(readme.splitlines()) <= 130
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert sum(len(text.split()) for text in texts) <= 45_000
+    assert len(texts[0].splitlines()) <= 130
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -264,6 +264,35 @@ def test_no_rule_counts_standard_errors() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "kvq" / "report").rglob("*.py")]
     found = [page.name for page in pages if re.search(r"(two|2)( paired)? standard errors", page.read_text("utf-8"))]
     assert found == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist_and_compose(page: Path) -> None:
+    """Runs have settings that compose, each value once; of other commands the module, name or target exists."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^ {4}(?:\$ )?((?:python|kvq|make) .+)$", text, re.M)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    seen: set[str] = set()
+    for line in blocks + re.findall(r"`((?:python run\.py|python -m|kvq|make) [^`]+)`", text):
+        words = shlex.split(line, comments=True)
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= targets, line
+        elif words[0] == "kvq":
+            assert words[1] in COMMANDS, line
+        elif words[1] == "-m":
+            assert not words[2].startswith("kvq") or importlib.util.find_spec(words[2]), line
+        elif words[1] == "run.py" and words[2] not in COMMANDS and not re.search(r"--config-dir|<|\.\.\.", line):
+            overrides = OverridesParser.create().parse_overrides([word for word in words[2:] if word != "-m"])
+            plain = [one for one in overrides if not (one.key_or_group or "").startswith("hydra")]
+            for one in plain:
+                assert one.key_or_group != "experiment" or find("experiment", one.value(), conf_dir()), line
+            if "+experiment=" not in line:
+                for job in product(plain):
+                    if not seen >= set(job):
+                        seen |= set(job)
+                        resolve(compose(list(job)))
+    for name in set(re.findall(r"`(?:\+experiment=)?((?:embedded|real|speed|suite|waterfill)/\w+)`", text)):
+        assert find("experiment", name, conf_dir()) or find("method", name, conf_dir()), name
 
 
 def test_the_commands_for_an_8b_model_compose() -> None:

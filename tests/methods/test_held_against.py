@@ -1,6 +1,6 @@
 """Every method against equations of its paper, or facts about its released code, on the same states.
 
-The table "Held against" of docs/methods.md has a row for each of them; its figures are those measured here.
+The table "Compared with references" of docs/methods.md has a row for each of them; its figures are those measured here.
 `python -m tests.methods.test_held_against` writes them.
 """
 
@@ -34,7 +34,7 @@ from tests.methods.held import DIM, HEADS, TOKENS, largest_difference, states
 from tests.random_models import llama
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
-HEADING = "## Held against\n"
+HEADING = "## Compared with references\n"
 LEAST = 1e-10
 """Differences below are rounding of fp64, which is not the same on every machine; `<` this is printed for them."""
 X = states()
