@@ -44,7 +44,8 @@ TEMPLATES = tuple(sorted((ROOT / "experiments" / "docs" / "templates").glob("*.m
 LINE = re.compile(r" *<!-- (alias|use|claim): (.+?) -->\n")
 PLACE = re.compile(r"\{\{(.+?)\}\}", re.S)
 JOINED = re.compile(r"\s+(minus|over|paired)\s+")
-ITEM = re.compile(r"^(- .+\n(?:  .+\n)*)", re.M)
+ITEM = re.compile(r"^(?:- .+\n(?:  .+\n)*|(?:[^\s|#<!-].*\n)+)", re.M)
+"""An item of a list, or a paragraph."""
 _OWN = ("method", "bits", "model", "dataset", "task")
 _OF_A_METHOD = ("method.", "residual.")
 _SAID = ("metric", "as", "else")
@@ -220,8 +221,8 @@ def _in_table(place: re.Match[str]) -> bool:
 
 
 def _wrapped(item: str) -> str:
-    text = " ".join(item.split())
-    return textwrap.fill(text, 140, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
+    text, indent = " ".join(item.split()), "  " * item.startswith("- ")
+    return textwrap.fill(text, 140, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def _is_number(text: str) -> bool:
