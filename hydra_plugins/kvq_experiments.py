@@ -1,6 +1,6 @@
-"""Sweepers: over products of values, and over the runs of an experiment's table, which need not be a product.
+"""What Hydra finds here: folders of plugins' configurations, and sweepers over products of values and over tables.
 
-They are in `hydra_plugins` because Hydra finds sweepers only there.
+They are in `hydra_plugins` because Hydra finds them only there.
 """
 
 from __future__ import annotations
@@ -9,68 +9,100 @@ from pathlib import Path
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict, read_write
+
+
+class PluginFolders(SearchPathPlugin):
+    """Adds the configurations of kvq's plugins to Hydra's search path, in kvq's own commands alone."""
+
+    def manipulate_search_path(self, search_path):
+        """Called by Hydra before it composes."""
+        from kvq.config.choices import conf_dir
+        from kvq.config.plugins import conf_dirs
+
+        paths = [entry.path for entry in search_path.get_path()]
+        if any(path in (str(conf_dir()), f"file://{conf_dir()}") for path in paths):
+            for folder in conf_dirs()[1:]:
+                search_path.append("kvq", f"file://{folder}")
 
 
 class GroupedSweeper(Sweeper):
     """The product of the values on the command line; runs that share a model and a text follow one another.
 
-    Jobs are composed by `kvq.config.composing`, in a fraction of Hydra's time.
+    Jobs of this process are composed by `kvq.config.composing`, each once and before the first begins.
     """
+
+    composed_before = None  # the number of jobs that are composed before the first begins; None: all
 
     def __init__(self, max_batch_size=None, params=None):
         self.max_batch_size, self.params = max_batch_size, params or {}
 
     def setup(self, *, hydra_context, task_function, config):
         """Called by Hydra before `sweep`."""
-        from kvq.config.composing import InProcess, SweepLoader
-
-        self.config, self.loader = config, SweepLoader(hydra_context.config_loader)
-        quick = HydraContext(self.loader, hydra_context.callbacks)
-        plugins = Plugins.instance()
-        self.launcher = plugins.instantiate_launcher(hydra_context=quick, task_function=task_function, config=config)
-        if isinstance(self.launcher, BasicLauncher):
-            self.launcher = InProcess(self.launcher, self.loader, config, task_function, hydra_context.callbacks)
+        self.config, self.task_function = config, task_function
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+        job = config.hydra.job
+        own = [one for one in hydra_context.callbacks.callbacks if not type(one).__module__.startswith("kvq.")]
+        # Callbacks of a user, folders and environment variables of a job need Hydra's launcher.
+        asks_hydra = own or job.chdir or job.env_set or config.hydra.output_subdir
+        self.here = isinstance(self.launcher, BasicLauncher) and not asks_hydra
 
     def sweep(self, arguments):
-        """Launch the jobs of the command line's overrides, one batch after the other."""
+        """Launch the jobs of the command line's overrides."""
         given = [*(f"{name}={value}" for name, value in self.params.items()), *arguments]
-        batches = self.batches(OverridesParser.create(config_loader=self.loader).parse_overrides(given))
+        jobs = self.jobs(OverridesParser.create().parse_overrides(given))
+        self.save()
+        size = self.max_batch_size or max(len(jobs), 1)
+        return [self.launch(jobs[first : first + size], first) for first in range(0, len(jobs), size)]
+
+    def save(self):
+        """Write the sweep's own configuration, as Hydra's sweeper does."""
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
-        returns, started = [], 0
-        for batch in batches:
-            self.check(batch)
-            returns.append(self.launcher.launch(batch, initial_job_idx=started))
-            for job in returns[-1]:
-                _ = job.return_value  # raises what the job raised
-            started += len(batch)
+
+    def launch(self, jobs, started):
+        """Run jobs (lists of overrides), of which `started` came before; what a job raised is raised."""
+        from kvq.config.composing import composition
+
+        ahead = [composition(words) for words in jobs[: self.composed_before]]
+        if not self.here:
+            returns = self.launcher.launch([list(words) for words in jobs], initial_job_idx=started)
+            for job in returns:
+                _ = job.return_value
+            return returns
+        before, returns = HydraConfig.instance().cfg, []
+        HydraConfig.instance().set_config(self.config)
+        try:
+            for number, words in enumerate(jobs):
+                found = ahead[number] if number < len(ahead) else composition(words)
+                self._describe(found, words, started + number)
+                value = self.task_function(found.config)
+                returns.append(JobReturn(words, found.config, status=JobStatus.COMPLETED, _return_value=value))
+        finally:
+            HydraConfig.instance().cfg = before
         return returns
 
-    def batches(self, overrides):
-        """Jobs (lists of overrides) in batches of at most `max_batch_size`."""
-        jobs = self.jobs(overrides)
-        size = self.max_batch_size or max(len(jobs), 1)
-        return [jobs[first : first + size] for first in range(0, len(jobs), size)]
+    def _describe(self, found, words, number):
+        node = HydraConfig.instance().cfg.hydra
+        with read_write(node), open_dict(node):
+            node.overrides.task, node.job.override_dirname = list(words), ",".join(sorted(words))
+            node.job.num = node.job.id = number
+            node.runtime.choices = {**node.runtime.choices, **found.choices}
 
     def jobs(self, overrides):
         """Jobs in the order in which they run."""
         from kvq.papers.sweep import grouped, product
 
         return grouped(product(overrides))
-
-    def check(self, batch):
-        """Raise the error of any job's configuration before the first job begins."""
-        from kvq.config.merging import unchanging
-
-        with unchanging():
-            for overrides in batch:
-                self.loader.check(self.config, overrides)
 
 
 _GROUPED = {"_target_": "hydra_plugins.kvq_experiments.GroupedSweeper", "max_batch_size": None, "params": None}
@@ -80,15 +112,13 @@ ConfigStore.instance().store(group="hydra/sweeper", name="grouped", node=_GROUPE
 class ExperimentSweeper(GroupedSweeper):
     """Runs each job that the composed `layout` asks for, once, under the command line's overrides."""
 
+    composed_before = 1  # the command line adds the same to each, and tests compose the jobs of the tables
+
     def jobs(self, overrides):
         """Jobs of the layout that can be composed here."""
         from kvq.papers.sweep import sweep_of
 
         return [list(job) for job in sweep_of(self.config, overrides).jobs]
-
-    def check(self, batch):
-        """Compose the first job: the command line adds the same to each, and tests compose the jobs of the tables."""
-        super().check(batch[:1])
 
 
 class SearchSweeper(GroupedSweeper):
@@ -103,29 +133,24 @@ class SearchSweeper(GroupedSweeper):
         from kvq.sweep.search import Search, Settings, Space, summary
 
         given = [*(f"{name}={value}" for name, value in self.params.items()), *arguments]
-        space = Space.of(OverridesParser.create(config_loader=self.loader).parse_overrides(given))
+        space = Space.of(OverridesParser.create().parse_overrides(given))
         settings = {
             name: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for name, v in self.settings.items()
         }
-        search = Search(space, Settings(**settings), self.launch)
+        self.started, self.returns = 0, []
+        search = Search(space, Settings(**settings), self.run)
         if self.config.plan:
             print(f"plan: {search.settings.trials} trials of {search.space.size or 'infinitely many'} combinations")
             return []
-        folder = Path(self.config.hydra.sweep.dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
-        self.started, self.returns = 0, []
+        self.save()
         verdicts = search.run()
         for line in summary(search, verdicts):
             print(line)
         return self.returns
 
-    def launch(self, jobs):
-        """Run some jobs; what a job raised is raised."""
-        self.check(jobs)
-        self.returns.append(self.launcher.launch([list(job) for job in jobs], initial_job_idx=self.started))
-        for job in self.returns[-1]:
-            _ = job.return_value
+    def run(self, jobs):
+        """Run the jobs of trials."""
+        self.returns.append(self.launch([list(job) for job in jobs], self.started))
         self.started += len(jobs)
 
 

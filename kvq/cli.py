@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from tqdm import tqdm
 
 from kvq import __version__
-from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, outside, resolve
+from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, plugins, resolve
 from kvq.config.bits import check_range
 from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, setting_of, value_for_choice
 from kvq.config.layout import LayoutConfig
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = _flags(given)
     except KvqError as error:
         return _complain(str(error), error, BAD_INPUT)
-    with outside.using(flags.config_dir):
+    with plugins.using(flags.config_dir):
         if flags.help:
             print(help_text())
             return OK
@@ -113,7 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
     """Run the jobs of a command line, print their plan or table and return the exit code."""
     try:
-        outside.admit(outside.folder_of())
         with _hydra_environment(given):
             hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=CONFIG_NAME)(_job)()
     except COMPOSE_ERRORS as error:
@@ -168,8 +167,8 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
     launcher find the modules of `--config-dir` by `PYTHONPATH`.
     """
     changed = {"HYDRA_FULL_ERROR": "1"}
-    if (own := outside.folder_of()) is not None:
-        changed["PYTHONPATH"] = outside.import_path(own)
+    if (own := plugins.folder_in_use()) is not None:
+        changed["PYTHONPATH"] = plugins.import_path(own)
     with tempfile.TemporaryDirectory(prefix="kvq-") as scratch:
         changed[SCRATCH] = scratch
         before = {name: os.environ.get(name) for name in changed}

@@ -113,9 +113,14 @@ class _Errors(io.TextIOWrapper):
 def main() -> NoReturn:
     """`kvq`: a command of `COMMANDS` by its name, else a run or a sweep by its settings."""
     named = sys.argv[1] if len(sys.argv) > 1 else ""
-    if named in COMMANDS:
+    module = COMMANDS.get(named)
+    if module is None and named.isidentifier():
+        from kvq.config.plugins import commands  # most commands are done without
+
+        module = commands().get(named)
+    if module is not None:
         del sys.argv[1]
-    enter(COMMANDS.get(named, "kvq.cli"))
+    enter(module or "kvq.cli")
 
 
 def enter(module: str) -> NoReturn:

@@ -68,7 +68,7 @@ def _composed_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
     The tests of the command line itself let it, as every process does.
     """
-    if request.path.name in ("test_cli.py", "test_merging.py"):
+    if request.path.name in ("test_cli.py", "test_composing.py"):
         yield
         return
     from hydra._internal.hydra import Hydra

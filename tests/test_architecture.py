@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvq"
+PLUGINS = sorted(path for path in (ROOT / "plugins").iterdir() if (path / "__init__.py").is_file())
 
 # What a room may import of kvq, beside itself and what imports nothing (errors, entry): the rooms that stand below it.
 CODECS = {"codecs", "config"}
@@ -25,7 +27,7 @@ TASKS = METHODS | ENGINES | DIAGNOSTICS | {"calibration", "results", "tasks"}
 RUNS = TASKS
 ALLOWED = {
     "errors": set(),
-    "entry": set(),
+    "entry": {"config"},
     "__main__": {"entry"},
     "config": set(),
     "results": {"config"},
@@ -92,6 +94,40 @@ def test_no_two_files_import_each_other() -> None:
     assert not [ring for ring in networkx.strongly_connected_components(house) if len(ring) > 1]
 
 
+def test_the_core_names_no_plugin() -> None:
+    """Nor does one plugin name another."""
+    names = {plugin.name for plugin in PLUGINS}
+    assert names == {"kvq_engines", "kvq_kernels", "kvq_lab", "kvq_zoo"}
+    texts = [*PACKAGE.rglob("*.py"), *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "hydra_plugins").rglob("*.py")]
+    assert not [path.name for path in texts if any(name in path.read_text(encoding="utf-8") for name in names)]
+    for plugin in PLUGINS:
+        others = names - {plugin.name}
+        sources = [path for path in plugin.rglob("*.py") if "tests" not in path.relative_to(plugin).parts]
+        assert not [path.name for path in sources if any(name in path.read_text(encoding="utf-8") for name in others)]
+
+
+def test_the_house_keeps_its_budgets() -> None:
+    """Lines and files of each part; `budgets.csv` is raised only with a reason in its last column."""
+    with (ROOT / "tests" / "budgets.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["part"] for row in rows} >= {"kvq", "tests", "conf", "results", *(plugin.name for plugin in PLUGINS)}
+    over = []
+    for row in rows:
+        files = [path for path in (ROOT / row["folder"]).rglob(row["files_like"]) if path.is_file()]
+        files = [path for path in files if row["part"] == "tests" or "tests" not in path.relative_to(ROOT).parts]
+        files = [path for path in files if "__pycache__" not in path.parts and not ignored(path)]
+        lines = sum(path.read_bytes().count(b"\n") for path in files) if row["lines"] else 0
+        if lines > int(row["lines"] or 0) or len(files) > int(row["files"]):
+            over.append(f"{row['part']}: {lines} lines in {len(files)} files")
+    assert not over
+
+
+def ignored(path: Path) -> bool:
+    """Whether a file is a product of runs, which git ignores."""
+    own = path.relative_to(ROOT)
+    return own.parts[0] == "results" and own.parts[1] not in ("runs", "tables", "reference", "bench", "searches")
+
+
 def test_a_cache_knows_no_method_by_name() -> None:
     policies = {path.stem for path in (PACKAGE / "methods").glob("*.py")} - {"__init__", "build", "method"}
     assert policies >= {"eviction", "kept_keys", "mixed_precision", "tiers", "transformers_caches"}
@@ -114,7 +150,10 @@ def test_rooms_are_few() -> None:
 
 def test_files_and_functions_stay_readable() -> None:
     long_files, long_functions = [], []
-    for path in [*sources(), *(ROOT / "experiments").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+    for path in [
+        *sources(),
+        *(path for folder in ("experiments", "tests", "plugins") for path in (ROOT / folder).rglob("*.py")),
+    ]:
         text = path.read_text(encoding="utf-8")
         if text.count("\n") > 400:
             long_files.append(path.name)

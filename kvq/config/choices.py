@@ -25,6 +25,7 @@ from omegaconf._utils import get_yaml_loader
 from kvq.errors import ConfigError
 
 CONFIG_NAME = "config"
+_GLOBAL = "# @package _global_\n"
 SIDES = ("key", "value")
 _NAMED = ("method", "model")  # groups whose settings repeat the name of the choice
 _TABLE = frozenset({"defaults", "package", "rows"})
@@ -57,6 +58,14 @@ class Choice:
     def read(self) -> dict[str, Any]:
         """The settings as written, with the `defaults` list, for the caller to change."""
         return _read(self.file) if self.settings is None else copy.deepcopy(dict(self.settings))
+
+    def read_package(self) -> str | None:
+        """Where its settings go: `_group_`, `_global_`, or None for several places or another."""
+        if self.settings is not None:
+            return {None: "_group_", "_global_": "_global_"}.get(self.package)
+        text = self.file.read_text(encoding="utf-8")
+        rest = text.removeprefix(_GLOBAL)
+        return None if "@package" in rest else "_group_" if rest == text else "_global_"
 
 
 def conf_dir() -> Path:
@@ -186,7 +195,7 @@ class _RowNode(ConfigNode):
         """Hydra gives its copy of a node the configuration that it has just read from it."""
 
 
-_registered: dict[str, tuple[Path, tuple[tuple[Path, int], ...]]] = {}
+_registered: dict[tuple[Path, str], tuple[tuple[Path, int], ...]] = {}
 
 
 def register_rows(folder: Path) -> None:
@@ -194,11 +203,11 @@ def register_rows(folder: Path) -> None:
     store = ConfigStore.instance()
     for group in sorted(path.name for path in folder.iterdir() if path.is_dir()):
         stamps = _stamps(folder, group)
-        if not stamps or _registered.get(group) == (folder, stamps):
+        if not stamps or _registered.get((folder, group)) == stamps:
             continue
         for row in _rows(folder, group, stamps):
             *below, name = row.name.split("/")
             where = "/".join([group, *below])
             store.store(group=where, name=name, node={})
             store._open(where)[f"{name}.yaml"] = _RowNode(row)
-        _registered[group] = (folder, stamps)
+        _registered[folder, group] = stamps

@@ -1,34 +1,55 @@
-"""Composing a run's configuration from `conf/` and the command line, for sweeps too, and checking every value of it."""
+"""Composing a run's configuration from `conf/` and the command line.
+
+Hydra takes 0.1 s to compose. Within a process it composes the defaults once; a choice whose file consists of settings
+and other files of its own group is merged over its schema and put in the place of the default one, and values are
+merged into a copy (3 ms). Everything else (added and deleted keys, packages, choices that make others, Hydra's own
+settings, whatever fails) is composed by Hydra, which words the error; `tests/config/test_composing.py` compares both.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
-from hydra.core.config_loader import ConfigLoader
+import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from kvq.config import outside
-from kvq.config.bits import Bits, BitsByLayerConfig, first_width, parse_bits
-from kvq.config.choices import CONFIG_NAME, conf_dir, register_rows
-from kvq.config.merging import Composed, Files, by_hydra, merged, merged_part
-from kvq.config.method import MethodConfig, with_current_names
+from kvq.config import plugins
+from kvq.config.bits import Bits, first_width, parse_bits
+from kvq.config.choices import CONFIG_NAME, find, register_rows
+from kvq.config.method import with_current_names
 from kvq.config.run import LOGGERS, Config
-from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
-from kvq.errors import ConfigError, did_you_mean
+
+VERSION_BASE = "1.3"
+_EXPERIMENT = "experiment"  # a group whose files set every part
+_KEPT = 512  # parts of some kB
 
 
-def register() -> None:
+class Files(NamedTuple):
+    """The folders of choices, kvq's own first, and a hash of the path, time and size of every file in them."""
+
+    folders: tuple[Path, ...]
+    stamp: int
+
+
+def register(config_dir: str | Path | None = None) -> None:
     """Put schemas, rows of tables and the resolver `${kvbits:key}` where Hydra finds them; may be called again."""
+    _register(files_of(config_dir), plugins.folder_in_use(config_dir))
+
+
+@functools.lru_cache(maxsize=1)
+def _register(files: Files, folder: Path | None) -> None:
     store = ConfigStore.instance()
     store.store(name="config_schema", node=Config)
     for name, schema in SCHEMAS.items():
@@ -36,25 +57,33 @@ def register() -> None:
     for name, logger in LOGGERS.items():
         store.store(group="logger", name=f"{name}_schema", node=logger)
     OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)
-    register_rows(conf_dir())
+    plugins.register_tasks(folder)
+    for root in files.folders:
+        register_rows(root)
 
 
 def _kvbits(side: str, *, _root_: DictConfig) -> float | int:
-    bits, method = _bits_of(_root_), _root_.get("method")
+    bits, method = bits_of(_root_), _root_.get("method")
     own = OmegaConf.select(method, f"bits_by_layer.{side}") if OmegaConf.is_config(method) else None
     if own:  # the settings of the method are those of its first layer
         return first_width(own[0])
     return {"key": bits.key, "value": bits.value}[side]
 
 
-def _bits_of(root: DictConfig) -> Bits:
+def bits_of(root: DictConfig) -> Bits:
+    """The checked `bits` of a composed configuration."""
     given = root.bits if "bits" in list(root) else None  # `~bits` takes it away
     method = root.get("method")
     real = bool(OmegaConf.is_config(method) and method.get("real_bits"))
     return parse_bits(OmegaConf.to_container(given) if OmegaConf.is_config(given) else given, real)
 
 
-register()
+@dataclass(frozen=True)
+class Composition:
+    """A configuration without its `hydra` node, and the choice of each group by name."""
+
+    config: DictConfig
+    choices: Mapping[str, str | None]
 
 
 def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig:
@@ -64,11 +93,18 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> D
         overrides: as on the command line, such as `["method=nsn", "bits=2"]`.
         config_dir: a further folder of configuration groups and modules, as `--config-dir` gives on the command line
             (None: the one that the process uses, if any).
+
+    Raises:
+        HydraException, OmegaConfBaseException, ConfigError: overrides that do not compose.
     """
-    folder = outside.folder_of(config_dir)
-    outside.admit(folder)
-    files, overrides = Files.of(conf_dir(), folder), with_current_names(overrides)
-    return (merged(files, overrides) or by_hydra(files, overrides)).config
+    return composition(overrides, config_dir).config
+
+
+def composition(overrides: Sequence[str], config_dir: str | Path | None = None) -> Composition:
+    """As `compose`, with the choices that were made."""
+    register(config_dir)
+    files, words = files_of(config_dir), with_current_names(overrides)
+    return compose_quickly(files, words) or compose_with_hydra(files.folders, words)
 
 
 def compose_part(part: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig | None:
@@ -80,245 +116,197 @@ def compose_part(part: str, overrides: Sequence[str], config_dir: str | Path | N
         part: a top-level setting, such as `method`.
         overrides, config_dir: as in `compose`.
     """
-    folder = outside.folder_of(config_dir)
-    outside.admit(folder)
-    return merged_part(Files.of(conf_dir(), folder), part, with_current_names(overrides))
-
-
-def resolve_part(cfg: DictConfig, part: str) -> Any:
-    """Check one part's values and return it typed, as `resolve` has it.
-
-    Raises:
-        ConfigError: as in `resolve`; what several parts have to agree on is not checked.
-    """
-    if not OmegaConf.is_config(cfg[part]):
-        return cfg[part]
-    _check_keys(cfg[part], f"{part}.")
-    _bits_of(cfg)
+    register(config_dir)
+    files = files_of(config_dir)
     try:
-        return _typed(part, OmegaConf.to_object(cfg[part]))
-    except OmegaConfBaseException as error:
-        raise _one_line(error) from error
+        parsed = _parse(files, with_current_names(overrides))
+        if parsed is None or len(parsed.choices) > 1 or any(name not in (part, "bits") for name in parsed.parts):
+            return None
+        group, name = next(iter(parsed.choices.items()), (_EXPERIMENT, ""))
+        if group not in (part, _EXPERIMENT):
+            return None
+        kept = _part(files, group, name, part)
+        return None if kept is None else _with_values(kept, parsed.values)
+    except Exception:  # whatever is wrong, Hydra says it
+        return None
 
 
-def _typed(part: str, settings: Any) -> Any:
-    """The settings; a task's are refused where no schema has checked them."""
-    if part == "task" and not isinstance(settings, TaskConfig):
-        raise _untyped(settings)
-    return settings
+def files_of(config_dir: str | Path | None = None) -> Files:
+    """The folders of choices as they are now."""
+    folders = tuple(plugins.conf_dirs(config_dir))
+    return Files(folders, hash(tuple(entry for folder in folders for entry in sorted(_stamps(folder)))))
 
 
-def resolve(cfg: DictConfig) -> Config:
-    """Check every value and return the typed configuration; the method's codecs are plain dicts without interpolations.
+def _stamps(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Path, time of change and bytes of every file in a folder."""
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            yield from _stamps(Path(entry.path))
+        else:
+            yield entry.path, entry.stat().st_mtime_ns, entry.stat().st_size
 
-    Raises:
-        ConfigError: a value out of range, of the wrong type, or missing.
-    """
+
+def compose_with_hydra(folders: Sequence[Path], overrides: Sequence[str]) -> Composition:
+    """What Hydra composes from these folders of choices, of which the first has the defaults."""
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    search = ",".join(f"'file://{folder}'" for folder in folders[1:])
     try:
-        _check_keys(cfg)
-        _bits_of(cfg)
-        config = OmegaConf.to_object(cfg)  # interpolations are resolved on the way
-    except OmegaConfBaseException as error:
-        raise _one_line(error) from error
-    if not isinstance(config, Config):
-        raise ConfigError(f"configuration of type {type(config).__name__}: its defaults must begin with config_schema")
-    _typed("task", config.task)
-    _compose_layers(cfg, config)
+        with hydra.initialize_config_dir(str(folders[0]), version_base=VERSION_BASE):
+            words = [*overrides, f"hydra.searchpath=[{search}]"]
+            config = hydra.compose(CONFIG_NAME, overrides=words, return_hydra_config=True)
+    finally:
+        GlobalHydra.instance().hydra = running
+    choices = {str(group): name for group, name in config.hydra.runtime.choices.items()}
+    with open_dict(config):
+        del config["hydra"]
+    return Composition(config, choices)
+
+
+def compose_quickly(files: Files, overrides: Sequence[str]) -> Composition | None:
+    """The same from what is kept; None for what only Hydra composes."""
+    try:
+        parsed = _parse(files, overrides)
+        if parsed is None or _EXPERIMENT in parsed.choices:
+            return None
+        defaults = _defaults(files)
+        config: DictConfig = pickle.loads(defaults.pickled)
+        for group, name in parsed.choices.items():
+            if (kept := _part(files, group, name, group)) is None:
+                return None
+            config[group] = pickle.loads(kept)._get_node(group)
+        return Composition(_updated(config, parsed.values), {**defaults.choices, **parsed.choices})
+    except Exception:  # whatever is wrong, Hydra says it
+        return None
+
+
+class _Parsed(NamedTuple):
+    """Overrides by kind: the choice of a group, the value of a setting."""
+
+    choices: dict[str, str]
+    values: list[Override]
+
+    @property
+    def parts(self) -> set[str]:
+        """Top-level settings that are given values."""
+        return {value.key_or_group.partition(".")[0] for value in self.values}
+
+
+def _parse(files: Files, overrides: Sequence[str]) -> _Parsed | None:
+    """The overrides parsed; None where one of them is of another kind."""
+    found, groups = _Parsed({}, []), _groups(files)
+    for override in map(_parsed, overrides):
+        key, added = override.key_or_group, override.is_add() or override.is_force_add()
+        if override.is_hydra_override() or override.is_sweep_override() or override.package is not None or "/" in key:
+            return None
+        if override.is_delete() or added != (key == _EXPERIMENT):
+            return None
+        if key in groups:
+            found.choices[key] = str(override.value())
+        else:
+            found.values.append(override)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(override: str) -> Override:
+    return _parser().parse_override(override)
+
+
+_parser = functools.cache(OverridesParser.create)
+
+
+@functools.lru_cache(maxsize=8)
+def _groups(files: Files) -> frozenset[str]:
+    """Names of the folders that hold choices."""
+    return frozenset(entry.name for root in files.folders for entry in root.iterdir() if entry.is_dir())
+
+
+class _Defaults(NamedTuple):
+    """The default configuration, pickled: unpickling takes a quarter of the time of `copy.deepcopy`."""
+
+    pickled: bytes
+    choices: Mapping[str, str | None]
+
+
+@functools.lru_cache(maxsize=8)
+def _defaults(files: Files) -> _Defaults:
+    found = compose_with_hydra(files.folders, ())
+    return _Defaults(pickle.dumps(found.config), found.choices)
+
+
+def _with_values(pickled: bytes, values: Sequence[Override]) -> DictConfig:
+    config: DictConfig = pickle.loads(pickled)
+    return _updated(config, values)
+
+
+def _updated(config: DictConfig, values: Sequence[Override]) -> DictConfig:
+    for override in values:
+        OmegaConf.update(config, override.key_or_group, copy.deepcopy(override.value()), merge=True)
     return config
 
 
-def _compose_layers(cfg: DictConfig, config: Config) -> None:
-    """Compose the method at the bits of its layers, where these have bits of their own."""
-    by_layer = config.method.bits_by_layer
-    if by_layer.at is not None:
-        raise ConfigError("method.bits_by_layer.at: follows from key and value; set those")
-    if by_layer:
-        by_layer.at = {
-            bits.label: _method_at(cfg, bits)
-            for bits in by_layer.occurring(parse_bits(config.bits, config.method.real_bits))
-        }
+@functools.lru_cache(maxsize=_KEPT)
+def _part(files: Files, group: str, name: str, part: str) -> bytes | None:
+    """`bits` and one part under a choice, pickled; None: only Hydra composes it.
 
-
-def _method_at(cfg: DictConfig, bits: Bits) -> MethodConfig:
-    whole = copy.deepcopy(cfg)
-    whole.bits = bits.label
-    whole.method.bits_by_layer = BitsByLayerConfig()
-    method = OmegaConf.to_object(whole.method)
-    assert isinstance(method, MethodConfig)
-    return method
-
-
-@functools.cache
-def _groups_of(kind: type) -> dict[str, tuple[type, ...]]:
-    """Fields of a schema that hold another: the classes that each may have."""
-    hints = get_type_hints(kind) if is_dataclass(kind) else {}
-    found = {name: get_args(hint) or (hint,) for name, hint in hints.items() if get_origin(hint) not in (list, dict)}
-    return {name: kinds for name, kinds in found.items() if any(map(is_dataclass, kinds))}
-
-
-def _untyped(task: object) -> ConfigError:
-    """Settings of a task that no schema checks."""
-    name = task.get("name") if isinstance(task, dict) else None
-    if not name:
-        return ConfigError(f"task={task}: a choice of the group task; `python run.py ls task` lists all")
-    if name in SCHEMAS:
-        return ConfigError(f"task.name={name}: its YAML must begin with defaults: [{name}_schema, _self_]")
-    return ConfigError(
-        f"task.name={name}: nothing checks its settings; its YAML must begin with defaults: [{name}_schema, _self_], "
-        f"of the class that {name}.py beside it gives to TASK"
-    )
-
-
-def _check_keys(cfg: DictConfig, prefix: str = "") -> None:
-    """Refuse mandatory keys without a value, keys added with `+` that the schema lacks, and values for groups.
-
-    Hydra lets the second pass, and they would be silently ignored; OmegaConf lets interpolations of any kind pass.
+    Args:
+        name: empty for the default choice.
+        part: the group itself, or a part that an experiment sets.
     """
-    kind: Any = OmegaConf.get_type(cfg)
-    groups = _groups_of(kind)
-    known = [entry.name for entry in fields(kind)] if is_dataclass(kind) else None
-    key: Any
-    for key, node in cfg.__dict__["_content"].items():
-        name = str(key)  # a number where it names a device
-        setting = f"{prefix}{name}"
-        if known is not None and name not in known:
-            raise ConfigError(f"{setting}: unknown setting.{did_you_mean(name, known)}")
-        interpolated = node._is_interpolation()
-        if OmegaConf.is_missing(cfg, key) if interpolated else node._is_missing():
-            raise ConfigError(f"{setting} has no value: give {setting}=...")
-        if interpolated:
-            if (kinds := groups.get(name)) and OmegaConf.get_type(cfg[key]) not in kinds:
-                raise ConfigError(f"{setting}={cfg[key]}: a group of settings, not a value")
-        elif isinstance(node, DictConfig) and not node._is_none():
-            _check_keys(node, f"{setting}.")
+    layers = _layers(files, group, name, part) if name else []
+    if layers is None:
+        return None
+    base: DictConfig = pickle.loads(_defaults(files).pickled)
+    root = ConfigStore.instance().load("config_schema.yaml").node if part == group else base
+    root.bits = base.bits
+    for other in root.keys() - {part, "bits"}:
+        del root.__dict__["_content"][other]
+    OmegaConf.set_struct(root, True)
+    for layer in layers:
+        node = root._get_node(part)
+        with open_dict(root):
+            typed = part == group and isinstance(node, DictConfig)
+            # A group whose type a schema among the layers decides has no settings until then.
+            OmegaConf.unsafe_merge(node if typed else root, layer if typed else {part: layer})
+    return pickle.dumps(root)
 
 
-def _one_line(error: OmegaConfBaseException) -> ConfigError:
-    setting = f"{error.full_key}: " if error.full_key else ""
-    return ConfigError(f"{setting}{str(error.msg or error).splitlines()[0]}")
+def _layers(files: Files, group: str, name: str, part: str) -> list[DictConfig] | None:
+    """Settings and schemas that a choice is made from, the last of which win; None: not from its own group alone."""
+    choice = find(group, name, *files.folders)
+    if choice is None:
+        return None
+    settings, package = choice.read(), choice.read_package()
+    entries = settings.pop("defaults", ["_self_"])
+    if package is None or "_self_" not in entries or (package == "_group_") != (part == group):
+        return None
+    layer = settings if part == group else settings.get(part, {})
+    found: list[DictConfig] = []
+    for entry in entries:
+        below = _below(files, group, name, part, entry, layer)
+        if below is None:
+            return None
+        found += below
+    return found
 
 
-@functools.cache
-def _full_precision() -> Config:
-    return resolve(compose(["method=fp16"]))
+def _below(
+    files: Files, group: str, name: str, part: str, entry: Any, own: Mapping[str, Any]
+) -> list[DictConfig] | None:
+    """The layers that an entry of a `defaults` list stands for."""
+    if entry == "_self_":
+        return [OmegaConf.create(dict(own))]
+    if not isinstance(entry, str):
+        return [] if part != group else None  # a choice of another group
+    if entry.endswith("_schema") and f"{entry}.yaml" in ConfigStore.instance().list(group):
+        return [ConfigStore.instance().load(f"{group}/{entry}.yaml").node]
+    path, at, place = entry.partition("@")
+    if entry.isidentifier() and "/" not in name and part == group:
+        return _layers(files, group, entry, part)
+    if path.startswith(f"/{group}/") and (place == "_here_" if part == group else not at):
+        return _layers(files, group, path.removeprefix(f"/{group}/"), part)
+    return None
 
 
-def full_precision(config: Config) -> Config:
-    """The same run without quantization: its baseline."""
-    found = _full_precision()
-    return replace(config, method=found.method, bits=found.bits if config.method.real_bits else config.bits)
-
-
-class SweepLoader(ConfigLoader):
-    """Hydra's own loader, `whole`, but for the jobs of a sweep: only the first is composed by it.
-
-    The `hydra` node of the others is that of the first with their overrides and choices. A command line with folders of
-    its own, and whatever `kvq.config.merging` does not merge, is left to `whole`.
-    """
-
-    def __init__(self, whole: ConfigLoader) -> None:
-        self.whole = whole
-        self._first: DictConfig | None = None
-
-    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
-        """The configuration of one job, as Hydra has it."""
-        given = list(sweep_overrides)
-        found = self.quick(master_config, given)
-        if found is None or self._first is None:
-            job: DictConfig = self.whole.load_sweep_config(master_config, given)
-            if found is not None:
-                self._first = copy.deepcopy(job)
-            return job
-        job = found.config
-        with open_dict(job):
-            job.hydra = self._first.hydra  # OmegaConf sets a copy
-            _set_job(job.hydra, found, given)
-        OmegaConf.copy_cache(from_config=master_config, to_config=job)
-        return job
-
-    def quick(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> Composed | None:
-        """A job without the `hydra` node, for the caller to change; None: Hydra has to compose it."""
-        return merged(Files.of(conf_dir()), sweep_overrides) if _reads_own_files(master_config) else None
-
-    def check(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> None:
-        """Raise what is wrong with a job ahead of time."""
-        if self.quick(master_config, sweep_overrides) is None:
-            self.whole.load_sweep_config(master_config, list(sweep_overrides))
-
-    def load_configuration(self, *given: Any, **named: Any) -> DictConfig:
-        return self.whole.load_configuration(*given, **named)
-
-    def get_search_path(self) -> Any:
-        return self.whole.get_search_path()
-
-    def get_sources(self) -> list[Any]:
-        return self.whole.get_sources()
-
-    def list_groups(self, parent_name: str) -> list[str]:
-        return self.whole.list_groups(parent_name)
-
-    def get_group_options(self, *given: Any, **named: Any) -> list[str]:
-        return self.whole.get_group_options(*given, **named)
-
-    def compute_defaults_list(self, *given: Any, **named: Any) -> Any:
-        return self.whole.compute_defaults_list(*given, **named)
-
-
-class InProcess:
-    """Launches a sweep's jobs in this process, one after the other, in a tenth of the time of Hydra's `basic` launcher.
-
-    That one copies the configuration of each job, with Hydra's own settings, five times. What needs them (callbacks of
-    a user, folders or environment variables of a job, overrides that only Hydra composes) is left to it, `whole`.
-    """
-
-    def __init__(self, whole: Any, loader: SweepLoader, config: DictConfig, task_function: Any, callbacks: Any) -> None:
-        self.whole, self.loader, self.config, self.task_function = whole, loader, config, task_function
-        job = config.hydra.job
-        own = [one for one in callbacks.callbacks if not type(one).__module__.startswith("kvq.")]
-        self.all_whole = bool(own or job.chdir or job.env_set or config.hydra.output_subdir)
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Run the jobs; what one raises is raised by its `return_value`."""
-        returns: list[JobReturn] = []
-        before = HydraConfig.instance().cfg
-        node: Any = None
-        try:
-            for number, given in enumerate(job_overrides, initial_job_idx):
-                found = None if self.all_whole else self.loader.quick(self.config, given)
-                if found is None:
-                    returns += self.whole.launch([given], number)
-                    continue
-                if node is None:
-                    HydraConfig.instance().set_config(self.loader.whole.load_sweep_config(self.config, list(given)))
-                    node = HydraConfig.instance().cfg
-                HydraConfig.instance().cfg = node
-                with read_write(node.hydra), open_dict(node.hydra):
-                    _set_job(node.hydra, found, given)
-                    node.hydra.job.num = node.hydra.job.id = number
-                returns.append(self._run(found.config, list(given)))
-        finally:
-            HydraConfig.instance().cfg = before
-        return returns
-
-    def _run(self, config: DictConfig, given: list[str]) -> JobReturn:
-        done = JobReturn(overrides=given, cfg=config, status=JobStatus.COMPLETED)
-        try:
-            done.return_value = self.task_function(config)
-        except Exception as error:
-            done.return_value, done.status = error, JobStatus.FAILED
-        return done
-
-
-def _set_job(hydra: Any, found: Composed, given: Sequence[str]) -> None:
-    """Change Hydra's own settings, which are open, to those of a job."""
-    hydra.overrides.task = list(given)
-    hydra.job.override_dirname = ",".join(sorted(given))
-    own = {group: name for group, name in found.choices.items() if not group.startswith("hydra/")}
-    hydras = {group: name for group, name in hydra.runtime.choices.items() if group.startswith("hydra/")}
-    hydra.runtime.choices = own | hydras
-
-
-def _reads_own_files(master: DictConfig) -> bool:
-    """Whether a sweep composes only the package's own folder, and no other one from the command line."""
-    sources = [source for source in master.hydra.runtime.config_sources if source["schema"] == "file"]
-    return master.hydra.job.config_name == CONFIG_NAME and [Path(source.path) for source in sources] == [conf_dir()]
+register()

@@ -14,10 +14,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvq.config import outside
-from kvq.config.choices import choices_in, conf_dir
-from kvq.config.composing import compose, resolve
+from kvq.config import plugins
+from kvq.config.composing import compose
 from kvq.config.method import RENAMED
+from kvq.config.resolving import resolve
 from kvq.config.run import Config
 from kvq.errors import ConfigError, KvqError, did_you_mean
 
@@ -37,11 +37,8 @@ CANNOT_RUN = {
 def choices(config_dir: str | Path | None = None) -> dict[str, dict[str, str]]:
     """Group -> choice -> its one-line description; presets are named with a slash."""
     found: dict[str, dict[str, str]] = {}
-    own = outside.folder_of(config_dir)
-    for folder in [conf_dir(), *([own] if own else [])]:
-        for choice in choices_in(folder):
-            found.setdefault(choice.group, {})[choice.name] = choice.about
-    found["task"] = outside.described() | found["task"]
+    for choice in sorted(plugins.all_choices(config_dir), key=lambda choice: (choice.group, *choice.name.split("/"))):
+        found.setdefault(choice.group, {})[choice.name] = choice.about
     return found
 
 
@@ -70,7 +67,7 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
             return _unknown_launcher(missing.rpartition("/")[2], error.options or [])
         if missing.startswith("task/") and missing.endswith("_schema"):
             name = missing.removeprefix("task/").removesuffix("_schema")
-            return outside.why_not(name, outside.folder_of(config_dir))
+            return plugins.why_not(name, plugins.folder_in_use(config_dir))
         return _unknown_choice(missing, config_dir) or _flat(error)
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read as setting=value"
@@ -112,7 +109,7 @@ def unknown_choice(group: str, name: str, config_dir: str | Path | None = None) 
     if group == "method" and name in CANNOT_RUN:
         return f"method={name}: {CANNOT_RUN[name]}"
     allowed = f"one of {', '.join(options)}" if len(options) <= _FEW else f"`python run.py ls {group}` lists all"
-    return f"{group}={name}: unknown {group}; {allowed}.{did_you_mean(name, options)}"
+    return f"{group}={name}: unknown {group}; {allowed}.{did_you_mean(name, options)}{plugins.failures()}"
 
 
 def _unknown_choice(config: str, config_dir: str | Path | None) -> str | None:
@@ -205,10 +202,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvq ls", description="List the choices of a group, one a line.")
     parser.add_argument("group", nargs="?", help="methods, models, tasks, experiments, ...; none: all groups")
     parser.add_argument("word", nargs="?", default="", help="only choices whose name or description has it")
-    outside.add_option(parser)
+    plugins.add_option(parser)
     given = parser.parse_args(arguments)
     try:
-        with outside.using(given.config_dir):
+        with plugins.using(given.config_dir):
             print(overview() if given.group is None else listed(given.group, given.word))
     except KvqError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 from omegaconf import MISSING
 from pydantic import TypeAdapter, ValidationError
 
+from kvq.config import plugins
 from kvq.config.bits import BitsByLayerConfig
 from kvq.config.limits import Count, Natural, PathName, Seed, Several, Text, check_limits
 from kvq.config.residual import ResidualConfig
@@ -31,7 +32,18 @@ RENAMED = {
     "kvq.methods.plan.Saliency": "kvq.methods.mixed_precision.Saliency",
 }
 """Settings and targets by their names of earlier versions, which overrides may still use, and keys and records keep."""
-EARLIER = {name: earlier for earlier, name in RENAMED.items()}
+
+
+def current_names() -> dict[str, str]:
+    """Name of an earlier version -> current name, of settings and of classes, those of plugins with them."""
+    return RENAMED | plugins.renamed()
+
+
+def earlier_names() -> dict[str, str]:
+    """Current name -> the name that keys and records keep."""
+    return {name: earlier for earlier, name in current_names().items()}
+
+
 _RENAMED_PATH = re.compile(
     r"(?P<path>[+~]{0,2}(?:method\.(?:[\w.]+\.)?(?:halves|least_scale|side_dtype|plan)|cache\.latent))(?=[.=]|$)"
 )
@@ -150,7 +162,7 @@ class FirstLayersConfig:
 
     def __post_init__(self) -> None:
         check_limits("method.first_layers", self)
-        self.key, self.value = (with_names(codec, RENAMED) for codec in (self.key, self.value))
+        self.key, self.value = (with_names(codec, current_names()) for codec in (self.key, self.value))
 
 
 @dataclass
@@ -204,8 +216,8 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         check_limits("method", self)
-        self.key, self.value = (with_names(codec, RENAMED) for codec in (self.key, self.value))
-        self.token_policy = with_names(self.token_policy, RENAMED)
+        self.key, self.value = (with_names(codec, current_names()) for codec in (self.key, self.value))
+        self.token_policy = with_names(self.token_policy, current_names())
         for side in self.full_precision_layers:
             if side not in ("key", "value"):
                 raise ConfigError(f"method.full_precision_layers.{side}: key or value")

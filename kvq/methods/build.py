@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvq.codecs import Codec, HeadsCodec, check_single_heads
-from kvq.config import Config, MethodConfig, outside
+from kvq.config import Config, MethodConfig, plugins
 from kvq.config.bits import Bits, at_heads, check_range, mean_width, parse_bits
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
@@ -298,7 +298,7 @@ def _check_arguments(setting: str, config: Mapping[str, Any], built: bool = Fals
             told = f"{setting}._target_={config['_target_']}: cannot be imported ({reason})"
             module = str(config["_target_"]).partition(".")[0]
             lacks = isinstance(error, ModuleNotFoundError) and error.name == module
-            raise ConfigError(told + (outside.searched(module) if lacks else "")) from error
+            raise ConfigError(told + (plugins.where_searched(module) if lacks else "")) from error
         _check_call(setting, config, target, built)
     for name, item in config.items():
         if isinstance(item, Mapping):

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvq.config import Config, compose, compose_part, outside, resolve, resolve_part
+from kvq.config import Config, compose, compose_part, plugins, resolve, resolve_part
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
@@ -96,7 +96,7 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment | Non
 
 
 def _choices() -> dict[str, dict[str, str]]:
-    return _choices_with(outside.folder_of())
+    return _choices_with(plugins.folder_in_use())
 
 
 _choices_with = functools.cache(choices)
@@ -155,7 +155,7 @@ def _task(run: Sequence[str]) -> str:
 
 
 def _runs(runs: Iterable[Overrides], present: Present) -> tuple[CellRun, ...]:
-    return tuple(_run(run, present, outside.folder_of()) for run in runs)
+    return tuple(_run(run, present, plugins.folder_in_use()) for run in runs)
 
 
 @functools.cache

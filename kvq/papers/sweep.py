@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from kvq.config import compose, conf_dir, outside
+from kvq.config import compose, plugins
 from kvq.config.choices import find
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.layout import LayoutConfig
@@ -142,7 +142,7 @@ def stand_in_of(layout: LayoutConfig, model: str) -> dict[str, str] | None:
 
 
 def _path_of(model: str) -> str:
-    return _path_with(model, outside.folder_of())
+    return _path_with(model, plugins.folder_in_use())
 
 
 @functools.cache
@@ -156,14 +156,14 @@ def _path_with(model: str, own: Path | None) -> str:
 
 def written(group: str, choice: str, setting: str) -> str | None:
     """A setting as the file of a choice has it, such as a model's name; None where it is absent or interpolated."""
-    found = _settings(outside.folder_of(), group, choice).get(setting)
+    found = _settings(plugins.folder_in_use(), group, choice).get(setting)
     return None if found is None or "${" in found else str(found)
 
 
 @functools.cache
 def _settings(own: Path | None, group: str, choice: str) -> dict[str, Any]:
     """What a choice says itself; nothing where there is none."""
-    found = find(group, choice, *filter(None, (own, conf_dir())))
+    found = find(group, choice, *reversed(plugins.conf_dirs(own)))
     return {} if found is None else found.read()
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from kvq.config import outside
-from kvq.config.merging import unchanging
+from kvq.config import plugins
 from kvq.errors import ConfigError, KvqError, RecordError, check_path, printable
 from kvq.results.files import cause, write_file
 from kvq.results.store import Broken, Store
@@ -33,7 +32,7 @@ def parser_of(module: str, doc: str | None, out: str | None = None) -> argparse.
     )
     if out is not None:
         parser.add_argument("--out", type=Path, help=out)
-    outside.add_option(parser)
+    plugins.add_option(parser)
     return parser
 
 
@@ -43,7 +42,7 @@ def run(given: argparse.Namespace, work: Callable[[argparse.Namespace], int]) ->
     try:
         folder: Path | None = getattr(given, "config_dir", None)  # not of every command
         check_path("--config-dir", None if folder is None else str(folder))
-        with outside.using(folder), unchanging():
+        with plugins.using(folder):
             return work(given)
     except KvqError as error:
         print(printable(f"error: {error}"), file=sys.stderr)

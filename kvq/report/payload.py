@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from kvq.config.choices import choices_in, conf_dir
+from kvq.config import plugins
 from kvq.report.labels import by_bits, colour_of, model_name
 from kvq.report.tables.formats import one_line
 from kvq.report.tables.layout import Row, Tables
@@ -231,7 +231,7 @@ class Paper(NamedTuple):
 def papers() -> dict[str, Paper]:
     """Method -> its paper. A preset (`oscar/cr_only`) has its own label and the paper of what it is a preset of."""
     found: dict[str, Paper] = {}
-    methods = (choice for choice in choices_in(conf_dir()) if choice.group == "method")
+    methods = (choice for choice in plugins.all_choices() if choice.group == "method")
     for choice in sorted(methods, key=lambda choice: choice.name.count("/")):
         given, base = choice.read(), found.get(choice.name.partition("/")[0], Paper())
         label, number = given.get("label"), given.get("arxiv", base.arxiv)

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, outside
+from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, plugins
 from kvq.config.bits import Bits, first_width
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.explain import COMPOSE_ERRORS, choices
@@ -35,12 +35,12 @@ def preset_of_method(name: str, bits: str, scoring: str | None) -> Settings | No
         bits: as a record labels them; empty: a fixed rate.
         scoring: of the task, which may quantize at once.
     """
-    return _canonical(outside.folder_of(), name, bits, scoring)
+    return _canonical(plugins.folder_in_use(), name, bits, scoring)
 
 
 def preset(group: str, name: str) -> Settings | None:
     """A preset of a task, model or dataset; None where there is none or a value is missing."""
-    return _settings(outside.folder_of(), group, name)
+    return _settings(plugins.folder_in_use(), group, name)
 
 
 def model_path(name: str) -> str:

@@ -23,7 +23,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Final
 
-from kvq.config.method import RENAMED
+from kvq.config import plugins
+from kvq.config.method import current_names
 from kvq.config.task import TaskConfig
 from kvq.config.tasks import SCHEMAS
 from kvq.errors import RecordError
@@ -32,7 +33,9 @@ from kvq.results.record import Record
 Versions = dict[str, int | str]
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
-_CLASS: Final = re.compile(r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$", re.MULTILINE)
+_CLASS: Final = re.compile(
+    r"^class (\w+)|^    version: ClassVar\[int\] = (\d+)$|^    name: str = \"(\w+)\"$", re.MULTILINE
+)
 # Settings of a method without a `_target_`, and the class that reads them.
 _IMPLIED: Final = {
     "sink_tokens": "SinkSide",
@@ -49,16 +52,17 @@ _ENGINES: Final = {"llamacpp": "LlamaCpp", "mlx": "Mlx"}
 
 @functools.cache
 def declared() -> Mapping[str, int]:
-    """Version of every class of the package that has one, by its name, and of every task; nothing is imported."""
+    """Version of every class of kvq and its plugins that has one, by name, and of every task; nothing is imported."""
     found: dict[str, int] = {}
-    for file in sorted(_PACKAGE.rglob("*.py")):
+    for file in sorted(path for folder in (_PACKAGE, *plugins.packages()) for path in folder.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        name = ""
+        name = task = ""
         for match in _CLASS.finditer(text) if "version: ClassVar[int]" in text else ():
-            if match[1]:
-                name = match[1]
-            elif found.setdefault(name, int(match[2])) != int(match[2]):
+            name, task = match[1] or name, "" if match[1] else match[3] or task
+            if match[2] and found.setdefault(name, int(match[2])) != int(match[2]):
                 raise RecordError(f"two classes named {name} have versions; a name stands for one class")
+            if task and name in found:
+                found[task] = found[name]
     return found | {name: schema.version for name, schema in SCHEMAS.items()}
 
 
@@ -83,7 +87,7 @@ def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None)
         names.add(_ENGINES[engine["name"]])
     own = {name: declared()[name] for name in names}
     found: Versions = {name: task.version, **own, **versions_of_method(config["method"])}
-    if name not in SCHEMAS:
+    if name not in declared():
         found |= _versions_of_class(task)
     return dict(sorted(found.items()))
 
@@ -127,14 +131,15 @@ def staleness() -> Callable[[Record], bool]:
 
 def _deciding(record: Record) -> Iterator[tuple[str, int | str]]:
     """The versions that decide whether a record is stale: of a task outside the package, the hash of its file."""
-    by_file = record.task not in SCHEMAS and any(isinstance(version, str) for version in record.versions.values())
+    by_file = record.task not in declared() and any(isinstance(version, str) for version in record.versions.values())
     return ((name, version) for name, version in record.versions.items() if not (by_file and name == record.task))
 
 
 def _targets(value: Any) -> Iterator[str]:
+    current = current_names()
     for target in _settings("_target_", value):
         if isinstance(target, str):
-            yield RENAMED.get(target, target)
+            yield current.get(target, target)
 
 
 def _settings(name: str, value: Any) -> Iterator[Any]:
@@ -149,8 +154,9 @@ def _settings(name: str, value: Any) -> Iterator[Any]:
 def _versions_of_class(part: Any) -> Versions:
     """Versions of a class and its base classes; of what lies outside the package, a hash of its file."""
     found: Versions = {}
+    versioned = {"kvq", *(name for name in plugins.installed() if plugins.installed()[name].has_versions)}
     for kind in inspect.getmro(part) if inspect.isclass(part) else (part,):
-        if kind.__module__ == "kvq" or kind.__module__.startswith("kvq."):
+        if kind.__module__.partition(".")[0] in versioned:
             if kind.__name__ in declared():
                 found[kind.__name__] = declared()[kind.__name__]
         elif kind.__module__ not in sys.stdlib_module_names and (file := file_of_module(kind.__module__)) is not None:

@@ -12,12 +12,11 @@ import yaml
 from omegaconf import OmegaConf
 
 from kvq import methods
-from kvq.config import compose, conf_dir, resolve
+from kvq.config import compose, composing, conf_dir, plugins, resolve
 from kvq.config.choices import choices_in, find
-from kvq.config.composing import CONFIG_NAME
+from kvq.config.composing import CONFIG_NAME, Composition, compose_quickly, compose_with_hydra, files_of
 from kvq.config.identity import canonical
-from kvq.config.merging import Files, by_hydra, merged
-from kvq.config.method import EARLIER, RENAMED, with_current_names, with_names
+from kvq.config.method import RENAMED, earlier_names, with_current_names, with_names
 from kvq.errors import ConfigError
 from kvq.methods.build import method_of
 from kvq.results.versions import versions_of
@@ -45,6 +44,15 @@ def written(folder: Path, table: str = TABLE) -> Path:
     return folder
 
 
+def composed(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Composition, Composition]:
+    """A method of a folder that stands in for `conf/`, as Hydra composes it and from kept parts."""
+    monkeypatch.setattr(plugins, "conf_dirs", lambda config_dir=None: [folder])
+    composing.register()
+    quick = compose_quickly(files_of(), [f"method={name}"])
+    assert quick is not None
+    return compose_with_hydra([folder], [f"method={name}"]), quick
+
+
 def test_a_row_is_a_choice(tmp_path: Path) -> None:
     folder = written(tmp_path / "conf")
     found = {choice.name: choice for choice in choices_in(folder) if choice.group == "method"}
@@ -55,11 +63,9 @@ def test_a_row_is_a_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mine/wide", "mine/wide_sink"])
-def test_a_row_composes_as_a_file_would(tmp_path: Path, name: str) -> None:
-    """By Hydra and by the merger: the base's settings, the row's on top, those of `both` on each side."""
-    files = Files.of(written(tmp_path / "conf"))
-    whole, quick = by_hydra(files, [f"method={name}"]), merged(files, [f"method={name}"])
-    assert quick is not None
+def test_a_row_composes_as_a_file_would(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Hydra and from kept parts: the base's settings, the row's on top, those of `both` on each side."""
+    whole, quick = composed(written(tmp_path / "conf"), name, monkeypatch)
     assert quick.config == whole.config
     method = OmegaConf.to_container(whole.config.method, resolve=False)
     assert isinstance(method, dict)
@@ -71,13 +77,12 @@ def test_a_row_composes_as_a_file_would(tmp_path: Path, name: str) -> None:
     assert whole.choices["method"] == name
 
 
-def test_an_edited_row_is_read_again(tmp_path: Path) -> None:
+def test_an_edited_row_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(tmp_path / "conf")
-    assert by_hydra(Files.of(folder), ["method=mine/wide"]).config.method.key.quantizer.group_size == 64
+    assert composed(folder, "mine/wide", monkeypatch)[0].config.method.key.quantizer.group_size == 64
     table = folder / "method" / "mine" / "_presets.yaml"
     table.write_text(TABLE.replace("group_size: 64", "group_size: 128"), encoding="utf-8")
-    for found in (by_hydra(Files.of(folder), ["method=mine/wide"]), merged(Files.of(folder), ["method=mine/wide"])):
-        assert found is not None
+    for found in composed(folder, "mine/wide", monkeypatch):
         assert found.config.method.key.quantizer.group_size == 128
 
 
@@ -118,12 +123,12 @@ def test_no_name_is_twice_and_every_table_has_rows() -> None:
 @pytest.mark.parametrize(("name", "value"), [("rounding", "up"), ("min_scale", 0.5), ("scale_dtype", "float32")])
 def test_a_setting_by_its_earlier_name_is_the_same_run(name: str, value: Any) -> None:
     """On the command line, in a file and as a Python call; keys and records keep the earlier name."""
-    earlier = EARLIER[name]
+    earlier = earlier_names()[name]
     word = f"++method.key.quantizer.{{}}={value}"
     ours, theirs = (resolve(compose(["method=kivi", "bits=2", word.format(one)])) for one in (name, earlier))
     assert canonical(ours, "", "") == canonical(theirs, "", "")
     assert canonical(ours, "", "")["method"]["key"]["quantizer"][earlier] == value
-    method = replace(ours.method, key=with_names(ours.method.key, EARLIER))
+    method = replace(ours.method, key=with_names(ours.method.key, earlier_names()))
     assert method.key == ours.method.key
     assert getattr(method_of(ours, 128).key.quantizer, name) is not None  # type: ignore[union-attr]
 
@@ -158,7 +163,7 @@ def test_a_value_is_no_earlier_name() -> None:
     part = {"_target_": "kvq.codecs.PairOrder", "order": "halves", "halves": ["plan", {"plan": "latent"}]}
     now = {"_target_": "kvq.codecs.PairOrder", "order": "halves", "rounding": ["plan", {"token_policy": "latent"}]}
     assert with_names(part, RENAMED) == now
-    assert with_names(now, EARLIER) == part
+    assert with_names(now, earlier_names()) == part
 
 
 def test_earlier_names_of_presets_as_calls() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from kvq import cli
-from kvq.config import TaskConfig, compose, outside, resolve
+from kvq.config import compose, composing, plugins, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, composed, main
 from kvq.config.explain import explain as reworded
 from kvq.errors import ConfigError
@@ -18,6 +18,7 @@ from kvq.methods.build import build_method
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
 from kvq.results import Store, is_stale
+from kvq.results.versions import declared
 from kvq.tasks.measurement import task_of
 from tests.results import made
 
@@ -50,15 +51,17 @@ YAML = "# Counts.\ndefaults: [counting_schema, _self_]\nname: counting\nupto: 7\
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Modules and schemas of one test are not those of the next."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(outside, "_failed", {})
-    monkeypatch.setattr(outside, "_registered", {})
     monkeypatch.chdir(tmp_path)
     yield
-    sys.modules.pop("counting", None)
+    for module in [
+        name for name in sys.modules if name.partition(".")[0] in ("counting", "counts", "torn", "one", "two")
+    ]:
+        del sys.modules[module]
     tasks = ConfigStore.instance().repo["task"]
     for name in ("counting.yaml", "counting_schema.yaml"):
         tasks.pop(name, None)
-    outside.installed.cache_clear()
+    for cached in (plugins.installed, plugins._shared_dirs, composing._register, declared):
+        cached.cache_clear()
 
 
 def folder(path: Path, module: str | None = TASK, yaml: str = YAML) -> Path:
@@ -127,8 +130,8 @@ def test_a_setting_that_a_method_of_ones_own_misnames(tmp_path: Path, name: str,
 def test_a_task_without_its_module(tmp_path: Path) -> None:
     own = folder(tmp_path, module=None)
     assert said(["task=counting"], own) == (
-        f"task=counting: its settings (counting_schema) are not known: no counting.py in {own}, and no installed "
-        "package has an entry point counting of the group kvq.tasks"
+        f"task=counting: its settings (counting_schema) are not known: no counting.py in {own}, and no plugin (entry "
+        "point of the group kvq.plugins) registers task counting."
     )
 
 
@@ -147,22 +150,73 @@ def test_the_name_of_an_installed_module_is_taken(tmp_path: Path) -> None:
     assert "the name is taken by" in said(["task=colorsys"], own)
 
 
-def test_an_installed_package_brings_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    site = tmp_path / "site"
-    (site / "counts-1.2.dist-info").mkdir(parents=True)
-    (site / "counts-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: counts\nVersion: 1.2\n")
-    (site / "counts-1.2.dist-info" / "entry_points.txt").write_text("[kvq.tasks]\ncounting = counting\n")
-    (site / "counting.py").write_text(TASK)
-    sys.path.append(str(site))
-    outside.installed.cache_clear()
-    assert choices()["task"]["counting"] == "Task of counts 1.2."
+PLUGIN = """
+from kvq.config.plugins import Plugin
+PLUGIN = Plugin("{name}", tasks={{"counting": "{name}.counting"}}, commands={{"count": "{name}.counting"}})
+"""
+
+
+def install(site: Path, name: str, code: str = PLUGIN, method: str = "counted") -> None:
+    """An installed package `name` with a task, a command and a method."""
+    information = site / f"{name}-1.2.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    (information / "entry_points.txt").write_text(f"[kvq.plugins]\n{name} = {name}:PLUGIN\n")
+    conf = site / name / "conf"
+    for group, choice, text in (
+        ("task", "counting", YAML),
+        ("method", method, f"# Counts.\ndefaults: [kivi, _self_]\nname: {method}\nlabel: Counted\n"),
+    ):
+        (conf / group).mkdir(parents=True)
+        (conf / group / f"{choice}.yaml").write_text(text)
+    (site / name / "__init__.py").write_text(code.format(name=name))
+    (site / name / "counting.py").write_text(TASK + "\n\ndef main():\n    print('counted')\n    return 0\n")
+    if str(site) not in sys.path:
+        sys.path.append(str(site))
+    for cached in (plugins.installed, plugins._shared_dirs, composing._register, declared):
+        cached.cache_clear()
+
+
+def test_an_installed_package_brings_a_task_a_method_and_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", "counts")
+    assert "counts.counting" not in sys.modules  # what a plugin names is imported when it is needed
     assert main(["tasks", "count"]) == 0
-    assert "Task of counts 1.2." in capsys.readouterr().out
-    task = resolve(compose(["task=counting", "task.upto=2"])).task
-    assert isinstance(task, TaskConfig)
+    assert "Counts." in capsys.readouterr().out
+    task = resolve(compose(["task=counting", "task.upto=2", "method=counted"])).task
     assert (task.name, task.upto) == ("counting", 2)  # type: ignore[attr-defined]
-    assert cli.main(["task=counting", "method=kivi", "plan=true"]) == 0
+    assert cli.main(["-m", "task=counting", "method=kivi,counted", "plan=true"]) == 0
     assert "tiny pydocs counting" in capsys.readouterr().out
+    assert plugins.commands() == {"count": "counts.counting"} | plugins.commands()
+    monkeypatch.setenv(plugins.SELECT, "none")
+    for cached in (plugins.installed, plugins._shared_dirs, composing._register):
+        cached.cache_clear()
+    assert "counted" not in choices()["method"]
+    assert said(["method=counted"], tmp_path).startswith("method=counted: unknown method")
+
+
+def test_a_plugin_that_cannot_be_imported_is_one_line_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path / "site", "torn", "import nothing_like_it")
+    assert resolve(compose(["method=kivi"])).method.name == "kivi"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("plugin torn: cannot be imported (ModuleNotFoundError: No module named 'nothing_like_it')")
+    assert "Plugin torn cannot be imported" in said(["method=counted"], tmp_path)
+    assert "Plugin torn cannot be imported" in said(["task=counting"], tmp_path)
+    plugins._failures.clear()
+
+
+@pytest.mark.parametrize(("method", "what"), [("counted", "command count|task counting"), ("kivi", "method=kivi")])
+def test_one_name_of_two_plugins_is_refused_with_both(tmp_path: Path, method: str, what: str) -> None:
+    site = tmp_path / "site"
+    install(site, "one", method=method)
+    if method == "counted":
+        install(site, "two")
+    with pytest.raises(ConfigError, match=what) as error:
+        compose(["method=nsn"])
+    assert all(name in str(error.value) for name in (("one", "two") if method == "counted" else ("one", "conf")))
 
 
 def test_a_stage_that_is_not_found_says_where_it_was_looked_for(tmp_path: Path) -> None:

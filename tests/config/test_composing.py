@@ -9,21 +9,24 @@ from typing import Any, ClassVar
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig
 from omegaconf.base import Node
 
 from kvq.cli import main
-from kvq.config import compose, conf_dir, merging, resolve_part
-from kvq.config.composing import InProcess
+from kvq.config import compose, compose_part, composing, conf_dir, plugins, resolve_part
+from kvq.config.composing import Composition, compose_quickly, compose_with_hydra, files_of
 from kvq.config.explain import choices
-from kvq.config.merging import Composed, Files, by_hydra, merged, merged_part
 from kvq.errors import KvqError
 
 GROUPS = choices()
 MORE = ["bits=k3v2", "seed=7", "residual.size=64", "dataset.data_files=[a.txt,b.txt]"]
 SINGLE = [f"{'+' * (group == 'experiment')}{group}={name}" for group, names in GROUPS.items() for name in names]
+# Choices that make choices of other groups.
+ONLY_HYDRA = (
+    *("+experiment=", "task=distribution", "task=generate", "task=lm_eval", "task=longbench", "task=modality"),
+    *("task=multimodal", "task=ppl/nsnquant_table15"),
+)
 # Every eleventh; the long ones compose all by Hydra, 0.15 s each.
 FEW = SINGLE[::11]
 TOGETHER = [
@@ -56,9 +59,11 @@ def _plain(node: Node, place: str = "") -> list[tuple]:
 
 
 def _assert_equal(overrides: list[str]) -> None:
-    files = Files.of(conf_dir())
-    whole, quick = by_hydra(files, overrides), merged(files, overrides)
-    assert quick is not None
+    files = files_of()
+    whole, quick = compose_with_hydra(files.folders, overrides), compose_quickly(files, overrides)
+    if quick is None:
+        assert any(word.startswith(ONLY_HYDRA) for word in overrides)
+        return
     assert quick.choices == whole.choices
     assert _plain(quick.config) == _plain(whole.config)
 
@@ -95,7 +100,7 @@ def test_several_choices_are_what_hydra_composes(overrides: list[str]) -> None:
     ],
 )
 def test_a_part_is_what_it_is_in_the_whole(part: str, overrides: list[str]) -> None:
-    found, whole = merged_part(Files.of(conf_dir()), part, overrides), compose(overrides)
+    found, whole = compose_part(part, overrides), compose(overrides)
     assert found is not None
     assert resolve_part(found, part) == resolve_part(whole, part)
     assert resolve_part(found, "bits") == resolve_part(whole, "bits")
@@ -112,7 +117,7 @@ def test_a_part_is_what_it_is_in_the_whole(part: str, overrides: list[str]) -> N
     ],
 )
 def test_what_decides_more_than_a_part_is_composed_whole(part: str, overrides: list[str]) -> None:
-    assert merged_part(Files.of(conf_dir()), part, overrides) is None
+    assert compose_part(part, overrides) is None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_what_decides_more_than_a_part_is_composed_whole(part: str, overrides: l
     ids=" ".join,
 )
 def test_what_is_not_known_to_merge_is_left_to_hydra(overrides: list[str]) -> None:
-    assert merged(Files.of(conf_dir()), overrides) is None
+    assert compose_quickly(files_of(), overrides) is None
 
 
 def test_a_composition_is_the_callers_own() -> None:
@@ -151,13 +156,14 @@ def test_values_given_as_lists_are_not_shared() -> None:
     assert list(compose(given).dataset.data_files) == ["a.txt"]
 
 
-def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
+def test_an_edited_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shutil.copytree(conf_dir(), tmp_path / "conf")
+    monkeypatch.setattr(plugins, "conf_dirs", lambda config_dir=None: [folder])
     edited = folder / "method" / "kivi.yaml"
 
     def label() -> str:
-        found = merged(Files.of(folder), ["method=kivi", "dataset=pysource"])
-        assert isinstance(found, Composed)
+        found = compose_quickly(files_of(), ["method=kivi", "dataset=pysource"])
+        assert isinstance(found, Composition)
         return str(found.config.method.label)
 
     before = label()
@@ -169,16 +175,17 @@ def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
 def test_a_further_folder_is_searched(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "mine.yaml").write_text("defaults: [kivi, _self_]\nname: mine\n", encoding="utf-8")
-    files = Files.of(conf_dir(), tmp_path)
-    found = merged(files, ["method=mine", "model=tiny_outliers", "bits=2"])
+    files, given = files_of(tmp_path), ["method=mine", "model=tiny_outliers", "bits=2"]
+    composing.register(tmp_path)
+    found = compose_quickly(files, given)
     assert found is not None
-    assert _plain(found.config) == _plain(by_hydra(files, ["method=mine", "model=tiny_outliers", "bits=2"]).config)
+    assert _plain(found.config) == _plain(compose_with_hydra(files.folders, given).config)
     assert found.config.method.name == "mine"
 
 
 def test_hydra_composes_a_choice_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compose(["method=kivi", "task=ppl"])
-    monkeypatch.setattr(merging, "by_hydra", None)
+    monkeypatch.setattr(composing, "compose_with_hydra", None)
     started = time.process_time()
     for bits in (1, 2, 3, 4):
         assert compose(["method=kivi", "task=ppl", f"bits={bits}"]).bits == bits
@@ -194,32 +201,39 @@ SWEEPS = [
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=" ".join)
-def test_the_jobs_of_a_sweep_are_those_of_hydras_own_loader(sweep: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, and as another launcher's worker gets them."""
-    run, jobs, measured = InProcess._run, [], []
+def test_the_jobs_of_a_sweep_are_those_that_hydra_composes(sweep: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[DictConfig, list[str], dict[str, str], int]] = []
 
-    def compared(self: InProcess, config: DictConfig, given: list[str]) -> JobReturn:
-        if len(jobs) < 2:
-            whole = self.loader.whole.load_sweep_config(self.config, list(given))
-            for _ in range(2):  # the first is composed by Hydra, later ones are merged
-                found = self.loader.load_sweep_config(self.config, given)
-                assert OmegaConf.to_container(found) == OmegaConf.to_container(whole)
-            shown = HydraConfig.get()
-            assert shown.mode == whole.hydra.mode
-            assert shown.overrides.task == whole.hydra.overrides.task == given
-            assert shown.runtime.choices == whole.hydra.runtime.choices
-            with open_dict(whole):
-                del whole["hydra"]
-            assert config == whole
-        jobs.append(given)
-        return run(self, config, given)
+    def measure(config: DictConfig, sweep: bool) -> None:
+        shown = HydraConfig.get()
+        measured.append((config, list(shown.overrides.task), dict(shown.runtime.choices), shown.job.num))
 
-    monkeypatch.setattr(InProcess, "_run", compared)
-    monkeypatch.setattr("kvq.cli._measure", lambda config, sweep: measured.append(config))
+    monkeypatch.setattr("kvq.cli._measure", measure)
     assert main(["-m", *sweep]) == 0
     assert len(measured) >= 2
-    assert len(jobs) == (0 if any(word.startswith("++") for word in sweep) else len(measured))
+    assert [number for *_, number in measured] == list(range(len(measured)))
+    for config, words, made, _ in measured[:2]:
+        whole = compose_with_hydra(files_of().folders, words)
+        assert config == whole.config
+        assert {group: name for group, name in made.items() if not group.startswith("hydra/")} == {
+            group: name for group, name in whole.choices.items() if not group.startswith("hydra/")
+        }
     assert HydraConfig.instance().cfg is None
+
+
+@pytest.mark.parametrize("sweep", [["method=nsn,kivi", "bits=2,3"]], ids=" ".join)
+def test_each_job_of_a_sweep_is_composed_once(sweep: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    composed: list[str] = []
+    composition = composing.composition
+
+    def counted(words: list[str], config_dir: Path | None = None) -> Composition:
+        composed.append(" ".join(words))
+        return composition(words, config_dir)
+
+    monkeypatch.setattr(composing, "composition", counted)
+    monkeypatch.setattr("kvq.cli._measure", lambda config, sweep: None)
+    assert main(["-m", *sweep]) == 0
+    assert len(composed) == len(set(composed)) == 4
 
 
 class Counted(Callback):

@@ -1,0 +1,295 @@
+"""Plugins: installed packages, and folders given by `--config-dir`, that add configurations and code to kvq.
+
+An installed package names a `Plugin` as an entry point of the group `kvq.plugins`. A folder is laid out as `conf/`
+is; its task `DIR/task/NAME.yaml` is implemented by `DIR/NAME.py`. Importing the module that holds a `Plugin` must be
+cheap: what it names is imported when a run or a command first needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from kvq.config.choices import Choice, choices_in, conf_dir
+from kvq.config.task import TaskConfig
+from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+ENTRY_POINTS = "kvq.plugins"
+SELECT = "KVQ_PLUGINS"
+"""Environment variable: `none`, or the plugins to use, separated by commas; unset: all that are installed."""
+_in_use: list[Path] = []
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What a package adds to kvq.
+
+    Attributes:
+        name: of the package, as it is imported. Its folder `conf/`, if there is one, holds choices of configuration
+            groups.
+        tasks: name of a task -> module that defines it as `TASK`, or in `TASKS` by name.
+        commands: word after `kvq` -> module whose `main()` runs the command.
+        modules: extension point (`figures`, `kernels`, ...) -> modules that register something there when imported.
+        renamed: earlier import path of a class, which keys and records keep -> its path now.
+        has_versions: its classes that decide numbers have `version: ClassVar[int]`; false: the code of their file names
+            their version.
+    """
+
+    name: str
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    has_versions: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the package."""
+        return Path(str(sys.modules[self.name.partition(".")[0]].__file__)).parent
+
+
+@functools.cache
+def installed() -> Mapping[str, Plugin]:
+    """The plugins in use by name. One that cannot be imported is left out, with one line on stderr.
+
+    Raises:
+        ConfigError: two plugins have a task or a command of the same name.
+    """
+    found = {entry.name: plugin for entry in _entries() if (plugin := _load(entry)) is not None}
+    owners: dict[tuple[str, str], str] = {}
+    for name, plugin in found.items():
+        for kind in ("tasks", "commands"):
+            for word in getattr(plugin, kind):
+                if (other := owners.setdefault((kind, word), name)) != name:
+                    raise ConfigError(f"plugins {other} and {name} both register {kind[:-1]} {word}; uninstall one")
+    return found
+
+
+def _entries() -> list[importlib.metadata.EntryPoint]:
+    """Entry points of the plugins that `KVQ_PLUGINS` selects, by name."""
+    selected = os.environ.get(SELECT)
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if selected is None:
+        return [entries[name] for name in sorted(entries)]
+    return [entries[name] for name in sorted({word.strip() for word in selected.split(",")}) if name in entries]
+
+
+_failures: dict[str, str] = {}
+"""Name of a plugin that cannot be imported -> the reason."""
+
+
+def _load(entry: importlib.metadata.EntryPoint) -> Plugin | None:
+    try:
+        plugin = entry.load()
+        if not isinstance(plugin, Plugin):
+            raise TypeError(f"{entry.value} is no kvq.config.plugins.Plugin")
+    except Exception as error:  # a plugin may raise anything
+        _failures[entry.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(
+            f"plugin {entry.name}: cannot be imported ({_failures[entry.name]}); going on without it", file=sys.stderr
+        )
+        return None
+    return plugin
+
+
+def failures() -> str:
+    """What to add to an error about a name that nobody registered: the plugins that could not be imported."""
+    installed()
+    return "".join(f" Plugin {name} cannot be imported ({reason})." for name, reason in _failures.items())
+
+
+def import_modules(point: str) -> list[ModuleType]:
+    """Import the modules that plugins register for an extension point, so that they add themselves there."""
+    return [importlib.import_module(name) for plugin in installed().values() for name in plugin.modules.get(point, ())]
+
+
+def renamed() -> dict[str, str]:
+    """Earlier import path of each class that has moved to a plugin -> its path now."""
+    return {earlier: now for plugin in installed().values() for earlier, now in plugin.renamed.items()}
+
+
+def commands() -> dict[str, str]:
+    """Word after `kvq` -> module of the command, of all plugins."""
+    return {word: module for plugin in installed().values() for word, module in plugin.commands.items()}
+
+
+def packages() -> list[Path]:
+    """The folders of all plugins' packages."""
+    return [plugin.folder for plugin in installed().values()]
+
+
+def use(folder: str | Path | None) -> None:
+    """Set the folder from which the process also composes where none is given (None: none)."""
+    _in_use[:] = [] if folder is None else [Path(folder).resolve()]
+    for path in _in_use:
+        make_importable(path)
+
+
+@contextmanager
+def using(folder: str | Path | None) -> Iterator[None]:
+    """Within the context, compose from this folder too, as `use` does; afterwards from the previous one."""
+    before = list(_in_use)
+    use(folder)
+    try:
+        yield
+    finally:
+        _in_use[:] = before
+
+
+def folder_in_use(folder: str | Path | None = None) -> Path | None:
+    """The resolved folder, or where None is given the one in use, if any."""
+    return Path(folder).resolve() if folder is not None else next(iter(_in_use), None)
+
+
+def conf_dirs(folder: str | Path | None = None) -> list[Path]:
+    """The folders of choices: kvq's, those of plugins in order of their names, then `folder` or the one in use."""
+    last = folder_in_use(folder)
+    return [*_shared_dirs(), *([] if last is None else [last])]
+
+
+@functools.cache
+def _shared_dirs() -> tuple[Path, ...]:
+    """The folders of choices of kvq and the plugins.
+
+    Raises:
+        ConfigError: two of them have a choice of the same name.
+    """
+    found = (conf_dir(), *(conf for package in packages() if (conf := package / "conf").is_dir()))
+    owners: dict[tuple[str, str], Path] = {}
+    for choice in (choice for folder in found for choice in choices_in(folder)):
+        other = owners.setdefault((choice.group, choice.name), choice.file)
+        if other != choice.file:
+            raise ConfigError(f"{choice.group}={choice.name}: defined in {other} and in {choice.file}; rename one")
+    return found
+
+
+def all_choices(config_dir: str | Path | None = None) -> Iterator[Choice]:
+    """The choices of all folders of `conf_dirs`."""
+    for folder in conf_dirs(config_dir):
+        yield from choices_in(folder)
+
+
+def make_importable(folder: Path) -> None:
+    """Append a folder to Python's path: a file in it never replaces an installed module."""
+    if str(folder) not in sys.path and folder.is_dir():
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
+
+
+def add_option(parser: ArgumentParser) -> None:
+    """Add `--config-dir` to a command that reads records: it finds what made them, and presets to name them by."""
+    parser.add_argument(
+        "--config-dir", type=Path, help="a further folder of configurations and modules, as run.py has it"
+    )
+
+
+def import_path(folder: Path) -> str:
+    """`PYTHONPATH` under which processes that this one starts find the modules of a folder too."""
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(folder)]))
+
+
+def register_tasks(folder: Path | None) -> None:
+    """Make the schemas of tasks of plugins and of a folder known to Hydra, as `NAME_schema` of the group `task`.
+
+    A task's module is imported when Hydra reads its schema. Raises then:
+        ConfigError: the module cannot be imported or does not define the task.
+    """
+    for plugin in installed().values():
+        for name, module in plugin.tasks.items():
+            _store(_TaskSchema(name, module, None))
+    if folder is None or not folder.is_dir():
+        return
+    make_importable(folder)
+    for yaml in (folder / "task").glob("*.yaml"):
+        if (file := folder / f"{yaml.stem}.py").is_file():
+            _store(_TaskSchema(yaml.stem, yaml.stem, file))
+
+
+def _store(schema: _TaskSchema) -> None:
+    store = ConfigStore.instance()
+    store.store(group="task", name=f"{schema.task}_schema", node={})
+    store._open("task")[schema.name] = schema
+
+
+class _TaskSchema(ConfigNode):
+    """A task's schema in Hydra's ConfigStore; its module is imported when Hydra reads it."""
+
+    def __init__(self, task: str, module: str, file: Path | None) -> None:
+        self.task, self.module, self.file = task, module, file
+        self.name, self.group, self.package, self.provider = f"{task}_schema.yaml", "task", None, "kvq"
+
+    @property
+    def node(self) -> DictConfig:
+        module = _import_task(self.task, self.module, self.file)
+        return OmegaConf.structured(_settings_of(self.task, module))
+
+    @node.setter
+    def node(self, loaded: DictConfig) -> None:
+        """Hydra assigns the copy that it has read."""
+
+
+def why_not(task: str, folder: Path | None) -> str:
+    """One line for a task whose schema nobody registered."""
+    place = f"no {task}.py in {folder}" if folder else "no --config-dir"
+    return (
+        f"task={task}: its settings ({task}_schema) are not known: {place}, and no plugin (entry point of the group "
+        f"{ENTRY_POINTS}) registers task {task}.{failures()}"
+    )
+
+
+def where_searched(module: str) -> str:
+    """What to add to an error about a module that is not found: where it was looked for, and what to do."""
+    skipped = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    folders = dict.fromkeys(Path(path or ".").resolve() for path in sys.path)
+    shown = [str(path) for path in folders if path.is_dir() and path not in skipped and path.name != "lib-dynload"]
+    return (
+        f"; looked in {', '.join([*shown, 'installed packages'])}. Put {module}.py in the folder of --config-dir=..., "
+        "or set PYTHONPATH to its folder, or install its package"
+    )
+
+
+def _import_task(task: str, name: str, file: Path | None) -> ModuleType:
+    where = name if file is None else str(file)
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # somebody else's code may raise anything
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"task={task}: {where} cannot be imported ({type(error).__name__}: {reason})") from error
+    found = getattr(module, "__file__", None)
+    if file is not None and (found is None or Path(found).resolve() != file.resolve()):
+        raise ConfigError(f"task={task}: {where}: the name is taken by {found or 'a built-in module'}; rename the task")
+    return module
+
+
+def _settings_of(task: str, module: ModuleType) -> type[TaskConfig]:
+    """The dataclass of a task's settings, checked."""
+    where = f"task={task}: {module.__file__}"
+    defined = getattr(module, "TASKS", {}).get(task) or getattr(module, "TASK", None)
+    if defined is None:
+        raise ConfigError(f"{where} has no TASK (a kvq.tasks.measurement.Task)")
+    settings: Any = getattr(defined, "settings", None)
+    if not (isinstance(settings, type) and issubclass(settings, TaskConfig) and is_dataclass(settings)):
+        raise ConfigError(f"{where}: TASK has no settings=..., a dataclass that derives from kvq.config.TaskConfig")
+    if settings.__module__ != module.__name__:
+        raise ConfigError(f"{where}: {settings.__name__} is defined in {settings.__module__}; keep it next to TASK")
+    if settings.name != task:
+        raise ConfigError(f"{where}: {settings.__name__}.name is '{settings.name}'; expected '{task}'")
+    if not isinstance(getattr(settings, "version", None), int):
+        raise ConfigError(f"{where}: {settings.__name__} has no version; give version: ClassVar[int] = 1")
+    return settings

@@ -1,0 +1,5 @@
+"""Fused kernels: attention on packed codes and encoding in one pass, for CPUs (numba) and GPUs (Triton)."""
+
+from kvq.config.plugins import Plugin
+
+PLUGIN = Plugin("kvq_kernels", has_versions=True)
