@@ -54,6 +54,7 @@ _ENGINES: Final = {"llamacpp": "LlamaCpp", "mlx": "Mlx"}
 def declared() -> Mapping[str, int]:
     """Version of every class of kvq and its plugins that has one, by name, and of every task; nothing is imported."""
     found: dict[str, int] = {}
+    tasks = {task for plugin in plugins.installed().values() for task in plugin.tasks}
     for file in sorted(path for folder in (_PACKAGE, *plugins.packages()) for path in folder.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         name = task = ""
@@ -61,7 +62,7 @@ def declared() -> Mapping[str, int]:
             name, task = match[1] or name, "" if match[1] else match[3] or task
             if match[2] and found.setdefault(name, int(match[2])) != int(match[2]):
                 raise RecordError(f"two classes named {name} have versions; a name stands for one class")
-            if task and name in found:
+            if task in tasks and name in found:
                 found[task] = found[name]
     return found | {name: schema.version for name, schema in SCHEMAS.items()}
 
