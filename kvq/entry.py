@@ -25,12 +25,10 @@ COMMANDS = {
     "papers": "kvq.papers.__main__",
     "figures": "kvq.papers.figures",
     "html": "kvq.report.html",
-    "diff": "kvq.report.diff",
     "recommend": "kvq.recommend.advisor",
     "allocate": "kvq.recommend.allocate",
     "export": "kvq.recommend.export",
     "leaderboard": "kvq.recommend.leaderboard",
-    "submit": "kvq.recommend.submit",
     "lm_eval": "kvq.tasks.lm_eval_model",
     "wandb": "kvq.report.wandb",
 }

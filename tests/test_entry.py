@@ -60,10 +60,6 @@ def options(words: Sequence[str], results: Path, out: Path) -> list[str]:
     name = words[-1].removeprefix("kvq.")
     if name in ("run.py", "kvq"):
         return [*words, "model=tiny", "method=kivi", f"results_dir={out}"]
-    if name == "report.diff":
-        return [*words, str(results), str(results)]
-    if name == "recommend.submit":
-        return [*words, str(results), "name=A Name", "licence=CC-BY-4.0", f"results={out}"]
     if name == "recommend.allocate":  # reads the committed records
         return [*words, "model=tiny", "method=kivi", "bits=2"]
     if name == "report.wandb":
@@ -90,7 +86,7 @@ def test_a_signal_is_one_line(words: list[str], number: signal.Signals, results:
 
 
 def test_a_signal_that_is_ignored_stays_ignored(results: Path) -> None:
-    command = [sys.executable, "-m", "kvq.report.diff", str(results), str(results)]
+    command = [sys.executable, "-m", "kvq.report", "--results", str(results)]
     script = 'trap "" INT; exec "$@"'  # as a shell does for what it starts in the background
     process = subprocess.Popen(
         ["/bin/sh", "-c", script, "sh", *command], cwd=ROOT, stdout=subprocess.DEVNULL, text=True
@@ -107,7 +103,7 @@ def closed_pipe() -> int:
 
 
 PRINTING = [
-    ["run.py", "diff"],
+    ["run.py", "report", "--print"],
     pytest.param(["run.py", "--help"], marks=pytest.mark.long),
     pytest.param(["run.py", "ls", "methods"], marks=pytest.mark.long),
     pytest.param(["-m", "kvq", "report", "--help"], marks=pytest.mark.long),
@@ -116,7 +112,7 @@ PRINTING = [
 
 @pytest.mark.parametrize("words", PRINTING, ids=lambda words: " ".join(words))
 def test_outputs_that_cannot_be_written(words: list[str], results: Path) -> None:
-    words = [*words, str(results), str(results)] if words[-1] == "diff" else words
+    words = [*words, "--results", str(results)] if words[-1] == "--print" else words
     pipe = closed_pipe()
     process = started(words, stdout=pipe)
     os.close(pipe)

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +22,12 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, composed
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
 from kvq.models.shapes import CacheShape, cache_shape
+from kvq.recommend.leaderboard import is_of_decoding
 from kvq.report.command import answered, given_words, number
 from kvq.report.comparisons import Comparisons, Verdicts, samples_of, unbeaten
 from kvq.report.labels import BY_ENGINE
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import Row, Table
+from kvq.report.tables.layout import Row
 from kvq.results import Record, Store
 from kvq.results.statistics import fewest_to_differ
 from kvq.tasks.memory import rows_of
@@ -236,12 +237,6 @@ def bytes_of(shape: CacheShape, name: str, bits: str, context: int) -> float | N
         return float(sum(row["total"] for row in rows_of(shape, method, context, measured=False)))
     except COMPOSE_ERRORS:
         return None
-
-
-def is_of_decoding(table: Table) -> bool:
-    """Whether the runs of a table are of perplexity scored as in generation."""
-    settings: Mapping[str, object] = table.rows[0].record.config.get("task", {})
-    return table.rows[0].record.task == "ppl" and settings.get("scoring") == "generation"
 
 
 def shown(choice: Recommendation, place: int, full: float) -> str:

@@ -11,7 +11,6 @@ if __name__ == "__main__":
 
     enter("kvq.recommend.leaderboard")
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -20,11 +19,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from kvq.config.explain import choices, composed
-from kvq.errors import KvqError, RecordError
-from kvq.models.shapes import CacheShape, cache_shape
-from kvq.recommend.advisor import bytes_of, is_of_decoding
-from kvq.recommend.submit import About, folder_of, submissions
+from kvq.errors import RecordError
 from kvq.report.command import answered, given_words
 from kvq.report.comparisons import read_records
 from kvq.report.labels import model_name
@@ -37,7 +32,7 @@ BUDGETS = (1.25, 2.25, 3.25, 4.25, 8.0)
 """Measured bits per element."""
 CONTEXT = 32768
 """Tokens whose bytes are shown."""
-_USAGE = """A page of methods by model and budget of measured bits, from records and what others submitted.
+_USAGE = """A page of methods by model and budget of measured bits, from records.
 
   kvq leaderboard [results=FOLDER] [out=FILE]     (default: results, results/leaderboard.html)
 """
@@ -48,7 +43,7 @@ class Entry:
     """A line of the leaderboard; what is not on record is None.
 
     `noise`: within noise of full precision. `frontier`: no method of its table is better at equal or fewer bits beyond
-    noise. `engine`: an engine's format, by preset or measured in the engine itself. `by`: who submitted it.
+    noise. `engine`: an engine's format, by preset or measured in the engine itself.
     """
 
     model: str
@@ -67,7 +62,6 @@ class Entry:
     text: str
     windows: int
     record: str
-    by: str = ""
 
 
 def budget_of(bits: float) -> float | None:
@@ -75,7 +69,7 @@ def budget_of(bits: float) -> float | None:
     return next((budget for budget in BUDGETS if bits <= budget), None)
 
 
-def entries(store: Store, by: About | None = None) -> list[Entry]:
+def entries(store: Store) -> list[Entry]:
     """The leaderboard's entries of a store, sorted by model, budget and loss."""
     tables: dict[str, Table] = {}
     scanned = read_records(store)
@@ -85,7 +79,7 @@ def entries(store: Store, by: About | None = None) -> list[Entry]:
             tables[model] = table
     others = _SamePreset(scanned[0])
     found = [
-        _entry(row, budget, others, by)
+        _entry(row, budget, others)
         for table in tables.values()
         for row in _listed(table)
         if (budget := budget_of(row.record.metrics["bits_per_element"])) is not None
@@ -106,7 +100,7 @@ def _listed(table: Table) -> list[Row]:
 
 
 class _SamePreset:
-    """Needles, speed and bytes of the same preset and bits on the same model."""
+    """Needles and speed of the same preset and bits on the same model."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         done = [record for record in records if record.status == "done"]
@@ -115,7 +109,6 @@ class _SamePreset:
         needles.sort(key=lambda record: record.metrics.get("items", 0), reverse=True)
         self._needles = {_preset(record): record for record in reversed(needles)}
         self._speed = {_preset(record): record for record in done if record.task == "throughput"}
-        self._shape_of = functools.cache(_shape_of)
 
     def needles(self, record: Record) -> float | None:
         """Share of needles found in the largest run."""
@@ -130,26 +123,12 @@ class _SamePreset:
         rates = [one.metrics.get("decode_tokens_per_second") for one in (found, full)]
         return rates[0] / rates[1] if rates[0] and rates[1] else None
 
-    def bytes(self, record: Record) -> float | None:
-        """Bytes of one sequence of `CONTEXT` tokens; of a model that is no choice here, None."""
-        shape = self._shape_of(record.model)
-        return None if shape is None else bytes_of(shape, record.method, record.bits, CONTEXT)
-
 
 def _preset(record: Record) -> tuple[str, str, str]:
     return record.model, record.method, record.bits
 
 
-def _shape_of(model: str) -> CacheShape | None:
-    if model not in choices()["model"]:
-        return None
-    try:
-        return cache_shape(composed([f"model={model}"]).model)
-    except KvqError:
-        return None
-
-
-def _entry(row: Row, budget: float, others: _SamePreset, by: About | None) -> Entry:
+def _entry(row: Row, budget: float, others: _SamePreset) -> Entry:
     record, metrics = row.record, row.record.metrics
     engine = record.provenance.engine or ("by preset" if record.method.startswith("engine/") else "")
     return Entry(
@@ -161,16 +140,29 @@ def _entry(row: Row, budget: float, others: _SamePreset, by: About | None) -> En
         error=metrics.get("delta_nll_se"),
         tail=metrics.get("kl_p999"),
         needles=others.needles(record),
-        bytes=others.bytes(record),
+        bytes=_bytes_at_context(metrics),
         speed=others.speed(record),
         noise=row.within_noise,
         frontier=row.best_measured,
         engine=engine,
         text=record.dataset,
         windows=int(metrics.get("windows", 0)),
-        record=(Path() if by is None else folder_of(by)).joinpath("runs", place(record)).as_posix(),
-        by="" if by is None else f"{by.name}, {by.licence}",
+        record=Path("runs", place(record)).as_posix(),
     )
+
+
+def _bytes_at_context(metrics: Mapping[str, float]) -> float | None:
+    """Bytes of `CONTEXT` packed tokens of one sequence at measured bits; None where the run sized no cache."""
+    if not {"total_bytes", "cached_tokens", "effective_bits"} <= metrics.keys() or not metrics["effective_bits"]:
+        return None
+    per_token = metrics["total_bytes"] / metrics["cached_tokens"] / metrics["effective_bits"]
+    return CONTEXT * per_token * metrics["bits_per_element"]
+
+
+def is_of_decoding(table: Table) -> bool:
+    """Whether the runs of a table are of perplexity scored as in generation."""
+    settings: Mapping[str, object] = table.rows[0].record.config.get("task", {})
+    return table.rows[0].record.task == "ppl" and settings.get("scoring") == "generation"
 
 
 def page(found: Sequence[Entry]) -> str:
@@ -189,8 +181,6 @@ def _answer(words: list[str]) -> int:
     given = {"results": "results"} | given_words(words, ("results", "out"))
     store = Store(given["results"])
     found = entries(store)
-    for about, submitted in submissions(store.root):
-        found += entries(submitted, about)
     if not found:
         raise RecordError(f"no method is on record in '{store.runs}'; measure some: python run.py -m method=nsn,kivi")
     out = Path(given.get("out", str(store.root / "leaderboard.html")))

@@ -13,7 +13,6 @@ from kvq.errors import RecordError
 from kvq.report.__main__ import main as tables
 from kvq.report.command import made_of, noted
 from kvq.report.comparisons import read_records
-from kvq.report.diff import main as diff
 from kvq.report.figures.every import file_name
 from kvq.report.figures.every import main as figures
 from kvq.report.html import main as page
@@ -83,10 +82,9 @@ def test_settings_without_a_label_are_named_by_every_report(tmp_path: Path, caps
         (store.record_path(odd), "label: cannot be made of it")
     ]
     assert all(report(["--results", str(tmp_path)]) == 0 for report in (tables, figures, page))
-    assert diff([str(tmp_path), str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    assert said.count(odd[:8]) >= 4
+    assert said.count(odd[:8]) >= 3
 
 
 def test_long_names_fit_into_the_names_of_files(tmp_path: Path) -> None:
