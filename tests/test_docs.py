@@ -266,7 +266,7 @@ def test_no_rule_counts_standard_errors() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "changelog.md"], ids=lambda page: page.name)
 def test_commands_exist_and_compose(page: Path) -> None:
     """Runs have settings that compose, each value once; of other commands the module, name or target exists."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
