@@ -30,6 +30,7 @@ COMMANDS = {
     "export": "kvq.recommend.export",
     "leaderboard": "kvq.recommend.leaderboard",
     "lm_eval": "kvq.tasks.lm_eval_model",
+    "pack": "kvq.results.pack",
     "wandb": "kvq.report.wandb",
 }
 """Commands by the word that follows `kvq`, `python -m kvq` or `python run.py`; anything else is a run's settings."""

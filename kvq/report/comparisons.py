@@ -19,6 +19,7 @@ import numpy as np
 from kvq.errors import RecordError
 from kvq.report.labels import by_bits, labelled
 from kvq.results import Broken, Record, Store
+from kvq.results.files import SAMPLES
 from kvq.results.metrics import is_lower_better
 from kvq.results.noise import Family, compare_items, family
 from kvq.results.presets import parse_label, part_of
@@ -254,9 +255,8 @@ def samples_of(record: Record, store: Store, odd: dict[Path, str]) -> list[dict[
     try:
         return store.samples_of(record)
     except RecordError as error:
-        path = store.samples_path(record.key)
-        if path.is_file():  # a record without its samples is a choice, such as of a small archive
-            odd[path] = str(error).rpartition(f"{path}: ")[2]
+        if not isinstance(error.__cause__, FileNotFoundError):  # a record without them is a choice: a small archive
+            odd[store.samples_path(record.key)] = str(error).rpartition(f"{SAMPLES}: ")[2]
         raise
 
 

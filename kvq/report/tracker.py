@@ -24,7 +24,7 @@ from kvq.report.figures.every import run_figures
 from kvq.report.figures.style import png_of
 from kvq.report.labels import label, model_name, protocol, protocol_departures
 from kvq.results import Record, Store
-from kvq.results.files import cause, write_file
+from kvq.results.files import cause, loose_samples, read_samples, write_file
 from kvq.results.metrics import METRICS, metric_of
 from kvq.results.record import dump_record, words_of
 
@@ -219,9 +219,13 @@ class Tracker:
         artifact = self._wandb.Artifact(
             f"record-{entry.id}", type="record", metadata={"key": record.key, "sha256": entry.digest}
         )
-        for path in (self._store.record_path(record.key), self._store.samples_path(record.key)):
-            if path.is_file():
-                artifact.add_file(str(path), name=path.name)
+        path = self._store.record_path(record.key)
+        artifact.add_file(str(path), name=path.name)
+        samples = loose_samples(path)
+        with suppress(OSError):  # the record is sent without them
+            content = read_samples(samples)
+            with artifact.new_file(samples.name, "wb") as file:
+                file.write(content)
         return artifact
 
 

@@ -1,37 +1,27 @@
-"""Files of a results folder: how they are written, where the records lie, and the journal of a run.
-
-Writes are atomic: a temporary file in the same folder is written, synced and renamed. Records have readable paths and
-are found again by the digits of the key that end each name. A journal has what a run has scored so far, so that a
-killed run can resume.
-"""
+"""Files of a results folder: atomic writes, the path of a record, the samples of a folder, and the journal of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import re
 import tempfile
-import time
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 from kvq.errors import RecordError
-from kvq.results.record import KEY_PATTERN, Record
+from kvq.results.record import Record
 
 TEMPORARY = ".tmp"
 
 
 def write_temporary(folder: Path, name: str, content: bytes, durable: bool = True) -> Path:
-    """Write and sync `folder/.<name>.<random>.tmp`, which the caller renames; it is removed when writing fails.
-
-    `durable=False`: not synced.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full.
-    """
+    """Write `folder/.<name>.<random>.tmp`, synced if `durable`, which the caller renames; removed if writing fails."""
     handle, created = tempfile.mkstemp(prefix=f".{name}.", suffix=TEMPORARY, dir=folder)
     path = Path(created)
     try:
@@ -42,8 +32,7 @@ def write_temporary(folder: Path, name: str, content: bytes, durable: bool = Tru
             if durable:
                 os.fsync(file.fileno())
     except BaseException:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise
     return path
 
@@ -57,21 +46,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def make_folders(folder: Path) -> None:
-    """Make `folder` and those above it, and sync what names them, so that it survives a power failure."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync_folder(path.parent)
-
-
 def write_file(path: Path, content: bytes, durable: bool = True) -> None:
     """Replace the file at `path` by `content` atomically; creates its folder.
 
     `durable=False`, for files that can be made again: a power failure may leave the file empty, a kill does not.
-
-    Raises:
-        OSError: as in `write_temporary`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = write_temporary(path.parent, path.name, content, durable)
@@ -84,14 +62,15 @@ def write_file(path: Path, content: bytes, durable: bool = True) -> None:
         sync_folder(path.parent)
 
 
-RECORD, SAMPLES = ".json", ".samples.jsonl"
-# Digits of a key in a file's name; with 10,000 records, two share them in one store out of a hundred, and `get` tells
-# them apart by the whole key.
+def cause(error: Exception) -> str:
+    """The system's reason in one line, without the path that the operating system's message includes."""
+    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+
+
+RECORD, SAMPLES, PACK = ".json", ".samples.jsonl", "samples.zip"
 DIGITS = 8
-_TAIL = re.compile(rf"(?:.*-)?([0-9a-f]{{{DIGITS}}})\Z", re.DOTALL)
+"""Digits of a run's key that end the name of its record's file."""
 _LONGEST = 80
-# A folder changed this recently may change again without a new time stamp.
-_COARSEST_CLOCK = 2.0
 
 
 def place(record: Record) -> Path:
@@ -105,99 +84,90 @@ def safe(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9+._-]", "_", text).strip(".")[:_LONGEST] or "_"
 
 
-def names(path: Path, key: str) -> bool:
-    """Whether the file at `path` may hold the record of `key`."""
-    stem = path.name.removesuffix(RECORD)
-    return stem == key if KEY_PATTERN.match(stem) else digits_of(path.name) == key[:DIGITS]
+def list_records(root: Path) -> list[Path]:
+    """Every file `*.json` under `root`, sorted; hidden ones and those in hidden folders are left out."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # no record yet, or a folder that was removed meanwhile
+            raise error
+
+    paths = []
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [Path(folder, name) for name in names if name.endswith(RECORD) and not name.startswith(".")]
+    return sorted(paths)
 
 
-def digits_of(name: str) -> str:
-    """The digits of a key in a record's file name, also of one that is the whole key; "" in any other name."""
-    stem = name.removesuffix(RECORD)
-    if KEY_PATTERN.match(stem):
-        return stem[:DIGITS]
-    match = _TAIL.match(stem)
-    return match[1] if match else ""
+def loose_samples(record_path: Path) -> Path:
+    """File of the samples of the record at a path, as a run writes it."""
+    return record_path.with_name(record_path.name.removesuffix(RECORD) + SAMPLES)
 
 
-class _Folder(NamedTuple):
-    changed: int
-    read: float
-    files: dict[str, list[Path]]
-    folders: list[Path]
+def read_samples(loose: Path) -> bytes:
+    """The samples that a run wrote to `loose`, which may have been moved into the `samples.zip` of the folder.
+
+    Raises:
+        OSError: they are in neither (`FileNotFoundError`), or a file is cut short or garbled.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return loose.read_bytes()
+    with _pack(loose.with_name(PACK)) as pack:
+        if loose.name not in pack.NameToInfo:
+            raise FileNotFoundError(f"no such file, and none in {PACK}")
+        return pack.read(loose.name)
 
 
-class Places:
-    """The record files under a folder, listed anew where a folder has changed since."""
+def pack_samples(folder: Path) -> int:
+    """Move the samples of a folder's records into its `samples.zip`, and drop those of records that are gone.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._known: dict[Path, _Folder] = {}
+    The same samples give the same bytes. The new file is in place before a loose one is removed, so a kill loses
+    nothing; no other process may write records of this folder meanwhile.
 
-    def find(self, key: str) -> list[Path]:
-        """Files whose names hold the first digits of `key`, sorted; their records may have another key.
-
-        Raises:
-            OSError: a folder cannot be listed.
-        """
-        return sorted(path for folder in self._folders() for path in folder.files.get(key[:DIGITS], ()))
-
-    def files(self) -> list[Path]:
-        """Every file named `*.json`, sorted; hidden ones and those in hidden folders are left out.
-
-        Raises:
-            OSError: a folder cannot be listed.
-        """
-        return sorted(path for folder in self._folders() for paths in folder.files.values() for path in paths)
-
-    def _folders(self) -> Iterator[_Folder]:
-        waiting = [self.root]
-        while waiting:
-            try:
-                folder = self._folder(waiting.pop())
-            except FileNotFoundError:
-                continue  # there is no record yet
-            waiting += folder.folders
-            yield folder
-
-    def _folder(self, path: Path) -> _Folder:
-        changed = path.stat().st_mtime_ns
-        known = self._known.get(path)
-        if known is None or known.changed != changed or known.read - changed / 1e9 < _COARSEST_CLOCK:
-            known = self._known[path] = _listed(path, changed)
-        return known
+    Returns:
+        The number of files moved.
+    """
+    loose = [path for path in sorted(folder.glob(f"*{SAMPLES}")) if _has_record(folder, path.name)]
+    path = folder / PACK
+    with _pack(path) as pack:
+        kept = {name: pack.read(name) for name in pack.namelist() if _has_record(folder, name)}
+        if not loose and len(kept) == len(pack.namelist()):
+            return 0
+    kept |= {file.name: file.read_bytes() for file in loose}
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as new:
+        for name, samples in sorted(kept.items()):
+            # Without a date. bzip2 has one implementation; what deflate writes differs between libraries.
+            new.writestr(zipfile.ZipInfo(name), samples, zipfile.ZIP_BZIP2, 9)
+    write_file(path, content.getvalue())
+    for file in loose:
+        file.unlink()
+    return len(loose)
 
 
-@functools.lru_cache(maxsize=16)
-def places_of(root: Path, here: Path) -> Places:
-    """The record files under a folder, which all stores of a process share. `here`: where a relative path begins."""
-    return Places(root)
+def _has_record(folder: Path, name: str) -> bool:
+    return (folder / f"{name.removesuffix(SAMPLES)}{RECORD}").exists()
 
 
-def _listed(path: Path, changed: int) -> _Folder:
-    listed = _Folder(changed, time.time(), {}, [])
-    with os.scandir(path) as found:
-        for entry in found:
-            if entry.name.startswith("."):
-                continue
-            if entry.name.endswith(RECORD):
-                listed.files.setdefault(digits_of(entry.name), []).append(path / entry.name)
-            elif entry.is_dir(follow_symlinks=False):
-                listed.folders.append(path / entry.name)
-    return listed
+@contextlib.contextmanager
+def _pack(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The `samples.zip` at a path, an empty one where there is none; its failures are `OSError`."""
+    try:
+        empty, state = zipfile.ZipFile(io.BytesIO(), "w"), path.stat() if path.exists() else None
+        yield _read_pack(path, state.st_mtime_ns, state.st_size, state.st_ino) if state else empty
+    except (zipfile.BadZipFile, EOFError, RuntimeError) as error:
+        raise OSError(f"{path.name} is damaged: {error}") from error
 
 
-def cause(error: Exception) -> str:
-    """The system's reason in one line, without the path that the operating system's message includes."""
-    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+@functools.lru_cache(maxsize=64)
+def _read_pack(path: Path, *_state: int) -> zipfile.ZipFile:  # a changed file is read again
+    return zipfile.ZipFile(io.BytesIO(path.read_bytes()))
 
 
 class Journal:
     """Rows by the name of their item, appended and synced per batch; deleted when the run is over.
 
     Rows are read only under the same `header` (versions, device), so a run never mixes measurements of two versions. An
-    incomplete last line is dropped. A symbolic link at the path is replaced, never followed. One process at a time may
-    write a journal: hold the run's lock.
+    incomplete last line is dropped. One process at a time may write a journal: hold the run's lock.
 
     Args:
         path: the journal's file, created by the first `add`; None keeps rows in memory only.
@@ -208,13 +178,12 @@ class Journal:
         self.path, self.header = path, header
         self.rows: dict[str, dict[str, Any]] = {}
         self._whole = 0
-        if path is not None and path.is_file() and not path.is_symlink():
+        if path is not None and path.is_file():
             self._load(path)
 
     def _load(self, path: Path) -> None:
         try:
-            with _opened(path, os.O_RDONLY) as file:
-                lines = file.read().splitlines(keepends=True)
+            lines = path.read_bytes().splitlines(keepends=True)
         except OSError as error:
             raise RecordError(f"journal {path}: cannot be read: {cause(error)}") from error
         rows: list[dict[str, Any]] = []
@@ -226,11 +195,9 @@ class Journal:
             if not line.endswith(b"\n") or not isinstance(row, dict):
                 break
             rows.append(row)
-            self._whole += len(line)
-        if not rows or rows[0].get("header") != self.header:
-            self._whole = 0
-            return
-        self.rows = {row["item"]: row for row in rows[1:] if isinstance(row.get("item"), str)}
+        if rows and rows[0].get("header") == self.header:
+            self._whole = sum(map(len, lines[: len(rows)]))
+            self.rows = {row["item"]: row for row in rows[1:] if isinstance(row.get("item"), str)}
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Store rows, each with its `item`; they survive a kill once this returns.
@@ -252,11 +219,9 @@ class Journal:
             lines.insert(0, json.dumps({"header": self.header}) + "\n")
         content = "".join(lines).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink():
-            path.unlink()
-        with _opened(path, os.O_RDWR | os.O_CREAT) as file:
-            file.truncate(self._whole)
+        with path.open("r+b" if self._whole else "wb") as file:
             file.seek(self._whole)
+            file.truncate()
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -267,8 +232,3 @@ class Journal:
         self.rows, self._whole = {}, 0
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-
-
-def _opened(path: Path, flags: int) -> BinaryIO:
-    """Open the file without following links. Raises: OSError: a link has been put in its place."""
-    return os.fdopen(os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666), "r+b" if flags & os.O_RDWR else "rb")

@@ -10,7 +10,6 @@ import os
 import re
 import stat
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,25 +18,25 @@ from filelock import FileLock, Timeout
 
 from kvq.errors import RecordError
 from kvq.results.files import (
+    DIGITS,
+    PACK,
     RECORD,
-    SAMPLES,
     TEMPORARY,
     cause,
-    make_folders,
-    names,
+    list_records,
+    loose_samples,
+    pack_samples,
     place,
-    places_of,
+    read_samples,
     sync_folder,
     write_temporary,
 )
 from kvq.results.record import KEY_PATTERN, Record, dump_record, parse_record
 from kvq.results.versions import is_stale
 
-# A record is some kilobytes; anything this large was not written by `Store.put`.
-MAX_RECORD_BYTES = 16 * 2**20
 _KEY = re.compile(rb'^  "key": "([0-9a-f]{64})"', re.MULTILINE)
-# A temporary file this old belongs to a writer that was killed: writing one takes well under a second.
-_ABANDONED_SECONDS = 3600.0
+# Record files by the digits of the key, as last listed, for all stores of a process.
+_listed: dict[Path, dict[str, list[Path]]] = {}
 
 
 class Broken(NamedTuple):
@@ -58,28 +57,26 @@ class State(NamedTuple):
 class Store:
     """Records under `root/runs/`, in files that a person can find, and found by their key.
 
-    A record lies in `<task>/<model>/<data set>/<method>-<bits>-<8 digits of the key>.json`, its per-item samples in a
-    file of the same name that ends in `.samples.jsonl`. A record under any other folder, or in `<key>.json` as stores
-    of versions before 0.3 have them, is read as well.
+    A record lies in `<task>/<model>/<data set>/<method>-<bits>-<8 digits of the key>.json`; it is read under any other
+    folder and name that ends in these digits. A run writes its per-item samples to a file of the same name that ends
+    in `.samples.jsonl`; `pack` moves those of a folder into one `samples.zip`.
 
-    Every file is written to a temporary file in the same folder, synced and renamed, the record last: a readable record
-    is complete, and so are its samples. Constructing a Store neither reads nor writes.
+    Every file is written to a temporary file, synced and renamed, the record last: a readable record is complete, and
+    so are its samples. Constructing a Store neither reads nor writes.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self.runs = self.root / "runs"
-        self._places = places_of(self.runs, Path.cwd())
-        self._scanned: dict[str, Path] = {}
 
     def record_path(self, key: str) -> Path:
-        """Path of the record of `key`; `runs/<key>.json` when there is none."""
-        paths = self._paths(key)
-        return paths[0] if paths else self.runs / f"{key}{RECORD}"
+        """Path of the record of `key`; `runs/<8 digits of the key>.json` when there is none."""
+        return next(iter(self._paths(key)), self.runs / f"{key[:DIGITS]}{RECORD}")
 
     def samples_path(self, key: str) -> Path:
-        """Path of the samples of `key`: in the folder of its record."""
-        return _samples_of(self.record_path(key))
+        """Path of the samples of `key`, in the folder of its record: a file of their own, or `samples.zip`."""
+        loose = loose_samples(self.record_path(key))
+        return next((path for path in (loose, loose.with_name(PACK)) if path.exists()), loose)
 
     def get(self, key: str) -> Record | None:
         """Return the record of `key`, or None when there is none.
@@ -104,13 +101,21 @@ class Store:
         return None
 
     def _paths(self, key: str) -> list[Path]:
-        """Files that may hold the record of `key`, those that another run's record fills left out."""
-        _checked(key)
-        try:
-            found = self._places.find(key)
-        except OSError as error:
-            raise self._cannot_read(error) from error
+        """Files that may hold the record of `key`: their names end in its digits, and no other key is in them."""
+        digits, root = _checked(key)[:DIGITS], self.runs.absolute()
+        found = _listed.get(root, {}).get(digits, [])
+        if not found or not all(path.exists() for path in found):
+            by_digits: dict[str, list[Path]] = {}
+            for path in self._list():
+                by_digits.setdefault(path.name.removesuffix(RECORD)[-DIGITS:], []).append(path)
+            _listed[root], found = by_digits, by_digits.get(digits, [])
         return [path for path in found if _key_in(path) in (None, key)]
+
+    def _list(self) -> list[Path]:
+        try:
+            return list_records(self.runs)
+        except OSError as error:
+            raise RecordError(f"results_dir: cannot read '{self.runs}': {cause(error)}") from error
 
     def state(self, key: str) -> State:
         """What is on disk under a key; a record that cannot be read is `pending`, and says why."""
@@ -134,13 +139,9 @@ class Store:
         Raises:
             RecordError: the folder is there but cannot be listed.
         """
-        try:
-            paths = self._places.files()
-        except OSError as error:
-            raise self._cannot_read(error) from error
         records: dict[str, Record] = {}
         broken: list[Broken] = []
-        for path in paths:
+        for path in self._list():
             try:
                 record = _read(path)
             except FileNotFoundError:
@@ -150,9 +151,7 @@ class Store:
                 continue
             if record.key in records:
                 broken.append(Broken(path, f"another file holds the run {record.key[:12]}"))
-            else:
-                records[record.key] = record
-                self._scanned[record.key] = path
+            records.setdefault(record.key, record)
         return [records[key] for key in sorted(records)], broken
 
     def samples(self, key: str) -> list[dict[str, Any]]:
@@ -174,10 +173,9 @@ class Store:
         """
         if record.samples_sha256 is None:
             return []
-        found = self._scanned.get(record.key)  # unless another process has replaced it since
-        path = _samples_of(found) if found and _samples_of(found).is_file() else self.samples_path(record.key)
+        path = loose_samples(self.record_path(record.key))
         try:
-            content = path.read_bytes()
+            content = read_samples(path)
             if hashlib.sha256(content).hexdigest() != record.samples_sha256:
                 raise RecordError(f"samples {path} are not those of their record: run it again with force=true")
             rows: list[dict[str, Any]] = json.loads(b"[" + b",".join(content.splitlines()) + b"]")
@@ -198,25 +196,25 @@ class Store:
         lines = _dump_samples(record.key, samples)
         digest = hashlib.sha256(lines).hexdigest() if lines else None
         stored = record.model_copy(update={"samples_sha256": digest})
-        path = self.runs / place(record)
-        if _key_in(path) not in (None, record.key):  # another run has the readable name
-            path = path.with_name(f"{record.key}{RECORD}")
-        content = dump_record(stored)
+        path, content = self.runs / place(record), dump_record(stored)
+        if _key_in(path) not in (None, record.key):
+            raise RecordError(f"{path} holds the run {_key_in(path)}, whose key begins as that of {record.key} does")
         pending: list[Path] = []
         try:
-            make_folders(path.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
             pending.append(write_temporary(self.runs, record.key, content))
             if lines:
                 pending.append(write_temporary(self.runs, record.key, lines))
-            # Without this a kill between the two renames would leave the old record beside the new samples.
-            for old in {path, *self._paths(record.key)}:
-                old.unlink(missing_ok=True)
-                _samples_of(old).unlink(missing_ok=True)
-            if lines:
-                pending[1].replace(_samples_of(path))
-            sync_folder(path.parent)
-            pending[0].replace(path)
-            sync_folder(path.parent)
+            with self._hold(PACK):
+                # Without this a kill between the two renames would leave the old record beside the new samples.
+                for old in {path, *self._paths(record.key)}:
+                    old.unlink(missing_ok=True)
+                    loose_samples(old).unlink(missing_ok=True)
+                if lines:
+                    pending[1].replace(loose_samples(path))
+                sync_folder(path.parent)
+                pending[0].replace(path)
+                sync_folder(path.parent)
         except OSError as error:
             raise self._cannot_write(error) from error
         finally:
@@ -225,8 +223,25 @@ class Store:
                     leftover.unlink(missing_ok=True)
         return stored
 
+    def pack(self) -> int:
+        """Move the samples of each folder into its `samples.zip`; return how many files were moved.
+
+        Safe beside running sweeps, which wait while a folder is packed; see `kvq.results.files.pack_samples`.
+
+        Raises:
+            RecordError: a folder that cannot be written, or a `samples.zip` that cannot be read.
+        """
+        moved = 0
+        for folder in sorted({path.parent for path in self._list()}):
+            with self._hold(PACK):
+                try:
+                    moved += pack_samples(folder)
+                except OSError as error:
+                    raise RecordError(f"cannot pack {folder / PACK}: {cause(error)}") from error
+        return moved
+
     @contextlib.contextmanager
-    def lock(self, key: str, timeout: float | int | None = None) -> Iterator[None]:
+    def lock(self, key: str, timeout: float | None = None) -> Iterator[None]:
         """Hold the lock of `key`: one process at a time runs it. The system frees it when its holder dies.
 
         Clears temporary files that a killed writer of this key left behind. Not re-entrant.
@@ -238,23 +253,28 @@ class Store:
         Raises:
             RecordError: the folder cannot be written, or the lock was not free in time.
         """
-        folder = self.runs / ".locks"
-        lock = FileLock(folder / f"{_checked(key)}.lock")
+        with self._hold(_checked(key), timeout):
+            for path in self.runs.glob(f".{key}*{TEMPORARY}"):
+                path.unlink(missing_ok=True)
+            yield
+
+    @contextlib.contextmanager
+    def _hold(self, name: str, timeout: float | None = None) -> Iterator[None]:
+        lock = FileLock(self.runs / ".locks" / f"{name}.lock")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=-1 if timeout is None else timeout)
         except Timeout:
-            raise RecordError(f"run {key[:12]} is held by another process (waited {timeout:g} s)") from None
+            raise RecordError(f"run {name[:12]} is held by another process (waited {timeout:g} s)") from None
         except (OSError, NotImplementedError) as error:
             raise self._cannot_write(error) from error
         try:
-            self._clear_temporaries(key, older_than=0.0)
             yield
         finally:
             lock.release()
 
     def check_writable(self) -> None:
-        """Write a file under runs/ that vanishes when closed, and clear temporary files that killed writers left.
+        """Write a file under runs/ that vanishes when closed.
 
         Raises:
             RecordError: one line naming the folder and the system's reason.
@@ -268,20 +288,9 @@ class Store:
                 os.fsync(file.fileno())
         except OSError as error:
             raise self._cannot_write(error) from error
-        self._clear_temporaries("", older_than=_ABANDONED_SECONDS)
-
-    def _cannot_read(self, error: OSError) -> RecordError:
-        return RecordError(f"results_dir: cannot read '{self.runs}': {cause(error)}")
 
     def _cannot_write(self, error: Exception) -> RecordError:
         return RecordError(f"results_dir: cannot write under '{self.runs}': {cause(error)}")
-
-    def _clear_temporaries(self, key: str, older_than: float) -> None:
-        now = time.time()
-        for path in self.runs.glob(f".{key}*{TEMPORARY}"):
-            with contextlib.suppress(OSError):
-                if abs(now - path.stat().st_mtime) >= older_than:  # also of a clock that was ahead
-                    path.unlink()
 
 
 def _checked(key: str) -> str:
@@ -293,11 +302,8 @@ def _checked(key: str) -> str:
 def _read(path: Path) -> Record:
     """Parse one file; FileNotFoundError when absent, RecordError with the bare reason when it is no record."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
             raise RecordError("not a regular file")
-        if status.st_size > MAX_RECORD_BYTES:
-            raise RecordError(f"{status.st_size / 2**20:.0f} MiB, over the limit of {MAX_RECORD_BYTES // 2**20} MiB")
         content = path.read_bytes()
     except FileNotFoundError:
         if path.is_symlink():
@@ -306,8 +312,8 @@ def _read(path: Path) -> Record:
     except OSError as error:
         raise RecordError(f"cannot be read: {cause(error)}") from error
     record = parse_record(content)
-    if not names(path, record.key):
-        raise RecordError(f"its key is {record.key[:12]}..., which is not its file name")
+    if not path.name.endswith(record.key[:DIGITS] + RECORD):
+        raise RecordError(f"its key is {record.key[:12]}..., and its file name does not end in {record.key[:DIGITS]}")
     return record
 
 
@@ -318,10 +324,6 @@ def _key_in(path: Path) -> str | None:
     except OSError:
         return None
     return match[1].decode() if match else None
-
-
-def _samples_of(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix(RECORD) + SAMPLES)
 
 
 def _check_samples(rows: list[Any]) -> None:

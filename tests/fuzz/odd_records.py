@@ -11,6 +11,7 @@ from typing import Any
 
 from kvq.errors import RecordError
 from kvq.results import Store, run_key
+from kvq.results.files import loose_samples, read_samples
 from kvq.results.record import parse_record
 
 ODD: list[Any] = [
@@ -33,11 +34,10 @@ def examples(results: Path, tasks: int = 3) -> list[tuple[dict[str, Any], bytes]
     keys = {record["key"] for record in chosen} | {record["baseline_key"] for record in chosen} - {None}
     out = []
     for key in sorted(keys):
-        file, samples = store.record_path(key), store.samples_path(key)
+        file = store.record_path(key)
         if file.is_file():
-            out.append(
-                (json.loads(file.read_text(encoding="utf-8")), samples.read_bytes() if samples.is_file() else b"")
-            )
+            found = json.loads(file.read_text(encoding="utf-8"))
+            out.append((found, read_samples(loose_samples(file)) if found["samples_sha256"] else b""))
     return out
 
 
@@ -121,6 +121,7 @@ def put(results: Path, record: dict[str, Any], samples: bytes) -> None:
     """Write a record as `Store.put` would have."""
     runs = results / "runs"
     runs.mkdir(parents=True, exist_ok=True)
-    (runs / f"{record['key']}.json").write_text(json.dumps(record), encoding="utf-8")
+    file = runs / f"{record['key'][:8]}.json"
+    file.write_text(json.dumps(record), encoding="utf-8")
     if samples:
-        (runs / f"{record['key']}.samples.jsonl").write_bytes(samples)
+        loose_samples(file).write_bytes(samples)

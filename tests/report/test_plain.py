@@ -6,8 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +142,3 @@ def test_a_sample_that_cannot_be_stored_names_its_record(tmp_path: Path) -> None
     record = made.record("kivi", "2")
     with pytest.raises(RecordError, match=rf"^record {record.key[:12]}: sample 0: 'nll' is nan"):
         Store(tmp_path).put(record, [{"window": 0, "nll": float("nan")}])
-
-
-@pytest.mark.parametrize("hours", [-9000, -2, 2, 9000])
-def test_leftovers_of_a_clock_that_was_wrong_are_cleared(tmp_path: Path, hours: int) -> None:
-    store, key = Store(tmp_path), made.record("kivi", "2").key
-    store.check_writable()
-    for name in (key, "1" * 64):
-        (store.runs / f".{name}.x.tmp").write_bytes(b"torn")
-        os.utime(store.runs / f".{name}.x.tmp", (time.time() + 3600 * hours,) * 2)
-    with store.lock(key):
-        assert not (store.runs / f".{key}.x.tmp").exists()
-    store.check_writable()
-    assert not list(store.runs.glob(".*.tmp"))

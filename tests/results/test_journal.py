@@ -57,27 +57,6 @@ def test_any_torn_end_is_dropped_and_written_over(path: Path) -> None:
         assert list(Journal(path, "code").rows.values()) == ROWS
 
 
-def test_a_link_in_its_place_is_replaced_and_never_followed(path: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    Journal(other, "code").add(ROWS[:2])
-    before = other.read_bytes()
-    path.parent.mkdir()
-    for target in (other, tmp_path / "nowhere", Path("/dev/null")):
-        path.unlink(missing_ok=True)
-        path.symlink_to(target)
-        journal = Journal(path, "code")
-        assert journal.rows == {}
-        journal.add(ROWS[2:3])
-        assert not path.is_symlink()
-        assert list(Journal(path, "code").rows.values()) == ROWS[2:3]
-    path.unlink()
-    path.symlink_to(other)
-    Journal(path, "code").discard()
-    assert not path.is_symlink()
-    assert other.read_bytes() == before
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_without_a_path_it_is_memory(tmp_path: Path) -> None:
     journal = Journal()
     journal.add(ROWS)

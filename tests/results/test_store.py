@@ -1,4 +1,4 @@
-"""Records are whole or absent; what cannot be read or written is named in one line."""
+"""Records are whole or absent, found by their key; what cannot be used is named in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 import kvq.results.store
 from kvq.errors import RecordError
 from kvq.results import Store, run_key
-from kvq.results.store import MAX_RECORD_BYTES
+from kvq.results.files import PACK, loose_samples, place, safe
+from kvq.results.record import dump_record
 from tests.results import made
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ def test_samples_that_are_not_the_records_are_refused(store: Store) -> None:
     with pytest.raises(RecordError, match=f"{record.key[:8]}.samples.jsonl are not .*force=true"):
         store.samples(record.key)
     path.unlink()
-    with pytest.raises(RecordError, match="No such file"):
+    with pytest.raises(RecordError, match=r"no such file, and none in samples\.zip"):
         store.samples(record.key)
     with pytest.raises(RecordError, match="no record"):
         store.samples("0" * 64)
@@ -89,23 +90,18 @@ def test_broken_files_are_named_and_skipped(store: Store) -> None:
     contents = {"1": b'{"schema_version": 1, "key"', "2": b'{"schema_version": 99}', "3": b"", "4": b"\x00\x01"}
     for digit, content in contents.items():
         store.record_path(digit * 64).write_bytes(content)
-    with store.record_path("5" * 64).open("wb") as file:
-        file.truncate(MAX_RECORD_BYTES + 1)
-    store.record_path("6" * 64).mkdir()
     os.mkfifo(store.record_path("7" * 64))
     store.record_path("8" * 64).symlink_to("nowhere.json")
     (store.runs / "notes.json").write_text("{}")
     records, broken = store.scan()
     assert records == [good]
     reasons = {entry.path.stem: entry.reason for entry in broken}
-    assert reasons.keys() == {*(digit * 64 for digit in "12345678"), "notes", other.key}
-    assert "is not its file name" in reasons[other.key]
-    assert "not valid JSON" in reasons["1" * 64]
-    assert "schema_version is 99" in reasons["2" * 64]
-    assert "over the limit of 16 MiB" in reasons["5" * 64]
-    assert "not a regular file" in reasons["6" * 64]
-    assert "not a regular file" in reasons["7" * 64]
-    assert "link to nothing" in reasons["8" * 64]
+    assert reasons.keys() == {*(digit * 8 for digit in "123478"), "notes", other.key[:8]}
+    assert f"its file name does not end in {good.key[:8]}" in reasons[other.key[:8]]
+    assert "not valid JSON" in reasons["1" * 8]
+    assert "schema_version is 99" in reasons["2" * 8]
+    assert "not a regular file" in reasons["7" * 8]
+    assert "link to nothing" in reasons["8" * 8]
     assert not any("\n" in reason for reason in reasons.values())
 
 
@@ -189,15 +185,11 @@ def test_stopping_between_samples_and_record_leaves_no_false_pair(
 def test_leftovers_of_killed_writers_are_cleared(store: Store) -> None:
     record = made.record("kivi", "2")
     store.check_writable()
-    own, fresh, old = (store.runs / f".{key}.x.tmp" for key in (record.key, "1" * 64, "2" * 64))
-    for path in (own, fresh, old):
+    own, other = (store.runs / f".{key}.x.tmp" for key in (record.key, "1" * 64))
+    for path in (own, other):
         path.write_bytes(b"torn")
-    os.utime(old, (0, 0))
     with store.lock(record.key):
-        assert not own.exists()
-    assert fresh.exists()
-    store.check_writable()
-    assert (fresh.exists(), old.exists()) == (True, False)
+        assert (own.exists(), other.exists()) == (False, True)
     assert store.scan() == ([], [])
 
 
@@ -242,6 +234,8 @@ for turn in range(int(sys.argv[3])):
     record = made.record("kivi", "2", settings={"x": turn % keys}, metrics={"turn": float(turn)})
     with store.lock(record.key):
         store.put(record, [{"window": i, "turn": turn} for i in range(200)])
+    if turn % 3 == 0:
+        store.pack()
 """
 
 
@@ -295,3 +289,133 @@ def test_files_are_plain_and_diffable(store: Store) -> None:
     assert text.endswith("}\n")
     assert list(json.loads(text)) == sorted(json.loads(text))
     assert store.record_path(record.key).stat().st_mode & 0o777 == 0o644
+
+
+def test_a_record_lies_under_its_task_model_and_data_set(store: Store) -> None:
+    record = store.put(made.record("engine/mlx", "4"), made.samples([1.0]))
+    path = store.runs / record.task / record.model / record.dataset / f"engine_mlx-4-{record.key[:8]}.json"
+    assert store.record_path(record.key) == path
+    assert path.is_file()
+    assert store.samples_path(record.key) == path.with_name(f"engine_mlx-4-{record.key[:8]}.samples.jsonl")
+
+
+def test_a_record_is_found_in_any_folder_and_put_moves_it(store: Store) -> None:
+    record = made.record("kivi", "2")
+    moved = store.runs / "mine" / "of today" / f"best-{record.key[:8]}.json"
+    moved.parent.mkdir(parents=True)
+    moved.write_bytes(dump_record(record))
+    loose_samples(moved).write_text("{}\n")
+    assert store.get(record.key) == record
+    assert store.scan() == ([record], [])
+    store.put(record)
+    assert [path.name for path in store.runs.rglob("*.json*")] == [f"kivi-2-{record.key[:8]}.json"]
+    assert store.get(record.key) == record
+
+
+def test_two_files_of_one_run_are_one_record(store: Store) -> None:
+    record = store.put(made.record("kivi", "2"))
+    path = store.record_path(record.key)
+    (store.runs / path.name).write_bytes(path.read_bytes())
+    assert store.scan() == ([record], [(path, f"another file holds the run {record.key[:12]}")])
+
+
+def test_a_run_whose_key_begins_as_anothers_is_refused(store: Store) -> None:
+    """One in four thousand million; its record would replace the other's."""
+    record = store.put(made.record("kivi", "2"), made.samples([1.0]))
+    path = store.runs / place(made.record("kivi", "3"))
+    path.write_bytes(store.record_path(record.key).read_bytes())
+    with pytest.raises(RecordError, match="whose key begins as that of"):
+        store.put(made.record("kivi", "3"))
+    assert store.get(record.key) == record
+
+
+def test_what_another_process_writes_is_seen(store: Store) -> None:
+    other = Store(store.root)
+    for bits in "2345":
+        record = made.record("kivi", bits)
+        assert store.get(record.key) is None
+        other.put(record)
+        assert store.get(record.key) == record
+        other.record_path(record.key).unlink()
+        assert store.get(record.key) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("a/b", "a_b"), ("..", "_"), ("", "_"), (".x", "x"), ("é\n*", "___"), ("m" * 300, "m" * 80), ("k3v2", "k3v2")],
+)
+def test_names_are_parts_of_paths(text: str, part: str) -> None:
+    assert safe(text) == part
+
+
+def files_of(store: Store) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in store.runs.rglob("*") if path.suffix in (".jsonl", ".zip")}
+
+
+def test_packed_samples_are_read_as_loose_ones(store: Store) -> None:
+    records = [store.put(made.record("kivi", bits), made.samples([float(bits)])) for bits in "324"]
+    without = store.put(made.record("fp16"))
+    assert store.pack() == 3
+    first = files_of(store)
+    assert list(first) == [PACK]
+    assert [store.samples_of(one) for one in records] == [made.samples([float(bits)]) for bits in "324"]
+    assert store.samples_of(without) == []
+    assert store.samples_path(records[0].key).name == PACK
+    assert store.pack() == 0
+    assert files_of(store) == first
+    again = store.put(records[0], made.samples([9.0]))  # measured again: the loose file counts, then replaces
+    assert store.samples_of(again) == made.samples([9.0])
+    assert store.pack() == 1
+    assert store.samples_of(again) == made.samples([9.0])
+    store.put(records[0], made.samples([3.0]))
+    assert store.pack() == 1
+    assert files_of(store) == first  # the same samples are the same bytes, whatever the order in which they came
+    store.record_path(records[1].key).unlink()
+    assert store.pack() == 0
+    assert len(files_of(store)[PACK]) < len(first[PACK])  # those of a record that is gone are gone
+
+
+def test_a_damaged_pack_is_named_and_nothing_is_lost(store: Store) -> None:
+    record = store.put(made.record("kivi", "2"), made.samples([1.0]))
+    store.pack()
+    pack = store.samples_path(record.key)
+    whole = pack.read_bytes()
+    other = store.put(made.record("kivi", "3"), made.samples([2.0]))
+    for damaged in (whole[:-30], whole[:40] + b"x" * 40 + whole[80:], b""):
+        pack.write_bytes(damaged)
+        with pytest.raises(RecordError, match=r"cannot read samples .*samples\.zip is damaged"):
+            store.samples_of(record)
+        with pytest.raises(RecordError, match=r"cannot pack .*samples\.zip is damaged"):
+            store.pack()
+        assert store.samples_of(other) == made.samples([2.0])
+    pack.write_bytes(whole)
+    assert store.pack() == 1
+    assert store.samples_of(record) == made.samples([1.0])
+
+
+def test_a_full_disk_while_packing_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = store.put(made.record("kivi", "2"), made.samples([1.0]))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(RecordError, match=r"cannot pack .*: No space left on device"):
+            store.pack()
+    assert store.samples_of(record) == made.samples([1.0])
+
+
+def test_committed_records_lie_at_their_places_and_their_samples_are_packed() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout")
+    listed = subprocess.run(["git", "ls-files", "results/runs"], cwd=ROOT, capture_output=True, text=True, check=True)
+    store, files = Store(ROOT / "results"), {ROOT / name for name in listed.stdout.split()}
+    records, broken = store.scan()
+    assert not broken
+    paths = {store.runs / place(record) for record in records}
+    packs = {store.runs / place(record).with_name(PACK) for record in records if record.samples_sha256}
+    assert {path for path in files if path.suffix == ".json"} <= paths
+    assert {path for path in files if path.suffix != ".json"} <= packs
+    for record in records:
+        store.samples_of(record)
