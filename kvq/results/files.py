@@ -71,6 +71,7 @@ RECORD, SAMPLES, PACK = ".json", ".samples.jsonl", "samples.zip"
 DIGITS = 8
 """Digits of a run's key that end the name of its record's file."""
 _LONGEST = 80
+_EMPTY = b"PK\x05\x06" + bytes(18)  # a zip file without members
 
 
 def place(record: Record) -> Path:
@@ -152,15 +153,15 @@ def _has_record(folder: Path, name: str) -> bool:
 def _pack(path: Path) -> Iterator[zipfile.ZipFile]:
     """The `samples.zip` at a path, an empty one where there is none; its failures are `OSError`."""
     try:
-        empty, state = zipfile.ZipFile(io.BytesIO(), "w"), path.stat() if path.exists() else None
-        yield _read_pack(path, state.st_mtime_ns, state.st_size, state.st_ino) if state else empty
+        state = path.stat() if path.exists() else None
+        yield _read_pack(path, *((state.st_mtime_ns, state.st_size, state.st_ino) if state else ()))
     except (zipfile.BadZipFile, EOFError, RuntimeError) as error:
         raise OSError(f"{path.name} is damaged: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)
-def _read_pack(path: Path, *_state: int) -> zipfile.ZipFile:  # a changed file is read again
-    return zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+def _read_pack(path: Path, *state: int) -> zipfile.ZipFile:  # a changed file is read again
+    return zipfile.ZipFile(io.BytesIO(path.read_bytes() if state else _EMPTY))
 
 
 class Journal:
