@@ -28,7 +28,6 @@ from kvq.config.bits import check_range
 from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, setting_of, value_for_choice
 from kvq.config.layout import LayoutConfig
 from kvq.config.method import with_current_names
-from kvq.entry import SCRATCH
 from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable
 from kvq.papers.sweep import EXPERIMENT_SWEEPER, product, sweep_of
 
@@ -169,8 +168,7 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
     changed = {"HYDRA_FULL_ERROR": "1"}
     if (own := plugins.folder_in_use()) is not None:
         changed["PYTHONPATH"] = plugins.import_path(own)
-    with tempfile.TemporaryDirectory(prefix="kvq-") as scratch:
-        changed[SCRATCH] = scratch
+    with tempfile.TemporaryDirectory(prefix="kvq-"):
         before = {name: os.environ.get(name) for name in changed}
         words = sys.argv
         os.environ.update(changed)

@@ -122,32 +122,13 @@ def test_outputs_that_cannot_be_written(words: list[str], results: Path) -> None
         process = started(words, stdout=full.fileno())
         assert process.communicate(timeout=MOST_SECONDS)[1] == "error: standard output: No space left on device\n"
     assert process.returncode == 1
-    command = " ".join([sys.executable, *words])
-    done = subprocess.run(["/bin/sh", "-c", f"{command} >&-"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "error: standard output: Bad file descriptor\n")
-    done = subprocess.run(["/bin/sh", "-c", f"{command} 2>&-"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert done.stdout
 
 
 def test_an_encoding_without_the_marks(results: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "kvq",
-        "report",
-        "--print",
-        "--results",
-        str(results),
-        "--out",
-        f"{results}/tables",
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True
-    )
-    said = done.stdout.decode("ascii")
-    assert "DNLL ~ SE" in said
-    assert "kivi" in said
+    command = [sys.executable, "-m", "kvq", "report", "--print", "--results", results, "--out", results / "tables"]
+    given = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, check=True)
+    assert "kivi" in done.stdout.decode("ascii")
     assert done.stderr == b""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import signal
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -27,7 +28,6 @@ from kvq.calibration import files
 from kvq.calibration.fit import bind_calibration
 from kvq.config import Attention, Config
 from kvq.config.diagnostics import LatencyConfig, References, Regime, SpeedConfig, ThroughputConfig
-from kvq.entry import apart
 from kvq.errors import Unsupported
 from kvq.methods.build import method_of
 from kvq.methods.method import Method
@@ -79,10 +79,10 @@ def cells(config: Config, grid: list[tuple[int, int]], growing: bool = False) ->
         if SUBJECT in known:
             break
         # A new process starts with a cold allocator and without the peak memory of other cells.
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            with apart():
-                measured = pool.submit(cell, config, batch, tokens, known)
-            rows += measured.result()
+        # Ctrl-C reaches it too; this process then ends it (`kvq.entry`).
+        context, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+        with ProcessPoolExecutor(1, context, initializer=signal.signal, initargs=ignored) as pool:
+            rows += pool.submit(cell, config, batch, tokens, known).result()
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -15,7 +16,7 @@ import kvq
 from kvq.codecs.trellis import LongTrellis
 from kvq.errors import RecordError
 from kvq.results import Store, is_stale, staleness, versions
-from kvq.results.versions import declared, versions_of
+from kvq.results.versions import code_behind, code_hash, declared, versions_of
 from tests.results import made
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -82,7 +83,6 @@ def test_a_part_outside_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.M
     del sys.modules["kvq_turns"]
     for text, stale in [
         (PART, False),
-        (PART.replace("somebody's", "one's"), False),
         (PART.replace("angle = 1", "angle = 2"), True),
         ("raise AssertionError('read, not imported')", True),
     ]:
@@ -91,6 +91,21 @@ def test_a_part_outside_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.M
     file.unlink()
     assert is_stale(record)
     assert "kvq_turns" not in sys.modules
+
+
+def test_a_hash_is_of_files_and_not_of_their_order(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.py", tmp_path / "two.so"
+    one.write_text("def score():\n    return 1\n")
+    two.write_bytes(b"\x00")
+    assert code_hash(one, two) == code_hash(two, one)
+    assert len({code_hash(one), code_hash(two), code_hash(one, two), code_hash()}) == 4
+    names: dict[str, Any] = {}
+    exec(compile(one.read_text(), str(one), "exec"), names)
+    before = code_hash(one)
+    assert code_behind(names["score"]) == code_behind(functools.partial(names["score"])) == before
+    assert code_behind(Path()) == code_hash(Path(inspect.getfile(type(Path()))))  # an object's class
+    one.write_text(one.read_text() + "# more\n")
+    assert code_behind(names["score"]) == code_hash(one) != before
 
 
 def test_a_part_of_the_package_without_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
