@@ -13,20 +13,11 @@ from kvq.config.limits import Count, Counts, Natural, Positive, Seed, Several, S
 from kvq.config.task import TaskConfig
 from kvq.errors import ConfigError, within
 
+Drawn = enum.StrEnum("Drawn", "gaussian sphere drifting")
+"""`gaussian`: independent numbers; `sphere`: their directions; `drifting`: a walk of Gaussian steps."""
 
-class Drawn(enum.StrEnum):
-    """`gaussian`: independent numbers; `sphere`: their directions; `drifting`: a walk of Gaussian steps."""
-
-    gaussian = "gaussian"
-    sphere = "sphere"
-    drifting = "drifting"
-
-
-class Arms(enum.StrEnum):
-    """Which stages of a method are applied: every prefix of their order, or every subset of them."""
-
-    prefixes = "prefixes"
-    subsets = "subsets"
+Arms = enum.StrEnum("Arms", "prefixes subsets")
+"""Which stages of a method are applied: every prefix of their order, or every subset of them."""
 
 
 @dataclass
@@ -63,12 +54,8 @@ class TniConfig(CaptureConfig):
     positions: Annotated[int, least(16)] = 64
 
 
-class LimitHeads(enum.StrEnum):
-    """What of a token is coded together: keys or values of all KV heads, those of each head, or keys with values."""
-
-    joint = "joint"
-    apart = "apart"
-    both = "both"
+LimitHeads = enum.StrEnum("LimitHeads", "joint apart both")
+"""What of a token is coded together: keys or values of all KV heads, those of each head, or keys with values."""
 
 
 @dataclass
@@ -280,31 +267,20 @@ SCHEMAS = {
     )
 }
 
+References = enum.StrEnum("References", "preallocated dynamic")
+"""The references that are timed together with a method.
 
-class References(enum.StrEnum):
-    """The references that are timed together with a method.
+`preallocated`: `torch.nn.functional.scaled_dot_product_attention` over a cache of the full size in the model's
+dtype, the queries that share a head as rows of one; `dynamic`: transformers' DynamicCache and the model's own
+attention.
+"""
 
-    `preallocated`: `torch.nn.functional.scaled_dot_product_attention` over a cache of the full size in the model's
-    dtype, the queries that share a head as rows of one; `dynamic`: transformers' DynamicCache and the model's own
-    attention.
-    """
+Regime = enum.StrEnum("Regime", "per_head per_layer compiled kept packed")
+"""How a decoded token reads the packed past.
 
-    preallocated = "preallocated"
-    dynamic = "dynamic"
-
-
-class Regime(enum.StrEnum):
-    """How a decoded token reads the packed past.
-
-    `per_head`: decoded head by head in a Python loop; `per_layer`: a layer at once, as `cache.attention=dense` does;
-    `compiled`: the same with `torch.compile`; `kept`: decoded once and kept; `packed`: attention on codes.
-    """
-
-    per_head = "per_head"
-    per_layer = "per_layer"
-    compiled = "compiled"
-    kept = "kept"
-    packed = "packed"
+`per_head`: decoded head by head in a Python loop; `per_layer`: a layer at once, as `cache.attention=dense` does;
+`compiled`: the same with `torch.compile`; `kept`: decoded once and kept; `packed`: attention on codes.
+"""
 
 
 @dataclass

@@ -11,19 +11,11 @@ from kvq.config.carried import carried_gguf
 from kvq.config.limits import DISTRIBUTION, file_hash
 from kvq.errors import ConfigError, DataError, not_empty
 
+EngineName = enum.StrEnum("EngineName", "llamacpp mlx")
+"""Programs that compute logits in the place of transformers."""
 
-class EngineName(enum.StrEnum):
-    """Programs that compute logits in the place of transformers."""
-
-    llamacpp = "llamacpp"
-    mlx = "mlx"
-
-
-class EngineWeights(enum.StrEnum):
-    """Dtype of the matrices of the GGUF file that is written of a model."""
-
-    float16 = "float16"
-    float32 = "float32"
+EngineWeights = enum.StrEnum("EngineWeights", "float16 float32")
+"""Dtype of the matrices of the GGUF file that is written of a model."""
 
 
 @dataclass

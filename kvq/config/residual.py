@@ -7,26 +7,17 @@ from dataclasses import dataclass, field, replace
 
 from kvq.errors import ConfigError
 
+Policy = enum.StrEnum("Policy", "none block sliding")
+"""When tokens leave full precision.
 
-class Policy(enum.StrEnum):
-    """When tokens leave full precision.
+`none`: at once, in blocks of `size`. `block`: a buffer of `size` tokens is quantized whole each time it is full.
+`sliding`: the newest `size` tokens stay; those before them leave as soon as a codec's group of them is complete
+(one by one where each token has its own statistics, `size` at a time where a whole block shares them). `sliding` of
+size 0 is how serving engines store: a token is quantized when it is written, and its own query reads it decoded.
+"""
 
-    `none`: at once, in blocks of `size`. `block`: a buffer of `size` tokens is quantized whole each time it is full.
-    `sliding`: the newest `size` tokens stay; those before them leave as soon as a codec's group of them is complete
-    (one by one where each token has its own statistics, `size` at a time where a whole block shares them). `sliding` of
-    size 0 is how serving engines store: a token is quantized when it is written, and its own query reads it decoded.
-    """
-
-    none = "none"
-    block = "block"
-    sliding = "sliding"
-
-
-class PrefillBlock(enum.StrEnum):
-    """How a prefill is cut: blocks of `size`, or the whole prefill as one block (nsn)."""
-
-    size = "size"
-    whole = "whole"
+PrefillBlock = enum.StrEnum("PrefillBlock", "size whole")
+"""How a prefill is cut: blocks of `size`, or the whole prefill as one block (nsn)."""
 
 
 @dataclass

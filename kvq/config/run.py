@@ -36,14 +36,8 @@ from kvq.errors import MAX_THREADS, ConfigError, check_folder, check_path, check
 
 _MAX_NAME = 128
 
-
-class WandbMode(enum.StrEnum):
-    """`offline`: files under `results_dir/wandb`, which `wandb sync` sends later; `disabled`: nothing is sent."""
-
-    online = "online"
-    offline = "offline"
-    disabled = "disabled"
-
+WandbMode = enum.StrEnum("WandbMode", "online offline disabled")
+"""`offline`: files under `results_dir/wandb`, which `wandb sync` sends later; `disabled`: nothing is sent."""
 
 _OLD_MODES = {"run": WandbMode.online, "shared": WandbMode.online, "dryrun": WandbMode.offline}
 
@@ -104,40 +98,20 @@ def _mode_of_environment() -> WandbMode:
         raise ConfigError(f"WANDB_MODE={named}: one of {', '.join(WandbMode)}") from None
 
 
-class Device(enum.StrEnum):
-    """Where the model runs; `auto`: CUDA when there is one."""
+Device = enum.StrEnum("Device", "auto cpu cuda")
+"""Where the model runs; `auto`: CUDA when there is one."""
 
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+CpuLinear = enum.StrEnum("CpuLinear", "torch onednn")
+"""The library that multiplies by a model's float32 weights on a CPU."""
 
+Dtype = enum.StrEnum("Dtype", "float16 bfloat16 float32 float64")
+"""Dtype of weights and activations, by torch's name."""
 
-class CpuLinear(enum.StrEnum):
-    """The library that multiplies by a model's float32 weights on a CPU."""
+Loader = enum.StrEnum("Loader", "embedded text documents items")
+"""How text is read: from installed packages, as one stream of joined rows, or as cropped documents.
 
-    torch = "torch"
-    onednn = "onednn"
-
-
-class Dtype(enum.StrEnum):
-    """Dtype of weights and activations, by torch's name."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float64 = "float64"
-
-
-class Loader(enum.StrEnum):
-    """How text is read: from installed packages, as one stream of joined rows, or as cropped documents.
-
-    `items`: no text but the items of a task that brings its own.
-    """
-
-    embedded = "embedded"
-    text = "text"
-    documents = "documents"
-    items = "items"
+`items`: no text but the items of a task that brings its own.
+"""
 
 
 @dataclass
@@ -287,25 +261,14 @@ class DatasetConfig:
             raise ConfigError(f"dataset.rows={self.rows}: dataset={self.name} is {kind}")
 
 
-class Attention(enum.StrEnum):
-    """What a decoded token attends to: decoded keys and values, or packed codes (the same up to rounding)."""
+Attention = enum.StrEnum("Attention", "dense packed")
+"""What a decoded token attends to: decoded keys and values, or packed codes (the same up to rounding)."""
 
-    dense = "dense"
-    packed = "packed"
+WindowLayers = enum.StrEnum("WindowLayers", "quantize keep")
+"""What becomes of layers that attend to a window of tokens: quantized as the others, or kept in full precision."""
 
-
-class WindowLayers(enum.StrEnum):
-    """What becomes of layers that attend to a window of tokens: quantized as the others, or kept in full precision."""
-
-    quantize = "quantize"
-    keep = "keep"
-
-
-class Mla(enum.StrEnum):
-    """What is cached of multi-head latent attention (MLA): the latent, or the keys and values that it expands to."""
-
-    latent = "latent"
-    expanded = "expanded"
+Mla = enum.StrEnum("Mla", "latent expanded")
+"""What is cached of multi-head latent attention (MLA): the latent, or the keys and values that it expands to."""
 
 
 @dataclass

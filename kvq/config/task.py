@@ -11,16 +11,12 @@ from omegaconf import MISSING
 from kvq.config.limits import check_limits
 from kvq.errors import ConfigError
 
+Prefill = enum.StrEnum("Prefill", "whole chunked")
+"""How a prompt is read, up to its last token, which always reads the quantized cache as a decoded token does.
 
-class Prefill(enum.StrEnum):
-    """How a prompt is read, up to its last token, which always reads the quantized cache as a decoded token does.
-
-    `whole`: in one forward at full precision, then quantized, as the papers generate; `chunked`: as if its tokens came
-    one by one, so that they read the quantized cache too.
-    """
-
-    whole = "whole"
-    chunked = "chunked"
+`whole`: in one forward at full precision, then quantized, as the papers generate; `chunked`: as if its tokens came
+one by one, so that they read the quantized cache too.
+"""
 
 
 @dataclass

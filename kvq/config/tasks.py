@@ -37,31 +37,18 @@ from kvq.errors import MAX_DIGITS, ConfigError, at_least, check_path
 
 BENCHMARKS = ("ocrbench", "mmau_pro")
 
+Windows = enum.StrEnum("Windows", "sliding disjoint")
+"""`sliding`: a window every `stride` tokens, new tokens scored; `disjoint`: no overlap, the remainder dropped."""
 
-class Windows(enum.StrEnum):
-    """`sliding`: a window every `stride` tokens, new tokens scored; `disjoint`: no overlap, the remainder dropped."""
+Scoring = enum.StrEnum("Scoring", "generation parallel continuation")
+"""When keys and values are quantized while a window is scored.
 
-    sliding = "sliding"
-    disjoint = "disjoint"
+`generation`: by the residual policy, as in decoding, causal; `parallel`: everything at once; `continuation`: the
+prompt at once, and all later tokens stay in full precision.
+"""
 
-
-class Scoring(enum.StrEnum):
-    """When keys and values are quantized while a window is scored.
-
-    `generation`: by the residual policy, as in decoding, causal; `parallel`: everything at once; `continuation`: the
-    prompt at once, and all later tokens stay in full precision.
-    """
-
-    generation = "generation"
-    parallel = "parallel"
-    continuation = "continuation"
-
-
-class NiahMode(enum.StrEnum):
-    """`single`: one needle; `distractors`: further needles of the same form, of which one is asked for (nsn)."""
-
-    single = "single"
-    distractors = "distractors"
+NiahMode = enum.StrEnum("NiahMode", "single distractors")
+"""`single`: one needle; `distractors`: further needles of the same form, of which one is asked for (nsn)."""
 
 
 @dataclass

@@ -94,11 +94,8 @@ class DriftConfig(TrajectoryConfig):
             raise ConfigError(f"task.parts={self.parts}: of texts of task.new_tokens={self.new_tokens}")
 
 
-class Drafts(enum.StrEnum):
-    """Which model drafts: the one with a method's cache for one in full precision, or the other way round."""
-
-    method = "method"
-    full = "full"
+Drafts = enum.StrEnum("Drafts", "method full")
+"""Which model drafts: the one with a method's cache for one in full precision, or the other way round."""
 
 
 @dataclass
