@@ -48,9 +48,6 @@ class BitsByLayerConfig:
 
     A layer may have a list, a number for each KV head, of which 16 keeps the head in full precision: `[2, [2, 3, 16]]`.
     `at`: the method's settings at the bits that occur, by their labels; `kvq.config.resolve` writes them.
-
-    Raises:
-        ConfigError: a number outside 1-16, or sides of different lengths.
     """
 
     key: list[Any] = field(default_factory=list)
@@ -120,11 +117,7 @@ def mean_width(widths: Any) -> float | int:
 
 
 def check_range(method: str, limits: Sequence[int | float], bits: Bits, real: bool = False) -> None:
-    """Refuse bits outside of the lowest and highest that a method can do; `real`: the lowest is at most 0.5.
-
-    Raises:
-        Unsupported: such bits.
-    """
+    """Refuse bits outside of the lowest and highest that a method can do; `real`: the lowest is at most 0.5."""
     lowest, highest = (min(limits[0], MIN_REAL) if real else limits[0]), limits[1]
     for side, number in (("keys", bits.key), ("values", bits.value)):
         if not lowest <= number <= highest:
@@ -137,9 +130,6 @@ def parse_bits(given: Any, real: bool = False) -> Bits:
 
     Args:
         real: fractions too, from 0.5 on: `2.25`, `"k2.5v1.75"`.
-
-    Raises:
-        ConfigError: any other form, or a number outside 1-16.
     """
     if isinstance(given, Bits):
         return _checked(given.key, given.value, given, real)

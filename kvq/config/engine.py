@@ -48,11 +48,7 @@ class EngineConfig:
 
     @property
     def path(self) -> Path | None:
-        """Where `file` lies.
-
-        Raises:
-            DataError: it is not there.
-        """
+        """Where `file` lies."""
         if self.file is None:
             return None
         if self.file.startswith(DISTRIBUTION):

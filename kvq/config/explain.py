@@ -48,11 +48,7 @@ def setting_of(override: str) -> str:
 
 
 def composed(words: Sequence[str], config_dir: str | Path | None = None) -> Config:
-    """The resolved configuration of overrides, as `compose` and `resolve` give it.
-
-    Raises:
-        ConfigError: overrides that do not compose or a value that is not allowed, in one line.
-    """
+    """The resolved configuration of overrides, as `compose` and `resolve` give it."""
     try:
         return resolve(compose(words, config_dir))
     except COMPOSE_ERRORS as error:
@@ -214,11 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def listed(group: str, word: str = "") -> str:
-    """Choices of a group (`method` or `methods`) whose name or description has a word, each with its description.
-
-    Raises:
-        ConfigError: a group that there is none of, or a word that no choice has.
-    """
+    """Choices of a group (`method` or `methods`) whose name or description has a word, each with its description."""
     known = choices()
     name = group if group in known else group.removesuffix("s")
     if name not in known:

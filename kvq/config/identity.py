@@ -35,9 +35,6 @@ def canonical(
     `residual` say. Fingerprints replace weights and text, and `calibration_fingerprint` the calibration text (None: not
     calibrated). `trained_with`: whether the model was trained with a begin-of-text token, where only its tokenizer says
     so. For a task that measures time, `dataset_fingerprint` is the name of the machine, also stored under `machine`.
-
-    Raises:
-        ConfigError: a codec without stages or order.
     """
     residual, method, cache = config.effective_residual, config.method, config.cache
     quantized, timed = not method.is_full_precision, is_timed(config.task)
@@ -72,11 +69,7 @@ def canonical(
 
 
 def canonical_method(method: MethodConfig) -> dict[str, Any]:
-    """The settings of a method that decide what it stores, without its residual and the text of its calibration.
-
-    Raises:
-        ConfigError: as `canonical`.
-    """
+    """The settings of a method that decide what it stores, without its residual and the text of its calibration."""
     codecs = {side: _bare_codec(getattr(method, side)) for side in SIDES}
     layers, first, kept = method.full_precision_layers, method.first_layers, method.kept_keys
     own = {side: _bare_codec(getattr(first, side)) for side in SIDES}

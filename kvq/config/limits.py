@@ -92,9 +92,6 @@ def check_limits(prefix: str, settings: object) -> None:
     """Check all settings of a dataclass whose annotations declare a range, but those that are null.
 
     `prefix` names it in errors.
-
-    Raises:
-        ConfigError: the first value that is out of its range.
     """
     kind: Any = type(settings)
     for name, check in _checks(kind):

@@ -87,11 +87,7 @@ class BackendConfig:
 
 
 def backend_of(given: Any) -> BackendConfig | None:
-    """`method.backend` as a mapping, checked; None: the method has codecs.
-
-    Raises:
-        ConfigError: another backend than there are, or a setting that is unknown, missing or out of range.
-    """
+    """`method.backend` as a mapping, checked; None: the method has codecs."""
     if given is None or isinstance(given, BackendConfig):
         return given
     if not isinstance(given, Mapping):

@@ -81,21 +81,12 @@ class Residual:
     value: ResidualSide
 
     def at_once(self) -> Residual:
-        """The same blocks under policy `none`, for `parallel` scoring; a side that keeps nothing is at once already.
-
-        Raises:
-            ConfigError: `block` of size 0, which means token by token and has no block.
-        """
+        """The same blocks under policy `none`, for `parallel` scoring; a side that keeps nothing is at once already."""
         return Residual(self.key.at_once(), self.value.at_once())
 
 
 def effective_residual(default: ResidualConfig, override: ResidualConfig) -> Residual:
-    """The method's default under the run's override; in each, a side's own setting wins over the common one.
-
-    Raises:
-        ConfigError: no policy or size anywhere, or a size below 1 (below 0 under `block`, where 0 is token by token,
-            and under `sliding`, where 0 keeps nothing).
-    """
+    """The method's default under the run's override; in each, a side's own setting wins over the common one."""
     return Residual(key=_side("key", default, override), value=_side("value", default, override))
 
 

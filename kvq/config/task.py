@@ -26,9 +26,6 @@ class TaskConfig:
     `version` is raised when the task's scores would change: records of the one before are stale.
 
     Ranges that its annotations declare (`kvq.config.limits`) are checked.
-
-    Raises:
-        ConfigError: `name` is not the subclass's own, or a setting is out of its range.
     """
 
     version: ClassVar[int]

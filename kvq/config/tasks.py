@@ -212,7 +212,7 @@ class NiahConfig(ItemsConfig):
 
 
 def _fields(setting: str, template: str | None) -> set[str]:
-    """Names in braces. Raises: ConfigError: a template that cannot be filled."""
+    """Names in braces."""
     try:
         parts = [part for part in string.Formatter().parse(template or "") if part[1] is not None]
     except ValueError as error:

@@ -93,12 +93,7 @@ class _Odd(Exception):
 
 
 def read_bfcl(path: str, answers: str) -> list[Request]:
-    """The requests of a file, in its order, and the calls that are right.
-
-    Raises:
-        DataError: a file that cannot be read, or a line that is not of this form, by file and line; a request of
-            several calls, or of several turns.
-    """
+    """The requests of a file, in its order, and the calls that are right."""
     known: dict[str, Any] = {}
     for place, row in _rows("task.answers", answers):
         known[str(row.get("id"))] = place, row.get("ground_truth")

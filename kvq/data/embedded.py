@@ -68,9 +68,6 @@ def load_corpus(kind: str, split: str) -> Corpus:
 
     The test split parses held-out modules only, the calibration split as many others; the training split, which holds
     the latter, reads everything (tens of seconds).
-
-    Raises:
-        DataError: unknown kind or split, or one of the packages is not installed.
     """
     _check("kind", kind, KINDS)
     _check("split", split, SPLITS)
@@ -95,11 +92,7 @@ def belongs(path: str, split: str) -> bool:
 
 
 def module_paths() -> dict[str, Path]:
-    """Return package-relative posix path -> file for all modules of the corpus, sorted.
-
-    Raises:
-        DataError: a package is not installed.
-    """
+    """Return package-relative posix path -> file for all modules of the corpus, sorted."""
     found = {}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)

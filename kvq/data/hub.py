@@ -55,9 +55,6 @@ def load_rows(setting: str, local: str, hub_id: str | None, *given: Any, first: 
         hub_id: None: the configuration names no data set.
         first: so many first rows are streamed, instead of all being downloaded; the cache then keeps nothing.
         given, named: further arguments of `datasets.load_dataset`.
-
-    Raises:
-        DataError: no `hub_id`, or rows that cannot be downloaded.
     """
     if hub_id is None:
         raise DataError(f"{setting}: set dataset.path= (a local copy) or dataset.hub_id=")

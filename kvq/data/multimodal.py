@@ -78,11 +78,7 @@ def choice_score(answer: str, choices: Sequence[str], text: str) -> float:
 
 
 def read_items(dataset: DatasetConfig, benchmark: str) -> tuple[list[MediaItem], dict[str, str]]:
-    """The items of a benchmark, and the skipped ones: name -> reason.
-
-    Raises:
-        DataError: rows that cannot be read or downloaded.
-    """
+    """The items of a benchmark, and the skipped ones: name -> reason."""
     items: list[MediaItem] = []
     skipped: dict[str, str] = {}
     read = {"ocrbench": _ocrbench, "mmau_pro": _mmau_pro}[benchmark]

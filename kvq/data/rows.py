@@ -32,10 +32,6 @@ def read_rows(config: DatasetConfig) -> tuple[str, ...]:
     A `path` is a file (.jsonl, .json, .parquet, .arrow, .txt, .md; the first two also with .gz), a folder of files of
     one of these kinds, read in the order of their names, or a folder that `datasets` wrote with `save_to_disk`. A plain
     text file is one row.
-
-    Raises:
-        DataError: the path is missing or of an unknown kind, a folder holds files of several kinds, the field is not
-            there, or the hub cannot be reached.
     """
     return _hub_rows(config) if config.path is None else _local_rows(config, config.path)[: config.rows]
 
@@ -72,11 +68,7 @@ def _is_saved(path: Path) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder that can be read, in the order of their names, without hidden ones.
-
-    Raises:
-        DataError: no such files, or files of several kinds, so that a folder that holds more than a text is not scored.
-    """
+    """The files of a folder that can be read, in the order of their names, without hidden ones."""
     inside = (file for file in folder.rglob("*") if not any(p.startswith(".") for p in file.relative_to(folder).parts))
     files = sorted(file for file in inside if _kind(file) in _READERS and file.is_file())
     kinds = sorted({_kind(file) for file in files})
@@ -266,11 +258,7 @@ def _checked(text: Any, field: str, where: str) -> str:
 
 
 def joined_text(config: DatasetConfig) -> str:
-    """Documents of an embedded corpus in the order of their hashes, or all rows, joined by `separator`.
-
-    Raises:
-        DataError: as `read_rows`.
-    """
+    """Documents of an embedded corpus in the order of their hashes, or all rows, joined by `separator`."""
     if str(config.loader) == "embedded":
         documents = load_corpus(config.name, config.split or "test").documents
         # An order that mixes their packages, so that a stream cut short is a sample of them all.

@@ -66,9 +66,6 @@ def load_tokens(config: DatasetConfig, tokenizer: Any, context: int, bos: int | 
     `tokenizer` is a transformers tokenizer; it adds the special tokens that it always adds, once to a stream.
     `bos`: the token that every window begins with, for which a window keeps room; a stream then has none. `max_tokens`
     cuts the stream, or the number of documents, to so many tokens.
-
-    Raises:
-        DataError: nothing to read, no text in it, or less text than `context` tokens.
     """
     loader, room = str(config.loader), context - (bos is not None)
     if config.max_tokens is not None and config.max_tokens < room:
@@ -79,20 +76,12 @@ def load_tokens(config: DatasetConfig, tokenizer: Any, context: int, bos: int | 
 
 
 def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    """Token ids of `text`, with the tokens that `tokenizer` always adds if `special`; a long text is no cause to warn.
-
-    Raises:
-        DataError: as `in_embedding`.
-    """
+    """Token ids of `text`, with the tokens that `tokenizer` always adds if `special`."""
     return in_embedding(tokenizer, tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def in_embedding(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Return `ids` once they are known to have rows in the embedding.
-
-    Raises:
-        DataError: one of them has no row in the model's embedding, where its tokenizer knows how many there are.
-    """
+    """Return `ids` once they are known to have rows in the embedding."""
     rows = getattr(tokenizer, "embedding_rows", None)
     if rows is not None and max(ids, default=0) >= rows:
         odd = max(ids)
@@ -107,11 +96,7 @@ def writes_bos(tokenizer: Any, chat: bool = False) -> bool:
 
 
 def conversation(tokenizer: Any, text: str) -> str:
-    """`text` as the one message of a user in the tokenizer's chat template, up to where the answer begins.
-
-    Raises:
-        ConfigError: a tokenizer without a template.
-    """
+    """`text` as the one message of a user in the tokenizer's chat template, up to where the answer begins."""
     if not tokenizer.chat_template:
         raise ConfigError("task.chat_template=true: the model's tokenizer has no chat template")
     words = tokenizer.apply_chat_template(
@@ -121,11 +106,7 @@ def conversation(tokenizer: Any, text: str) -> str:
 
 
 def around_message(tokenizer: Any) -> tuple[str, str]:
-    """What `conversation` writes before and after the message.
-
-    Raises:
-        ConfigError: as `conversation`, or a template that does not write the message as it is.
-    """
+    """What `conversation` writes before and after the message."""
     before, found, after = conversation(tokenizer, _MESSAGE).partition(_MESSAGE)
     if not found or _MESSAGE in after:
         raise ConfigError("task.chat_template=true: the chat template does not write a message once, as it is")
@@ -255,11 +236,7 @@ class Needle:
 
 
 def draw_needles(rng: np.random.Generator, count: int, digits: int = 6) -> list[Needle]:
-    """Draw `count` needles with distinct keys and distinct values of `digits` digits.
-
-    Raises:
-        DataError: fewer than `count` keys or values exist.
-    """
+    """Draw `count` needles with distinct keys and distinct values of `digits` digits."""
     keys, values = len(ADJECTIVES) * len(NOUNS), 9 * 10 ** (digits - 1)
     most = min(keys, values)
     if not 0 <= count <= most:
@@ -278,9 +255,6 @@ def plant(
     """Return the start of `haystack` with each needle's sentence at its depth, `length` tokens in all.
 
     Depth 0 is before the haystack's first token, 1 after its last; `encode` maps text to token ids and adds none.
-
-    Raises:
-        DataError: the haystack is too short, or the needles are too long for `length`; a depth outside 0..1.
     """
     sentences = [encode(needle.sentence) for needle in needles]
     room = length - sum(map(len, sentences))
@@ -310,9 +284,6 @@ def retrieval_prompt(
     """Return a prompt of exactly `length` tokens: `plant`, then the question for the first needle and the text `after`.
 
     The expected continuation is `encode(needles[0].answer)`.
-
-    Raises:
-        DataError: see `plant`.
     """
     question = encode(needles[0].question + after)
     return plant(haystack, needles, depths, length - len(question), encode) + question

@@ -35,10 +35,6 @@ def files_read(folder: Path, path: str, trust_remote_code: bool = False) -> dict
         folder: the model's, which is there.
         path: the setting `model.path`, for errors.
         trust_remote_code: whether Python files are read.
-
-    Raises:
-        DataError: one of them is no regular file or cannot be read, names weights outside of the folder, or the folder
-            holds an adapter, whose model is elsewhere.
     """
     kinds = _KINDS | ({".py"} if trust_remote_code else set())
     try:
@@ -60,11 +56,7 @@ def files_read(folder: Path, path: str, trust_remote_code: bool = False) -> dict
 
 
 def weight_files(folder: Path, path: str) -> list[Path]:
-    """The files with the weights of a folder that transformers loads; none where it has none that is known here.
-
-    Raises:
-        DataError: as `files_read`.
-    """
+    """The files with the weights of a folder that transformers loads; none where it has none that is known here."""
     first = _named_weights(folder, path) or next((name for name in _WEIGHTS if (folder / name).is_file()), None)
     if first is None:
         return []
@@ -72,11 +64,7 @@ def weight_files(folder: Path, path: str) -> list[Path]:
 
 
 def shards_of(index: Path, path: str) -> list[str]:
-    """The files that an index of weights names, sorted.
-
-    Raises:
-        DataError: it cannot be read, or names one outside of the model's folder.
-    """
+    """The files that an index of weights names, sorted."""
     weights = _json(index, path, index.name).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
         raise DataError(f"model.path={path}: {index.name} is no index of weights")
@@ -124,21 +112,13 @@ def model_folder(path: str) -> str:
     """A folder or hub id that transformers loads for `model.path`: `embedded:tiny` is shipped with the package.
 
     For a folder that holds what differs from another model (`delta_folder`) it is the other's.
-
-    Raises:
-        ConfigError: no such embedded model.
-        DataError: a delta's folder does not say whose it is.
     """
     delta = delta_folder(path)
     return str(_own_folder(path)) if delta is None else model_folder(_base_of(path, delta))
 
 
 def delta_folder(path: str) -> Path | None:
-    """The folder of `model.path` where it holds only what differs from another model (`kvq.models.weights`).
-
-    Raises:
-        ConfigError: no such embedded model.
-    """
+    """The folder of `model.path` where it holds only what differs from another model (`kvq.models.weights`)."""
     folder = Path(_own_folder(path))
     return folder if (folder / DELTA_SETTINGS).is_file() else None
 
@@ -203,11 +183,6 @@ def folder_fingerprint(config: ModelConfig) -> str | None:
 
     It covers what loading reads, also in subfolders (`files_read`), and of a delta the files of its base as well; of a
     GGUF file it is the file's own.
-
-    Raises:
-        ConfigError: no such embedded model.
-        DataError: a delta's folder does not say whose it is; a GGUF file that is not there, or not the one meant; or as
-            `files_read`.
     """
     folder, delta = Path(model_folder(config.path)), delta_folder(config.path)
     if not folder.is_dir():

@@ -53,11 +53,7 @@ class GgufHeader:
 
 
 def local_gguf(config: ModelConfig, folder: Path) -> Path | None:
-    """The file that `model.gguf` names in a local folder; None: of the hub, or the model is no GGUF file.
-
-    Raises:
-        DataError: the folder has no such file.
-    """
+    """The file that `model.gguf` names in a local folder; None: of the hub, or the model is no GGUF file."""
     if config.gguf is None or not folder.is_dir():
         return None
     file = folder / config.gguf
@@ -67,11 +63,7 @@ def local_gguf(config: ModelConfig, folder: Path) -> Path | None:
 
 
 def check_gguf(config: ModelConfig, file: Path, sha256: str) -> None:
-    """Refuse a local file that is not what the configuration says.
-
-    Raises:
-        DataError: another file than `model.sha256` (hex), other weights than `model.weights`, or no whole GGUF file.
-    """
+    """Refuse a local file that is not what the configuration says."""
     place = f"model.path={config.path}: {file.name}"
     if config.sha256 is not None and sha256 != config.sha256:
         raise DataError(
@@ -84,11 +76,7 @@ def check_gguf(config: ModelConfig, file: Path, sha256: str) -> None:
 
 
 def read_header(file: Path) -> GgufHeader:
-    """The metadata of a GGUF file.
-
-    Raises:
-        DataError: it is no GGUF file, or truncated.
-    """
+    """The metadata of a GGUF file."""
     state = file.stat()
     return _read_header(file, state.st_mtime_ns, state.st_size)
 
@@ -147,9 +135,6 @@ def _tensor_offset(stream: BinaryIO) -> int:
 def gguf_support(config: ModelConfig) -> Iterator[None]:
     """What transformers needs to read a GGUF file. The file's metadata is parsed once in a process, not for each part,
     and the names of tensors once, not for each module: 10 s less for a model of 30 layers.
-
-    Raises:
-        Unsupported: the package `gguf` is not installed.
     """
     if config.gguf is None:
         yield

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.config import Config, Loader
 from kvq.config.run import trained_with_bos
@@ -139,12 +138,7 @@ class Inputs:
 
     @property
     def bos(self) -> int | None:
-        """The token that every window or prompt begins with, by `task.bos`; None: none does.
-
-        Raises:
-            ConfigError: a tokenizer without such a token.
-            DataError: one that the model's embedding has no row for.
-        """
+        """The token that every window or prompt begins with, by `task.bos`; None: none does."""
         asked = getattr(self.config.task, "bos", None)
         if not (self.trained_with_bos if asked is None else asked):
             return None
@@ -162,11 +156,7 @@ class Inputs:
         return self.streams(self.config.task.context)
 
     def streams(self, context: int) -> TokenData:
-        """The dataset as token streams, each long enough for a window of `context` tokens.
-
-        Raises:
-            ConfigError: a dataset of items.
-        """
+        """The dataset as token streams, each long enough for a window of `context` tokens."""
         dataset = self.config.dataset
         if dataset.loader is Loader.items:
             raise ConfigError(
@@ -217,13 +207,8 @@ class MediaModel(LoadedModel):
 
     media: Mapping[str, Tensor] = field(default_factory=dict)
 
-    @override
     def hidden_states(self, tokens: Int[Tensor, "batch tokens"], cache: Any) -> Float[Tensor, "batch tokens hidden"]:
-        """As `LoadedModel.hidden_states`, with the images where the prompt begins.
-
-        Raises:
-            Unsupported: a beginning that ends before the last image does.
-        """
+        """As `LoadedModel.hidden_states`, with the images where the prompt begins."""
         if cache.get_seq_length():
             return super().hidden_states(tokens, cache)
         media = self.media_of(tokens)

@@ -42,10 +42,6 @@ def kv_layers_of(config: Any, mla: Mla = Mla.latent) -> list[KvLayer]:
     Args:
         config: a transformers text configuration.
         mla: what is cached of multi-head latent attention.
-
-    Raises:
-        Unsupported: no layer has, or some layer caches something that is neither keys and values nor a state; a model
-            without a latent that could be expanded.
     """
     name, kinds = type(config).__name__, _kinds(config)
     unknown = set(kinds) - {*_ATTENTION, *_STATE, *_NOTHING}
@@ -70,11 +66,7 @@ def latent_numbers(config: Any) -> int | None:
 
 
 def head_dims_of(config: Any, mla: Mla = Mla.latent) -> list[int]:
-    """Channels of a cached key per head, of every layer that has keys and values of its own.
-
-    Raises:
-        Unsupported: as `kv_layers_of`.
-    """
+    """Channels of a cached key per head, of every layer that has keys and values of its own."""
     return [layer.head_dim for layer in kv_layers_of(config, mla)]
 
 

@@ -176,12 +176,7 @@ def _check_whole(config: ModelConfig, found: dict[str, Any], stored: Stored) -> 
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The tokenizer of `model.path`.
-
-    Raises:
-        ConfigError: an unknown embedded model.
-        DataError: it cannot be loaded or used, or has more tokens than the model (added ones may lie outside, unused).
-    """
+    """The tokenizer of `model.path`."""
     from transformers import AutoTokenizer
 
     tokenizer, rows = _from_hub(config, AutoTokenizer), text_config_of(config).vocab_size
@@ -203,12 +198,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def load_processor(config: ModelConfig) -> Any:
-    """What turns images and text into a model's inputs.
-
-    Raises:
-        DataError: as `load_model`.
-        Unsupported: a model that reads only text.
-    """
+    """What turns images and text into a model's inputs."""
     from transformers import AutoProcessor
 
     processor = _from_hub(config, AutoProcessor)
@@ -242,11 +232,6 @@ def shape_of(config: ModelConfig, mla: Mla = Mla.latent, timed: bool = False) ->
     """The model's head dims, ascending, and the longest context in tokens where its configuration gives one.
 
     `timed`: as in `longest_context`.
-
-    Raises:
-        ConfigError: as `longest_context`.
-        DataError: the model cannot be found.
-        Unsupported: some layer caches no keys and values per head.
     """
     text = text_config_of(config)
     return sorted(set(head_dims_of(text, mla))), longest_context(config, text, timed)
@@ -256,9 +241,6 @@ def longest_context(config: ModelConfig, text: Any, timed: bool = False) -> int 
     """The longest sequence in tokens: `model.context`, else the positions of `text`, a transformers configuration.
 
     `timed`: nothing but time is measured, which does not depend on how far rotary positions were trained.
-
-    Raises:
-        ConfigError: `model.context` above the positions, with those that scaled rotary embeddings add.
     """
     own = getattr(text, "max_position_embeddings", None)
     if config.context is None or own is None:
@@ -279,12 +261,6 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     With `model.device_map` transformers places the layers itself, within `model.max_memory`. A checkpoint of quantized
     weights keeps its own dtype; others are quantized by `model.load_in`. A model of text and images is loaded whole and
     reads text.
-
-    Raises:
-        ConfigError: an unknown embedded model, a device that is not there, or as `kvq.models.placing.loading`.
-        DataError: the model cannot be loaded (missing folder, no network), or its files are not exactly its weights.
-        Unsupported: its logits are more than the output embedding of its last hidden states, or outliers are to be
-            implanted into quantized weights.
     """
     where = pick_device(device)
     whole = _config_of(config)

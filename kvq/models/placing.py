@@ -55,11 +55,6 @@ def loading(config: ModelConfig, whole: Any, where: torch.device) -> dict[str, A
     Args:
         whole: the model's transformers configuration.
         where: the device of a model that is not spread.
-
-    Raises:
-        ConfigError: `model.load_in` of weights that are quantized otherwise, or not at all.
-        DataError: weights that are quantized by a method that transformers does not know, and would ignore.
-        Unsupported: outliers in quantized weights, or a library that is not installed.
     """
     stored = _method_of(getattr(whole, "quantization_config", None))
     _check_form(config, stored)
@@ -173,9 +168,6 @@ def check_amount(path: str, config: Any, stored: Stored) -> None:
         path: the setting `model.path`, for errors.
         config: the transformers configuration of the language model.
         stored: what the files hold.
-
-    Raises:
-        DataError: names both numbers.
     """
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > len(stored):
@@ -189,9 +181,6 @@ def check_stored(path: str, stored: Stored, model: nn.Module) -> None:
         path: the setting `model.path`, for errors.
         stored: what the files hold.
         model: as the configuration describes it, with numbers or without.
-
-    Raises:
-        DataError: weights that are no floating-point numbers of 16 bits or more, or far fewer than the model has.
     """
     buffers = tuple(name for name, _ in model.named_buffers())
     ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())

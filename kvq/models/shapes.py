@@ -30,9 +30,6 @@ def state_bytes_of(config: Any) -> int:
 
     Args:
         config: a transformers text configuration.
-
-    Raises:
-        Unsupported: states that the configuration does not give in a known form.
     """
     layers = state_layers_of(config)
     if not layers:
@@ -152,13 +149,7 @@ def shipped() -> dict[str, dict[str, int]]:
 
 
 def cache_shape(config: ModelConfig, mla: Mla = Mla.latent) -> CacheShape:
-    """The shape of `model.path`; of a hub id that is not shipped, from its configuration file.
-
-    Raises:
-        ConfigError: as `longest_context`.
-        DataError: the model cannot be found.
-        Unsupported: as `kv_layers_of`.
-    """
+    """The shape of `model.path`; of a hub id that is not shipped, from its configuration file."""
     known = shipped().get(config.path)
     if known is not None and mla is Mla.latent:
         kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])

@@ -39,11 +39,7 @@ _GROUP = 128  # input channels that share a scale and a zero point
 
 
 def weights_name(model: nn.Module) -> str:
-    """Name of the weights of a model in memory: a hash of all shapes and of the first entries of each, in bfloat16.
-
-    Raises:
-        Unsupported: weights that are nowhere, or wait where only their library finds them.
-    """
+    """Name of the weights of a model in memory: a hash of all shapes and of the first entries of each, in bfloat16."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         first = _brought(model, name, weight).detach().flatten()[:_SAMPLED].to(torch.bfloat16).view(torch.int16).cpu()
@@ -69,9 +65,6 @@ def rounded_weights(model: Any, bits: int) -> Iterator[None]:
 
     The same weights, bit for bit, come back after it; a second copy of them is in memory meanwhile. Entered after a
     rotation is merged into weights, it gives "merge, then quantize".
-
-    Raises:
-        Unsupported: weights that are quantized already, or that are not in memory.
     """
     output = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -108,10 +101,6 @@ def implant_outliers(model: nn.Module, settings: OutliersConfig) -> None:
 
     Powers of two as scales are exact in fp16. Channels are drawn from `settings.seed`, a stream of their own, or are
     those in which the begin-of-text token has least.
-
-    Raises:
-        Unsupported: attention without separate q, k, v and o projections, or with a norm between projection and RoPE;
-            no begin-of-text token, which `settings.sink=False` asks for.
     """
     attentions = [module for name, module in model.named_modules() if name.endswith("self_attn")]
     for attention in attentions or [model]:
@@ -198,9 +187,6 @@ def apply_delta(path: str, model: nn.Module, base: Path, folder: Path) -> None:
         model: what transformers loaded; its parameters are changed in place.
         base: the folder with the base's `model.safetensors`.
         folder: the folder with `delta.safetensors`.
-
-    Raises:
-        DataError: the file cannot be read, is of other weights than the base's, or names weights that are not there.
     """
     where = f"model.path={path}: {folder.name}/{DELTA}"
     parameters = dict(model.named_parameters())

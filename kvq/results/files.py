@@ -201,11 +201,7 @@ class Journal:
             self.rows = {row["item"]: row for row in rows[1:] if isinstance(row.get("item"), str)}
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Store rows, each with its `item`; they survive a kill once this returns.
-
-        Raises:
-            RecordError: the folder cannot be written, or a row is no JSON.
-        """
+        """Store rows, each with its `item`; they survive a kill once this returns."""
         new = {row["item"]: dict(row) for row in rows}
         if self.path is not None:
             try:

@@ -96,9 +96,6 @@ def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dic
     Args:
         names: the metrics.
         more: units of metrics that are not listed here, such as another library's; "1": no unit.
-
-    Raises:
-        RecordError: a metric that is neither listed nor in `more`.
     """
     known = dict(more or {}) | {metric.name: metric.unit for metric in METRICS.values()}
     found = {name: known.get(name) or known.get(_whole(name)) for name in names}

@@ -177,9 +177,6 @@ def compare_items(ours: Items, theirs: Items, *, margin: float, noise_flips: flo
     Returns:
         `flips`, and for right and wrong answers `lost` and `gained`; `p_value` and `not_worse_p` where there are enough
         items; `within_noise`: no significant difference; `not_worse`: a fall by `margin` is excluded.
-
-    Raises:
-        RecordError: no items, not the same number of them, or a margin out of range.
     """
     out = {"flips": float(np.mean(ours != theirs)) if len(ours) == len(theirs) and len(ours) else math.nan}
     differ, kept = differ_p(ours, theirs), not_worse_p(ours, theirs, margin)
@@ -200,9 +197,6 @@ def differ_p(ours: Items, theirs: Items) -> float | None:
 
     McNemar's exact test for right and wrong answers; for graded scores the sum of differences under all sign patterns,
     or `RESAMPLES` random ones, counting the observed one (Phipson and Smyth, 2010).
-
-    Raises:
-        RecordError: no items, or not the same number of them.
     """
     _check(ours, theirs)
     if len(ours) < fewest_to_differ():
@@ -238,9 +232,6 @@ def not_worse_p(ours: Items, theirs: Items, margin: float) -> float | None:
 
     None where it cannot be tested: fewer items than `needed_for_not_worse`, a full-precision score of at most the
     margin, which cannot fall by it, or scores outside 0 to 1.
-
-    Raises:
-        RecordError: no items, not the same number of them, or a margin out of range.
     """
     _check(ours, theirs)
     _check_margin(margin)
@@ -289,9 +280,6 @@ def not_worse(lost: int, gained: int, items: int, margin: float) -> float:
         gained: the reverse.
         items: all items, flipped or not.
         margin: largest fall of the accuracy that still counts as "not worse", above 0 and below 1.
-
-    Raises:
-        RecordError: counts that do not fit, or a margin out of range.
     """
     if min(lost, gained) < 0 or lost + gained > items or items < 1:
         raise RecordError(f"not_worse: lost={lost}, gained={gained} of items={items}")

@@ -35,11 +35,7 @@ KEY_PATTERN = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def canonical(value: Any, where: str = "config") -> Any:
-    """Return `value` as plain JSON data in one form: tuples as lists, integral floats (8.0, -0.0) as integers.
-
-    Raises:
-        RecordError: a NaN or infinite number, a key that is not a string, or a value that JSON cannot express.
-    """
+    """Return `value` as plain JSON data in one form: tuples as lists, integral floats (8.0, -0.0) as integers."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -65,11 +61,7 @@ def canonical(value: Any, where: str = "config") -> Any:
 
 
 def run_key(config: Mapping[str, Any]) -> str:
-    """Return the key of a run: 64 hex digits, the SHA-256 of the canonical JSON of `config` (keys sorted).
-
-    Raises:
-        RecordError: `config` holds something that `canonical` refuses.
-    """
+    """Return the key of a run: 64 hex digits, the SHA-256 of the canonical JSON of `config` (keys sorted)."""
     return _digest(canonical(config))
 
 
@@ -180,11 +172,7 @@ class Record(_Frozen):
 
 
 def check_finite(record: Record) -> None:
-    """Refuse measurements that are not numbers.
-
-    Raises:
-        RecordError: names the first metric or phase that is NaN or infinite.
-    """
+    """Refuse measurements that are not numbers."""
     named = {f"metric '{name}'": value for name, value in record.metrics.items()}
     named |= {f"wall_seconds '{name}'": value for name, value in record.provenance.wall_seconds.items()}
     for name, value in named.items():
@@ -193,11 +181,7 @@ def check_finite(record: Record) -> None:
 
 
 def dump_record(record: Record) -> bytes:
-    """Return the bytes of a record's file: JSON, keys sorted, two spaces of indent, a final newline.
-
-    Raises:
-        RecordError: a metric that is not finite.
-    """
+    """Return the bytes of a record's file: JSON, keys sorted, two spaces of indent, a final newline."""
     check_finite(record)
     text = json.dumps(record.model_dump(mode="json"), sort_keys=True, indent=2, allow_nan=False)
     return f"{text}\n".encode()
@@ -209,11 +193,7 @@ def refuse_constant(name: str) -> NoReturn:
 
 
 def parse_record(content: bytes) -> Record:
-    """Read what `dump_record` wrote.
-
-    Raises:
-        RecordError: one line saying what is wrong: no JSON, another schema, or a field that does not validate.
-    """
+    """Read what `dump_record` wrote."""
     try:
         data = json.loads(content.decode("utf-8"), parse_constant=refuse_constant)
     except RecursionError:

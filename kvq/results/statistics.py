@@ -82,9 +82,6 @@ def delta_nll(nll: Windows, baseline_nll: Windows, tokens: Windows, **drawn: int
     Returns:
         The token-weighted mean difference; its standard error, scaled by sqrt(B/(B-1)) for B blocks, because the plain
         bootstrap divides by B and is too small for few blocks; the 95% percentile interval.
-
-    Raises:
-        RecordError: no windows, or arrays that do not match.
     """
     if len(nll) != len(baseline_nll):
         raise RecordError(f"paired runs need the same windows: {len(nll)} against {len(baseline_nll)}")
@@ -92,7 +89,7 @@ def delta_nll(nll: Windows, baseline_nll: Windows, tokens: Windows, **drawn: int
 
 
 def perplexity(nll: Windows, tokens: Windows, **drawn: int) -> Estimate:
-    """exp of the mean loss per token, with its unpaired error; arguments and errors as in `delta_nll`.
+    """exp of the mean loss per token, with its unpaired error; arguments as in `delta_nll`.
 
     The error is that of drawing another stretch of the same text. To compare methods, use `delta_nll`.
     """
@@ -104,11 +101,7 @@ def perplexity(nll: Windows, tokens: Windows, **drawn: int) -> Estimate:
 
 
 def delta_nll_of_samples(samples: Samples, baseline: Samples, **drawn: int) -> Estimate:
-    """`delta_nll` of two runs' stored samples, rows of `{"window": i, "tokens": n, "nll": sum in nats}`.
-
-    Raises:
-        RecordError: no samples, a row without these fields, or runs that did not score the same tokens.
-    """
+    """`delta_nll` of two runs' stored samples, rows of `{"window": i, "tokens": n, "nll": sum in nats}`."""
     ours, theirs = losses(samples), losses(baseline)
     if not ours.shares_windows(theirs):
         raise RecordError("paired runs need the same windows with the same scored tokens")
@@ -116,21 +109,13 @@ def delta_nll_of_samples(samples: Samples, baseline: Samples, **drawn: int) -> E
 
 
 def perplexity_of_samples(samples: Samples, **drawn: int) -> Estimate:
-    """`perplexity` of a run's stored samples, rows as in `delta_nll_of_samples`.
-
-    Raises:
-        RecordError: no samples, or a row without these fields.
-    """
+    """`perplexity` of a run's stored samples, rows as in `delta_nll_of_samples`."""
     _, tokens, nll = losses(samples)
     return perplexity(nll, tokens, **drawn)
 
 
 def losses(samples: Samples) -> Losses:
-    """Stored samples as arrays; rows as in `delta_nll_of_samples`.
-
-    Raises:
-        RecordError: a row without these fields.
-    """
+    """Stored samples as arrays; rows as in `delta_nll_of_samples`."""
     try:
         windows = tuple(row["window"] for row in samples)
         tokens, nll = (np.array([row[name] for row in samples], dtype=np.float64) for name in ("tokens", "nll"))
@@ -200,11 +185,7 @@ class Flips(NamedTuple):
 
 
 def flips(correct: Sequence[bool], baseline: Sequence[bool]) -> Flips:
-    """Count the items whose outcome changed between two runs; equal accuracies can hide changed answers.
-
-    Raises:
-        RecordError: no items, or not the same number of them.
-    """
+    """Count the items whose outcome changed between two runs; equal accuracies can hide changed answers."""
     if len(correct) != len(baseline) or not len(correct):
         raise RecordError(f"paired runs need the same items: {len(correct)} against {len(baseline)}")
     pairs = [(bool(before), bool(now)) for now, before in zip(correct, baseline, strict=True)]
@@ -215,9 +196,6 @@ def mcnemar(lost: int, gained: int) -> float:
     """Two-sided p-value of McNemar's exact test: whether `lost` and `gained` items differ by more than chance.
 
     Given that an item flipped, either direction has probability 1/2 (McNemar, 1947). 1.0 where nothing flipped.
-
-    Raises:
-        RecordError: a negative count.
     """
     if min(lost, gained) < 0:
         raise RecordError(f"mcnemar: lost={lost}, gained={gained}; counts are not negative")
@@ -227,7 +205,7 @@ def mcnemar(lost: int, gained: int) -> float:
 def paired_mean(values: Items, baseline: Items, **drawn: int) -> Estimate:
     """Mean difference of per-item scores between two runs on the same items, with its bootstrap error over items.
 
-    Arguments and errors as in `delta_nll`; a positive result means `values` is higher.
+    Arguments as in `delta_nll`; a positive result means `values` is higher.
     """
     if len(values) != len(baseline):
         raise RecordError(f"paired runs need the same items: {len(values)} against {len(baseline)}")
@@ -236,11 +214,7 @@ def paired_mean(values: Items, baseline: Items, **drawn: int) -> Estimate:
 
 
 def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
-    """p-values by name, corrected for multiple tests (Holm, 1979); valid under any dependence.
-
-    Raises:
-        RecordError: a number that is no probability.
-    """
+    """p-values by name, corrected for multiple tests (Holm, 1979); valid under any dependence."""
     if bad := {name: p for name, p in p_values.items() if not 0 <= p <= 1}:
         raise RecordError(f"holm: {bad} are not probabilities")
     corrected, largest = {}, 0.0
@@ -269,11 +243,7 @@ _MOST_ORDERED = 8
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation:
-    """Spearman's rank correlation; its interval by Fisher's z with the variance of Bonett and Wright (2000).
-
-    Raises:
-        RecordError: sequences that do not match.
-    """
+    """Spearman's rank correlation; its interval by Fisher's z with the variance of Bonett and Wright (2000)."""
     if len(x) != len(y):
         raise RecordError(f"rank correlation: {len(x)} and {len(y)} values; they come in pairs")
     if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:

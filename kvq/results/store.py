@@ -79,12 +79,7 @@ class Store:
         return next((path for path in (loose, loose.with_name(PACK)) if path.exists()), loose)
 
     def get(self, key: str) -> Record | None:
-        """Return the record of `key`, or None when there is none.
-
-        Raises:
-            RecordError: the file is there but cannot be used; the message names it and the reason. `put` with the same
-                key replaces it.
-        """
+        """Return the record of `key`, or None when there is none."""
         corrupt = None
         for path in self._paths(key):
             try:
@@ -134,11 +129,7 @@ class Store:
         return self.root / "partial" / f"{_checked(key)}.jsonl"
 
     def scan(self) -> tuple[list[Record], list[Broken]]:
-        """Return every record, sorted by key, and every `.json` file that is not one, with its reason.
-
-        Raises:
-            RecordError: the folder is there but cannot be listed.
-        """
+        """Return every record, sorted by key, and every `.json` file that is not one, with its reason."""
         records: dict[str, Record] = {}
         broken: list[Broken] = []
         for path in self._list():
@@ -155,22 +146,14 @@ class Store:
         return [records[key] for key in sorted(records)], broken
 
     def samples(self, key: str) -> list[dict[str, Any]]:
-        """Return the samples stored with the record of `key`; an empty list when it was stored without.
-
-        Raises:
-            RecordError: no usable record of `key`, or samples that are missing, torn or not those of the record.
-        """
+        """Return the samples stored with the record of `key`; an empty list when it was stored without."""
         record = self.get(key)
         if record is None:
             raise RecordError(f"no record '{key}' under {self.runs}")
         return self.samples_of(record)
 
     def samples_of(self, record: Record) -> list[dict[str, Any]]:
-        """Return the samples of a record that is read already; an empty list when it was stored without.
-
-        Raises:
-            RecordError: samples that are missing, torn or not those of the record.
-        """
+        """Return the samples of a record that is read already; an empty list when it was stored without."""
         if record.samples_sha256 is None:
             return []
         path = loose_samples(self.record_path(record.key))
@@ -189,9 +172,6 @@ class Store:
 
         Hold `lock(record.key)` when another process may write the same key. When the disk is full, the old record
         stays; a kill during the replacement leaves the old record, the new one, or none.
-
-        Raises:
-            RecordError: a metric or sample that is not finite, or a folder that cannot be written.
         """
         lines = _dump_samples(record.key, samples)
         digest = hashlib.sha256(lines).hexdigest() if lines else None
@@ -249,9 +229,6 @@ class Store:
         Args:
             key: name of the run.
             timeout: seconds to wait for another holder; None waits until it is free.
-
-        Raises:
-            RecordError: the folder cannot be written, or the lock was not free in time.
         """
         with self._hold(_checked(key), timeout):
             for path in self.runs.glob(f".{key}*{TEMPORARY}"):
@@ -274,11 +251,7 @@ class Store:
             lock.release()
 
     def check_writable(self) -> None:
-        """Write a file under runs/ that vanishes when closed.
-
-        Raises:
-            RecordError: one line naming the folder and the system's reason.
-        """
+        """Write a file under runs/ that vanishes when closed."""
         try:
             self.runs.mkdir(parents=True, exist_ok=True)
             # Without a name, so that nothing stays behind when this process is killed here.

@@ -49,20 +49,13 @@ def read_header(path: str | Path, what: str, form: str) -> dict[str, Any]:
     Args:
         what: the kind of file, as errors name it.
         form: the `format` that it must have.
-
-    Raises:
-        DataError: no file, or none of this kind.
     """
     header, _ = _read(Path(path), what, form, tensors=False)
     return header
 
 
 def read_tensors(path: str | Path, what: str, form: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors, on the CPU; they take no more memory than the file has bytes.
-
-    Raises:
-        DataError: as `read_header`, and for tensors that are not those of the header's digest.
-    """
+    """Header and tensors, on the CPU; they take no more memory than the file has bytes."""
     header, tensors = _read(Path(path), what, form, tensors=True)
     if header.get(_DIGEST, "") != digest(tensors):
         raise DataError(f"{what} {path}: damaged, its tensors are not those that were written")

@@ -71,9 +71,6 @@ def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None)
     Args:
         config: the run's canonical settings (`kvq.config.identity.canonical`); its `_target_`s are imported.
         task: the class of the task's settings (None: that of the package's task).
-
-    Raises:
-        RecordError: a part of the package without a version.
     """
     name = config["task"]["name"]
     task = task or SCHEMAS[name]
@@ -90,11 +87,7 @@ def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None)
 
 
 def versions_of_method(method: Mapping[str, Any]) -> Versions:
-    """Versions of all that a method's canonical settings ask for: the classes that they name, and those they imply.
-
-    Raises:
-        RecordError: as `versions_of_parts`.
-    """
+    """Versions of all that a method's canonical settings ask for: the classes that they name, and those they imply."""
     names = {implied for setting, implied in _IMPLIED.items() if method.get(setting)}
     if any(isinstance(own, list) for layers in method.get("bits_by_layer", {}).values() for own in layers):
         names.add("HeadsCodec")
@@ -102,11 +95,7 @@ def versions_of_method(method: Mapping[str, Any]) -> Versions:
 
 
 def versions_of_parts(method: Any) -> Versions:
-    """Versions of the classes that a method's canonical settings name, which are imported.
-
-    Raises:
-        RecordError: a part of the package without a version.
-    """
+    """Versions of the classes that a method's canonical settings name, which are imported."""
     found: Versions = {}
     for target in set(_targets(method)):
         found |= _versions_of_class(pkgutil.resolve_name(target))
