@@ -19,10 +19,6 @@ from kvq.errors import DataError, did_you_mean, first_line
 if TYPE_CHECKING:
     from kvq.config import DatasetConfig
 
-# A packed file may hold so many times its size, and always so many bytes: text shrinks to a third or a twentieth.
-_RATIO, _ALWAYS = 200, 2**28
-_PIECE, _ROWS = 2**24, 1024
-
 
 def read_rows(config: DatasetConfig) -> tuple[str, ...]:
     """Return the rows of `dataset.path`, or else of `dataset.hub_id`; of records, the field `dataset.text_field`.
@@ -92,8 +88,6 @@ def _hub_rows(config: DatasetConfig) -> tuple[str, ...]:
 def _saved_rows(path: Path, config: DatasetConfig) -> tuple[str, ...]:
     from datasets import DatasetDict, load_from_disk
 
-    if odd := next((file for file in sorted(path.rglob("*")) if not file.is_dir() and not file.is_file()), None):
-        raise DataError(f"dataset.path={path}: not a whole saved dataset: {odd.name} is no regular file")
     try:
         rows = load_from_disk(str(path))
     except Exception as error:  # of several libraries, for every file that is cut short or garbled
@@ -133,11 +127,8 @@ def json_records(path: Path) -> list[Any]:
 
     Not by `datasets.load_dataset`, which is slower, copies a file into a cache in the home folder, and turns text that
     reads like a date into a date (docs/architecture.md, Libraries).
-
-    Raises:
-        OSError, ValueError, EOFError, zlib.error, RecursionError: a file that cannot be read, or is not JSON.
     """
-    text = (_unpacked(path) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
+    text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
     lines = [text] if text.lstrip().startswith("[") else filter(str.strip, text.split("\n"))
     records = [json.loads(line) for line in lines]
     if records and isinstance(records[0], list):
@@ -145,59 +136,18 @@ def json_records(path: Path) -> list[Any]:
     return records
 
 
-def _unpacked(path: Path) -> bytes:
-    most, found = _most(path), bytearray()
-    with gzip.open(path) as stream:
-        while piece := stream.read(_PIECE):
-            found += piece
-            _check_unpacked(len(found), most)
-    return bytes(found)
-
-
-def _most(path: Path) -> int:
-    """Bytes of text that a packed file may hold."""
-    return max(_ALWAYS, _RATIO * path.stat().st_size)
-
-
-def _check_unpacked(size: int, most: int) -> None:
-    if size > most:
-        raise ValueError(
-            f"unpacks to more than {most / 2**20:.0f} MiB ({_RATIO} times its size, at least {_ALWAYS >> 20})"
-        )
-
-
 def _parquet(path: Path, field: str) -> tuple[str, ...]:
     import pyarrow.parquet
 
     _check_field(pyarrow.parquet.read_schema(path).names, field, str(path))
-    with pyarrow.parquet.ParquetFile(path, read_dictionary=[field]) as file:
-        return _texts(file.iter_batches(_ROWS, columns=[field]), field, path)
+    return _column(pyarrow.parquet.read_table(path, columns=[field]), field, str(path))
 
 
 def _arrow(path: Path, field: str) -> tuple[str, ...]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
-        _check_field(stream.schema.names, field, str(path))
-        return _texts(stream, field, path)
-
-
-def _texts(batches: Iterable[Any], field: str, path: Path) -> tuple[str, ...]:
-    """The texts of pyarrow's batches; a dictionary's may stand in a small file many times."""
-    import pyarrow
-    from pyarrow import compute
-
-    found, size, most = list[str](), 0, _most(path)
-    for batch in batches:
-        column = batch.column(field)
-        words = column.dictionary if pyarrow.types.is_dictionary(column.type) else column
-        if pyarrow.types.is_large_string(words.type) or pyarrow.types.is_string(words.type):
-            lengths = compute.binary_length(words)
-            lengths = lengths if words is column else lengths.take(column.indices)
-            size += compute.sum(lengths).as_py() or 0
-            _check_unpacked(size, most)
-        found += [_checked(text, field, str(path)) for text in column.to_pylist()]
-    return tuple(found)
+        return _column(stream.read_all(), field, str(path))
 
 
 _READERS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import stat
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ def files_read(folder: Path, path: str, trust_remote_code: bool = False) -> dict
         found = {
             file.name: file for file in sorted(folder.iterdir()) if file.suffix in kinds and file.name != _NOT_READ
         }
-        _check_regular(found, path)
         if "adapter_config.json" in found:
             raise DataError(f"model.path={path}: holds an adapter; merge it into its model and save the whole")
         further = {name for index in [*found] if index.endswith(_INDEX) for name in shards_of(found[index], path)}
@@ -49,7 +47,6 @@ def files_read(folder: Path, path: str, trust_remote_code: bool = False) -> dict
         if (named := _named_weights(folder, path)) is not None:
             further |= {named, *(shards_of(folder / named, path) if named.endswith(_INDEX) else ())}
         inside = {name: folder / name for name in sorted(further - found.keys()) if (folder / name).exists()}
-        _check_regular(inside, path)
     except OSError as error:
         raise DataError(f"model.path={path}: cannot be read: {error.strerror}") from error
     return found | inside
@@ -91,15 +88,6 @@ def _inside(name: str, path: str, naming: str) -> str:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise DataError(f"model.path={path}: {naming} names {name[:100]}, which is outside of the folder")
     return name
-
-
-def _check_regular(files: dict[str, Path], path: str) -> None:
-    """Refuse what a reader would fail at or wait for."""
-    for name, file in files.items():
-        if not file.exists():
-            raise DataError(f"model.path={path}: {name} is a link to nothing")
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise DataError(f"model.path={path}: {name} is {'a folder' if file.is_dir() else 'no regular file'}")
 
 
 # Classes of transformers that take a tokenizer as its file has it.
@@ -192,7 +180,10 @@ def folder_fingerprint(config: ModelConfig) -> str | None:
         check_gguf(config, file, digest_of_file)
         return digest_of_file
     digest = hashlib.sha256()
-    for place in (folder, delta) if delta else (folder,):
-        for name, file in files_read(place, config.path, config.trust_remote_code).items():
-            digest.update(name.encode() + b"\0" + bytes.fromhex(file_hash(file)))
+    try:
+        for place in (folder, delta) if delta else (folder,):
+            for name, file in files_read(place, config.path, config.trust_remote_code).items():
+                digest.update(name.encode() + b"\0" + bytes.fromhex(file_hash(file)))
+    except OSError as error:  # such as a link to nothing
+        raise DataError(f"model.path={config.path}: {name} cannot be read: {error.strerror}") from error
     return digest.hexdigest()

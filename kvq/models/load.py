@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from kvq.models.layers import head_dims_of, state_layers_of
 from kvq.models.placing import (
     Stored,
     base_of,
-    check_amount,
     check_stored,
     device_of,
     is_old_buffer,
@@ -265,15 +263,14 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
     where = pick_device(device)
     whole = _config_of(config)
     settings = loading(config, whole, where)
-    kind, stored = _class_for(whole), _stored(config, whole)
-    if stored:
-        _check_described(config, whole, kind, stored)
     if config.gguf is not None:
         settings["config"] = whole  # else it is read from the file once more
     with _without_warnings():  # shapes that differ are reported with the rest, instead of raised without names
-        model, found = _from_hub(config, kind, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
-    if not stored and (stored := _stored(config, whole)):  # downloaded only now
-        check_stored(config.path, stored, model)
+        model, found = _from_hub(
+            config, _class_for(whole), output_loading_info=True, ignore_mismatched_sizes=True, **settings
+        )
+    stored = _stored(config, whole)
+    check_stored(config.path, stored, model)
     _check_whole(config, found, stored)
     if config.gguf is not None:  # its weights are dequantized, and a configuration that says otherwise is not saved
         del model.config.quantization_config
@@ -295,7 +292,7 @@ def load_model(config: ModelConfig, device: str = "auto") -> LoadedModel:
 
 
 def _stored(config: ModelConfig, whole: Any) -> Stored:
-    """The tensors in the model's files; none of quantized weights and GGUF files, or of a hub id not downloaded yet."""
+    """The tensors in the files of a model that was loaded; none of quantized weights and GGUF files."""
     if config.gguf is not None:
         return {}
     folder = Path(model_folder(config.path))
@@ -309,17 +306,6 @@ def _stored(config: ModelConfig, whole: Any) -> Stored:
         raise
     except Exception as error:  # of several libraries
         raise DataError(f"model.path={config.path}: cannot be loaded: {one_line(error, 300)}") from error
-
-
-def _check_described(config: ModelConfig, whole: Any, kind: Any, stored: Stored) -> None:
-    """`check_stored` of the model before it is loaded, which may take much memory where its configuration is wrong."""
-    check_amount(config.path, whole.get_text_config(), stored)
-    try:
-        with torch.device("meta"), _without_warnings(), warnings.catch_warnings(action="ignore"):
-            model = kind.from_config(whole, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # whatever the family's code says to a configuration that it cannot use
-        raise DataError(f"model.path={config.path}: cannot be loaded: {one_line(error, 300)}") from error
-    check_stored(config.path, stored, model)
 
 
 def _class_for(config: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,9 +130,6 @@ def device_of(module: nn.Module) -> torch.device:
 # follow from the configuration.
 _OLD_BUFFERS = re.compile(r"(^|\.)(?:(attn|attention)\.((?:masked_)?bias)|rotary_emb\.inv_freq)$")
 _WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Parameters that a model may have for one that is stored, where layers share weights.
-_SHARED = 4
-_FEW = 2**20
 _SHOWN = 4
 
 Stored = Mapping[str, Tensor]
@@ -150,28 +146,10 @@ def stored_in(files: Sequence[Path]) -> Stored:
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as packed:
-            entries = packed.infolist()
-        if any(one.compress_type for one in entries) or sum(one.file_size for one in entries) > file.stat().st_size:
-            raise ValueError(f"{file.name} is compressed, which torch does not write")
     found = load_state_dict(file, map_location="meta")
     if not isinstance(found, dict) or not all(isinstance(one, Tensor) for one in found.values()):
         raise ValueError(f"{file.name} holds other things than tensors")
     return found
-
-
-def check_amount(path: str, config: Any, stored: Stored) -> None:
-    """Refuse a configuration with more layers than the files have tensors: building such a model may take forever.
-
-    Args:
-        path: the setting `model.path`, for errors.
-        config: the transformers configuration of the language model.
-        stored: what the files hold.
-    """
-    layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > len(stored):
-        raise DataError(f"model.path={path}: its config.json has {layers} layers, its files {len(stored)} tensors")
 
 
 def check_stored(path: str, stored: Stored, model: nn.Module) -> None:
@@ -199,10 +177,6 @@ def check_stored(path: str, stored: Stored, model: nn.Module) -> None:
             f"model.path={path}: weights that are not {', '.join(str(one)[6:] for one in _WEIGHTS)}, and no "
             f"quantization_config in its config.json that says how to read them: {shown}{more}"
         )
-    asked = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
-    known = sum(found.numel() for found in stored.values())
-    if asked > _SHARED * known + _FEW:
-        raise DataError(f"model.path={path}: its config.json describes {asked:,} weights, its files hold {known:,}")
 
 
 def is_old_buffer(name: str, stored: Stored) -> bool:

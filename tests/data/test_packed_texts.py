@@ -1,20 +1,17 @@
-"""Packed files are read as far as a text may shrink; beyond that they cost one line, not the memory they ask for."""
+"""Compressed files of texts are read in order, by their field."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
 
 from kvq.config import DatasetConfig
-from kvq.data import rows
 from kvq.data.rows import read_rows
 from kvq.errors import DataError
 
@@ -49,29 +46,3 @@ def test_texts_are_read_in_order(tmp_path: Path, name: str, write: Write) -> Non
     assert read_rows(DatasetConfig("a", path=str(tmp_path / name))) == tuple(TEXTS)
     with pytest.raises(DataError, match=r"text_field=txt is not in .*Did you mean 'text'"):
         read_rows(DatasetConfig("a", path=str(tmp_path / name), text_field="txt"))
-
-
-@pytest.mark.parametrize(("name", "write"), [kind for kind in KINDS if kind[1] is not _arrow])
-def test_a_bomb_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Write) -> None:
-    """A text that stands in the file once; without the limit it is read whole."""
-    bomb = ["x" * 20_000] * 1000
-    write(tmp_path / name, bomb)
-    assert (tmp_path / name).stat().st_size < 20_000_000 / rows._RATIO
-    assert len(read_rows(DatasetConfig("a", path=str(tmp_path / name)))) == 1000
-    monkeypatch.setattr(rows, "_ALWAYS", 2**20)
-    with pytest.raises(DataError, match=r"cannot be read: unpacks to more than \d+ MiB \(200 times its size") as caught:
-        read_rows(DatasetConfig("a", path=str(tmp_path / name)))
-    assert "\n" not in str(caught.value)
-
-
-def test_what_no_reader_can_open_is_one_line_and_no_wait(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"dataset\.path="):
-        read_rows(DatasetConfig("a", path=str(tmp_path / "a.jsonl")))
-    with pytest.raises(DataError, match=r"the folder holds no"):
-        read_rows(DatasetConfig("a", path=str(tmp_path)))
-    Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "saved"))
-    (tmp_path / "saved/state.json").unlink()
-    os.mkfifo(tmp_path / "saved/state.json")
-    with pytest.raises(DataError, match=r"not a whole saved dataset: state\.json is no regular file"):
-        read_rows(DatasetConfig("a", path=str(tmp_path / "saved")))
