@@ -25,6 +25,7 @@ from tqdm import tqdm
 from kvq import __version__
 from kvq.config import CONFIG_NAME, VERSION_BASE, compose, conf_dir, plugins, resolve
 from kvq.config.bits import check_range
+from kvq.config.composing import register
 from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, setting_of, value_for_choice
 from kvq.config.layout import LayoutConfig
 from kvq.config.method import with_current_names
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str], overrides: Sequence[str]) -> int:
     """Run the jobs of a command line, print their plan or table and return the exit code."""
     try:
+        register()
         with _hydra_environment(given):
             hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=CONFIG_NAME)(_job)()
     except COMPOSE_ERRORS as error:

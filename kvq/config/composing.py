@@ -44,7 +44,7 @@ class Files(NamedTuple):
 
 
 def register(config_dir: str | Path | None = None) -> None:
-    """Put schemas, rows of tables and the resolver `${kvbits:key}` where Hydra finds them; may be called again."""
+    """Put schemas and rows of tables, those of plugins too, where Hydra finds them; may be called again."""
     _register(files_of(config_dir), plugins.folder_in_use(config_dir))
 
 
@@ -56,7 +56,6 @@ def _register(files: Files, folder: Path | None) -> None:
         store.store(group="task", name=f"{name}_schema", node=schema)
     for name, logger in LOGGERS.items():
         store.store(group="logger", name=f"{name}_schema", node=logger)
-    OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)
     plugins.register_tasks(folder)
     for root in files.folders:
         register_rows(root)
@@ -309,4 +308,4 @@ def _below(
     return None
 
 
-register()
+OmegaConf.register_new_resolver("kvbits", _kvbits, replace=True)

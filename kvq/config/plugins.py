@@ -277,6 +277,18 @@ def _import_task(task: str, name: str, file: Path | None) -> ModuleType:
     return module
 
 
+def settings_of_task(task: str) -> type[TaskConfig]:
+    """The dataclass of the settings of a plugin's task, whose module is imported.
+
+    Raises:
+        ConfigError: no plugin has the task, or it cannot be imported.
+    """
+    module = next((plugin.tasks[task] for plugin in installed().values() if task in plugin.tasks), None)
+    if module is None:
+        raise ConfigError(why_not(task, None))
+    return _settings_of(task, _import_task(task, module, None))
+
+
 def _settings_of(task: str, module: ModuleType) -> type[TaskConfig]:
     """The dataclass of a task's settings, checked."""
     where = f"task={task}: {module.__file__}"

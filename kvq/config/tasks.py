@@ -108,36 +108,6 @@ class PplConfig(TaskConfig):
 
 
 @dataclass
-class SensitivityConfig(TaskConfig):
-    """Each side of each layer quantized alone, on `windows` disjoint windows of `context` tokens.
-
-    Attributes:
-        scoring: as `task=ppl` has it.
-        bos: as `task=ppl` has it.
-        maps: random sets of sides and layers whose cost is compared with the sum of their parts.
-        heads: also each KV head of each side of each layer alone.
-        seed: of these sets.
-    """
-
-    later: ClassVar[tuple[str, ...]] = ("heads",)
-    name: str = "sensitivity"
-    version: ClassVar[int] = 1
-    context: Several = 512
-    windows: Count = 8
-    bos: bool | None = None
-    scoring: Scoring = Scoring.parallel
-    batch_size: Count = 4
-    maps: Natural = 20
-    heads: bool = False
-    seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scoring is Scoring.continuation:
-            raise ConfigError("task.scoring=continuation: task=sensitivity does generation or parallel")
-
-
-@dataclass
 class ItemsConfig(ReadingConfig):
     """Settings of every task that scores items.
 
@@ -286,46 +256,6 @@ class LmEvalConfig(ItemsConfig):
 
 
 @dataclass
-class ToolsConfig(ItemsConfig):
-    """Requests that are answered by a call of a function, written as JSON.
-
-    Attributes:
-        items: requests; of a file at most so many, in its order.
-        shots: answered requests in front, each with a function of its own that is not offered.
-        shown: whether one of the shots is another request for the function that is asked for.
-        functions: offered with a request; a file has its own.
-        padding: tokens of the dataset's text between functions and request.
-        path: a file of requests of the Berkeley Function Calling Leaderboard; None: they are drawn.
-        answers: the file of its answers (`possible_answer`).
-        max_new_tokens: longest answer; it ends earlier after its first JSON object.
-        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
-        seed: of requests, shots and places in the text.
-    """
-
-    name: str = "tools"
-    items: Count = 76
-    shots: Natural = 4
-    shown: bool = False
-    functions: Count = 4
-    padding: Natural = 256
-    path: PathName | None = None
-    answers: PathName | None = None
-    max_new_tokens: Count = 96
-    chat_template: bool = False
-    seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.path is None) != (self.answers is None):
-            given, other = ("path", "answers") if self.answers is None else ("answers", "path")
-            raise ConfigError(
-                f"task.{given}={getattr(self, given)}: needs task.{other} too, of requests and of answers"
-            )
-        if self.shown and (self.path is not None or not self.shots):
-            raise ConfigError("task.shown=true: one of task.shots=1 or more, of drawn requests, not of a task.path")
-
-
-@dataclass
 class MultimodalConfig(ItemsConfig):
     """Questions about images: at most `limit` items of `benchmark`, one at a time, answers of `max_new_tokens`."""
 
@@ -339,12 +269,10 @@ class MultimodalConfig(ItemsConfig):
 
 SCHEMAS: dict[str, type[TaskConfig]] = {
     "ppl": PplConfig,
-    "sensitivity": SensitivityConfig,
     "niah": NiahConfig,
     "longbench": LongbenchConfig,
     "lm_eval": LmEvalConfig,
     "multimodal": MultimodalConfig,
-    "tools": ToolsConfig,
     **WRITING,
     **DIAGNOSTICS,
     **SPEED,

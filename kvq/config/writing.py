@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from kvq.config.limits import Count, Natural, Positive, Seed, Several, Text, between
+from kvq.config.limits import Count, Text
 from kvq.config.task import ReadingConfig, TaskConfig
 from kvq.errors import ConfigError
 
@@ -38,143 +37,4 @@ class GenerateConfig(ReadingConfig):
             raise ConfigError(f"task.prompt_file={self.prompt_file}: or task.prompt, not both")
 
 
-@dataclass
-class PassagesConfig(ReadingConfig):
-    """Settings of every task that continues passages of a text.
-
-    Attributes:
-        prompts: passages, spread evenly over the text.
-        context: tokens of each.
-        new_tokens: longest continuation; it ends earlier at the model's end of text.
-    """
-
-    prompts: Several = 16
-    context: Several = 512
-    new_tokens: Count = 64
-
-
-@dataclass
-class TrajectoryConfig(PassagesConfig):
-    """Greedy continuations of passages of a text, compared with those of full precision.
-
-    Attributes:
-        temperature: of sampling, from uniform numbers that all methods share; None: greedy.
-        free: the method also writes texts of its own; without, it reads only full precision's, in a fifth of the time,
-            and leaves it at the first step at which it would choose another token.
-        draw: seed of the uniform numbers.
-    """
-
-    name: str = "trajectory"
-    version: ClassVar[int] = 1
-    later: ClassVar[tuple[str, ...]] = ("temperature", "draw", "free")
-    of_methods: ClassVar[tuple[str, ...]] = ("free",)
-    temperature: Positive | None = None
-    free: bool = True
-    draw: Seed = 0
-
-
-@dataclass
-class DriftConfig(TrajectoryConfig):
-    """Long sampled continuations of a few passages: whether the distance to full precision grows with what is written.
-
-    Attributes:
-        new_tokens: long enough to be cut into `parts`.
-        parts: of each text, in which distances are averaged.
-    """
-
-    name: str = "drift"
-    prompts: Several = 4
-    new_tokens: Several = 1024
-    temperature: Positive | None = 1.0
-    parts: Several = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.new_tokens < self.parts:
-            raise ConfigError(f"task.parts={self.parts}: of texts of task.new_tokens={self.new_tokens}")
-
-
-Drafts = enum.StrEnum("Drafts", "method full")
-"""Which model drafts: the one with a method's cache for one in full precision, or the other way round."""
-
-
-@dataclass
-class SpeculateConfig(PassagesConfig):
-    """Speculative decoding with one model as draft and target, one of which reads a quantized cache.
-
-    Attributes:
-        length: tokens drafted before the target reads them.
-        drafts: who drafts.
-    """
-
-    name: str = "speculate"
-    version: ClassVar[int] = 1
-    prompts: Several = 8
-    length: Count = 4
-    drafts: Drafts = Drafts.method
-
-
-@dataclass
-class ReuseConfig(ReadingConfig):
-    """Prefixes whose caches are stored in a file, compressed, read again and continued.
-
-    Attributes:
-        windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.
-        level: of zstd, 1 to 22.
-    """
-
-    name: str = "reuse"
-    version: ClassVar[int] = 2
-    windows: Count = 8
-    prefix: Several = 768
-    scored: Count = 256
-    level: Annotated[int, between(1, 22)] = 3
-
-    @property
-    def context(self) -> int:
-        """Tokens of a window."""
-        return self.prefix + self.scored
-
-
-@dataclass
-class ConversationConfig(ReadingConfig):
-    """Conversations of several turns on one cache, and continuations that share a first turn.
-
-    Attributes:
-        conversations: passages of the text, spread evenly over it.
-        turns: of each; a turn is `user` tokens that are read as a prompt, then `answer` tokens that are scored one by
-            one, as if the model wrote them.
-        branches: last turns of other conversations that continue each first turn, forked and read anew; 0: none.
-    """
-
-    name: str = "conversation"
-    version: ClassVar[int] = 1
-    conversations: Several = 8
-    turns: Count = 5
-    user: Several = 128
-    answer: Count = 64
-    branches: Natural = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.branches >= self.conversations:
-            raise ConfigError(
-                f"task.branches={self.branches}: each is of another conversation, of which there are "
-                f"task.conversations={self.conversations}; give at most {self.conversations - 1}"
-            )
-
-    @property
-    def turn(self) -> int:
-        """Tokens of a turn."""
-        return self.user + self.answer
-
-    @property
-    def context(self) -> int:
-        """Tokens of a conversation."""
-        return self.turns * self.turn
-
-
-SCHEMAS: dict[str, type[TaskConfig]] = {
-    kind.name: kind
-    for kind in (GenerateConfig, TrajectoryConfig, DriftConfig, SpeculateConfig, ReuseConfig, ConversationConfig)
-}
+SCHEMAS: dict[str, type[TaskConfig]] = {GenerateConfig.name: GenerateConfig}

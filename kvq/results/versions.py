@@ -73,7 +73,7 @@ def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None)
         task: the class of the task's settings (None: that of the package's task).
     """
     name = config["task"]["name"]
-    task = task or SCHEMAS[name]
+    task = task or SCHEMAS.get(name) or plugins.settings_of_task(name)
     names = {"KVCache"} if task.reads_cache else set()
     if config["model"].get("outliers"):
         names.add("OutliersConfig")

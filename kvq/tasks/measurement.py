@@ -104,12 +104,8 @@ class Task:
 _HOMES = {
     **dict.fromkeys(("latency", "throughput"), "speed"),
     **dict.fromkeys(("random_states", "model_states"), "known_states"),
-    **dict.fromkeys(("trajectory", "drift", "speculate"), "trajectory"),
     **dict.fromkeys(("multimodal", "modality"), "multimodal"),
     **dict.fromkeys(("error", "synthetic"), "error"),
-    **dict.fromkeys(("sensitivity", "limit"), "sensitivity"),
-    **dict.fromkeys(("conversation", "generate"), "conversation"),
-    **dict.fromkeys(("memory", "reuse"), "memory"),
 }
 """Modules of this package with several tasks, which are in their `TASKS`; another has the name of its one `TASK`."""
 

@@ -2,4 +2,16 @@
 
 from kvq.config.plugins import Plugin
 
-PLUGIN = Plugin("kvq_lab", has_versions=True)
+PLUGIN = Plugin(
+    "kvq_lab",
+    has_versions=True,
+    tasks={
+        "conversation": "kvq_lab.conversation",
+        "drift": "kvq_lab.trajectory",
+        "reuse": "kvq_lab.reuse",
+        "sensitivity": "kvq_lab.sensitivity",
+        "speculate": "kvq_lab.speculate",
+        "tools": "kvq_lab.tools",
+        "trajectory": "kvq_lab.trajectory",
+    },
+)

@@ -14,6 +14,7 @@ import pytest
 
 import kvq
 from kvq.codecs.trellis import LongTrellis
+from kvq.config import plugins
 from kvq.errors import RecordError
 from kvq.results import Store, is_stale, staleness, versions
 from kvq.results.versions import code_behind, code_hash, declared, versions_of
@@ -38,9 +39,12 @@ def settings(**method: Any) -> dict[str, Any]:
 
 def test_what_is_read_is_what_classes_say() -> None:
     found: dict[str, list[int]] = {}
-    names = [module.name for module in pkgutil.walk_packages(kvq.__path__, "kvq.")]
+    roots = {"kvq": list(kvq.__path__)} | {name: [str(one.folder)] for name, one in plugins.installed().items()}
+    names = [one.name for root, path in roots.items() for one in pkgutil.walk_packages(path, f"{root}.")]
     for module in names:
-        if module.endswith(("__main__", "_gpu")) or module.startswith("kvq.kernels."):  # some need a compiler for a GPU
+        if (
+            module.endswith(("__main__", "_gpu")) or ".tests" in module or module.startswith("kvq.kernels.")
+        ):  # some need a compiler for a GPU
             continue
         for name, kind in inspect.getmembers(importlib.import_module(module), inspect.isclass):
             if "version" in vars(kind) and kind.__module__ == module:

@@ -17,7 +17,7 @@ from kvq.report.tables.formats import csv
 from kvq.report.tables.terminal import MARK
 from kvq.results import Record, Store
 from kvq.runner import run
-from kvq.tasks.conversation import PROMPT, repetition
+from kvq.tasks.generate import PROMPT, repetition
 from tests.random_models import save_random_model
 
 TEXT = "keys and values of all the tokens that came before, " * 3

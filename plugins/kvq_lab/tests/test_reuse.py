@@ -19,7 +19,7 @@ from kvq.methods.build import build_method
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
 from kvq.runner import run
-from kvq.tasks.memory import check_reuse, deflated_bytes, order0_bytes, planes
+from kvq_lab.reuse import check, deflated_bytes, order0_bytes, planes
 
 pytest.importorskip("zstandard")
 GIVEN = "model=tiny task=reuse task.windows=2 task.prefix=96 task.scored=32 residual.size=16 threads=1".split()
@@ -83,7 +83,7 @@ def test_sizes(made: tuple[Store, dict[str, Record]]) -> None:
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     inputs = Inputs(resolve(compose([*GIVEN, "method=fp16"])))
     with pytest.raises(Unsupported, match="transformers' cache, which has no form in a file"):
-        check_reuse(inputs, replace(build_method("fp16"), backend=BackendConfig("quanto", 4, 64)))
+        check(inputs, replace(build_method("fp16"), backend=BackendConfig("quanto", 4, 64)))
     with pytest.raises(ConfigError, match=r"task\.context=100096"):
         run(resolve(compose([*GIVEN, "method=fp16", "task.prefix=100064", f"results_dir={tmp_path}"])))
     with pytest.raises(ConfigError, match=r"^task\.level=23: "):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvq.data.calls import Function, Request, Schema, allowing
+from kvq_lab.calls import Function, Request, Schema, allowing
 
 # Added to the seed of a generator, so that no other use of the same seed draws the same numbers.
 _REQUESTS, _SHOTS = 0x746F6F6C, 0x73686F74

@@ -1,21 +1,17 @@
-"""`task=conversation`, `task=generate`: a conversation on one cache, and a prompt that a method continues.
+"""`task=conversation`: a conversation of several turns on one cache.
 
-`task=conversation` cuts a passage of the text into turns. What the user says is read as a prompt on top of the turns
+A passage of the text is cut into turns. What the user says is read as a prompt on top of the turns
 before, which the residual policy has quantized as far as it does; the answer is scored token by token (teacher
 forcing), so that each token of it reads what a written one would. Losses, distances to full precision and bytes are
 given for each turn. Other passages continue the first turn: from forks of one cache, and each from a cache of its own.
-
-`task=generate` writes the continuations of a prompt under full precision and under a method, with their bytes and
-repetition.
 """
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -23,23 +19,67 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.cache.contents import bytes_together
-from kvq.config.writing import ConversationConfig, GenerateConfig
-from kvq.data.text import begun, conversation, encode
-from kvq.errors import DataError, reason_of
+from kvq.config.limits import Count, Natural, Several
+from kvq.config.task import ReadingConfig
+from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
-from kvq.tasks.reader import Reader, answer_text, check_prefill, shared
+from kvq.tasks.reader import Reader, check_prefill
 from kvq.tasks.scoring import log_probabilities, without_codecs
 from kvq.tasks.windows import cut_windows, divergence, evenly
 
+
+@dataclass
+class ConversationConfig(ReadingConfig):
+    """Conversations of several turns on one cache, and continuations that share a first turn.
+
+    Attributes:
+        conversations: passages of the text, spread evenly over it.
+        turns: of each; a turn is `user` tokens that are read as a prompt, then `answer` tokens that are scored one by
+            one, as if the model wrote them.
+        branches: last turns of other conversations that continue each first turn, forked and read anew; 0: none.
+    """
+
+    name: str = "conversation"
+    version: ClassVar[int] = 1
+    conversations: Several = 8
+    turns: Count = 5
+    user: Several = 128
+    answer: Count = 64
+    branches: Natural = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.branches >= self.conversations:
+            raise ConfigError(
+                f"task.branches={self.branches}: each is of another conversation, of which there are "
+                f"task.conversations={self.conversations}; give at most {self.conversations - 1}"
+            )
+
+    @property
+    def turn(self) -> int:
+        """Tokens of a turn."""
+        return self.user + self.answer
+
+    @property
+    def context(self) -> int:
+        """Tokens of a conversation."""
+        return self.turns * self.turn
+
+
 Row = dict[str, Any]
+
+
 Tokens = Int[Tensor, "1 tokens"]
 
+
 _OF_A_TURN = ("effective_bits", "total_bytes", "packed_tokens", "residual_tokens")
+
+
 _OF_BRANCHES = ("fork_difference", "shared_bytes", "once_bytes", "separate_bytes")
 
 
@@ -187,115 +227,4 @@ def _differences(rows: Sequence[Row], baseline: Sequence[Row], answer: int) -> d
     return {name: value for metrics in found for name, value in metrics.items()}
 
 
-PROMPT = """Return the rows of a table of measurements that are complete, in the order of their time.
-
-Parameters
-----------
-table : array_like, shape (n_rows, n_columns)
-    The measurements, one row for each time. Entries that were not measured are NaN.
-times : array_like, shape (n_rows,)
-    The time of each row, in seconds. The times need not be sorted, and two rows may have the same time.
-columns : sequence of int, optional
-    The columns that have to be measured. By default, all columns are.
-copy : bool, optional
-    If True, the rows are copied. If False, a view is returned where this is possible. The default is True.
-
-Returns
--------
-rows : ndarray, shape (n_complete, n_columns)
-    The complete rows, sorted by time.
-index : ndarray of int, shape (n_complete,)
-    The index of each row in `table`.
-
-Raises
-------
-ValueError
-    If `times` does not have one entry for each row of `table`, or if"""
-"""Where the settings name no prompt: what the embedded models were trained to go on with, longer than any residual."""
-
-
-def text_of(task: GenerateConfig) -> str:
-    """The text of the prompt.
-
-    Raises:
-        DataError: a file that cannot be read, or holds no text.
-    """
-    if task.prompt_file is None:
-        return PROMPT if task.prompt is None else task.prompt
-    try:
-        text = Path(task.prompt_file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"task.prompt_file={task.prompt_file}: cannot be read ({reason_of(error)})") from error
-    if not text.strip():
-        raise DataError(f"task.prompt_file={task.prompt_file}: holds no text")
-    return text
-
-
-def prompt_of(inputs: Inputs) -> list[int]:
-    """The tokens of the prompt.
-
-    Raises:
-        ConfigError: as `kvq.data.text.conversation`.
-    """
-    task, tokenizer = inputs.config.task, inputs.tokenizer
-    text = conversation(tokenizer, text_of(task)) if task.chat_template else text_of(task)
-    return begun(tokenizer, encode(tokenizer, text, special=not task.chat_template), inputs.bos)
-
-
-def repetition(tokens: Sequence[int], length: int) -> float:
-    """Share of the n-grams of `length` tokens that were there before; 0 where the text has none.
-
-    Source: Welleck et al. 2020 (arXiv 1908.04319), section 6, `seq-rep-n`.
-    """
-    grams = [tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def check_generate(inputs: Inputs, method: Method) -> None:
-    """Raise `ConfigError` for a prompt that is longer than the model takes, `Unsupported` for a residual without order.
-
-    Raises:
-        DataError: as `text_of`.
-    """
-    task: GenerateConfig = inputs.config.task
-    check_prefill(method, task.prefill)
-    prompt = len(prompt_of(inputs))
-    said = f"task.max_new_tokens={task.max_new_tokens}: after a prompt of {prompt} tokens;"
-    inputs.check_tokens(prompt + task.max_new_tokens, said, " together")
-
-
-def measure_generate(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """The continuation as a sample, and its cache's size; with a baseline, the tokens that both have in common."""
-    task, tokenizer = inputs.config.task, inputs.tokenizer
-    prompt = prompt_of(inputs)
-    reader = Reader.of(inputs, method)
-    cache, logits = reader.begin(reader.tensor([prompt]))
-    (tokens,) = reader.write(cache, logits, task.max_new_tokens, reader.ends(tokenizer))
-    cache.check_finite()
-    sample: dict[str, Any] = {
-        "item": "prompt",
-        "prompt": text_of(task),
-        "tokens": tokens,
-        "text": answer_text(tokenizer, tokens, ()),
-    }
-    metrics = {
-        **storage_metrics(cache, 1),
-        "prompt_tokens": float(len(prompt)),
-        "new_tokens": float(len(tokens)),
-        "repetition": repetition(tokens, task.ngram),
-    }
-    if baseline is not None:
-        (full,) = baseline.samples
-        metrics["same_tokens"] = float(shared(tokens, full["tokens"]))
-    return Measurement(metrics, units_of(metrics), [sample])
-
-
-TASKS = {
-    "conversation": Task(check, measure),
-    "generate": Task(
-        check_generate,
-        measure_generate,
-        lambda inputs: hashlib.sha256(text_of(inputs.config.task).encode()).hexdigest(),
-        texts=lambda inputs: [text_of(inputs.config.task)],
-    ),
-}
+TASK = Task(check, measure, settings=ConversationConfig)

@@ -11,7 +11,8 @@ from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
 from kvq.runner import Prepared, run
 from kvq.tasks.reader import shared
-from kvq.tasks.trajectory import Draws, Rounds, Writer, metrics_of_rounds, passages
+from kvq_lab.speculate import Rounds, metrics_of_rounds
+from kvq_lab.trajectory import Draws, Writer, passages
 
 GIVEN = "model=tiny task=speculate task.prompts=2 task.context=96 task.new_tokens=24 residual.size=16 threads=1".split()
 

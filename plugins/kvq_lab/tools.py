@@ -4,8 +4,8 @@ A prompt has answered requests, functions with the JSON schemas of their paramet
 the answer is `{"name": ..., "arguments": {...}}`. An item is right where function and arguments are those asked for.
 Parts of that are scored too, because an answer can break in several ways (`CHECKS`).
 
-Requests are drawn (`kvq.data.functions`), or read from files of the Berkeley Function Calling Leaderboard
-(`kvq.data.calls`), whose prompts, written here, are not the leaderboard's.
+Requests are drawn (`kvq_lab.functions`), or read from files of the Berkeley Function Calling Leaderboard
+(`kvq_lab.calls`), whose prompts, written here, are not the leaderboard's.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema
 import numpy as np
 
-from kvq.config.tasks import ToolsConfig
-from kvq.data.calls import Request, Schema, read_bfcl, written
-from kvq.data.functions import FAMILIES, DrawnRequest, draw_requests, draw_shots
+from kvq.config.limits import (
+    Count,
+    Natural,
+    PathName,
+    Seed,
+)
+from kvq.config.tasks import ItemsConfig
 from kvq.data.text import around_message, begun, encode, random_piece
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
@@ -41,6 +45,50 @@ from kvq.tasks.items import (
 )
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Ends, Reader, answer_text, check_prefill
+from kvq_lab.calls import Request, Schema, read_bfcl, written
+from kvq_lab.functions import FAMILIES, DrawnRequest, draw_requests, draw_shots
+
+
+@dataclass
+class ToolsConfig(ItemsConfig):
+    """Requests that are answered by a call of a function, written as JSON.
+
+    Attributes:
+        items: requests; of a file at most so many, in its order.
+        shots: answered requests in front, each with a function of its own that is not offered.
+        shown: whether one of the shots is another request for the function that is asked for.
+        functions: offered with a request; a file has its own.
+        padding: tokens of the dataset's text between functions and request.
+        path: a file of requests of the Berkeley Function Calling Leaderboard; None: they are drawn.
+        answers: the file of its answers (`possible_answer`).
+        max_new_tokens: longest answer; it ends earlier after its first JSON object.
+        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
+        seed: of requests, shots and places in the text.
+    """
+
+    name: str = "tools"
+    version: ClassVar[int] = 1
+    items: Count = 76
+    shots: Natural = 4
+    shown: bool = False
+    functions: Count = 4
+    padding: Natural = 256
+    path: PathName | None = None
+    answers: PathName | None = None
+    max_new_tokens: Count = 96
+    chat_template: bool = False
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.path is None) != (self.answers is None):
+            given, other = ("path", "answers") if self.answers is None else ("answers", "path")
+            raise ConfigError(
+                f"task.{given}={getattr(self, given)}: needs task.{other} too, of requests and of answers"
+            )
+        if self.shown and (self.path is not None or not self.shots):
+            raise ConfigError("task.shown=true: one of task.shots=1 or more, of drawn requests, not of a task.path")
+
 
 CHECKS = ("valid_json", "schema_valid", "right_function", "right_arguments")
 """What is said of each answer, true or false."""
@@ -157,7 +205,7 @@ def requests(inputs: Inputs) -> list[Request]:
 
     Raises:
         ConfigError: more functions or shots than there are.
-        DataError: as `kvq.data.calls.read_bfcl`.
+        DataError: as `kvq_lab.calls.read_bfcl`.
     """
     task: ToolsConfig = inputs.config.task
     path, answers = task.path, task.answers
@@ -319,4 +367,4 @@ def texts(inputs: Inputs) -> list[str]:
     return out
 
 
-TASK = Task(check, measure, fingerprint, texts=texts)
+TASK = Task(check, measure, fingerprint, ToolsConfig, texts)

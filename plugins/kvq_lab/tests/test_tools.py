@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvq.config import compose, resolve
-from kvq.data.calls import Function, Request, allowing, read_bfcl, written
-from kvq.data.functions import FAMILIES, draw_requests, draw_shots
 from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
 from kvq.runner import run
-from kvq.tasks import tools
-from kvq.tasks.tools import CHECKS, check_answer, first_object, same, satisfies
+from kvq_lab import tools
+from kvq_lab.calls import Function, Request, allowing, read_bfcl, written
+from kvq_lab.functions import FAMILIES, draw_requests, draw_shots
+from kvq_lab.tools import CHECKS, check_answer, first_object, same, satisfies
 from tests.sweeps import inputs_of
 
 GIVEN = (

@@ -18,7 +18,7 @@ from kvq.report.figures.error import costs_figure, costs_table, sums_figure, sum
 from kvq.results import Record, Store
 from kvq.results.files import Journal
 from kvq.runner import Prepared, run
-from kvq.tasks.sensitivity import check, measure, random_sets
+from kvq_lab.sensitivity import check, measure, random_sets
 
 WINDOWS = "task.windows=2 task.context=96".split()
 GIVEN = ["model=tiny", "task=sensitivity", "task.maps=5", *WINDOWS, "threads=1"]

@@ -1,4 +1,4 @@
-"""`task=trajectory`, `task=drift`, `task=speculate`: texts that a method writes, against those of full precision.
+"""`task=trajectory`, `task=drift`: texts that a method writes, against those of full precision.
 
 Freely, a method's text leaves that of full precision at some token, and what follows cannot be compared. One step at a
 time (teacher forcing) the method reads full precision's text and says at each step which token it would write and how
@@ -6,11 +6,6 @@ far its distribution is. Texts are greedy, or sampled (`task.temperature`) by th
 that belong to passage, step and token, so that two distributions that are near choose the same token mostly.
 
 `task=drift` writes long texts and says how far the method is in each part of them: whether errors add up.
-
-`task=speculate` is greedy speculative decoding by one model whose draft, or whose target, reads a quantized cache.
-Setting: QuantSpec (2502.10424): the same weights, the draft's cache quantized and the target's in full precision;
-`task.drafts=full` is the other way round. A round drafts up to `task.length` tokens, the target reads them at once and
-keeps those that it would have written, and one of its own. The text is the target's greedy text, which is checked.
 """
 
 from __future__ import annotations
@@ -18,8 +13,8 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +22,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.config.writing import Drafts, DriftConfig, SpeculateConfig, TrajectoryConfig
+from kvq.config.limits import Count, Positive, Seed, Several
+from kvq.config.task import ReadingConfig
+from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
@@ -37,8 +34,70 @@ from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, shared
 from kvq.tasks.scoring import log_probabilities, without_codecs
 from kvq.tasks.windows import cut_windows, divergence, evenly
 
+
+@dataclass
+class PassagesConfig(ReadingConfig):
+    """Settings of every task that continues passages of a text.
+
+    Attributes:
+        prompts: passages, spread evenly over the text.
+        context: tokens of each.
+        new_tokens: longest continuation; it ends earlier at the model's end of text.
+    """
+
+    prompts: Several = 16
+    context: Several = 512
+    new_tokens: Count = 64
+
+
+@dataclass
+class TrajectoryConfig(PassagesConfig):
+    """Greedy continuations of passages of a text, compared with those of full precision.
+
+    Attributes:
+        temperature: of sampling, from uniform numbers that all methods share; None: greedy.
+        free: the method also writes texts of its own; without, it reads only full precision's, in a fifth of the time,
+            and leaves it at the first step at which it would choose another token.
+        draw: seed of the uniform numbers.
+    """
+
+    name: str = "trajectory"
+    version: ClassVar[int] = 1
+    later: ClassVar[tuple[str, ...]] = ("temperature", "draw", "free")
+    of_methods: ClassVar[tuple[str, ...]] = ("free",)
+    temperature: Positive | None = None
+    free: bool = True
+    draw: Seed = 0
+
+
+@dataclass
+class DriftConfig(TrajectoryConfig):
+    """Long sampled continuations of a few passages: whether the distance to full precision grows with what is written.
+
+    Attributes:
+        new_tokens: long enough to be cut into `parts`.
+        parts: of each text, in which distances are averaged.
+    """
+
+    name: str = "drift"
+    version: ClassVar[int] = 1
+    prompts: Several = 4
+    new_tokens: Several = 1024
+    temperature: Positive | None = 1.0
+    parts: Several = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.new_tokens < self.parts:
+            raise ConfigError(f"task.parts={self.parts}: of texts of task.new_tokens={self.new_tokens}")
+
+
 _TOGETHER = 8  # passages that full precision continues in one batch, to see what another order of sums changes
+
+
 _STEPS = 32  # whose logits are in memory at once
+
+
 Row = dict[str, Any]
 
 
@@ -192,7 +251,7 @@ def _kept(found: Sequence[int | None], rows: Sequence[Row]) -> list[int]:
     return [len(text) if first is None else first for first, text in zip(found, texts, strict=True)]
 
 
-def _standard_error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
     """Of the mean of two or more values."""
     return statistics.stdev(values) / len(values) ** 0.5
 
@@ -204,9 +263,9 @@ def _compared(rows: Sequence[Row]) -> dict[str, float]:
     distances = np.concatenate([row["kl"] for row in rows])
     return {
         **_left(found, rows),
-        "kept_tokens_se": _standard_error(_kept(found, rows)),
+        "kept_tokens_se": standard_error(_kept(found, rows)),
         "same_share": statistics.fmean(shares),
-        "same_share_se": _standard_error(shares),
+        "same_share_se": standard_error(shares),
         "kl_mean": float(distances.mean()),
         "kl_p99": float(np.quantile(distances, 0.99)),
         "kl_max": float(distances.max()),
@@ -226,7 +285,7 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
         found = [row["kl"][start:end] for row in rows if len(row["kl"]) > start]
         metrics[f"kl_mean[part={end}]"] = float(np.concatenate(found).mean())
         if len(found) > 1:
-            metrics[f"kl_mean_se[part={end}]"] = _standard_error([float(np.mean(one)) for one in found])
+            metrics[f"kl_mean_se[part={end}]"] = standard_error([float(np.mean(one)) for one in found])
     for row in rows:
         means = [np.mean(row["kl"][a:b]) for a, b in itertools.pairwise(cuts) if len(row["kl"]) >= b]
         known = [(np.log(b), np.log(m)) for b, m in zip(cuts[1:], means, strict=False) if m > 0]
@@ -236,118 +295,11 @@ def drift(rows: Sequence[Row], parts: int) -> dict[str, float]:
     if slopes:
         metrics["drift"] = statistics.fmean(slopes)
     if len(slopes) > 1:
-        metrics["drift_se"] = _standard_error(slopes)
-    return metrics
-
-
-@dataclass
-class Rounds:
-    """A text written in rounds.
-
-    Attributes:
-        tokens: the text.
-        drafted: tokens that were drafted, by round.
-        accepted: of them those that the target would have written.
-    """
-
-    tokens: list[int]
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-
-    @property
-    def per_forward(self) -> float:
-        """Tokens of a round, which is one forward of the target."""
-        return 1 + sum(self.accepted) / max(len(self.accepted), 1)
-
-
-class Decoder:
-    """Draft or target: a cache that holds all of a text but its last token."""
-
-    def __init__(self, reader: Reader, prompt: Sequence[int]) -> None:
-        self.reader = reader
-        self.cache, self.logits = reader.begin(reader.tensor([prompt]))
-
-    def tried(self, tokens: Sequence[int]) -> tuple[KVCache, list[int]]:
-        """A copy of the cache that also holds `tokens`, and the token that would be written after each of them."""
-        cache = self.cache.fork()
-        return cache, self.reader.read(cache, self.reader.tensor([tokens]))[0].argmax(-1).tolist()
-
-    def draft(self, last: int, count: int) -> list[int]:
-        """Add the last token, and guess `count` tokens after it, which are not kept."""
-        self.logits = self.reader.read(self.cache, self.reader.tensor([[last]]))[:, -1]
-        (tokens,) = self.reader.write(self.cache.fork(), self.logits, count, lambda tokens: False)
-        return tokens
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Add tokens."""
-        if tokens:
-            self.reader.read(self.cache, self.reader.tensor([tokens]))
-
-
-@torch.no_grad()
-def speculate(target: Decoder, draft: Decoder, most: int, length: int, ends: Ends) -> Rounds:
-    """Write a text of at most `most` tokens in rounds of up to `length` drafted tokens."""
-    text = [int(target.logits[0].argmax())]
-    rounds = Rounds(text)
-    while len(text) < most and not ends(text):
-        last = text[-1]
-        guessed = draft.draft(last, min(length, most - len(text)))
-        ahead, own = target.tried([last, *guessed])
-        kept = shared(guessed, own)
-        rounds.drafted.append(len(guessed))
-        rounds.accepted.append(kept)
-        if kept == len(guessed):
-            target.cache = ahead
-        else:
-            target.add([last, *guessed[:kept]])
-        draft.add(guessed[:kept])
-        for token in (*guessed[:kept], own[kept]):
-            if len(text) < most and not ends(text):
-                text.append(token)
-    return rounds
-
-
-def measure_speculate(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
-    """A sample for each passage: its text, drafted and accepted tokens by round, whether it is the target's own."""
-    task: SpeculateConfig = inputs.config.task
-    readers = [Reader.of(inputs, one) for one in (method, without_codecs(method))]
-    draft, target = readers if task.drafts is Drafts.method else readers[::-1]
-    ends = target.ends(inputs.tokenizer)
-    prompts = passages(inputs)
-
-    def score(index: int) -> Row:
-        cache, logits = target.begin(target.tensor([prompts[index]]))
-        (plain,) = target.write(cache, logits, task.new_tokens, ends)
-        sides = Decoder(target, prompts[index]), Decoder(draft, prompts[index])
-        rounds = speculate(*sides, task.new_tokens, task.length, ends)
-        quantized = sides[1 if task.drafts is Drafts.method else 0].cache
-        quantized.check_finite()
-        made: Row = {"tokens": rounds.tokens, "equal": rounds.tokens == plain}
-        made |= {"drafted": rounds.drafted, "accepted": rounds.accepted, "per_forward": rounds.per_forward}
-        return made | {"storage": storage_metrics(quantized, 1)}
-
-    rows, samples = scored_rows(journal, "passage", len(prompts), score)
-    metrics = dict(rows[-1]["storage"]) | metrics_of_rounds(rows)
-    return Measurement(metrics, units_of(metrics), samples)
-
-
-def metrics_of_rounds(rows: Sequence[Row]) -> dict[str, float]:
-    """Shares of accepted tokens over all rounds, with standard errors over passages."""
-    drafted, accepted = ([sum(row[name]) for row in rows] for name in ("drafted", "accepted"))
-    shares = [kept / count for kept, count in zip(accepted, drafted, strict=True) if count]
-    speeds = [row["per_forward"] for row in rows if row["drafted"]]
-    metrics = {"passages": float(len(rows)), "equal_texts": statistics.fmean(row["equal"] for row in rows)}
-    for name, whole, parts in (
-        ("acceptance", sum(accepted) / max(sum(drafted), 1), shares),
-        ("tokens_per_forward", 1 + sum(accepted) / max(sum(len(row["drafted"]) for row in rows), 1), speeds),
-    ):
-        metrics[name] = whole
-        if len(parts) > 1:
-            metrics[f"{name}_se"] = _standard_error(parts)
+        metrics["drift_se"] = standard_error(slopes)
     return metrics
 
 
 TASKS = {
-    **dict.fromkeys(("trajectory", "drift"), Task(check, measure)),
-    "speculate": Task(check, measure_speculate),
+    "trajectory": Task(check, measure, settings=TrajectoryConfig),
+    "drift": Task(check, measure, settings=DriftConfig),
 }

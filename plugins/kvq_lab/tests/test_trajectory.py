@@ -10,7 +10,6 @@ import torch
 
 from kvq.cache import KVCache
 from kvq.config import compose, resolve
-from kvq.config.writing import TrajectoryConfig
 from kvq.errors import ConfigError, DataError
 from kvq.models.inputs import Inputs
 from kvq.report.figures.over_models import text_order_table
@@ -18,7 +17,7 @@ from kvq.report.figures.texts import survival_figure, survival_table
 from kvq.results import Record, Store
 from kvq.results.files import Journal
 from kvq.runner import Prepared, run
-from kvq.tasks.trajectory import Draws, drift, first_difference, measure, passages
+from kvq_lab.trajectory import Draws, TrajectoryConfig, drift, first_difference, measure, passages
 from tests.results import made as made_by_hand
 
 GIVEN = (

@@ -18,8 +18,8 @@ from kvq.report.tables.layout import columns_of
 from kvq.results import Record, Store
 from kvq.results.files import Journal
 from kvq.runner import Prepared, run
-from kvq.tasks.conversation import Speaker, branches_of, measure, metrics_of, turns_of
 from kvq.tasks.windows import cut_windows, evenly
+from kvq_lab.conversation import Speaker, branches_of, measure, metrics_of, turns_of
 
 _USER, _ANSWER, _TURNS = 28, 4, 3
 GIVEN = (

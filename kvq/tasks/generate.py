@@ -1,0 +1,128 @@
+"""`task=generate`: continuations of a prompt in full precision and under a method, with their bytes and repetition."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvq.config.writing import GenerateConfig
+from kvq.data.text import begun, conversation, encode
+from kvq.errors import DataError, reason_of
+from kvq.methods.method import Method
+from kvq.models.inputs import Inputs
+from kvq.results.files import Journal
+from kvq.results.metrics import units_of
+from kvq.tasks.measurement import Baseline, Measurement, Task, storage_metrics
+from kvq.tasks.reader import Reader, answer_text, check_prefill, shared
+
+PROMPT = """Return the rows of a table of measurements that are complete, in the order of their time.
+
+Parameters
+----------
+table : array_like, shape (n_rows, n_columns)
+    The measurements, one row for each time. Entries that were not measured are NaN.
+times : array_like, shape (n_rows,)
+    The time of each row, in seconds. The times need not be sorted, and two rows may have the same time.
+columns : sequence of int, optional
+    The columns that have to be measured. By default, all columns are.
+copy : bool, optional
+    If True, the rows are copied. If False, a view is returned where this is possible. The default is True.
+
+Returns
+-------
+rows : ndarray, shape (n_complete, n_columns)
+    The complete rows, sorted by time.
+index : ndarray of int, shape (n_complete,)
+    The index of each row in `table`.
+
+Raises
+------
+ValueError
+    If `times` does not have one entry for each row of `table`, or if"""
+"""Where the settings name no prompt: what the embedded models were trained to go on with, longer than any residual."""
+
+
+def text_of(task: GenerateConfig) -> str:
+    """The text of the prompt.
+
+    Raises:
+        DataError: a file that cannot be read, or holds no text.
+    """
+    if task.prompt_file is None:
+        return PROMPT if task.prompt is None else task.prompt
+    try:
+        text = Path(task.prompt_file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"task.prompt_file={task.prompt_file}: cannot be read ({reason_of(error)})") from error
+    if not text.strip():
+        raise DataError(f"task.prompt_file={task.prompt_file}: holds no text")
+    return text
+
+
+def prompt_of(inputs: Inputs) -> list[int]:
+    """The tokens of the prompt.
+
+    Raises:
+        ConfigError: as `kvq.data.text.conversation`.
+    """
+    task, tokenizer = inputs.config.task, inputs.tokenizer
+    text = conversation(tokenizer, text_of(task)) if task.chat_template else text_of(task)
+    return begun(tokenizer, encode(tokenizer, text, special=not task.chat_template), inputs.bos)
+
+
+def repetition(tokens: Sequence[int], length: int) -> float:
+    """Share of the n-grams of `length` tokens that were there before; 0 where the text has none.
+
+    Source: Welleck et al. 2020 (arXiv 1908.04319), section 6, `seq-rep-n`.
+    """
+    grams = [tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def check(inputs: Inputs, method: Method) -> None:
+    """Raise `ConfigError` for a prompt that is longer than the model takes, `Unsupported` for a residual without order.
+
+    Raises:
+        DataError: as `text_of`.
+    """
+    task: GenerateConfig = inputs.config.task
+    check_prefill(method, task.prefill)
+    prompt = len(prompt_of(inputs))
+    said = f"task.max_new_tokens={task.max_new_tokens}: after a prompt of {prompt} tokens;"
+    inputs.check_tokens(prompt + task.max_new_tokens, said, " together")
+
+
+def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """The continuation as a sample, and its cache's size; with a baseline, the tokens that both have in common."""
+    task, tokenizer = inputs.config.task, inputs.tokenizer
+    prompt = prompt_of(inputs)
+    reader = Reader.of(inputs, method)
+    cache, logits = reader.begin(reader.tensor([prompt]))
+    (tokens,) = reader.write(cache, logits, task.max_new_tokens, reader.ends(tokenizer))
+    cache.check_finite()
+    sample: dict[str, Any] = {
+        "item": "prompt",
+        "prompt": text_of(task),
+        "tokens": tokens,
+        "text": answer_text(tokenizer, tokens, ()),
+    }
+    metrics = {
+        **storage_metrics(cache, 1),
+        "prompt_tokens": float(len(prompt)),
+        "new_tokens": float(len(tokens)),
+        "repetition": repetition(tokens, task.ngram),
+    }
+    if baseline is not None:
+        (full,) = baseline.samples
+        metrics["same_tokens"] = float(shared(tokens, full["tokens"]))
+    return Measurement(metrics, units_of(metrics), [sample])
+
+
+TASK = Task(
+    check,
+    measure,
+    lambda inputs: hashlib.sha256(text_of(inputs.config.task).encode()).hexdigest(),
+    texts=lambda inputs: [text_of(inputs.config.task)],
+)

@@ -1,0 +1,177 @@
+"""`task=reuse`: bytes of a cache that is stored, sent and read again.
+
+A prefix is written to a file (`KVCache.save`), compressed, decompressed and read, and the text goes on
+from what was read. Sizes are of the file's tensors, whose numbers are coded byte by byte: of numbers of several bytes,
+all first bytes together, then all second ones. Source of the case: KVTC (2511.01815), which ends in DEFLATE, and
+CacheGen (2310.07240), whose coder is another.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from safetensors.torch import load_file
+from scipy.stats import entropy
+from torch import Tensor
+
+from kvq.cache import KVCache
+from kvq.config.limits import Count, Several, between
+from kvq.config.task import ReadingConfig
+from kvq.errors import ConfigError, Unsupported
+from kvq.methods.method import Method
+from kvq.models.inputs import Inputs
+from kvq.results.files import Journal
+from kvq.results.metrics import units_of
+from kvq.results.provenance import timed
+from kvq.results.statistics import delta_nll_of_samples
+from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
+from kvq.tasks.reader import Reader, check_prefill
+from kvq.tasks.windows import Window, cut_windows
+
+
+@dataclass
+class ReuseConfig(ReadingConfig):
+    """Prefixes whose caches are stored in a file, compressed, read again and continued.
+
+    Attributes:
+        windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.
+        level: of zstd, 1 to 22.
+    """
+
+    name: str = "reuse"
+    version: ClassVar[int] = 2
+    windows: Count = 8
+    prefix: Several = 768
+    scored: Count = 256
+    level: Annotated[int, between(1, 22)] = 3
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window."""
+        return self.prefix + self.scored
+
+
+Row = dict[str, Any]
+
+
+def check(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a method whose cache no file holds, `ConfigError` for windows the model cannot take."""
+    task: ReuseConfig = inputs.config.task
+    inputs.check_context(task.context)
+    if method.backend is not None:
+        raise Unsupported(f"task=reuse: method={method.name} is transformers' cache, which has no form in a file")
+    check_prefill(method, task.prefill)
+    _zstandard()
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError("task=reuse: zstandard is not installed; pip install 'kvq-harness[storage]'") from error
+    return zstandard
+
+
+def planes(tensor: Tensor) -> list[UInt8[np.ndarray, " numbers"]]:
+    """The bytes of a tensor's numbers by their place in a number, low ones first."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return list(np.ascontiguousarray(flat.reshape(-1, tensor.element_size()).T))
+
+
+def order0_bytes(plane: UInt8[np.ndarray, " numbers"]) -> float:
+    """What an ideal coder of independent bytes, which knows their frequencies, makes of them: n H / 8 bytes."""
+    return float(entropy(np.bincount(plane), base=2)) * len(plane) / 8 if len(plane) else 0.0
+
+
+def deflated_bytes(plane: UInt8[np.ndarray, " numbers"]) -> int:
+    """What DEFLATE makes of bytes at zlib's usual level: no header, no checksum (RFC 1951)."""
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return len(packer.compress(plane.tobytes())) + len(packer.flush())
+
+
+def through_file(
+    cache: KVCache, inputs: Inputs, method: Method, folder: Path
+) -> tuple[KVCache, dict[str, float], dict[str, float]]:
+    """Write a cache to a file in `folder`, compress, decompress and read it; the cache, seconds of steps, and bytes."""
+    path, level, seconds = folder / "cache.safetensors", inputs.config.task.level, dict[str, float]()
+    with timed(seconds, "save"):
+        cache.save(path)
+    parts = [plane for tensor in load_file(path).values() for plane in planes(tensor)]
+    packer, unpacker = _zstandard().ZstdCompressor(level=level), _zstandard().ZstdDecompressor()
+    with timed(seconds, "compress"):
+        packed = [packer.compress(part.tobytes()) for part in parts]
+    with timed(seconds, "decompress"):
+        for part in packed:
+            unpacker.decompress(part)
+    with timed(seconds, "load"):
+        read = KVCache.load(path, inputs.model.model, method, inputs.config.cache.keep_decoded)
+    read.token_by_token = cache.token_by_token
+    sizes = {
+        "sent_bytes": float(sum(map(len, parts))),
+        "zstd_bytes": float(sum(map(len, packed))),
+        "deflate_bytes": float(sum(map(deflated_bytes, parts))),
+        "order0_bytes": sum(map(order0_bytes, parts)),
+    }
+    return read, seconds, sizes
+
+
+@torch.no_grad()
+def row_of(inputs: Inputs, method: Method, window: Window, folder: Path) -> Row:
+    """One window: its prefix is stored and read again, its other tokens are scored from both caches."""
+    task: ReuseConfig = inputs.config.task
+    reader = Reader.of(inputs, method)
+    tokens = reader.tensor([window.tokens.tolist()])
+    prefix, rest = tokens[:, : task.prefix], tokens[:, task.prefix :]
+    cache, logits = reader.begin(prefix)
+    read, seconds, sizes = through_file(cache, inputs, method, folder)
+    storage = storage_metrics(cache, 1)
+    wide = storage["total_bytes"] * 16 / storage["effective_bits"]
+    kept, _ = reader.log_probs(cache, logits, rest)
+    again, _ = reader.log_probs(read, logits, rest)
+    cache.check_finite()
+    rates = {f"{name}_rate": wide / 1e6 / took for name, took in seconds.items()}
+    bits = {f"{name.removesuffix('_bytes')}_bits": 16 * size / wide for name, size in sizes.items()}
+    off = float((kept - again).abs().max())
+    losses = {"tokens": rest.shape[1], "nll": -float(kept.double().sum()), "reload_difference": off}
+    return {**losses, **sizes, **bits, **rates, "storage": storage}
+
+
+def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """A sample for each window; rates are medians over windows, in MB of the cache in 16 bits a second."""
+    task: ReuseConfig = inputs.config.task
+    windows = cut_windows(inputs.tokens.streams, task.context, limit=task.windows, bos=inputs.bos)
+    with tempfile.TemporaryDirectory(prefix="kvq-") as folder:
+
+        def score(index: int) -> Row:
+            return {"window": index, **row_of(inputs, method, windows[index], Path(folder))}
+
+        rows, samples = scored_rows(journal, "window", len(windows), score)
+    metrics = metrics_of_rows(rows)
+    if baseline is not None:
+        metrics |= delta_nll_of_samples(samples, baseline.samples).metrics("delta_nll")
+    return Measurement(metrics, units_of(metrics), samples)
+
+
+def metrics_of_rows(rows: Sequence[Row]) -> dict[str, float]:
+    """Metrics of all windows: sums of losses, means of sizes, medians of rates."""
+    tokens = sum(row["tokens"] for row in rows)
+    metrics = dict(rows[-1]["storage"])
+    metrics |= {"windows": float(len(rows)), "scored_tokens": float(tokens)}
+    metrics["nll"] = sum(row["nll"] for row in rows) / tokens
+    metrics["reload_difference"] = max(row["reload_difference"] for row in rows)
+    means = [name for name in rows[0] if name.endswith(("_bytes", "_bits"))]
+    rates = [name for name in rows[0] if name.endswith("_rate")]
+    metrics |= {name: statistics.fmean(row[name] for row in rows) for name in means}
+    return metrics | {name: statistics.median(row[name] for row in rows) for name in rates}
+
+
+TASK = Task(check, measure, settings=ReuseConfig)

@@ -1,0 +1,231 @@
+"""`task=sensitivity`: what the bits of each layer's keys and values cost.
+
+Each side of each layer is quantized while all others stay in full precision; then all at once; then
+random sets of them, whose cost is compared with the sum of their parts; where asked, each KV head by itself. `kvq
+allocate` gives layers bits by these costs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, ClassVar
+
+from scipy.stats import spearmanr
+
+from kvq.codecs import HeadsCodec, check_single_heads
+from kvq.config.limits import (
+    Count,
+    Natural,
+    Seed,
+    Several,
+)
+from kvq.config.task import TaskConfig
+from kvq.config.tasks import PplConfig, Scoring, Windows
+from kvq.errors import ConfigError, Unsupported
+from kvq.methods.method import Method
+from kvq.models.inputs import Inputs
+from kvq.models.layers import kv_layers_of
+from kvq.results.files import Journal
+from kvq.results.metrics import units_of
+from kvq.tasks.measurement import Baseline, Measurement, Task, journaled
+from kvq.tasks.ppl import check_scoring, ppl_windows, reference_of, run_ppl, window_texts
+from kvq.tasks.scoring import without_codecs
+
+
+@dataclass
+class SensitivityConfig(TaskConfig):
+    """Each side of each layer quantized alone, on `windows` disjoint windows of `context` tokens.
+
+    Attributes:
+        scoring: as `task=ppl` has it.
+        bos: as `task=ppl` has it.
+        maps: random sets of sides and layers whose cost is compared with the sum of their parts.
+        heads: also each KV head of each side of each layer alone.
+        seed: of these sets.
+    """
+
+    later: ClassVar[tuple[str, ...]] = ("heads",)
+    name: str = "sensitivity"
+    version: ClassVar[int] = 1
+    context: Several = 512
+    windows: Count = 8
+    bos: bool | None = None
+    scoring: Scoring = Scoring.parallel
+    batch_size: Count = 4
+    maps: Natural = 20
+    heads: bool = False
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scoring is Scoring.continuation:
+            raise ConfigError("task.scoring=continuation: task=sensitivity does generation or parallel")
+
+
+SIDES = ("key", "value")
+
+
+Place = tuple[str, int]
+"""A side and a layer."""
+
+
+def protocol(task: SensitivityConfig) -> PplConfig:
+    """The windows and the scoring, as `task=ppl` has them."""
+    return PplConfig(
+        windows=Windows.disjoint,
+        context=task.context,
+        scoring=task.scoring,
+        bos=task.bos,
+        max_windows=task.windows,
+        batch_size=task.batch_size,
+    )
+
+
+def check(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a method without a codec for each side of a layer."""
+    task: SensitivityConfig = inputs.config.task
+    inputs.check_context(task.context)
+    if method.joins_sides:
+        raise Unsupported(f"task=sensitivity: method={method.name} has joins_sides, so that no side is quantized alone")
+    for part in ("backend", "token_policy", "eviction", "merged"):
+        if getattr(method, part) is not None:
+            raise Unsupported(f"task=sensitivity: method={method.name} has {part}, which no single layer can have")
+    check_scoring(method, protocol(task))
+    if task.heads:
+        check_heads(inputs, method)
+
+
+def check_heads(inputs: Inputs, method: Method) -> None:
+    """Raise `Unsupported` for a codec that does not encode each head by itself."""
+    for layer in kv_layers_of(inputs.model.text_config, inputs.config.cache.mla):
+        for side, dim in zip(SIDES, (layer.head_dim, layer.value_dim), strict=True):
+            codec = method.codec_of(side, layer.index)
+            if codec is not None:
+                try:
+                    check_single_heads(codec, dim)
+                except Unsupported as error:
+                    raise Unsupported(f"task.heads=true: method={method.name}, {side}s: {error}") from error
+
+
+def layers_of(inputs: Inputs) -> int:
+    """Layers of the model that cache keys and values."""
+    return len(kv_layers_of(inputs.model.text_config, inputs.config.cache.mla))
+
+
+def heads_of(inputs: Inputs) -> int:
+    """KV heads of a layer."""
+    return int(inputs.model.text_config.num_key_value_heads)
+
+
+def places_of(method: Method, layers: int) -> list[Place]:
+    """What the method quantizes, layer by layer."""
+    return [(side, layer) for layer, side in product(range(layers), SIDES) if method.codec(side, layer, layers)]
+
+
+def only(method: Method, places: Collection[Place], layers: int) -> Method:
+    """The method in these places; all others stay in full precision."""
+    whole = {side: [layer for layer in range(layers) if (side, layer) not in places] for side in SIDES}
+    return replace(method, full_precision_layers=whole)
+
+
+def only_head(method: Method, place: Place, head: int, heads: int, layers: int) -> Method:
+    """The method for one of the heads of a place; all other heads and places stay in full precision."""
+    side, layer = place
+    codec = method.codec_of(side, layer)
+    assert codec is not None
+    own: Any = {side: HeadsCodec([codec if one == head else None for one in range(heads)])}
+    return only(replace(method, by_layer=(), first_layers=None, **own), [place], layers)
+
+
+def random_sets(places: list[Place], count: int, seed: int) -> list[list[Place]]:
+    """Sets of at least two places, their sizes evenly drawn, each a sample without replacement."""
+    draw = random.Random(f"sensitivity maps {seed}")
+    return [sorted(draw.sample(places, draw.randint(2, len(places)))) for _ in range(count if len(places) > 1 else 0)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one pass quantizes: places, or one head of one place."""
+
+    places: list[Place]
+    head: int | None = None
+
+    def named(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row with its places: a side and a layer, a head of them, or lists of layers by side."""
+        if self.head is not None:
+            return {**row, "head": self.head, "of": list(self.places[0])}
+        if len(self.places) == 1:
+            return {**row, "side": self.places[0][0], "layer": self.places[0][1]}
+        return {**row, "layers": {side: [layer for own, layer in self.places if own == side] for side in SIDES}}
+
+
+def jobs_of(inputs: Inputs, method: Method) -> dict[str, Job]:
+    """Every pass by its name."""
+    task: SensitivityConfig = inputs.config.task
+    places = places_of(method, layers_of(inputs))
+    heads = range(heads_of(inputs) if task.heads else 0)
+    jobs = {f"layer {layer} {side}": Job([(side, layer)]) for side, layer in places}
+    jobs["all"] = Job(places)
+    jobs |= {f"map {index}": Job(own) for index, own in enumerate(random_sets(places, task.maps, task.seed))}
+    return jobs | {f"layer {layer} {side} head {h}": Job([(side, layer)], h) for side, layer in places for h in heads}
+
+
+def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:
+    """A sample for each side of each layer, one for all of them and one for each random set."""
+    loaded, settings = inputs.model, protocol(inputs.config.task)
+    windows = ppl_windows(inputs.tokens.streams, settings, inputs.bos)
+    reference, known = reference_of(inputs, method, windows, settings)
+    full = known or run_ppl(loaded, without_codecs(method), windows, settings)
+    if method.is_full_precision:
+        metrics = {name: value for name, value in full.metrics().items() if name in ("nll", "windows", "scored_tokens")}
+        return Measurement(metrics, units_of(metrics), full.samples())
+    jobs, layers = jobs_of(inputs, method), layers_of(inputs)
+
+    def score(item: str) -> dict[str, Any]:
+        """KL and loss over full precision, in nats per token, and what is stored of the places."""
+        places, head = jobs[item].places, jobs[item].head
+        if head is None:
+            own = only(method, places, layers)
+        else:
+            own = only_head(method, places[0], head, heads_of(inputs), layers)
+        keep = inputs.config.cache.keep_decoded
+        found = run_ppl(loaded, own, windows, settings, reference, keep_decoded=keep).metrics()
+        kept = {name: found[name] for name in ("kl_mean", "key_bits", "value_bits", "bits_per_element", "packed_bytes")}
+        return {"delta_nll": found["nll"] - full.nll, **kept}
+
+    rows = [jobs[row["item"]].named(row) for row in journaled(journal, jobs, score, method.label, "pass")]
+    metrics = _metrics({row["item"]: row for row in rows}, jobs)
+    return Measurement(metrics, units_of(metrics), rows)
+
+
+def _metrics(rows: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) -> dict[str, float]:
+    whole = {item: job.places for item, job in jobs.items() if job.head is None}
+    single = {places[0]: rows[item]["kl_mean"] for item, places in whole.items() if len(places) == 1}
+    together, total = rows["all"], sum(single.values())
+    keys = sum(kl for (side, _), kl in single.items() if side == "key")
+    names = ("kl_mean", "delta_nll", "key_bits", "value_bits", "bits_per_element")
+    metrics = {name: float(together[name]) for name in names}
+    metrics |= {"kl_sum": total, "kl_sum_keys": keys}
+    if of_heads := [rows[item]["kl_mean"] for item, job in jobs.items() if job.head is not None]:
+        metrics["kl_sum_heads"] = sum(of_heads)
+    maps = [
+        (sum(single[place] for place in places), rows[item]["kl_mean"])
+        for item, places in whole.items()
+        if item.startswith("map")
+    ]
+    if len(maps) > 2:
+        found = float(spearmanr(*zip(*maps, strict=True)).statistic)
+        metrics["sum_correlation"] = found if math.isfinite(found) else 0.0
+    return metrics
+
+
+TASK = Task(
+    check,
+    measure,
+    settings=SensitivityConfig,
+    texts=lambda inputs: window_texts(inputs, protocol(inputs.config.task)),
+)
