@@ -26,7 +26,6 @@ from kvq.tasks.reader import Ends, Reader, shared
 from kvq.tasks.scoring import without_codecs
 from kvq_lab.trajectory import PassagesConfig, Row, check, passages, standard_error
 
-
 Drafts = enum.StrEnum("Drafts", "method full")
 """Which model drafts: the one with a method's cache for one in full precision, or the other way round."""
 
