@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.models import state_statistics
 from kvq import build_method
 from kvq.config.diagnostics import TniConfig
+from kvq.diagnostics import AttentionRule
 from kvq.models import LoadedModel
 from kvq.tasks import tni
+from kvq.tasks.capture import LayerStates
 from kvq.tasks.measurement import Measurement
 from kvq.tasks.tni import positions_of
 from tests.random_models import llama
@@ -110,3 +113,30 @@ def test_positions_kept() -> None:
     assert kept[-1] == 2047
     assert len(kept) < 80
     assert positions_of(4, 64) == [0, 1, 2, 3]
+
+
+def test_a_rotation_spreads_an_outlier_channel_over_all() -> None:
+    """One channel of ±1, the others 0: a kurtosis of d, which the rotation makes 1, that of ±1/√d."""
+    x = torch.zeros(1, 2, 64, 16)
+    x[..., 3] = torch.randint(0, 2, (1, 2, 64), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    assert state_statistics.kurtosis(x) == pytest.approx(16)
+    assert state_statistics.kurtosis(state_statistics.rotated(x)) == pytest.approx(1)
+    assert state_statistics.outlier(state_statistics.rotated(x)) == pytest.approx(1)
+
+
+def test_noise_of_logits_is_the_same_wherever_an_outlier_is_until_it_is_rotated() -> None:
+    """A channel of keys times 16 that queries read a 16th of: the same logits, the same noise of the grid."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(1, 4, 64, 16, generator=generator), torch.randn(1, 2, 64, 16, generator=generator)
+    scales = torch.ones(16)
+    scales[3] = 16
+    plain, outlier = (
+        LayerStates(0, query / by, key * by, key, AttentionRule(0.25), None) for by in (torch.ones(16), scales)
+    )
+    noise, _ = state_statistics.logit_noise(plain, rotate=False, norms=False)
+    same, alignment = state_statistics.logit_noise(outlier, rotate=False, norms=False)
+    more, rotated_alignment = state_statistics.logit_noise(outlier, rotate=True, norms=False)
+    assert same == pytest.approx(noise, rel=1e-5)
+    assert alignment < 0.2
+    assert rotated_alignment == pytest.approx(1, abs=0.2)
+    assert more > 5 * noise
