@@ -85,8 +85,8 @@ def safe(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9+._-]", "_", text).strip(".")[:_LONGEST] or "_"
 
 
-def list_records(root: Path) -> list[Path]:
-    """Every file `*.json` under `root`, sorted; hidden ones and those in hidden folders are left out."""
+def list_records(root: Path) -> list[str]:
+    """Path of every file `*.json` under `root`, sorted; hidden ones and those in hidden folders are left out."""
 
     def fail(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # no record yet, or a folder that was removed meanwhile
@@ -95,7 +95,7 @@ def list_records(root: Path) -> list[Path]:
     paths = []
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [Path(folder, name) for name in names if name.endswith(RECORD) and not name.startswith(".")]
+        paths += [f"{folder}/{name}" for name in names if name.endswith(RECORD) and name[0] != "."]
     return sorted(paths)
 
 
@@ -129,6 +129,8 @@ def pack_samples(folder: Path) -> int:
     """
     loose = [path for path in sorted(folder.glob(f"*{SAMPLES}")) if _has_record(folder, path.name)]
     path = folder / PACK
+    for left in folder.glob(f".{PACK}.*{TEMPORARY}"):  # by a kill
+        left.unlink()
     with _pack(path) as pack:
         kept = {name: pack.read(name) for name in pack.namelist() if _has_record(folder, name)}
         if not loose and len(kept) == len(pack.namelist()):

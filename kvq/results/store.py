@@ -36,7 +36,7 @@ from kvq.results.versions import is_stale
 
 _KEY = re.compile(rb'^  "key": "([0-9a-f]{64})"', re.MULTILINE)
 # Record files by the digits of the key, as last listed, for all stores of a process.
-_listed: dict[Path, dict[str, list[Path]]] = {}
+_listed: dict[Path, dict[str, list[str]]] = {}
 
 
 class Broken(NamedTuple):
@@ -99,14 +99,14 @@ class Store:
         """Files that may hold the record of `key`: their names end in its digits, and no other key is in them."""
         digits, root = _checked(key)[:DIGITS], self.runs.absolute()
         found = _listed.get(root, {}).get(digits, [])
-        if not found or not all(path.exists() for path in found):
-            by_digits: dict[str, list[Path]] = {}
-            for path in self._list():
-                by_digits.setdefault(path.name.removesuffix(RECORD)[-DIGITS:], []).append(path)
+        if not found or not all(map(os.path.exists, found)):
+            by_digits: dict[str, list[str]] = {}
+            for name in self._list():
+                by_digits.setdefault(name.removesuffix(RECORD)[-DIGITS:], []).append(name)
             _listed[root], found = by_digits, by_digits.get(digits, [])
-        return [path for path in found if _key_in(path) in (None, key)]
+        return [path for path in map(Path, found) if _key_in(path) in (None, key)]
 
-    def _list(self) -> list[Path]:
+    def _list(self) -> list[str]:
         try:
             return list_records(self.runs)
         except OSError as error:
@@ -132,7 +132,7 @@ class Store:
         """Return every record, sorted by key, and every `.json` file that is not one, with its reason."""
         records: dict[str, Record] = {}
         broken: list[Broken] = []
-        for path in self._list():
+        for path in map(Path, self._list()):
             try:
                 record = _read(path)
             except FileNotFoundError:
@@ -212,7 +212,7 @@ class Store:
             RecordError: a folder that cannot be written, or a `samples.zip` that cannot be read.
         """
         moved = 0
-        for folder in sorted({path.parent for path in self._list()}):
+        for folder in sorted({Path(path).parent for path in self._list()}):
             with self._hold(PACK):
                 try:
                     moved += pack_samples(folder)

@@ -77,7 +77,11 @@ def test_a_full_disk_while_packing_loses_nothing(store: Store, monkeypatch: pyte
         patched.setattr(os, "fsync", full)
         with pytest.raises(RecordError, match=r"cannot pack .*: No space left on device"):
             store.pack()
+    torn = store.record_path(record.key).with_name(f".{PACK}.x.tmp")
+    torn.write_bytes(b"of a process that was killed")
     assert store.samples_of(record) == made.samples([1.0])
+    assert store.pack() == 1
+    assert not torn.exists()
 
 
 def test_committed_records_lie_at_their_places_and_their_samples_are_packed() -> None:
