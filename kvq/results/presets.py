@@ -24,7 +24,7 @@ from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
 from kvq.config.method import RENAMED
-from kvq.results.record import FromPresets, Record, canonical, words_of
+from kvq.results.record import FromPresets, Record, canonical
 
 
 def preset_of_method(name: str, bits: str, scoring: str | None) -> Settings | None:
@@ -284,7 +284,6 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     return [(prefix, value if plain else json.dumps(value, sort_keys=True))]
 
 
-_OVERRIDE = re.compile(r"[+~]{0,2}((?:method|residual)\.[\w.]+|residual)=(.*)")
 # Settings of model and data set that are compared with their presets: those of a run's key, without fingerprints.
 _PROTOCOL = {
     "model": ("dtype", "outliers", "trust_remote_code", "load_in", "round_weights", "attn_implementation"),
@@ -317,7 +316,7 @@ def _of_preset(record: Record) -> list[str]:
     scoring = part_of(record.config, "task").get("scoring")
     bits = _preset_bits(record.bits, method.get("bits_by_layer"))
     known = preset_of_method(record.method, bits, scoring if isinstance(scoring, str) else None)
-    return _overridden(record) if known is None else departures(record.config, known)
+    return [] if known is None else departures(record.config, known)
 
 
 def _preset_bits(bits: str, by_layer: Any) -> str:
@@ -328,23 +327,6 @@ def _preset_bits(bits: str, by_layer: Any) -> str:
     found = (by_layer.get(side) or [mean] for side, mean in zip(SIDES, parsed, strict=True))
     key, value = (first_width(layers[0]) for layers in found)
     return Bits(*(int(number) if number == int(number) else number for number in (key, value))).label
-
-
-def _overridden(record: Record) -> list[str]:
-    """Settings of the method that the record's command line overrides; of a sweep's values, the record's own."""
-    words = words_of(record.provenance.command)
-    given = {match[1]: match[2] for word in words if (match := _OVERRIDE.fullmatch(word))}
-    leaves = dict(flatten(record.config))
-    out = []
-    for name, value in given.items():
-        gone = re.fullmatch(r"method\.(?:(key|value)\.)?stages\.(\w+)", name)
-        if gone and value == "null":
-            out.append(f"− {f'{gone[1]}.' if gone[1] else ''}{gone[2]}")
-            continue
-        chosen = value if "," not in value or value[0] in "[{" else leaves.get(name)
-        if chosen is not None:
-            out.append(said(name, chosen))
-    return out
 
 
 def _of_protocol(run: Record) -> list[str]:

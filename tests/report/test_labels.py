@@ -139,17 +139,6 @@ def test_an_ablation_is_not_joined_with_the_method(tmp_path: Path) -> None:
     assert names == {"oscar 3", "oscar − key.hadamard 2"}
 
 
-def test_a_preset_of_ones_own_is_told_by_the_command_line() -> None:
-    config = run("method=oscar", "residual.size=64").config
-    command = "run.py -m --config-dir mine method=mine bits=2,3 residual.size=64,32 method.key.stages.hadamard=null"
-    record = made.record("mine", "2", settings=config, provenance=made.provenance(command=command))
-    assert label(record) == "mine − key.hadamard"
-    single = made.provenance(command="run.py method=mine residual.key.size=64 'method.key.order=[a, b]'")
-    assert (
-        label(made.record("mine", "2", settings=config, provenance=single)) == "mine, key residual 64, key order [a, b]"
-    )
-
-
 def test_variants_are_no_methods() -> None:
     assert not is_variant(run("method=kvquant"))
     assert is_variant(run("method=kvquant/pysource"))
