@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -15,12 +14,11 @@ from typing_extensions import override
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
 from kvq.cache.contents import NO_CROP, placed, states_after, states_of
+from kvq.cache.expansion import Expansion, expansions
 from kvq.cache.hooks import (
-    Expansion,
     WatchfulCache,
     check_distances,
     check_window,
-    expansions,
     layer_number,
     says_candidates,
     unmasked,
@@ -35,6 +33,7 @@ from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
 from kvq.models import LoadedModel
 from kvq.models.layers import KvLayer, kv_layers_of, latent_numbers, window_of
+from kvq.models.placing import unwrapped
 
 ATTENTIONS = ("dense", "packed")
 
@@ -60,10 +59,10 @@ class GivesLayers(Protocol):
 
 
 def _unwrapped(model: nn.Module | LoadedModel, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype | None]:
-    """The model itself, and the dtype of its cache: the given one, else that of a `LoadedModel`."""
+    """The transformers model itself, and the dtype of its cache: the given one, else that of a `LoadedModel`."""
     if isinstance(model, LoadedModel):
         return model.model, model.cache_dtype if dtype is None else dtype
-    return model, dtype
+    return unwrapped(model), dtype
 
 
 def _no_crop(model: nn.Module, attentions: list[nn.Module]) -> str | None:
@@ -113,7 +112,8 @@ class KVCache(PaddableCache, WatchfulCache):
         if attention == "packed" and keep_decoded:
             raise ConfigError("attention=packed: reads codes; keep_decoded=true is for attention=dense")
         module, dtype = _unwrapped(model, dtype)
-        config = module.config.get_text_config()  # type: ignore[union-attr, operator]
+        stacks, watched = watch(module)
+        config = module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
         packed = attention == "packed"
         mla = getattr(method, "mla", Mla.latent)
         held = kv_layers_of(config, mla)
@@ -127,17 +127,15 @@ class KVCache(PaddableCache, WatchfulCache):
         self.method: Any = method
         self.wants_hidden = getattr(method, "sink_detection", None) is not None
         self.dtype = dtype
-        self._model = weakref.ref(module)
         self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
         self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
         self._columns: dict[int | None, SourceColumns | None] = {}
         super().__init__(layers=placed(held, own, self._states))
-        watched = watch(module)
+        self.follow(module, stacks)
         self.expands = mla is Mla.expanded
         self._expansions = expansions(watched, list(self._held)) if self.expands else {}
         self._latent_numbers = latent_numbers(config)
         self._no_crop = f"model: {NO_CROP}" if self._states else _no_crop(module, watched)
-        self._told: int | None = None
         self._candidates: int | None = None
         self._tables: list[RopeTable] = []
         self._groups: list[int] = []
@@ -151,13 +149,18 @@ class KVCache(PaddableCache, WatchfulCache):
             self._own[0].check_rotations(self._own)
 
     @override
+    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Add states `[batch, heads, tokens, head_dim]` to a layer and return what attention reads now.
 
         Both casts to and from `dtype` are here, so that no layer, codec or policy knows of them.
+
+        Raises:
+            Unsupported: states of an attention that no forward announced (`before_attention`).
         """
+        self.check_attending(layer_idx)
         if (expansion := self._expansion(layer_idx)) is not None:
             keys, values = expansion.of(key_states, value_states)
             expansion.put(self._update(keys, values, layer_idx, *args, **kwargs))
@@ -200,6 +203,7 @@ class KVCache(PaddableCache, WatchfulCache):
     @override
     def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         index, tokens = layer_number(module, arguments), hidden.shape[1]
+        self.attend(index)
         if index not in self._held:
             if index in self._states:
                 return None
@@ -240,7 +244,7 @@ class KVCache(PaddableCache, WatchfulCache):
         if reason is not None:
             raise Unsupported(f"prompt_lookup_num_tokens, assistant_model: {reason}")
         self._record(True)
-        self._told = self._candidates = None
+        self._candidates = None
 
     @property
     def is_croppable(self) -> bool:
@@ -252,16 +256,12 @@ class KVCache(PaddableCache, WatchfulCache):
         for layer in self.kv_layers:
             layer.record(on)
 
-    @override
-    def receive_logits_to_keep(self, logits: Any) -> None:
-        self._told = logits if type(logits) is int and logits > 0 else None
-
     def _expect(self, layer: Layer, tokens: int) -> None:
         if self._candidates is not None:
             layer.expect(tokens - 1 if layer.token_by_token else min(self._candidates, tokens - 1))
 
-    def _count_candidates(self) -> None:
-        told, self._told = self._told, None
+    def _count_candidates(self, logits_to_keep: Any) -> None:
+        told = logits_to_keep if type(logits_to_keep) is int and logits_to_keep > 0 else None
         if told is None and self._candidates is None:
             raise Unsupported("logits_to_keep: the model is not told it, which is how candidates are known")
         if told is None:  # no longer assisted generation
@@ -269,13 +269,13 @@ class KVCache(PaddableCache, WatchfulCache):
         self._candidates = None if told is None else told - 1
 
     @override
-    def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
+    def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None, logits_to_keep: Any) -> None:
         if padding != self.padding:
             self.pad(padding)
         if input_ids is not None and self.get_seq_length():
             self.check_part(self._model(), input_ids.shape[1])
         if self.recording:
-            self._count_candidates()
+            self._count_candidates(logits_to_keep)
         for layer in self._own:
             layer.receive_tokens(input_ids)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kvq.cache.contents import StateLayer
-from kvq.cache.hooks import attentions
+from kvq.cache.hooks import attentions, layer_number
 from kvq.cache.layer import Layer
 from kvq.cache.rotary import RopeTable
 from kvq.cache.serialize import Reader, Writer
@@ -191,4 +191,4 @@ def read(
 def _devices(model: nn.Module) -> dict[int, torch.device]:
     """Where each attention computes, by its layer."""
     found = attentions(base_of(model))
-    return {int(module.layer_idx): device_of(module) for module in found}  # type: ignore[arg-type]
+    return {layer_number(module, {}): device_of(module) for module in found}

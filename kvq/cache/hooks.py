@@ -1,8 +1,6 @@
-"""Hooks on a model's forward: they tell the cache of padding and let the cache extend the mask of each attention.
+"""Hooks on a model's forward: they announce tokens and padding to the cache, and each attention before it attends.
 
-Expanded keys and values of multi-head latent attention are handed over by a hook too: transformers' attentions give the
-latent and the rotated part of the keys to the cache, and expand what it returns (`expand_kv`). An `Expansion` in that
-place expands new tokens for the cache, and gives what the cache read where the attention would expand.
+They are on every part of a model that can be called with a cache. A cache takes no states that no hook announced.
 """
 
 from __future__ import annotations
@@ -11,13 +9,13 @@ import abc
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from kvq.cache.chunk_masks import SourceColumns
 from kvq.cache.observe import Attended, hook_interface
@@ -25,7 +23,10 @@ from kvq.errors import Unsupported
 from kvq.models.layers import window_of
 from kvq.models.placing import base_of
 
-_CACHE_NAMES = ("past_key_values", "layer_past")
+_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+_MASK_NAMES = ("attention_mask", "mask")
+_TOKEN_NAMES = ("input_ids", "inputs_embeds")
+_ENCODER_NAMES = ("encoder_hidden_states", "key_value_states")
 _MASKED = ("eager", "sdpa", "kvq_eager", "kvq_sdpa")
 """Attention implementations that take any mask."""
 
@@ -38,9 +39,59 @@ class WatchfulCache(Cache, abc.ABC):
     recording = False
     """Each forward can be undone; its last tokens may be candidates, which attend as if fed one by one."""
 
-    @abc.abstractmethod
-    def receive_logits_to_keep(self, logits: Any) -> None:
-        """Receive `logits_to_keep` of the next forward; None: not given."""
+    def follow(self, model: nn.Module, stacks: Sequence[nn.Module]) -> None:
+        """Take states from forwards of these parts of a model, and from nothing else."""
+        self._model = weakref.ref(model)
+        self._stacks = [weakref.ref(stack) for stack in stacks]
+        self._stack: nn.Module | None = None
+        self._attending: int | None = None
+        self._held_before = 0
+        self.starts: set[bool] = set()
+        """Whether forwards began with tokens in the cache; shared with forks."""
+
+    def enter(self, stack: nn.Module) -> bool:
+        """Begin a forward of a stack; False: it runs inside of another one, or is of another model."""
+        inside = self._stack is not None and self._stack is not stack
+        if inside or not any(known() is stack for known in self._stacks):
+            return False
+        self._stack, self._held_before = stack, self.get_seq_length()
+        self.starts.add(self._held_before > 0)
+        return True
+
+    def leave(self, stack: nn.Module, done: bool) -> None:
+        """End the forward of a stack, if it was entered; `done`: without an error.
+
+        Raises:
+            Unsupported: a forward that left nothing in the cache.
+        """
+        if self._stack is not stack:
+            return
+        self._stack = self._attending = None
+        if done and self.get_seq_length() == self._held_before:
+            raise Unsupported(
+                f"model: {type(stack).__name__} ignores the cache that it is given (a model that is no decoder, or "
+                "gradient checkpointing)"
+            )
+
+    def attend(self, index: int) -> None:
+        """Expect states of a layer, within a forward that was entered. Raises: Unsupported: there is none."""
+        if self._stack is None:
+            raise self._unannounced()
+        self._attending = index
+
+    def check_attending(self, index: int) -> None:
+        """Raise `Unsupported` for states of a layer whose attention was not announced."""
+        attending, self._attending = self._attending, None
+        if attending != index:
+            raise self._unannounced()
+
+    def _unannounced(self) -> Unsupported:
+        built = self._model()
+        name = "a model that is gone" if built is None else type(built).__name__
+        return Unsupported(
+            f"KVCache: built for {name}, but what runs announces neither tokens nor padding to it (another model, a "
+            "copy, `forward` called past its hooks); build it for the model that runs: kvq.KVCache(model, method)"
+        )
 
     @abc.abstractmethod
     def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
@@ -52,10 +103,13 @@ class WatchfulCache(Cache, abc.ABC):
         """
 
     @abc.abstractmethod
-    def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None) -> None:
-        """Receive the token ids of a forward of the model before any layer runs; None: the model gets embeddings.
+    def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None, logits_to_keep: Any) -> None:
+        """Receive the token ids of a forward of the model before any layer runs.
 
-        `padding`: columns before the first token of each sequence; None: none.
+        Args:
+            input_ids: `[batch, tokens]`; None: the model gets embeddings.
+            padding: columns before the first token of each sequence; None: none.
+            logits_to_keep: as the model has it; None: not given.
         """
 
     @abc.abstractmethod
@@ -71,28 +125,57 @@ class WatchfulCache(Cache, abc.ABC):
         """Receive the queries of an attention and the keys that they read."""
 
 
-def watch(model: nn.Module) -> list[nn.Module]:
-    """Register the hooks on a model and its attentions, once; they ignore other caches. Returns the attentions."""
-    base: nn.Module = base_of(model)  # also called where the output embedding is left out
-    hooks: list[tuple[nn.Module, Any]] = [(model, _tell_logits_to_keep), (base, _tell_tokens)]
-    found = attentions(base)
+def watch(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Register the hooks on a model's stacks and attentions, once; they ignore other caches. Returns both.
+
+    Raises:
+        Unsupported: a model without a cache, or with attentions whose arguments have other names.
+    """
+    parts, found = stacks(model), attentions(base_of(model))
+    name = type(model).__name__
+    if not parts:
+        raise Unsupported(f"model: {name} takes no past_key_values, so that no cache can keep its keys and values")
+    if not found:
+        raise Unsupported(
+            f"model: {name} has no attention that takes hidden_states, attention_mask and past_key_values, by which a "
+            "cache follows it"
+        )
+    hooks: list[tuple[nn.Module, Any]] = [(module, _announce) for module in parts]
     hooks += [(module, _tell_attention) for module in found]
-    hooks += [(module, _tell_hidden) for module in base.modules() if any(child in found for child in module.children())]
+    layers = [module for module in model.modules() if any(child in found for child in module.children())]
+    hooks += [(module, _tell_hidden) for module in layers]
     for module, hook in hooks:
         if hook not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hook, with_kwargs=True)
-    return found
+            if hook is _announce:
+                module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+    return parts, found
+
+
+def stacks(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that take tokens, a mask and a cache: its head, the model below, a decoder.
+
+    Those that take the tokens of an encoder as well are left out: `attention_mask` is not that of the cache.
+    """
+    return [module for module in model.modules() if _is_stack(type(module))]
+
+
+@functools.cache
+def _is_stack(kind: Any) -> bool:
+    names = inspect.signature(kind.forward).parameters
+    takes = (any(name in names for name in group) for group in (_TOKEN_NAMES, _CACHE_NAMES))
+    return all(takes) and "attention_mask" in names and "decoder_input_ids" not in names
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
-    """The attentions of a model: the innermost modules that take a mask and a cache and have a `layer_idx`.
+    """The attentions of a model: the innermost modules that take states, a mask and a cache, and have a layer's number.
 
     Those with a convolution are left out: they keep a state (Zamba 2).
     """
     found = [
         module
         for module in model.modules()
-        if hasattr(module, "layer_idx") and _takes_cache(type(module)) and not _convolves(module)
+        if _number_of(module) is not None and _takes_cache(type(module)) and not _convolves(module)
     ]
     outer = {other for module in found for other in found if other is not module and _within(module, other)}
     return [module for module in found if module not in outer]
@@ -112,15 +195,20 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def _takes_cache(kind: Any) -> bool:
-    parameters = inspect.signature(kind.forward).parameters
-    return "attention_mask" in parameters and any(name in parameters for name in _CACHE_NAMES)
+    names = inspect.signature(kind.forward).parameters
+    takes = (any(name in names for name in group) for group in (_MASK_NAMES, _CACHE_NAMES))
+    return "hidden_states" in names and all(takes)
 
 
 def named_arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of `module`, by name."""
-    given = _signature(type(module).forward).bind(module, *args, **kwargs).arguments
-    del given["self"]
-    return {**given, **given.pop("kwargs", {})}
+    signature = _signature(type(module).forward)
+    bound = signature.bind(module, *args, **kwargs).arguments
+    del bound["self"]
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            bound |= bound.pop(parameter.name, {})
+    return bound
 
 
 @contextmanager
@@ -139,22 +227,50 @@ def told_before(modules: Sequence[nn.Module], tell: Callable[[Any, dict[str, Any
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchfulCache | None:
-    return next((item for item in (*kwargs.values(), *args) if isinstance(item, WatchfulCache)), None)
+    items = (*kwargs.values(), *args)
+    own = (item.self_attention_cache if isinstance(item, EncoderDecoderCache) else item for item in items)
+    return next((item for item in own if isinstance(item, WatchfulCache)), None)
 
 
+@torch.compiler.disable
+def _announce(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = _cache_of(args, kwargs)
+    if cache is None or not cache.enter(stack):
+        return
+    given = named_arguments(stack, args, kwargs)
+    if any(value is cache for value in given.values()) and given.get("encoder_hidden_states") is not None:
+        raise Unsupported(
+            f"model: {type(stack).__name__} attends to an encoder, whose keys and values need a cache of their own: "
+            "past_key_values=EncoderDecoderCache(kvq.KVCache(model, method), DynamicCache())"
+        )
+    mask = given.get("attention_mask")
+    padding = None if mask is None else padding_of(mask)
+    cache.receive_tokens(given.get("input_ids"), padding, given.get("logits_to_keep"))
+
+
+@torch.compiler.disable
+def _leave(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if (cache := _cache_of(args, kwargs)) is not None:
+        cache.leave(stack, done=output is not None)
+
+
+@torch.compiler.disable
 def _tell_hidden(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = _cache_of(args, kwargs)
     if cache is not None and cache.wants_hidden:
-        attention = next(child for child in layer.children() if hasattr(child, "layer_idx"))
+        attention = next(child for child in layer.children() if _number_of(child) is not None)
         given = named_arguments(layer, args, kwargs)
         cache.receive_hidden(layer_number(attention, given), given["hidden_states"])
 
 
+@torch.compiler.disable
 def _tell_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     cache = _cache_of(args, kwargs)
     if cache is None:
         return None
     given = named_arguments(module, args, kwargs)
+    if any(given.get(name) is not None for name in _ENCODER_NAMES):
+        return None
     columns = cache.before_attention(module, given, given["hidden_states"])
     if cache.observes(index := layer_number(module, given)):
         _observe(module, cache, index)
@@ -163,11 +279,11 @@ def _tell_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     reason = unmasked(module)
     if reason is not None:
         raise Unsupported(f"model: {reason}")
-    if given.get("position_bias") is not None:
+    if _adds_bias(module, given):
         raise Unsupported(f"model: {type(module).__name__} adds a position_bias, which no mask can follow")
     if columns is None:
         return None
-    given["attention_mask"] = columns.mask(given["attention_mask"])
+    given["attention_mask"] = columns.mask(given.get("attention_mask"))
     if given.get("alibi") is not None:
         given["alibi"] = torch.cat([given["alibi"], given["alibi"].index_select(-1, columns.copies)], -1)
     return (), given
@@ -189,10 +305,9 @@ def says_candidates(model: nn.Module) -> bool:
     return "logits_to_keep" in _signature(type(model).forward).parameters
 
 
-def _tell_logits_to_keep(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, WatchfulCache):
-        cache.receive_logits_to_keep(kwargs.get("logits_to_keep"))
+def _adds_bias(module: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether an attention adds numbers that go by how far apart tokens stand, from outside or its own."""
+    return arguments.get("position_bias") is not None or hasattr(module, "relative_attention_bias")
 
 
 def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
@@ -215,46 +330,40 @@ def _observe(module: Any, cache: WatchfulCache, index: int) -> None:
     handle = module.register_forward_hook(finish, always_call=True)
 
 
-def _tell_tokens(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-    if not isinstance(cache, WatchfulCache):
-        return
-    if isinstance(mask, Tensor) and mask.ndim != 2:
-        raise Unsupported(
-            f"attention_mask: of {mask.ndim} dimensions, which hides from the cache who attends to whom; leave it out"
-        )
-    cache.receive_tokens(
-        kwargs.get("input_ids", args[0] if args else None), padding_of(mask) if mask is not None else None
-    )
-
-
-def padding_of(mask: Tensor) -> list[int] | None:
+def padding_of(mask: Any) -> list[int] | None:
     """How many columns on the left of each sequence are padding, by a mask `[batch, columns]`; None: there is none.
 
     Raises:
-        Unsupported: a mask that hides other tokens.
+        Unsupported: a mask that hides other tokens, or is no such tensor.
     """
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        form = f"of {mask.ndim} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise Unsupported(
+            f"attention_mask: {form}, which hides from the cache who attends to whom; a tensor [batch, tokens], or none"
+        )
     if bool(mask.all()):
         return None
     seen = mask.bool()
+    if not bool(seen.any(1).all()):
+        raise Unsupported(
+            "attention_mask: a sequence of nothing but padding so far; the first forward, of a prompt in parts "
+            "(prefill_chunk_size) the first part, needs a token of every sequence"
+        )
     first = seen.int().argmax(1)
     if not torch.equal(seen, torch.arange(seen.shape[1], device=seen.device) >= first[:, None]):
         raise Unsupported(
             "attention_mask: hides tokens that a cache would keep; only padding on the left of every sequence is left "
             "out (padding_side=left)"
         )
-    if not bool(seen.any(1).all()):
-        raise Unsupported(
-            "attention_mask: a sequence of nothing but padding; every sequence needs a token in each forward"
-        )
     return [int(count) for count in first]
 
 
 def check_distances(module: Any, index: int, arguments: dict[str, Any], seen: int, shuffled: bool) -> None:
     """Raise `Unsupported` for an attention that goes by how far back a token stands, which the layer does not keep."""
-    if arguments.get("alibi") is not None:
+    if arguments.get("alibi") is not None or _adds_bias(module, arguments):
         raise Unsupported(
-            f"model: {type(module).__name__} weighs tokens by their distance (ALiBi), which the method does not keep"
+            f"model: {type(module).__name__} weighs tokens by their distance (ALiBi, position_bias), which the method "
+            "does not keep"
         )
     window = window_of(module.config, index)
     if shuffled and window is not None and seen > window:
@@ -279,60 +388,9 @@ def check_window(module: Any, arguments: dict[str, Any], columns: int, window: i
 def layer_number(module: Any, arguments: dict[str, Any]) -> int:
     """The number of the layer that an attention works for: an argument where layers share a module (Zamba)."""
     given = arguments.get("layer_idx")
-    return int(module.layer_idx if given is None else given)
+    return int(_number_of(module) if given is None else given)
 
 
-_STEP = "expand_kv"
-
-States = tuple[Tensor, Tensor]
-
-
-class Expansion:
-    """The step of an attention that expands the latent; what a cache has expanded already, it returns once."""
-
-    def __init__(self, step: Callable[[Tensor, Tensor], States]) -> None:
-        self._step = step
-        self._ready: States | None = None
-
-    def __call__(self, latent: Tensor, rotated: Tensor) -> States:
-        ready, self._ready = self._ready, None
-        return self._step(latent, rotated) if ready is None else ready
-
-    def of(self, latent: Tensor, rotated: Tensor) -> States:
-        """Keys and values `[batch, heads, tokens, channels]` of new tokens.
-
-        Raises:
-            Unsupported: what was read before has not been asked for.
-        """
-        if self._ready is not None:
-            self._ready = None
-            raise Unsupported("cache.mla=expanded: the model's attention does not expand what a cache returns")
-        return self._step(latent, rotated)
-
-    def put(self, read: States) -> None:
-        """Set what the next expansion returns."""
-        self._ready = read
-
-
-def expansions(attentions: Sequence[nn.Module], layers: Sequence[int]) -> Mapping[int, weakref.ref[Expansion]]:
-    """The expansion step of each attention, by layer, installed once; it does not affect other caches.
-
-    Raises:
-        Unsupported: an attention without such a step.
-    """
-    found = {}
-    for module in attentions:
-        given: Any = getattr(module, _STEP, None)
-        index = layer_number(module, {})
-        if index not in layers:
-            continue
-        if given is None:
-            raise Unsupported(
-                f"cache.mla=expanded: model: {type(module).__name__} has no step that expands the latent alone; use "
-                "cache.mla=latent"
-            )
-        if not isinstance(given, Expansion):
-            given = Expansion(given)
-            setattr(module, _STEP, given)
-        found[index] = weakref.ref(given)  # a cache holds no model
-    return found
+def _number_of(module: Any) -> Any:
+    """The number of its layer that an attention has; None: it has none."""
+    return getattr(module, "layer_idx", getattr(module, "layer_id", None))  # the latter GPT-Neo

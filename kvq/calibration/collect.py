@@ -145,8 +145,8 @@ def _queries(loaded: LoadedModel, see: Callable[[int, Tensor], None]) -> Iterato
     places = places_of(loaded.text_config)
 
     def show(caller: Any, query: Tensor, *_: Any) -> None:
-        if caller.layer_idx in places:  # else it reads the keys of another layer
-            see(places[caller.layer_idx], query)
+        if (index := layer_number(caller, {})) in places:  # else it reads the keys of another layer
+            see(places[index], query)
 
     families = {type(module).__module__: module for module in attentions(base_of(loaded.model))}
     with ExitStack() as hooked:

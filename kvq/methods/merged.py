@@ -93,6 +93,12 @@ class MergedRotation:
             raise Unsupported(f"method.{_SETTINGS[side]}: {type(model).__name__} {_MORE[side]}")
 
 
+def check_unrotated(config: Any) -> None:
+    """Raise `Unsupported` for a text configuration whose model's weights rotate keys or values now."""
+    if hasattr(config, _MARK):
+        raise Unsupported("quantize: an outer `with` rotates the model's weights (merge_rotation); leave it first")
+
+
 def merged_rotation(
     name: str, codecs: Mapping[str, Codec | None], sides: Mapping[str, bool]
 ) -> tuple[dict[str, Codec | None], MergedRotation | None]:

@@ -12,25 +12,29 @@ import functools
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvq.cache import KVCache
+from kvq.cache.hooks import named_arguments, stacks
 from kvq.config import compose_part
 from kvq.config.explain import choices
 from kvq.config.method import RENAMED
 from kvq.errors import ConfigError, did_you_mean
 from kvq.methods.build import build_method
+from kvq.methods.merged import check_unrotated
 from kvq.methods.method import Method
 from kvq.models.layers import head_dims_of
+from kvq.models.placing import unwrapped
 
 _SIDES = ("key", "value")
 _SIMPLE = re.compile(r"(bool|int|float|str)( \| None)?")
@@ -201,7 +205,7 @@ def method_for(model: nn.Module, name: str, bits: Any = 3, overrides: Sequence[s
     Raises:
         ConfigError, Unsupported: as `kvq.build_method`, for any of the model's head dims.
     """
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    config = unwrapped(model).config.get_text_config(decoder=True)
     method = build_method(name, bits, list(dict.fromkeys(head_dims_of(config))), overrides)
     return method.in_order_of(config) if method.asks_for_order else method
 
@@ -229,6 +233,57 @@ class Preset:
         return method_for(model, self.name, self.bits, self.overrides)
 
 
+class _Caches:
+    """The caches that calls of a model get within `quantize`, and which of them were read. Settings as `KVCache`."""
+
+    def __init__(self, model: Any, method: Method, **settings: Any) -> None:
+        self._model, self._method, self._settings = model, method, settings
+        self._starts: list[set[bool]] = []
+
+    def make(self) -> Cache:
+        """A new cache."""
+        cache = KVCache(self._model, self._method, **self._settings)
+        self._starts.append(cache.starts)
+        return EncoderDecoderCache(cache, DynamicCache()) if self._model.config.is_encoder_decoder else cache
+
+    def _uses(self, *asked: bool | None) -> bool:
+        """Whether a call uses a cache, by the first of what is asked that is not None."""
+        used = next((one for one in asked if one is not None), True)
+        if not used:
+            self._starts.append({False})
+        return used
+
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook that adds a cache where none is given."""
+        call = named_arguments(module, args, kwargs)
+        default = getattr(self._model.config.get_text_config(), "use_cache", None)
+        if call.get("past_key_values") is not None or not self._uses(call.get("use_cache"), default):
+            return None
+        return (), call | {"past_key_values": self.make()}
+
+    def generating(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate` that adds a cache where none is given."""
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            configs = (args[1] if len(args) > 1 else kwargs.get("generation_config"), self._model.generation_config)
+            asked = (getattr(config, "use_cache", None) for config in configs)
+            if kwargs.get("past_key_values") is None and self._uses(kwargs.get("use_cache"), *asked):
+                kwargs["past_key_values"] = self.make()
+            return plain(*args, **kwargs)
+
+        return generate
+
+    def warn_of_unread(self) -> None:
+        """Warn of calls that read no quantized token."""
+        if {False} not in self._starts or self._method.is_full_precision or self._settings["quantized_prefill"]:
+            return
+        warnings.warn(
+            "kvq.quantize: a call read no quantized token, so its loss and logits are of full precision: one forward "
+            "reads what it stores only with quantized_prefill=True, and use_cache=False stores nothing",
+            stacklevel=4,
+        )
+
+
 @contextmanager
 def quantize(
     model: nn.Module,
@@ -238,11 +293,15 @@ def quantize(
     overrides: Sequence[str] = (),
     attention: str = "dense",
     dtype: torch.dtype | None = None,
+    quantized_prefill: bool = False,
 ) -> Iterator[Method]:
     """`with kvq.quantize(model, "kivi", bits=2): model.generate(**inputs)`: caches made inside are quantized.
 
-    A call of the model or of its `generate` that is given no cache gets a new `KVCache`; a cache that is given is left
-    alone. After the statement the model is as it was, and so are weights that a method rotates.
+    A call of the model or of its `generate` that is given no cache gets a new `KVCache`, of an encoder-decoder for the
+    decoder's own tokens; a cache that is given is left alone. Of nested statements the inner one holds. After the
+    statement the model is as it was, and so are weights that a method rotates. It warns of calls that read no quantized
+    token: one forward, such as for a loss, attends at full precision before it stores, and `use_cache=False` stores
+    nothing.
 
     Args:
         model: a causal LM of transformers (docs/models.md).
@@ -250,7 +309,7 @@ def quantize(
             built, such as one with its calibration (`kvq.calibrate`, `kvq.bind_calibration`). The last two come without
             `overrides`.
         bits, overrides: as `kvq.build_method`.
-        attention, dtype: as `KVCache`.
+        attention, dtype, quantized_prefill: as `KVCache`. With the last, also one forward reads quantized blocks.
 
     Yields:
         The method.
@@ -263,24 +322,19 @@ def quantize(
     if isinstance(method, str):
         method = Preset(method, bits, tuple(overrides))
     chosen = method.build_for(model) if isinstance(method, Preset) else method
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    make = partial(KVCache, model, chosen, attention=attention, dtype=dtype)
-    make()  # what cannot work is refused here, not at the first token
-
-    def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        asked = kwargs.get("use_cache")
-        wanted = config.use_cache if asked is None else asked
-        return args, kwargs | ({"past_key_values": make()} if wanted and kwargs.get("past_key_values") is None else {})
-
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.pop("past_key_values", None)
-        return plain(*args, past_key_values=make() if given is None else given, **kwargs)
-
-    plain: Any = model.generate
-    hook = model.register_forward_pre_hook(give, with_kwargs=True)
-    merged = nullcontext() if chosen.merged is None else chosen.merged.in_weights(model)
-    try:
-        with merged, patch.object(model, "generate", generate):
-            yield chosen
-    finally:
-        hook.remove()
+    plain = unwrapped(model)
+    check_unrotated(plain.config.get_text_config())
+    settings: Any = {"attention": attention, "dtype": dtype, "quantized_prefill": quantized_prefill}
+    caches = _Caches(plain, chosen, **settings)
+    parts = {plain, *stacks(plain)} if not plain.config.is_encoder_decoder else {plain}
+    with ExitStack() as undo:
+        if chosen.merged is not None:
+            undo.enter_context(chosen.merged.in_weights(plain))
+        KVCache(plain, chosen, **settings)  # what cannot work is refused here, not at the first token
+        if hasattr(plain, "generate"):
+            undo.enter_context(patch.object(plain, "generate", caches.generating(plain.generate)))
+        for part in parts:
+            hook = part.register_forward_pre_hook(caches.before_call, prepend=True, with_kwargs=True)
+            undo.callback(hook.remove)
+        yield chosen
+    caches.warn_of_unread()

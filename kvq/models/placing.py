@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import is_accelerate_available, is_bitsandbytes_available, is_gptqmodel_available
@@ -40,6 +40,11 @@ def onednn_linear() -> Iterator[None]:
 
     with patch.object(nn.Linear, "forward", forward):
         yield
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The transformers model inside of wrappers (`torch.compile`, peft)."""
+    return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
 
 
 def base_of(model: nn.Module) -> Any:

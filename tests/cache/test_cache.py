@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_stored_tensors(model, name, keep):
     packed = residual = 0
     for layer in range(2):
         k, v = (states(21, 2, 2, 128, seed=2 * layer + i).bfloat16() for i in range(2))
-        cache.update(k, v, layer)
+        cache._update(k, v, layer)
         for codec, x in ((chosen.key, k), (chosen.value, v)):
             done = 0 if codec is None else 21 if name == "nsn" else 16  # nsn takes the prefill as one block
             if codec is not None:
@@ -136,7 +136,7 @@ def test_oscars_bits_at_4096_tokens(dtype):
     model = llama(layers=1)
     for size, left in ((3968, 128), (128, 0)):
         cache = KVCache(model, method("oscar", 2, size=size))
-        cache.update(states(4096, 1, 8, 128).to(dtype), states(4096, 1, 8, 128, seed=1).to(dtype), 0)
+        cache._update(states(4096, 1, 8, 128).to(dtype), states(4096, 1, 8, 128, seed=1).to(dtype), 0)
         assert cache.get_seq_length() == 4096
         assert cache.layers[0].key.residual_tokens == left
         assert cache.bits_per_element == 3.0625

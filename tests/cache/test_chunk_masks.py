@@ -100,5 +100,5 @@ def test_an_attention_that_was_not_seen_is_refused() -> None:
     assert cache.token_by_token
     x = states(9, dim=128)
     with pytest.raises(Unsupported, match="layer 1 attends in a way that kvq cannot follow"):
-        cache.update(x, x, 1)
-    cache.update(x[:, :, :1], x[:, :, :1], 0)  # nothing moves
+        cache._update(x, x, 1)
+    cache._update(x[:, :, :1], x[:, :, :1], 0)  # nothing moves

@@ -110,7 +110,7 @@ def test_states_are_rounded_before_they_are_quantized() -> None:
         return codec.decode(codec.encode(x.half(), 8)).float()  # type: ignore[attr-defined]
 
     cache = KVCache(model, chosen, dtype=torch.float16)
-    first = cache.update(*held[0], 0)
+    first = cache._update(*held[0], 0)
     assert torch.equal(first[0], stored(held[0][0], chosen.key))
     assert torch.equal(first[1], stored(held[0][1], chosen.value))
     assert first[0].dtype is torch.float32
@@ -245,7 +245,7 @@ def test_states_of_one_layer_outside_the_range_are_named() -> None:
     with pytest.raises(
         Exception, match="layer 0 keys: NaN or infinite values; check the model's weights and the dtypes"
     ):
-        cache.update(states(8) * 1e5, states(8), 0)
+        cache._update(states(8) * 1e5, states(8), 0)
 
 
 def test_a_loaded_model_gives_its_caches_their_dtype() -> None:

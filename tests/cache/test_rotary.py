@@ -145,7 +145,7 @@ def test_states_without_a_model_have_no_rotations() -> None:
     cache = KVCache(llama(head_dim=32), method())
     x = torch.randn(1, 2, 9, 32)
     with pytest.raises(Unsupported, match="layer 0 keys: the method undoes rotary embeddings, which the model did not"):
-        cache.update(x, x, 0)
+        cache._update(x, x, 0)
 
 
 def feed(model: Any, cache: KVCache, tokens: Tensor, bounds: list[int]) -> Tensor:

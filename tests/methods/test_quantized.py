@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import kvq
 from kvq import methods as calls
@@ -38,8 +38,8 @@ def test_generates_as_with_its_cache_and_undoes_itself(model: PreTrainedModel, n
     if method.is_calibrated:
         text = "".join(chr(97 + number % 26) for number in range(600))
         method = kvq.calibrate(model, method, text, byte_tokenizer(), samples=2, length=128)
-    own = written(model, prompt, past_key_values=kvq.KVCache(model, method))
-    with kvq.quantize(model, method) as used:
+    own = written(model, prompt, past_key_values=kvq.KVCache(model, method, quantized_prefill=True))
+    with kvq.quantize(model, method, quantized_prefill=True) as used:
         assert used is method
         assert written(model, prompt) == own
         assert type(model(input_ids=prompt).past_key_values) is kvq.KVCache
@@ -53,7 +53,8 @@ def test_generates_as_with_its_cache_and_undoes_itself(model: PreTrainedModel, n
 
 def test_by_name_with_overrides_and_in_turn(model: PreTrainedModel) -> None:
     prompt = token_ids(150)
-    with kvq.quantize(model, "kivi", bits=2, overrides=["residual.size=32"], dtype=torch.float16) as method:
+    given = {"overrides": ["residual.size=32"], "dtype": torch.float16, "quantized_prefill": True}
+    with kvq.quantize(model, "kivi", bits=2, **given) as method:
         cache = model(input_ids=prompt).past_key_values
         assert method.residual.key.size == 32
         assert cache.dtype is torch.float16
@@ -61,6 +62,49 @@ def test_by_name_with_overrides_and_in_turn(model: PreTrainedModel) -> None:
     with pytest.raises(ZeroDivisionError), kvq.quantize(model, "nsn", bits=3):
         raise ZeroDivisionError
     assert type(model(input_ids=prompt).past_key_values) is DynamicCache
+
+
+def test_one_forward_reads_quantized_tokens_or_says_that_it_does_not(model: PreTrainedModel) -> None:
+    """The loss of `zero` is another one with a quantized prefill; else a warning, and none where tokens are read."""
+    prompt, zero = token_ids(150), {"overrides": ["residual.size=32"]}
+    full = model(prompt, labels=prompt).loss
+    with pytest.warns(UserWarning, match="only with quantized_prefill=True"), kvq.quantize(model, "zero", **zero):
+        assert model(prompt, labels=prompt).loss == full
+    with kvq.quantize(model, "zero", **zero, quantized_prefill=True):
+        assert abs(model(prompt, labels=prompt).loss - full) > 0.01
+    with kvq.quantize(model, "zero", **zero), torch.no_grad():
+        first = model.model(prompt[:, :140], None, None, None)
+        assert type(first.past_key_values) is kvq.KVCache
+        model.model(prompt[:, 140:], past_key_values=first.past_key_values.fork())
+    with kvq.quantize(model, "fp16"):
+        model(prompt)
+
+
+@pytest.mark.parametrize("where", ["call", "config", "of the model"])
+def test_generate_without_a_cache_is_given_none(model: PreTrainedModel, where: str) -> None:
+    prompt = token_ids(40)
+    given: dict[str, object] = {"call": {"use_cache": False}, "of the model": {}}.get(where, {})
+    if where == "config":
+        given = {"generation_config": GenerationConfig(use_cache=False)}
+    model.generation_config.use_cache = where != "of the model"
+    full = written(model, prompt, **given)
+    with pytest.warns(UserWarning, match="use_cache=False stores nothing"), kvq.quantize(model, "zero"):
+        assert written(model, prompt, **given) == full
+
+
+def test_the_inner_of_two_statements_holds(model: PreTrainedModel) -> None:
+    prompt = token_ids(9)
+    given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 2, "return_dict_in_generate": True}
+    with kvq.quantize(model, "zero", quantized_prefill=True):
+        with kvq.quantize(model, "identity", quantized_prefill=True):
+            for made in (model(prompt), model.model(prompt), model.generate(prompt, pad_token_id=0, **given)):
+                assert made.past_key_values.method.name == "identity"
+        assert model(prompt).past_key_values.method.name == "zero"
+    rotated = kvq.method_for(model, "quarot", 4, ["merge_rotation=true"])
+    with kvq.quantize(model, rotated, quantized_prefill=True):
+        model(prompt)
+        with pytest.raises(Unsupported, match="an outer `with` rotates"), kvq.quantize(model, "identity"):
+            pass
 
 
 def test_what_cannot_be_is_one_line(model: PreTrainedModel) -> None:
