@@ -160,9 +160,8 @@ def stacks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _is_stack(type(module))]
 
 
-@functools.cache
 def _is_stack(kind: Any) -> bool:
-    names = inspect.signature(kind.forward).parameters
+    names = _signature(kind.forward).parameters
     takes = (any(name in names for name in group) for group in (_TOKEN_NAMES, _CACHE_NAMES))
     return all(takes) and "attention_mask" in names and "decoder_input_ids" not in names
 
@@ -195,7 +194,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def _takes_cache(kind: Any) -> bool:
-    names = inspect.signature(kind.forward).parameters
+    names = _signature(kind.forward).parameters
     takes = (any(name in names for name in group) for group in (_MASK_NAMES, _CACHE_NAMES))
     return "hidden_states" in names and all(takes)
 
