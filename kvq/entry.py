@@ -11,10 +11,10 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 COMMANDS = {
     "ls": "kvq.config.explain",
@@ -35,27 +35,22 @@ _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _stopped: list[int] = []  # the exit status of a signal
 
 
+def _ending(work: Callable[..., Any]) -> Any:
+    def guarded(*given: Any) -> Any:
+        try:
+            return work(*given)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still buffered
+            closed = error.errno == errno.EPIPE  # 141, as a shell says of what SIGPIPE ended
+            sys.exit(128 + 13 if closed else f"error: standard output: {error.strerror or error}")
+
+    return guarded
+
+
 class _Output(io.TextIOWrapper):
     """Standard output that ends the command where it cannot be written: silently if its reader has gone (`| head`)."""
 
-    def write(self, text: str) -> int:
-        with _ending():
-            return super().write(text)
-
-    def flush(self) -> None:
-        with _ending():
-            super().flush()
-
-
-@contextmanager
-def _ending() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still buffered
-        if error.errno != errno.EPIPE:
-            sys.exit(f"error: standard output: {error.strerror or error}")
-        sys.exit(128 + 13)  # as a shell says of what SIGPIPE ended
+    write, flush = _ending(io.TextIOWrapper.write), _ending(io.TextIOWrapper.flush)
 
 
 def main() -> NoReturn:
