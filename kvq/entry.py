@@ -76,11 +76,13 @@ def enter(module: str) -> NoReturn:
         sys.stdout = _Output(out.detach(), encoding, "replace", line_buffering=buffered)
     try:
         status = importlib.import_module(module).main()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+    except SystemExit as end:  # of argparse, or of what could not be written
+        status = end.code
     except BaseException:
         if not _stopped:
             raise
+    if sys.stdout is not None:
+        sys.stdout.flush()
     sys.exit(_stopped[0] if _stopped else status)
 
 
