@@ -65,7 +65,7 @@ report: figures ## write results/report.html: tables, an interactive plot, figur
 	$(BIN)/python -m kvq.report.html
 
 leaderboard: setup ## write results/leaderboard.html: methods by model and budget of measured bits; needs no model
-	$(BIN)/python -m kvq.recommend.leaderboard
+	$(BIN)/kvq leaderboard
 
 screenshot: setup ## take docs/report.png of the report of the committed records; needs chromium and chromedriver
 	$(BIN)/python experiments/docs/screenshot.py

@@ -45,7 +45,6 @@ ALLOWED = {
     "papers": {"config", "report", "results"},
     "runner": RUNS,
     "sweep": RUNS | {"report", "runner"},
-    "recommend": RUNS | {"report"},
     "cli": {"config", "papers", "sweep", "__version__"},
     "__init__": {"cache", "calibration", "methods", "report"},
 }

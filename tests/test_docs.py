@@ -20,6 +20,7 @@ from experiments.docs.places import PLACE, filled
 from kvq import KVCache, cli
 from kvq.config import compose, conf_dir, resolve
 from kvq.config.choices import find
+from kvq.config.plugins import commands
 from kvq.entry import COMMANDS
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
@@ -278,7 +279,7 @@ def test_commands_exist_and_compose(page: Path) -> None:
         if words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= targets, line
         elif words[0] == "kvq":
-            assert words[1] in COMMANDS, line
+            assert words[1] in COMMANDS | commands(), line
         elif words[1] == "-m":
             assert not words[2].startswith("kvq") or importlib.util.find_spec(words[2]), line
         elif words[1] == "run.py" and words[2] not in COMMANDS and not re.search(r"--config-dir|<|\.\.\.", line):
@@ -342,7 +343,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
 
 
 def test_lines_to_paste_are_those_of_the_presets() -> None:
-    """docs/engines.md's commands are what `python -m kvq.recommend` prints for the same format."""
+    """docs/engines.md's commands are what `kvq recommend` prints for the same format."""
     rows = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| `(engine/[\w/]+)", ENGINES.read_text(), re.M)
     assert len(rows) > 45
     for line, preset in rows:

@@ -5,6 +5,12 @@ from kvq.config.plugins import Plugin
 PLUGIN = Plugin(
     "kvq_lab",
     has_versions=True,
+    commands={
+        "allocate": "kvq_lab.allocate",
+        "export": "kvq_lab.export",
+        "leaderboard": "kvq_lab.leaderboard",
+        "recommend": "kvq_lab.advisor",
+    },
     tasks={
         "conversation": "kvq_lab.conversation",
         "drift": "kvq_lab.trajectory",

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, RecordError
 from kvq.methods.build import method_of
-from kvq.recommend import allocate
-from kvq.recommend.allocate import FULL, Costs, Option, Place
 from kvq.results import Record, Store
+from kvq_lab import allocate
+from kvq_lab.allocate import FULL, Costs, Option, Place
 from tests.results import made
 
 PLACES: list[Place] = [(layer, side) for layer in range(2) for side in ("key", "value")]

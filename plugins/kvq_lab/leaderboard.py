@@ -6,11 +6,6 @@ bits. Needles and speed are those of the same preset and bits on the same model,
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from kvq.entry import enter
-
-    enter("kvq.recommend.leaderboard")
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -167,7 +162,7 @@ def is_of_decoding(table: Table) -> bool:
 
 def page(found: Sequence[Entry]) -> str:
     """The page: works offline; its only links are to records in the same folder."""
-    source = resources.files("kvq.recommend").joinpath("leaderboard.html.j2").read_text(encoding="utf-8")
+    source = resources.files("kvq_lab").joinpath("leaderboard.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
     for entry in found:

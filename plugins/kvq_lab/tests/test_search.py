@@ -21,7 +21,7 @@ from kvq.errors import ConfigError
 from kvq.report.figures.cost import search_figure, search_table, searches
 from kvq.results import Store
 from kvq.results.statistics import dominated, hypervolume
-from kvq.sweep.search import Search, Settings, Space, Trial
+from kvq_lab.search import Search, Settings, Space, Trial
 
 POINTS = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), max_size=6)
 
@@ -89,7 +89,7 @@ def searched(folder: Path, seed: int = 0, sampler: str = "nsga2", trials: int = 
 
 
 def test_the_command_line_has_the_same_defaults() -> None:
-    from hydra_plugins.kvq_experiments import _SEARCH
+    from hydra_plugins.kvq_search import _SEARCH
 
     given = {name: value for name, value in _SEARCH.items() if name not in ("_target_", "max_batch_size", "params")}
     assert given == asdict(Settings())

@@ -10,10 +10,10 @@ import pytest
 
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
-from kvq.recommend import leaderboard
-from kvq.recommend.leaderboard import BUDGETS, budget_of, entries, page
 from kvq.results import Record, Store, run_key
 from kvq.results.versions import versions_of
+from kvq_lab import leaderboard
+from kvq_lab.leaderboard import BUDGETS, budget_of, entries, page
 from tests.report import sweeps
 from tests.results import made
 

@@ -7,11 +7,6 @@ as measured; a greedy one and the best single width are printed next to it.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from kvq.entry import enter
-
-    enter("kvq.recommend.allocate")
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,9 +9,9 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.errors import ConfigError, RecordError
-from kvq.recommend import advisor as recommend
 from kvq.results import Record, Store, run_key
 from kvq.results.versions import versions_of
+from kvq_lab import advisor as recommend
 from tests.report import sweeps
 
 CONTEXT = ("model=tiny", "context=2048")

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from kvq.config.explain import choices
-from kvq.recommend.export import main
+from kvq_lab.export import main
 
 FORMATS = [name for name in choices()["method"] if name.startswith("engine/")]
 FIRST = {name.partition("_")[0]: name for name in reversed(FORMATS)}

@@ -1,15 +1,10 @@
-"""`python -m kvq.recommend model=llama_3_1_8b context=32768 engine=llamacpp memory=2GiB`: which cache format to take.
+"""`kvq recommend model=llama_3_1_8b context=32768 engine=llamacpp memory=2GiB`: which cache format to take.
 
 At most three choices, each with the line to paste, its bytes at the context and batch asked for, its loss with error
 and the tail of its KL, and what that rests on. A format within noise of a cheaper one is never among them.
 """
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    from kvq.entry import enter
-
-    enter("kvq.recommend.advisor")
 
 import functools
 import re
@@ -22,7 +17,6 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, composed
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
 from kvq.models.shapes import CacheShape, cache_shape
-from kvq.recommend.leaderboard import is_of_decoding
 from kvq.report.command import answered, given_words, number
 from kvq.report.comparisons import Comparisons, Verdicts, samples_of, unbeaten
 from kvq.report.labels import BY_ENGINE
@@ -32,14 +26,15 @@ from kvq.results import Record, Store
 from kvq.results.statistics import fewest_to_differ
 from kvq.tasks.memory import rows_of
 from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
+from kvq_lab.leaderboard import is_of_decoding
 
 MOST = 3
 """Choices that are printed."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _USAGE = """Which cache format to take, from the records of this folder.
 
-  python -m kvq.recommend model=llama_3_1_8b context=32768 engine=llamacpp memory=2GiB
-  python -m kvq.recommend model=smollm2_135m context=8192 loss=0.02
+  kvq recommend model=llama_3_1_8b context=32768 engine=llamacpp memory=2GiB
+  kvq recommend model=smollm2_135m context=8192 loss=0.02
 
   model=NAME      a model of conf/model (python run.py ls models), or hf with model.path=
   context=TOKENS  of each sequence

@@ -7,11 +7,6 @@ says so.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from kvq.entry import enter
-
-    enter("kvq.recommend.export")
-
 import json
 from collections.abc import Sequence
 

@@ -1,1 +1,0 @@
-"""Decisions from records: which cache format to take, and how many bits each layer is given."""
