@@ -338,7 +338,8 @@ def padding_of(mask: Any) -> list[int] | None:
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         form = f"of {mask.ndim} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise Unsupported(
-            f"attention_mask: {form}, which hides from the cache who attends to whom; a tensor [batch, tokens], or none"
+            f"attention_mask: {form}, which hides from the cache who attends to whom; give a tensor "
+            "[batch, tokens] or leave it out"
         )
     if bool(mask.all()):
         return None
