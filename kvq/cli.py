@@ -170,7 +170,8 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
     changed = {"HYDRA_FULL_ERROR": "1"}
     if (own := plugins.folder_in_use()) is not None:
         changed["PYTHONPATH"] = plugins.import_path(own)
-    with tempfile.TemporaryDirectory(prefix="kvq-"):
+    with tempfile.TemporaryDirectory(prefix="kvq-") as scratch:
+        changed["KVQ_SCRATCH"] = scratch
         before = {name: os.environ.get(name) for name in changed}
         words = sys.argv
         os.environ.update(changed)
