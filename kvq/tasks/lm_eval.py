@@ -32,6 +32,7 @@ from kvq.models.load import model_folder
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.versions import code_behind
+from kvq.tasks.decoding import check_settings, without_effect
 from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
@@ -100,15 +101,33 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
         if name in manager.all_tags:
             parts[name] = Part(list(loaded["tasks"]), by_size=True)
         parts |= {label: _part(group) for label, group in loaded["groups"].items()}
+    _change_generation(task, out)
     for one in out.values():
-        if task.generation and one.get_config("output_type") == "generate_until":
-            one.set_config(key="generation_kwargs", value=dict(task.generation), update=True)
         if task.num_fewshot is not None and one.get_config("num_fewshot") != 0:
             one.set_config(key="num_fewshot", value=task.num_fewshot)
         elif one.get_config("num_fewshot") is None:
             one.set_config(key="num_fewshot", value=0)
         one.set_fewshot_seed(seed=_FEWSHOT_SEED)
     return out, parts
+
+
+def _change_generation(task: LmEvalConfig, tasks: Mapping[str, Any]) -> None:
+    """Change the generation settings of tasks as `task.generation` says.
+
+    Raises:
+        ConfigError: a setting that is not followed or has no effect, there or in a task's file.
+    """
+    changes = task.generation or {}
+    check_settings("task.generation", changes)
+    generating = {name: one for name, one in tasks.items() if one.get_config("output_type") == "generate_until"}
+    if changes and not generating:
+        raise ConfigError(f"task.generation={changes}: none of {', '.join(tasks)} generates an answer")
+    for name, one in generating.items():
+        if changes:
+            one.set_config(key="generation_kwargs", value=dict(changes), update=True)
+        settings = check_settings(f"{name}: generation_kwargs", one.get_config("generation_kwargs") or {})
+        for key in changes.keys() & without_effect(settings).keys():
+            raise ConfigError(f"task.generation.{key}={changes[key]}: {name} answers greedily; add do_sample: true")
 
 
 def _part(group: Any) -> Part:

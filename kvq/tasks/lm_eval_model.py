@@ -20,9 +20,12 @@ if __name__ == "__main__":
 import hashlib
 import json
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
@@ -37,15 +40,16 @@ from kvq.config import Config
 from kvq.config.explain import choices, composed
 from kvq.config.tasks import Prefill
 from kvq.data.text import begun, in_embedding
-from kvq.errors import ConfigError, DataError, KvqError, printable
+from kvq.errors import ConfigError, DataError, KvqError, one_line, printable
 from kvq.methods.build import method_of
 from kvq.methods.method import bind_kept_keys
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.provenance import timed
+from kvq.tasks.decoding import Decoder, check_settings, without_effect
 from kvq.tasks.items import read_in_batches
 from kvq.tasks.measurement import storage_metrics
-from kvq.tasks.reader import Pick, Reader, Sampler, check_prefill, end_tokens, greedy, stop_at
+from kvq.tasks.reader import Reader, check_prefill, end_tokens, stop_at
 
 Logits = Float[Tensor, "batch vocab"]
 Tokens = tuple[int, ...]
@@ -85,6 +89,7 @@ class CacheLM(HFLM):
         self.odd: dict[str, str] = {}
         self.together: dict[str, int] = {}
         self._asked: dict[tuple[Any, ...], str] = {}
+        self._checked: dict[str, dict[str, Any]] = {}
         self._until_end = end_tokens(reader.loaded, tokenizer)
 
     def tok_encode(self, string: str, *args: Any, **kwargs: Any) -> list[int]:
@@ -133,8 +138,9 @@ class CacheLM(HFLM):
         # Contexts that are scored one by one need not be joined.
         rows = self.rows if self.reader.prefill is Prefill.whole else 1
         with tqdm(total=len(options), desc="contexts", unit="context", leave=False, disable=None) as bar:
-            for batch, cache, logits, cost in self._read(list(options), rows):
-                for row, context in enumerate(batch):
+            contexts = list(options)
+            for batch, cache, logits, cost in self._read(contexts, rows):
+                for row, context in enumerate(contexts[index] for index in batch):
                     own = cache if logits.shape[0] == 1 else cache.sequence(row)
                     scored = self._score_all(context, own, logits[row : row + 1], options[context])
                     scored[0]["cost"] |= cost  # which the first option pays for
@@ -183,8 +189,8 @@ class CacheLM(HFLM):
 
     def _read(
         self, contexts: Sequence[Tokens], rows: int | None
-    ) -> Iterator[tuple[list[Tokens], KVCache, Logits, dict[str, float]]]:
-        """Batches of contexts, each with its cache, the logits after each context, and the cost of reading one."""
+    ) -> Iterator[tuple[list[int], KVCache, Logits, dict[str, float]]]:
+        """Batches of contexts: indices, the cache, the logits after each context, and the cost of reading one."""
         reading = self._copied(contexts) if self.copies > 1 else read_in_batches(self.reader, contexts, rows)
         while True:
             before, cost = self.reader.tokens_read, dict[str, float]()
@@ -195,7 +201,7 @@ class CacheLM(HFLM):
             batch, cache, logits = found
             cost["read_tokens"] = float(self.reader.tokens_read - before)
             each = {name: value / logits.shape[0] for name, value in cost.items()}
-            yield [contexts[index] for index in batch], cache, logits, each
+            yield batch, cache, logits, each
 
     def _copied(self, contexts: Sequence[Tokens]) -> Iterator[tuple[list[int], KVCache, Logits]]:
         """Each context as a batch of copies, of which the first counts."""
@@ -204,21 +210,28 @@ class CacheLM(HFLM):
             yield [index], cache, logits
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Generate an answer to each request, greedily unless its settings ask for sampling."""
-        wanted = [self._wanted(request) for request in requests]
-        keys = [self._key("generate", context, settings) for context, settings in wanted]
-        groups: dict[str, dict[Tokens, str]] = {}
-        for key, (context, settings) in zip(keys, wanted, strict=True):
-            if key not in self.journal.rows:
-                groups.setdefault(json.dumps(settings, sort_keys=True), {})[context] = key
+        """Generate an answer to each request, greedily unless its settings ask for sampling.
+
+        Requests that are equal (`repeats` of a task) are draws of their own under sampling, and one answer without.
+        """
+        keys, drawn = [], Counter[str]()
+        groups: dict[str, dict[str, tuple[Tokens, int]]] = {}
+        for context, settings in map(self._wanted, requests):
+            key = self._key("generate", context, settings)
+            draw = drawn[key] if settings["do_sample"] else 0
+            drawn[key] += 1
+            keys.append(self._key("generate", context, settings, draw) if draw else key)
+            if keys[-1] not in self.journal.rows:
+                groups.setdefault(json.dumps(settings, sort_keys=True), {})[keys[-1]] = context, draw
         with tqdm(total=len(set(keys)), desc="answers", unit="answer", leave=False, disable=None) as bar:
             bar.update(len(set(keys) & self.journal.rows.keys()))
-            for given, contexts in groups.items():
-                for batch, cache, logits, cost in self._read(list(contexts), self.rows):
-                    answers = self._answers(batch, cache, logits, json.loads(given))
+            for given, asked in groups.items():
+                names, draws = list(asked), list(asked.values())
+                for batch, cache, logits, cost in self._read([context for context, _ in draws], self.rows):
+                    answers = self._answers([draws[index] for index in batch], cache, logits, json.loads(given))
                     rows = [
-                        {"item": contexts[context], "sample": answer, "cost": cost | spent}
-                        for context, (answer, spent) in zip(batch, answers, strict=True)
+                        {"item": names[index], "sample": answer, "cost": cost | spent}
+                        for index, (answer, spent) in zip(batch, answers, strict=True)
                     ]
                     self.journal.add(rows)
                     bar.update(len(batch))
@@ -227,10 +240,7 @@ class CacheLM(HFLM):
     def _wanted(self, request: Instance) -> tuple[Tokens, dict[str, Any]]:
         """The context's tokens, cut as `HFLM` cuts them, and the settings of the answer."""
         text, given = request.args
-        settings: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
-        end = self.eot_token_id
-        eos = None if end is None else self.tok_decode(end, skip_special_tokens=False)
-        settings["until"] = handle_stop_sequences(settings.get("until"), eos=eos)
+        settings = self._settings(given)
         most = self.max_length - settings["max_gen_toks"]
         if most < 1:
             raise ConfigError(
@@ -240,10 +250,38 @@ class CacheLM(HFLM):
         limit = f"{most} and an answer"
         return self._context(_name(request), self.tok_encode(text), most, "answered", limit), settings
 
+    def _settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of an answer under lm-eval's names; equal ones are checked once.
+
+        Raises:
+            ConfigError: a setting that is unknown, cannot be followed, or has a value that transformers does not take.
+        """
+        kept = check_settings("generation_kwargs", given)
+        name = repr(kept)
+        if name in self._checked:
+            return self._checked[name]
+        try:
+            settings: dict[str, Any] = dict(normalize_gen_kwargs(kept, self.max_gen_toks))
+            end = self.eot_token_id
+            eos = None if end is None else self.tok_decode(end, skip_special_tokens=False)
+            settings["until"] = handle_stop_sequences(settings.get("until"), eos=eos)
+            if settings["max_gen_toks"] < 1:
+                raise ValueError(f"max_gen_toks={settings['max_gen_toks']}: at least 1")
+            if settings["do_sample"] and settings.get("temperature", 0.0) == 0:
+                raise ValueError("do_sample=true: needs a temperature above 0, such as temperature=1.0")
+            json.dumps(settings)
+            vocabulary = torch.zeros(1, self.model.config.get_text_config().vocab_size)
+            Decoder(settings, [0], self._until_end)(vocabulary)
+        except (IndexError, TypeError, ValueError) as error:
+            raise ConfigError(f"generation_kwargs: {one_line(error, 200)}") from error
+        if ignored := without_effect(kept):
+            warnings.warn(f"generation_kwargs {ignored}: without effect, as the answers are greedy", stacklevel=2)
+        return self._checked.setdefault(name, settings)
+
     def _answers(
-        self, batch: Sequence[Tokens], cache: KVCache, logits: Logits, settings: dict[str, Any]
+        self, batch: Sequence[tuple[Tokens, int]], cache: KVCache, logits: Logits, settings: dict[str, Any]
     ) -> list[tuple[dict[str, Any], dict[str, float]]]:
-        """Sample and cost of an answer to each context of a batch."""
+        """Sample and cost of an answer to each context of a batch; a context comes with the number of its draw."""
         stored: dict[int, dict[str, float]] = {}
 
         def leave(row: int, own: KVCache) -> None:
@@ -251,12 +289,12 @@ class CacheLM(HFLM):
 
         until = settings["until"]
         ends = stop_at(self.tokenizer, self._until_end, until)
-        picks = [self._pick(context, settings) for context in batch for _ in range(self.copies)]
+        picks = [self._decoder(*one, settings) for one in batch for _ in range(self.copies)]
         seconds: dict[str, float] = {}
         with timed(seconds, "decode", device=self.reader.loaded.device):
             rows = self.reader.write(cache, logits, settings["max_gen_toks"], ends, picks, leave)
         out, each = [], seconds["decode"] / len(rows)
-        for index, (context, row) in enumerate(zip(batch, rows[:: self.copies], strict=True)):
+        for index, ((context, _), row) in enumerate(zip(batch, rows[:: self.copies], strict=True)):
             text = self.tok_decode(row[:-1] if row[-1] in self._until_end else row)
             text = postprocess_generated_text(generation=text, stop=until, think_end_token=None)
             spent = {"prompt_tokens": float(len(context)), "new_tokens": float(len(row)), "decode": each}
@@ -264,13 +302,9 @@ class CacheLM(HFLM):
             out.append((sample, spent | stored[index * self.copies]))
         return out
 
-    def _pick(self, context: Tokens, settings: Mapping[str, Any]) -> Pick:
-        if not (settings.get("do_sample") and settings.get("temperature", 0.0) > 0):
-            return greedy
-        digest = hashlib.sha256(repr((self.seed, context)).encode()).digest()
-        return Sampler(
-            settings["temperature"], settings.get("top_p"), settings.get("top_k"), int.from_bytes(digest[:7], "big")
-        )
+    def _decoder(self, context: Tokens, draw: int, settings: Mapping[str, Any]) -> Decoder:
+        digest = hashlib.sha256(repr((self.seed, context, draw) if draw else (self.seed, context)).encode()).digest()
+        return Decoder(settings, context, self._until_end, int.from_bytes(digest[:7], "big"))
 
     def _key(self, *request: Any) -> str:
         """Name of a request in the journal."""

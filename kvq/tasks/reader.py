@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -312,30 +311,6 @@ def _beginnings(common: Sequence[int], place: int, start: int) -> list[int]:
 def greedy(logits: Logits) -> Int[Tensor, " batch"]:
     """The most likely token of each row."""
     return logits.argmax(-1)
-
-
-@dataclass
-class Sampler:
-    """Nucleus sampling (`top_p`, `top_k`: null = all) at a temperature, with its own random generator."""
-
-    temperature: float
-    top_p: float | None
-    top_k: int | None
-    seed: int
-
-    def __post_init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(self.seed)
-
-    def __call__(self, logits: Logits) -> Int[Tensor, " batch"]:
-        """The next token of each row, drawn on the CPU so that all devices use the same random numbers."""
-        probabilities = torch.softmax(logits.double().cpu() / self.temperature, -1)
-        ordered, tokens = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-        if self.top_k is not None:
-            ordered[:, self.top_k :] = 0
-        if self.top_p is not None:
-            ordered[ordered.cumsum(-1) - ordered >= self.top_p] = 0
-        drawn = torch.multinomial(ordered, 1, generator=self._generator)
-        return tokens.gather(-1, drawn)[:, 0].to(logits.device)
 
 
 def stop_at(tokenizer: Any, end_tokens: Sequence[int], until: Sequence[str]) -> Ends:

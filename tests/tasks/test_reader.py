@@ -13,8 +13,9 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
+from kvq.tasks.decoding import Decoder
 from kvq.tasks.items import TOKENS, batches_of, read_in_batches
-from kvq.tasks.reader import Reader, Sampler, answer_text, check_prefill, stop_at
+from kvq.tasks.reader import Reader, answer_text, check_prefill, stop_at
 from tests.data.byte_tokenizer import byte_tokenizer
 from tests.families import family
 from tests.random_models import in_double_precision, random_llama, token_ids
@@ -159,16 +160,17 @@ class Nucleus(LogitsProcessor):
 
 def test_sampling_draws_from_the_nucleus_at_its_temperature() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.5, -1.0, -3.0]])
-    sampler = Sampler(temperature=0.7, top_p=0.9, top_k=None, seed=3)
+    settings = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+    sampler = Decoder(settings, [0], [], seed=3)
     drawn = torch.cat([sampler(logits) for _ in range(4000)])
     kept = LogitsProcessorList([Nucleus(0.9)])(torch.zeros(1, 1), logits.double() / 0.7)
     expected = torch.softmax(kept, -1)[0]
     counts = torch.bincount(drawn, minlength=5) / 4000
     assert (counts[expected == 0] == 0).all()
     assert (counts - expected).abs().max() < 0.03
-    again = Sampler(temperature=0.7, top_p=0.9, top_k=None, seed=3)
+    again = Decoder(settings, [0], [], seed=3)
     assert torch.cat([again(logits) for _ in range(20)]).tolist() == drawn[:20].tolist()
-    assert int(Sampler(temperature=1.0, top_p=None, top_k=1, seed=0)(logits)) == 0
+    assert int(Decoder({"do_sample": True, "top_k": 1}, [0], [])(logits)) == 0
 
 
 def test_an_answer_ends_at_its_stop_text() -> None:
