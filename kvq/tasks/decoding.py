@@ -121,7 +121,7 @@ class Decoder:
 
     def scores(self, logits: Float[Tensor, "1 vocab"]) -> Float[Tensor, "1 vocab"]:
         """What the next token is chosen by, in double precision on the CPU: all devices use the same random numbers."""
-        return self._processors(torch.tensor([self._tokens]), logits.double().cpu())
+        return self._processors(torch.LongTensor([self._tokens]), logits.double().cpu())
 
     def __call__(self, logits: Float[Tensor, "1 vocab"]) -> Int[Tensor, " 1"]:
         """The next token."""
