@@ -220,7 +220,6 @@ def test_sampling_is_drawn_by_its_seed_and_averaged(given: list[str], tmp_path: 
         ("task.tasks=???", "give task.tasks="),
         ("task.repeats=2", "set task.generation.do_sample=true"),
         ("task.generation={max_gen_toks: 600}", "leaves no room for a prompt"),
-        ("task.generation={num_beams: 4}", "task.generation.num_beams=4: cannot be followed"),
         ("task.generation={temperature: 0.6}", "say answers greedily; add do_sample: true"),
         ("task.generation={top_p: 0.6,do_smple: true}", "task.generation.do_smple=True: unknown setting. Did you mean"),
         ("residual=none", "use task.prefill=whole"),
