@@ -146,7 +146,7 @@ VALUES = [
     (["method.key.quantizer.clip=-0.5"], "clip=-0.5"),
     (["method=oscar", "method.key.stages.norm=3"], "stages.norm=3: a mapping whose _target_ is a kvq.codecs.Stage"),
     (["~method.key.quantizer._target_"], "quantizer={.*}: a mapping whose _target_ is a kvq.codecs.Quantizer"),
-    (["method.key.order=null"], "a codec has stages .* and an order"),
+    (["method.key.order=3"], "a codec has stages .* and an order"),
     (["method.key.order=[norm]"], "norm"),
     (["method.bits_range=[8,2]"], "bits"),
     (["residual.value=${seed}"], "residual.value=0: a group of settings, not a value"),

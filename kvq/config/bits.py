@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -152,7 +153,7 @@ def _checked(key: Any, value: Any, given: Any, real: bool) -> Bits:
     numbers = [_number(side, real) for side in (key, value)]
     lowest = MIN_REAL if real else MIN_BITS
     if any(number is None or not lowest <= number <= MAX_BITS for number in numbers):
-        allowed = f"whole numbers {_FORMS}{f'; fractions from {lowest} where a method takes them' if real else ''}"
+        allowed = f"whole numbers {_FORMS}; fractions from {MIN_REAL} where a method takes them"
         raise ConfigError(f"bits={'null' if given is None else given}: {allowed}")
     return Bits(*(number for number in numbers if number is not None))
 
@@ -162,5 +163,7 @@ def _number(side: Any, real: bool) -> float | int | None:
     if isinstance(side, str) and re.fullmatch(_NUMBER if real else "[0-9]{1,3}", side):
         side = float(side)
     elif isinstance(side, bool) or not isinstance(side, int | (float if real else int)):
+        return None
+    if isinstance(side, float) and not math.isfinite(side):
         return None
     return int(side) if side == int(side) else float(side)

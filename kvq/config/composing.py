@@ -12,7 +12,8 @@ import copy
 import functools
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode, open_dict
 
 from kvq.config import plugins
 from kvq.config.bits import Bits, first_width, parse_bits
@@ -30,6 +31,7 @@ from kvq.config.choices import CONFIG_NAME, find, register_rows
 from kvq.config.method import with_current_names
 from kvq.config.run import LOGGERS, Config
 from kvq.config.tasks import SCHEMAS
+from kvq.errors import ConfigError
 
 VERSION_BASE = "1.3"
 _EXPERIMENT = "experiment"  # a group whose files set every part
@@ -159,6 +161,7 @@ def compose_with_hydra(folders: Sequence[Path], overrides: Sequence[str]) -> Com
     choices = {str(group): name for group, name in config.hydra.runtime.choices.items()}
     with open_dict(config):
         del config["hydra"]
+        _with_texts(config, map(_parsed, overrides))
     return Composition(config, choices)
 
 
@@ -242,6 +245,27 @@ def _with_values(pickled: bytes, values: Sequence[Override]) -> DictConfig:
 def _updated(config: DictConfig, values: Sequence[Override]) -> DictConfig:
     for override in values:
         OmegaConf.update(config, override.key_or_group, copy.deepcopy(override.value()), merge=True)
+    return _with_texts(config, values)
+
+
+def _with_texts(config: DictConfig, overrides: Iterable[Override]) -> DictConfig:
+    """Words of settings that are texts as they were typed: Hydra reads 1.10 and 2024_11_26 as numbers."""
+    for override in overrides:
+        if override.is_delete() or override.is_sweep_override() or override.package is not None:
+            continue
+        parent, _, name = override.key_or_group.rpartition(".")
+        node = OmegaConf.select(config, parent) if parent else config
+        typed, value = (override.input_line or "").partition("=")[2].strip(), override.value()
+        if not isinstance(node, DictConfig) or name not in node:
+            continue
+        setting = node._get_node(name)
+        if isinstance(setting, StringNode) and isinstance(value, bool | int | float):
+            node[name] = typed
+        elif isinstance(setting, ListConfig) and setting._metadata.element_type is str and isinstance(value, list):
+            words = set(re.split(r"[\s,\[\]]+", typed))
+            changed = [one for one in value if isinstance(one, bool | int | float) and str(one) not in words]
+            if changed:
+                raise ConfigError(f"{typed}: {name} holds texts; quote what looks like a number ('\"1.10\"')")
     return config
 
 

@@ -148,6 +148,16 @@ class CalibrationConfig:
 CodecSettings = Annotated[Any, check_codec]
 
 
+def _with_orders(settings: Any) -> Any:
+    """The settings of a codec, where an order that is null or absent is that in which the stages stand."""
+    if isinstance(settings, Mapping):
+        parts = {name: _with_orders(part) for name, part in settings.items()}
+        if isinstance(parts.get("stages"), dict) and parts.get("order") is None:
+            parts["order"] = list(parts["stages"])
+        return parts
+    return [_with_orders(part) for part in settings] if isinstance(settings, list) else settings
+
+
 @dataclass
 class FirstLayersConfig:
     """Codecs of the first `count` layers, where they are not those of the others (None: as the others)."""
@@ -158,7 +168,7 @@ class FirstLayersConfig:
 
     def __post_init__(self) -> None:
         check_limits("method.first_layers", self)
-        self.key, self.value = (with_names(codec, current_names()) for codec in (self.key, self.value))
+        self.key, self.value = (_with_orders(with_names(codec, current_names())) for codec in (self.key, self.value))
 
 
 @dataclass
@@ -212,7 +222,7 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         check_limits("method", self)
-        self.key, self.value = (with_names(codec, current_names()) for codec in (self.key, self.value))
+        self.key, self.value = (_with_orders(with_names(codec, current_names())) for codec in (self.key, self.value))
         self.token_policy = with_names(self.token_policy, current_names())
         for side in self.full_precision_layers:
             if side not in ("key", "value"):

@@ -5,6 +5,7 @@ Files are jsonl, json, parquet, arrow, text, folders of them, and saved datasets
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
@@ -115,11 +116,26 @@ def _file_rows(path: Path, field: str) -> tuple[str, ...]:
 
 
 def _text(path: Path, _field: str) -> tuple[str, ...]:
-    return (path.read_text(encoding="utf-8"),)
+    return (read_text(path),)
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark, whose lines end in a newline.
+
+    Raises:
+        OSError, ValueError: a file that cannot be read, or has another encoding.
+    """
+    return _decoded(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _decoded(data: bytes) -> str:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4096]:
+        raise ValueError("no UTF-8 text, but UTF-16 or binary; save it as UTF-8")
+    return data.decode("utf-8-sig")
 
 
 def _json(path: Path, field: str) -> tuple[str, ...]:
-    return tuple(_text_of(record, field, path) for record in json_records(path))
+    return tuple(_text_of(record, field, f"row {row} of {path}") for row, record in enumerate(json_records(path), 1))
 
 
 def json_records(path: Path) -> list[Any]:
@@ -128,11 +144,16 @@ def json_records(path: Path) -> list[Any]:
     Not by `datasets.load_dataset`, which is slower, copies a file into a cache in the home folder, and turns text that
     reads like a date into a date (docs/architecture.md, Libraries).
     """
-    text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
-    lines = [text] if text.lstrip().startswith("[") else filter(str.strip, text.split("\n"))
-    records = [json.loads(line) for line in lines]
-    if records and isinstance(records[0], list):
-        return list(records[0])
+    text = _decoded(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    records = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
     return records
 
 
@@ -175,16 +196,16 @@ def _column(table: Any, field: str, where: str) -> tuple[str, ...]:
     _check_field(table.column_names, field, where)
     values = table[field]
     texts = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
-    return tuple(_checked(text, field, where) for text in texts)
+    return tuple(_checked(text, field, f"row {row} of {where}") for row, text in enumerate(texts, 1))
 
 
-def _text_of(record: Any, field: str, path: Path) -> str:
+def _text_of(record: Any, field: str, where: str) -> str:
     if isinstance(record, str):
-        return _checked(record, field, str(path))
+        return _checked(record, field, where)
     if not isinstance(record, dict):
-        raise DataError(f"dataset.path={path}: a record is {type(record).__name__}, not an object with {field!r}")
-    _check_field(record, field, str(path))
-    return _checked(record[field], field, str(path))
+        raise DataError(f"dataset.path: {where} is {type(record).__name__}, not an object with {field!r}")
+    _check_field(record, field, where)
+    return _checked(record[field], field, where)
 
 
 def _check_field(names: Iterable[str], field: str, where: str) -> None:
@@ -196,14 +217,12 @@ def _check_field(names: Iterable[str], field: str, where: str) -> None:
 
 def _checked(text: Any, field: str, where: str) -> str:
     if not isinstance(text, str):
-        raise DataError(f"dataset.text_field={field}: a row of {where} holds {type(text).__name__}, not text")
+        raise DataError(f"dataset.text_field={field}: {where} holds {type(text).__name__}, not text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # half of a surrogate pair
         odd = f"\\u{ord(text[error.start]):04x}"
-        raise DataError(
-            f"dataset.text_field={field}: a row of {where} holds {odd}, which no text is encoded with"
-        ) from error
+        raise DataError(f"dataset.text_field={field}: {where} holds {odd}, which no text is encoded with") from error
     return text
 
 

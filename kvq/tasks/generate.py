@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.config.writing import GenerateConfig
+from kvq.data.rows import read_text
 from kvq.data.text import begun, conversation, encode
 from kvq.errors import DataError, reason_of
 from kvq.methods.method import Method
@@ -53,7 +54,7 @@ def text_of(task: GenerateConfig) -> str:
     if task.prompt_file is None:
         return PROMPT if task.prompt is None else task.prompt
     try:
-        text = Path(task.prompt_file).read_text(encoding="utf-8")
+        text = read_text(Path(task.prompt_file))
     except (OSError, ValueError) as error:
         raise DataError(f"task.prompt_file={task.prompt_file}: cannot be read ({reason_of(error)})") from error
     if not text.strip():

@@ -9,7 +9,6 @@ differences where both answers are wrong.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from kvq.config import DatasetConfig, Loader
 from kvq.config.tasks import LongbenchConfig
 from kvq.data import hub
+from kvq.data.rows import json_records
 from kvq.data.text import begun, conversation, encode
 from kvq.errors import ConfigError, DataError, one_line
 from kvq.methods.method import Method
@@ -108,7 +108,7 @@ def _local_rows(path: Path, subset: Subset, task: LongbenchConfig) -> list[dict[
         known = ", ".join(sorted(other.stem for other in path.glob("*.jsonl"))) or "no .jsonl files"
         raise DataError(f"dataset.path={path}: no {file.name} there; task.subsets= chooses among {known}")
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        rows = json_records(file)
     except (OSError, ValueError) as error:
         raise DataError(f"dataset.path={file}: cannot be read: {one_line(error)}") from error
     if not all(isinstance(row, dict) for row in rows):

@@ -15,6 +15,7 @@ from typing import Any
 
 import jsonschema
 
+from kvq.data.rows import read_text
 from kvq.errors import DataError, reason_of
 
 Schema = dict[str, Any]
@@ -116,7 +117,7 @@ def read_bfcl(path: str, answers: str) -> list[Request]:
 def _rows(setting: str, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Objects of a file, one to a line, each with the number of its line."""
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
+        lines = read_text(Path(path).expanduser()).split("\n")
     except (OSError, ValueError) as error:
         raise DataError(f"{setting}={path}: cannot be read ({reason_of(error)})") from error
     for place, line in enumerate(lines, 1):

@@ -115,6 +115,31 @@ def test_values_are_checked_when_a_run_enters(overrides, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("words", [[], ["++seed=0"]], ids=["composed here", "composed by Hydra"])
+@pytest.mark.parametrize("word", ["2024_11_26", "1.10", "12e4567", "007", "0x10", "true", "1e5", "inf", "a1"])
+def test_words_of_texts_stay_as_typed(words, word):
+    texts = ["results_dir", "model.revision", "dataset.path"]
+    given = ["model=hf", "model.path=a/b", "dataset=wikitext2", *(f"{name}={word}" for name in texts)]
+    config = compose([*given, *words])
+    assert [OmegaConf.select(config, name) for name in texts] == [word] * 3
+
+
+def test_numbers_in_a_list_of_texts_are_quoted():
+    given = ["task=lm_eval", "task.prefill=whole"]
+    assert list(compose([*given, "task.tasks=[1,a,'1.10']"]).task.tasks) == ["1", "a", "1.10"]
+    with pytest.raises(ConfigError, match="tasks holds texts; quote what looks like a number"):
+        compose([*given, "task.tasks=[a,1.10]"])
+
+
+def test_an_order_that_is_not_given_is_that_of_the_stages(tmp_path):
+    (tmp_path / "method").mkdir()
+    stages = "{hadamard: {_target_: kvq.codecs.Hadamard}, norm: {_target_: kvq.codecs.TokenNorm}}"
+    own = f"defaults: [/method/kivi@_here_, _self_]\nname: own\nkey: {{stages: {stages}}}\n"
+    (tmp_path / "method" / "own.yaml").write_text(own)
+    assert resolve(compose(["method=own"], tmp_path)).method.key["order"] == ["hadamard", "norm"]
+    assert resolve(compose(["method=kivi"])).method.key["order"] == []
+
+
 SAME = [
     ["device=cpu"],
     ["threads=1"],

@@ -16,6 +16,7 @@ import kvq.data.rows
 from kvq.config import DatasetConfig, Loader
 from kvq.data import load_tokens
 from kvq.data.embedded import load_corpus
+from kvq.data.rows import joined_text
 from kvq.errors import ConfigError, DataError
 from tests.data.byte_tokenizer import byte_tokenizer
 
@@ -172,9 +173,14 @@ def test_unusable_text_is_one_line(tmp_path, rows, settings, message):
     [
         ("gone.jsonl", None, "gone.jsonl: no such file or folder"),
         ("a.csv", "text\n1\n", r"cannot read \.csv; it reads \.jsonl"),
-        ("a.jsonl", '{"text": "whole"}\n{"text": "to', "cannot be read"),
-        ("a.jsonl", '{"text": 3}\n', "holds int, not text"),
-        ("a.json", "[[1]]", "a record is list"),
+        ("a.jsonl", '{"text": "whole"}\n\n{"text": "to', "cannot be read: line 3, column 10: Unterminated string"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', "row 2 of .* holds int, not text"),
+        ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "text_field=text is not in row 2 of .*a.jsonl"),
+        ("a.json", "[[1]]", "row 1 of .* is list"),
+        ("a.json", '["a",\n"b"\n"c"]', "line 3 column 1"),
+        ("a.txt", "text".encode("utf-16"), "no UTF-8 text, but UTF-16 or binary; save it as UTF-8"),
+        ("a.md", "text".encode("utf-16-be"), "no UTF-8 text, but UTF-16 or binary; save it as UTF-8"),
+        ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "no UTF-8 text, but UTF-16 or binary; save it as UTF-8"),
         ("a.parquet", "not parquet", "cannot be read"),
         ("folder/a.bin", "?", "the folder holds no"),
         ("saved/dataset_info.json", "{}", "not a whole saved dataset"),
@@ -184,10 +190,16 @@ def test_unreadable_path_is_one_line(tmp_path, name, content, message):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     if content is not None:
-        file.write_text(content)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message) as caught:
         load_tokens(config(file.parent if "/" in name else file), byte_tokenizer(), 8)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "A\r\ntext."), ("a.jsonl", '{"text": "A\\ntext."}\n')])
+def test_a_byte_order_mark_is_no_text(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
+    assert joined_text(config(tmp_path / name)) == "A\ntext."
 
 
 def test_unknown_split_of_a_saved_dataset_names_the_others(tmp_path):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from kvq.errors import DataError
+from kvq.data.rows import json_records
+from kvq.errors import DataError, reason_of
 
 
 def items(path: str, **_: Any) -> dict[str, Dataset]:
@@ -22,13 +22,13 @@ def items(path: str, **_: Any) -> dict[str, Dataset]:
     """
     rows: list[dict[str, Any]] = []
     try:
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            rows.append({"input": str(row["input"]), "outputs": [str(answer) for answer in row["outputs"]]})
-    except OSError as error:
-        raise DataError(f"dataset.path={path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"dataset.path={path}: line {len(rows) + 1} is no item of RULER (input, outputs)") from error
+        for row in json_records(Path(path)):
+            item = {"input": str(row["input"]), "outputs": [str(answer) for answer in row["outputs"]]}
+            rows.append(item)
+    except (OSError, ValueError) as error:
+        raise DataError(f"dataset.path={path}: {reason_of(error)}") from error
+    except (KeyError, TypeError) as error:
+        raise DataError(f"dataset.path={path}: row {len(rows) + 1} is no item of RULER (input, outputs)") from error
     if not rows:
         raise DataError(f"dataset.path={path}: no items")
     return {"test": Dataset.from_list(rows)}
