@@ -202,7 +202,8 @@ def _codec(ours: Any, theirs: Any) -> tuple[list[tuple[str, str]], list[tuple[st
     kept = [name for name in stages[0] if name in stages[1]]
     for name in kept:
         words += _differing(stages[0][name], stages[1][name], f"{name}.")
-    orders = [[name for name in codec.get("order") or codec["stages"] if name in kept] for codec in (ours, theirs)]
+    pairs = zip((ours, theirs), stages, strict=True)
+    orders = [[name for name in codec.get("order") or names if name in kept] for codec, names in pairs]
     if orders[0] != orders[1]:
         words.append(f"order {', '.join(orders[0])}")
     words += _differing(part_of(ours, "quantizer"), part_of(theirs, "quantizer"), "")
