@@ -41,7 +41,7 @@ NAMES = [
     (["method.key.quantizer.group_siz=3"], "Did you mean 'group_size'"),
     (["method.key.quantizer._target_=kvq.codecs.Nothing"], "kvq.codecs.Nothing: cannot be imported"),
     (["+method.key.quantizer.colour=red"], "colour: not an argument of kvq.codecs"),
-    (["+method.key.stages.hadamad={_target_: kvq.codecs.Hadamard}"], "hadamad"),
+    (["+method.key.stages.hadamad={_target_: kvq.codecs.Hadamard}", "method.key.order=[]"], "hadamad"),
     (["model.outlier.seed=1"], "model.outlier.seed: unknown setting"),
     (["task.name=foo"], "task.name=foo: choose another task by task=..."),
     (["logger=wadb"], "logger=wadb: unknown logger; one of none, wandb.*Did you mean 'wandb'"),
