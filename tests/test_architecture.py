@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,35 @@ def test_the_core_names_no_plugin() -> None:
         others = names - {plugin.name}
         sources = [path for path in plugin.rglob("*.py") if "tests" not in path.relative_to(plugin).parts]
         assert not [path.name for path in sources if any(name in path.read_text(encoding="utf-8") for name in others)]
+
+
+def test_the_core_stands_without_plugins() -> None:
+    """Its methods and tasks compose, and none of them builds on one of a plugin."""
+    code = (
+        "from kvq.config import compose, conf_dir, plugins; from kvq.config.choices import choices_in\n"
+        "names = [(c.group, c.name) for c in choices_in(conf_dir()) if c.group in ('method', 'residual')]\n"
+        "[compose([f'{group}={name}']) for group, name in names]\n"
+        "print(len(names), len(plugins.conf_dirs()))"
+    )
+    environment = os.environ | {"KVQ_PLUGINS": "none"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    methods, folders = map(int, done.stdout.split())
+    assert methods > 100
+    assert folders == 1
+
+
+def test_a_plugin_imports_public_names() -> None:
+    """Of kvq; what begins with an underscore may change."""
+    for path in (path for plugin in PLUGINS for path in plugin.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvq":
+                names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+                assert not [name for name in names if name.startswith("_") and name != "__version__"], path
+            if isinstance(node, ast.Import) and "tests" not in path.relative_to(ROOT).parts:
+                assert "kvq._" not in " ".join(alias.name for alias in node.names), path
 
 
 def test_the_house_keeps_its_budgets() -> None:

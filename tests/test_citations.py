@@ -5,13 +5,12 @@ from __future__ import annotations
 import yaml
 
 from experiments.docs.citations import ROOT, bibtex
-from kvq.config import conf_dir
-from kvq.config.choices import choices_in
+from kvq.config.plugins import all_choices
 
 
 def test_every_paper_of_a_method_is_in_the_citation_file() -> None:
     cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    for choice in choices_in(conf_dir()):
+    for choice in all_choices():
         arxiv = choice.read().get("arxiv") if choice.group == "method" else None
         assert arxiv is None or f"arXiv:{arxiv}" in cited, choice.name
 

@@ -18,9 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from experiments.docs import readme
 from experiments.docs.places import PLACE, filled
 from kvq import KVCache, cli
-from kvq.config import compose, conf_dir, resolve
+from kvq.config import compose, resolve
 from kvq.config.choices import find
-from kvq.config.plugins import commands
+from kvq.config.plugins import commands, conf_dirs
 from kvq.entry import COMMANDS
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
@@ -286,14 +286,14 @@ def test_commands_exist_and_compose(page: Path) -> None:
             overrides = OverridesParser.create().parse_overrides([word for word in words[2:] if word != "-m"])
             plain = [one for one in overrides if not (one.key_or_group or "").startswith("hydra")]
             for one in plain:
-                assert one.key_or_group != "experiment" or find("experiment", one.value(), conf_dir()), line
+                assert one.key_or_group != "experiment" or find("experiment", one.value(), *conf_dirs()), line
             if "+experiment=" not in line:
                 for job in product(plain):
                     if not seen >= set(job):
                         seen |= set(job)
                         resolve(compose(list(job)))
     for name in set(re.findall(r"`(?:\+experiment=)?((?:embedded|real|speed|suite|waterfill)/\w+)`", text)):
-        assert find("experiment", name, conf_dir()) or find("method", name, conf_dir()), name
+        assert find("experiment", name, *conf_dirs()) or find("method", name, *conf_dirs()), name
 
 
 def test_the_commands_for_an_8b_model_compose() -> None:
@@ -347,7 +347,7 @@ def test_lines_to_paste_are_those_of_the_presets() -> None:
     rows = re.findall(r"^\| [^|]+ \| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| `(engine/[\w/]+)", ENGINES.read_text(), re.M)
     assert len(rows) > 45
     for line, preset in rows:
-        serve = find("method", preset, conf_dir()).read()["serve"]
+        serve = find("method", preset, *conf_dirs()).read()["serve"]
         pasted = re.findall(r"`([^`]+)`", line)[0].replace("--kv-bits 3 ", "--kv-bits ${kvbits:key} ")
         assert serve == pasted or serve.endswith(f" {pasted}"), preset
 

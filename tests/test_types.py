@@ -18,7 +18,7 @@ def has_codecs(path: Path) -> bool:
     return "_target_: kvq.codecs.Codec" in text and "_target_: kvq.codecs.StoredWithKeys" not in text
 
 
-CODED = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml") if has_codecs(path))
+CODED = sorted(path.stem for path in ROOT.glob("**/conf/method/*.yaml") if has_codecs(path))
 EVERY_METHOD = [f"tests/codecs/test_every_method.py::test_a_block_is_on_its_own[{name}-16]" for name in CODED]
 EVERY_ROOM = [
     "tests/cache/test_cache.py",

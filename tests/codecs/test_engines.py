@@ -1,4 +1,4 @@
-"""Presets under conf/method/engine against oracles that go one value at a time, and their bits against closed forms."""
+"""Presets `engine/...` against oracles that go one value at a time, and their bits against closed forms."""
 
 import math
 

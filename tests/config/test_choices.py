@@ -111,9 +111,9 @@ def test_a_table_that_is_not_one(tmp_path: Path, table: str, said: str) -> None:
 
 
 def test_no_name_is_twice_and_every_table_has_rows() -> None:
-    names = [(choice.group, choice.name) for choice in choices_in(conf_dir())]
+    names = [(choice.group, choice.name) for choice in plugins.all_choices()]
     assert len(set(names)) == len(names) > 450
-    for path in conf_dir().rglob("_*.yaml"):
+    for path in (path for folder in plugins.conf_dirs() for path in folder.rglob("_*.yaml")):
         if not path.parent.name.startswith("_"):
             assert len(yaml.safe_load(path.read_text(encoding="utf-8"))["rows"]) > 0, path
     assert (conf_dir() / f"{CONFIG_NAME}.yaml").is_file()

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvq.config import conf_dir
-from kvq.config.choices import choices_in
+from kvq.config.plugins import all_choices
 from kvq.errors import ConfigError
 from kvq.methods.build import _check_arguments, build_method
 
@@ -39,7 +38,7 @@ def parts() -> Iterator[str]:
         for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             yield from inside(one)
 
-    methods = (choice for choice in choices_in(conf_dir()) if choice.group == "method")
+    methods = (choice for choice in all_choices() if choice.group == "method")
     found = {name for choice in methods for name in inside(choice.read())}
     yield from sorted(found)
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from kvq.codecs import Passthrough, StoredWithKeys, rope_table
-from kvq.config import compose, conf_dir, resolve
+from kvq.config import compose, resolve
 from kvq.config.bits import Bits
 from kvq.config.choices import find
 from kvq.config.identity import canonical
 from kvq.config.method import BITS
+from kvq.config.plugins import conf_dirs
 from kvq.methods.build import build_method
 from kvq.methods.transformers_caches import installed
 from tests.cache.states import nearest_bits
@@ -55,7 +56,7 @@ def test_all_methods_are_there():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_named_by_its_path_and_described(name):
-    found = find("method", name, conf_dir())
+    found = find("method", name, *conf_dirs())
     first, given = f"# {ABOUT[name]}", found.read()
     assert given["name"] == name
     assert given["label"]

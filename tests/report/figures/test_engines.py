@@ -14,7 +14,6 @@ from kvq.results import Store
 from tests.presets import METHODS, NAMES
 from tests.report import sweeps
 
-CONF = Path(__file__).parents[3] / "conf" / "method"
 FORMATS = {
     "engine/vllm_mine": (0.02, 8.0),
     "engine/llamacpp_mine": (0.2, 4.5),
