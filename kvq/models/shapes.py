@@ -155,12 +155,41 @@ def cache_shape(config: ModelConfig, mla: Mla = Mla.latent) -> CacheShape:
         kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])
         return CacheShape((kind,), longest_context(config, SimpleNamespace(max_position_embeddings=known["context"])))
     text = text_config_of(config)
-    counts = Counter(_kind(text, layer, mla) for layer in kv_layers_of(text, mla))
+    held = {} if latent_numbers(text) else held_shapes(text)
+    counts = Counter(_kind(text, layer, mla, held.get(layer.index)) for layer in kv_layers_of(text, mla))
     layers = tuple(replace(kind, count=count) for kind, count in counts.items())
     return CacheShape(layers, longest_context(config, text), state_bytes_of(text))
 
 
-def _kind(text: Any, layer: KvLayer, mla: Mla) -> LayerKind:
+def held_shapes(text: Any) -> dict[int, tuple[int, int, int]]:
+    """KV heads, channels of a key and of a value by layer, as the model's class caches them: a forward without weights.
+
+    Empty where a class cannot be built or run so; then only names of settings say it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    cache = DynamicCache(config=text)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16, attn_implementation="eager")
+            model.eval()(torch.zeros(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
+    except Exception:  # each class fails in its own way where it needs values, or code from the hub
+        return {}
+    states = {
+        index: (getattr(one, "keys", None), getattr(one, "values", None)) for index, one in enumerate(cache.layers)
+    }
+    return {
+        index: (key.shape[1], key.shape[-1], value.shape[-1])
+        for index, (key, value) in states.items()
+        if isinstance(key, torch.Tensor) and key.ndim == 4 and value is not None
+    }
+
+
+def _kind(text: Any, layer: KvLayer, mla: Mla, held: tuple[int, int, int] | None = None) -> LayerKind:
+    if held is not None:
+        heads, dim, value_dim = held
+        return LayerKind(1, heads, dim, None if value_dim == dim else value_dim, layer.window)
     if latent_numbers(text) is None:
         own = layer_config(text, layer.index)
         heads = int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)

@@ -4,9 +4,11 @@ import copy
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvq import KVCache, build_method
 from kvq.cache.side import CacheSide
@@ -142,6 +144,42 @@ def test_bytes_of_windows_latents_and_states_are_those_of_the_cache(name: str, t
             assert sum(row["total"] for row in rows if row["side"] == "state") == cache.state_bytes
         if chosen == "fp16":
             assert sum(row["fp16"] for row in rows) == cache.nbytes
+
+
+SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+WINDOWED = ["full_attention", "sliding_attention"] * 2
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "falcon": {"multi_query": True, "new_decoder_architecture": False},
+    "falcon/grouped": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon/plain": {"multi_query": False, "new_decoder_architecture": False},
+    "gpt_bigcode": {"multi_query": True},
+    "mimo_v2_flash": {
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "swa_num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": WINDOWED,
+        "sliding_window": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@torch.no_grad()
+def test_bytes_follow_what_the_models_class_caches(name: str, tmp_path: Path) -> None:
+    """Of configurations whose KV heads and channels have names of their own, to the byte."""
+    config = AutoConfig.for_model(name.partition("/")[0], **SMALL, **UNUSUAL[name])
+    model = AutoModelForCausalLM.from_config(config).bfloat16().eval()
+    config.save_pretrained(tmp_path)
+    plain = DynamicCache(config=config)
+    model(input_ids=token_ids(50), past_key_values=plain)
+    held = sum(part.nbytes for layer in plain.layers for part in (layer.keys, layer.values))
+    shape = cache_shape(DiagnosedInputs(MemoryConfig(), path=str(tmp_path)).config.model)
+    assert sum(row["total"] for row in rows_of(shape, build_method("fp16"), 50, False)) == held
 
 
 def test_a_hybrid_has_its_states_in_the_record_and_unknown_ones_are_refused(tmp_path: Path) -> None:
