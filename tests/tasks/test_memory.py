@@ -86,7 +86,7 @@ def test_published_ratios(tmp_path: Path) -> None:
 def test_shapes_of_models_without_weights(tmp_path: Path) -> None:
     inputs = DiagnosedInputs(MemoryConfig(lengths=[131072]), path=LLAMA)
     memory.check(inputs, build_method("nsn", 3, 128))
-    assert memory.TASKS["memory"].fingerprint(inputs) == "shape 32x8x128"
+    assert memory.TASK.fingerprint(inputs) == "shape 32x8x128"
     with pytest.raises(ConfigError, match=r"task\.lengths=\[200000\]: model=random takes at most 131072 tokens"):
         memory.check(DiagnosedInputs(MemoryConfig(lengths=[200000]), path=LLAMA), build_method("nsn", 3, 128))
     random_llama().model.save_pretrained(tmp_path)
@@ -188,7 +188,7 @@ def test_a_hybrid_has_its_states_in_the_record_and_unknown_ones_are_refused(tmp_
     method = build_method("fp16")
     memory.check(inputs, method)
     found = memory.measure(inputs, method, None, journal(tmp_path)).metrics
-    assert memory.TASKS["memory"].fingerprint(inputs) == "shape 1x2x32, 5120 bytes of states"
+    assert memory.TASK.fingerprint(inputs) == "shape 1x2x32, 5120 bytes of states"
     assert (found["state_bytes_64"], found["compression_64"]) == (5120, 1)
     assert found["total_bytes_64"] == 5120 + 2 * 2 * 64 * 32 * 2
     config = family("lfm2").text_config
