@@ -24,6 +24,7 @@ import kvq.codecs
 from kvq.calibration.text import fingerprint_of
 from kvq.codecs import Codec, bind_codec, calibrated_parts
 from kvq.codecs.quantizers import under
+from kvq.config import plugins
 from kvq.config.identity import canonical
 from kvq.errors import DataError, RecordError, Unsupported
 from kvq.methods.method import Method
@@ -181,7 +182,7 @@ def file_of(inputs: Inputs) -> Path:
 
 @functools.cache
 def _fitting_code() -> str:
-    folders = (Path(__file__).parent, Path(kvq.codecs.__path__[0]))
+    folders = (Path(__file__).parent, Path(kvq.codecs.__path__[0]), *plugins.packages())
     kinds = ("*.py", "*.safetensors")  # and tables that ship with it
     return code_hash(*(file for folder in folders for kind in kinds for file in folder.rglob(kind)))
 

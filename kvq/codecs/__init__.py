@@ -34,15 +34,14 @@ from kvq.codecs.coefficients import Budget, CoefficientQuantizer, Groups, Princi
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
 from kvq.codecs.deflate import DeflateCodec
 from kvq.codecs.delta import DeltaQuantizer
-from kvq.codecs.geometric import LatticeQuantizer, OctahedralQuantizer, PolarQuantizer, angle_levels
+from kvq.codecs.geometric import PolarQuantizer, angle_levels
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, StartingCodebook, optimal_levels
 from kvq.codecs.low_rank import LowRankCorrection, SparseLowRank, Svd
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs, pack, plane_widths, unpack
 from kvq.codecs.product import CoupledQuantizer, PrefillCodec, ProductQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, Zero
-from kvq.codecs.query_moments import QueryTransform, SubspaceQuantizer
 from kvq.codecs.rope import ApplyRope, Order, PairOrder, Rope, UndoRope, rope_table
-from kvq.codecs.rotations import BlockRotation, Hadamard, RandomizedHadamard, RandomRotation
+from kvq.codecs.rotations import Hadamard, RandomizedHadamard, RandomRotation
 from kvq.codecs.second_moments import FisherTransform, JointMoments, Metric
 from kvq.codecs.sketches import InnerProductQuantizer, Sketch, SketchQuantizer
 from kvq.codecs.split import HeadsCodec, PlannedCodec, TokenSplit, TokenTiers, check_single_heads

@@ -2,4 +2,14 @@
 
 from kvq.config.plugins import Plugin
 
-PLUGIN = Plugin("kvq_zoo", has_versions=True)
+_MOVED = {
+    "query_moments": ("QueryTransform", "SubspaceQuantizer"),
+    "rotations": ("BlockRotation",),
+    "triplets": ("LatticeQuantizer", "OctahedralQuantizer"),
+}
+"""Module -> its classes that were in `kvq.codecs` when their first records were made."""
+PLUGIN = Plugin(
+    "kvq_zoo",
+    renamed={f"kvq.codecs.{name}": f"kvq_zoo.{module}.{name}" for module, names in _MOVED.items() for name in names},
+    has_versions=True,
+)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvq_zoo.triplets import LatticeQuantizer, OctahedralQuantizer
 
 import kvq
 from kvq.codecs import (
@@ -20,10 +21,8 @@ from kvq.codecs import (
     CoefficientQuantizer,
     ComponentQuantizer,
     Float8Quantizer,
-    LatticeQuantizer,
     LloydMaxQuantizer,
     LowRankCorrection,
-    OctahedralQuantizer,
     Passthrough,
     SpectralQuantizer,
     UniformQuantizer,

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from kvq_zoo.triplets import norm_levels, square_levels
 from scipy import stats
 from torch import Tensor
 
 import kvq
 from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table, trellis
-from kvq.codecs.geometric import norm_levels, square_levels
 from tests.calibrated import build
 from tests.codecs import kvtc_oracle, rival_oracles, triplet_oracles
 from tests.codecs.oracles import hadamard
@@ -167,7 +167,7 @@ def normal_levels(bits: int) -> list[float]:
 
 
 def block_rotated(name: str, size: int) -> Pairs:
-    """Levels of N(0, 1/D) after rotations of blocks; the rotations are held in `tests/codecs/test_triplets.py`."""
+    """Levels of N(0, 1/D) after rotations of blocks; those are held in `kvq_zoo.tests.test_triplets`."""
     levels = [level / DIM**0.5 for level in normal_levels(3)]
 
     def decode(row: list[float], rotation: np.ndarray) -> list[float]:
@@ -178,7 +178,7 @@ def block_rotated(name: str, size: int) -> Pairs:
 
 
 def octopus(bits: int) -> Pairs:
-    """Triplets by their definition, with the method's levels, which are held in `tests/codecs/test_triplets.py`."""
+    """Triplets by their definition, with the method's levels, held in `kvq_zoo.tests.test_triplets`."""
     square, norms = square_levels(bits + 1), norm_levels(bits - 1, DIM)
 
     def decode(row: list[float], rotation: np.ndarray) -> list[float]:

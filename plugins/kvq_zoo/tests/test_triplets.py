@@ -8,10 +8,12 @@ import torch
 from scipy import integrate
 
 import kvq
-from kvq.codecs import BlockRotation, CoupledQuantizer, LatticeQuantizer, OctahedralQuantizer, QueryTransform
-from kvq.codecs.geometric import norm_levels, square_levels
+from kvq.codecs import CoupledQuantizer
 from kvq.codecs.levels import nearest_level
 from kvq.errors import ConfigError, Unsupported
+from kvq_zoo.query_moments import QueryTransform
+from kvq_zoo.rotations import BlockRotation
+from kvq_zoo.triplets import LatticeQuantizer, OctahedralQuantizer, norm_levels, square_levels
 from tests.calibrated import build
 from tests.codecs import triplet_oracles as oracle
 
