@@ -29,6 +29,7 @@ from kvq.cache.observe import Attended
 from kvq.cache.packed import check_replaceable, use_packed_attention
 from kvq.cache.padded import PaddableCache
 from kvq.cache.rotary import RopeTable, angles, styles_of_whole
+from kvq.codecs.torch_state import isolated
 from kvq.config.run import Mla
 from kvq.errors import ConfigError, Unsupported
 from kvq.models import LoadedModel
@@ -98,6 +99,7 @@ class KVCache(PaddableCache, WatchfulCache):
 
     version: ClassVar[int] = 1
 
+    @isolated()
     def __init__(
         self,
         model: nn.Module | LoadedModel,
@@ -171,6 +173,7 @@ class KVCache(PaddableCache, WatchfulCache):
         held = self._expansions.get(index)
         return None if held is None else held()
 
+    @isolated(gradients=True)
     def _update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
@@ -201,6 +204,7 @@ class KVCache(PaddableCache, WatchfulCache):
             layer.token_by_token = value
 
     @override
+    @isolated()
     def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         index, tokens = layer_number(module, arguments), hidden.shape[1]
         self.attend(index)
@@ -269,6 +273,7 @@ class KVCache(PaddableCache, WatchfulCache):
         self._candidates = None if told is None else told - 1
 
     @override
+    @isolated()
     def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None, logits_to_keep: Any) -> None:
         if padding != self.padding:
             self.pad(padding)
@@ -280,6 +285,7 @@ class KVCache(PaddableCache, WatchfulCache):
             layer.receive_tokens(input_ids)
 
     @override
+    @isolated()
     def receive_hidden(self, index: int, hidden: Tensor) -> None:
         if index in self._held:
             self._layer(index).receive_hidden(hidden)
@@ -289,6 +295,7 @@ class KVCache(PaddableCache, WatchfulCache):
         return index in self._held and self._layer(index).observes
 
     @override
+    @isolated()
     def observe(self, index: int, attended: Attended) -> None:
         self._layer(index).observe(attended)
 

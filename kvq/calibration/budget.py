@@ -52,13 +52,14 @@ def shared_out(demands: Sequence[Demand]) -> list[UInt8[Tensor, " components"]]:
     """Share one budget out over the components of all demands: the sum of their bits, rounded to a whole number.
 
     A bit never counts for more than the one before it. Of equal gains, lower bits come first, then earlier components.
+    Bits that save nothing, those of components without variance, are not given.
     """
     steps = [demand.gains.double().cummin(1).values for demand in demands]
     most = max(own.shape[1] for own in steps)
     padded = [torch.nn.functional.pad(own, (0, most - own.shape[1]), value=-torch.inf) for own in steps]
     together = torch.cat(padded)
     ranked = together.T.flatten()  # bit after bit, so that a stable sort keeps their order
-    budget = min(round(sum(demand.bits for demand in demands)), int(ranked.isfinite().sum()))
+    budget = min(round(sum(demand.bits for demand in demands)), int((ranked > 0).sum()))
     chosen = torch.zeros(len(ranked), dtype=torch.uint8)
     chosen[ranked.argsort(descending=True, stable=True)[:budget]] = 1
     widths = chosen.view(most, -1).sum(0).to(torch.uint8)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache
 
@@ -91,9 +91,9 @@ def loss(
 ) -> float:
     """Summed negative log-likelihood of a window in nats, through a cache that sees all states, and its gradients.
 
-    Logits are computed and differentiated `LOGIT_CHUNK` positions at a time.
+    Logits are computed and differentiated `LOGIT_CHUNK` positions at a time. The weights get no gradients.
     """
-    with torch.set_grad_enabled(backward):
+    with torch.set_grad_enabled(backward), _frozen(loaded.model):
         tokens = tokens.to(loaded.device)
         hidden = loaded.hidden_states(tokens[None], _StatesTap(loaded.model.config, see))
         leaf = hidden.detach().requires_grad_(backward)
@@ -109,6 +109,19 @@ def loss(
         if backward:
             hidden.backward(leaf.grad)
     return total
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Within the context, weights take no gradients."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in trained:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in trained:
+            weight.requires_grad_(True)
 
 
 def seen_gradient(part: Tensor, see: Callable[[Tensor], None]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from kvq.codecs import Codec, ComponentQuantizer, JointMoments, Rope, Tables, bi
 from kvq.codecs.calibrated_levels import lloyd_levels
 from kvq.codecs.components import normal_levels, used
 from kvq.config.method import CalibrationConfig
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, DataError
 from kvq.models import LoadedModel
 
 HELD_OUT = 4
@@ -60,7 +61,8 @@ def fit_components(
 
     Raises:
         ConfigError: keys and values that leave out different numbers of tokens; a choice without windows to hold out.
-        DataError, Unsupported: as `collect_joint`.
+        DataError: fewer tokens than channels, and as `collect_joint`.
+        Unsupported: as `collect_joint`.
     """
     if not codecs:
         return {}, 0.0
@@ -73,6 +75,7 @@ def fit_components(
     def fitted(own: Text, kept: Kept[dict[Place, JointMoments]]) -> tuple[dict[Place, Tables], float]:
         moments, earlier = moments_of(loaded, own.windows, settings, how, kept)
         moments = {("key", at): one for (_, at), one in moments.items()} if both else moments
+        _check_tokens(own, codecs, moments)
         return with_levels(own, codecs, fit_sharing(codecs, moments)), earlier
 
     tables, earlier = fitted(text, _kept)
@@ -83,6 +86,27 @@ def fit_components(
         losses = [loss_through(apart, codecs, _unshrunk(trial, grown), whole) for grown in (0, 1)]
         tables, earlier = _unshrunk(tables, int(losses[1] < losses[0])), earlier + more
     return tables, earlier
+
+
+FEW = 4
+"""Tokens per channel, below which second moments are so uncertain that there is a warning."""
+
+
+def _check_tokens(text: Text, codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMoments]) -> None:
+    """Warn of few tokens for the channels that share a transform. Raises: DataError: fewer tokens than channels."""
+    channels, tokens = 0, 0
+    for place, codec in codecs.items():
+        parts, own = joint_parts(codec), moments[place]
+        assert parts is not None
+        together = min(parts[1].heads_together or own.heads, own.heads)
+        channels, tokens = max(channels, len(own.mean) // own.heads * together), own.tokens
+    given = f"calibration.samples={len(text.windows)}, length={text.windows.shape[1]}"
+    given += "" if text.settings.tokens is None else f", tokens={text.settings.tokens}"
+    said = f"{given}: {tokens} tokens for transforms of {channels} channels"
+    if tokens < channels:
+        raise DataError(f"{said}; at least as many tokens as channels, better {FEW} times as many")
+    if tokens < FEW * channels:
+        warnings.warn(f"{said}; with fewer than {FEW} times as many, a method loses far more", stacklevel=2)
 
 
 def with_levels(text: Text, codecs: Mapping[Place, Codec], tables: Mapping[Place, Tables]) -> dict[Place, Tables]:

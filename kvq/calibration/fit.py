@@ -30,6 +30,7 @@ from kvq.calibration.components import fit_components
 from kvq.calibration.files import Calibration, bind
 from kvq.calibration.text import text_of
 from kvq.codecs import Codec, LearnedRotation, Tables, calibrated_parts, cayley_step, fit_codec
+from kvq.codecs.torch_state import isolated
 from kvq.config.method import CalibrationConfig
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError, Unsupported
@@ -111,6 +112,7 @@ def _quantized(
 _KEPT_BYTES = 2**30
 
 
+@isolated()
 def calibrate(
     loaded: LoadedModel,
     method: Method,
@@ -125,7 +127,6 @@ def calibrate(
     """
     start, memory = time.perf_counter(), PeakMemory(loaded.device)
     head_dims = head_dims_of(loaded.text_config)
-    torch.manual_seed(settings.seed)
     tensors = learn(loaded, method, windows, head_dims)
     sharing = _places(method, len(head_dims), lambda codec: joint_parts(codec) is not None)
     shared, earlier_moments = fit_components(loaded, sharing, windows, settings, method.sink_tokens, method.joins_sides)
@@ -167,7 +168,6 @@ def _named(tables: Mapping[Place, Tables]) -> dict[str, Tensor]:
     return {f"{side}.{at}.{name}": table for (side, at), own in tables.items() for name, table in own.items()}
 
 
-@torch.no_grad()
 def _grouped(
     codecs: Mapping[Place, Codec], states: Mapping[int, LayerStates], windows: Tensor, settings: CalibrationConfig
 ) -> dict[str, Tensor]:
@@ -225,7 +225,6 @@ def _fitted(method: Method) -> list[str]:
     ]
 
 
-@torch.no_grad()
 def _fit(
     method: Method, states: LayerStates, layer: int, layers: int, seed: int, device: torch.device
 ) -> dict[str, Tensor]:

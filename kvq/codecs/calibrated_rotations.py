@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
+from kvq.codecs.eigenvectors import eigenvectors
 from kvq.codecs.quantizers import choice
 from kvq.codecs.rotations import RandomizedHadamard, hadamard_matrix, has_hadamard, per_block, per_head
 from kvq.codecs.stages import Side, Stage
@@ -199,25 +200,18 @@ def bit_reversal(order: int) -> Int[Tensor, " order"]:
     return out.argsort().argsort()
 
 
-def eigenvectors(moments: Moments) -> Moments:
-    """Columns in the ascending order of eigenvalues, each with its entry of largest magnitude positive."""
-    vectors = torch.linalg.eigh(moments).eigenvectors
-    return vectors * torch.sign(vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True)))
-
-
 def covariance_rotation(moments: Moments) -> Moments:
     """R = U (H / √D) P for each second moment, in fp64; rows of states times R are quantized.
 
-    The columns of U are the eigenvectors in ascending order of eigenvalues, each with its entry of largest magnitude
-    positive, because a sign is free and changes R. P moves column D - 1 - j to the bit-reversed position of j.
+    The columns of U are the eigenvectors in ascending order of eigenvalues (`kvq.codecs.eigenvectors`). P moves column
+    D - 1 - j to the bit-reversed position of j.
 
     Args:
         moments: symmetric, `[heads, dim, dim]`, of a dim that has a Hadamard matrix.
     """
     dim = moments.shape[-1]
-    turned = eigenvectors((moments.double() + moments.double().mT) / 2) @ (
-        hadamard_matrix(dim).to(moments.device) / dim**0.5
-    )
+    vectors = eigenvectors((moments.double() + moments.double().mT) / 2)[1]
+    turned = vectors @ (hadamard_matrix(dim).to(moments.device) / dim**0.5)
     order = torch.empty(dim, dtype=torch.long)
     order[bit_reversal(dim)] = torch.arange(dim - 1, -1, -1)
     return turned.index_select(-1, order.to(turned.device))
@@ -252,8 +246,6 @@ class CovarianceRotation(_TableRotation):
 class EigenRotation(_TableRotation):
     """Rotates each KV head to the eigenvectors of its states' second moment, by eigenvalue, descending.
 
-    The largest entry of an eigenvector is positive, because a sign is free and mirrors a coordinate.
-
     Table: `rotation` `[heads, head_dim, head_dim]` in fp32.
 
     Source: SpectralQuant's released `calibration.py` and `spectral_rotation.py`.
@@ -268,7 +260,7 @@ class EigenRotation(_TableRotation):
     @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         wide = x.double()
-        return {"rotation": eigenvectors(wide.mT @ wide / wide.shape[1]).flip(-1).float()}
+        return {"rotation": eigenvectors(wide.mT @ wide / wide.shape[1])[1].flip(-1).float()}
 
 
 class RankClip(Stage):

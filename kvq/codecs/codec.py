@@ -14,6 +14,7 @@ from kvq.codecs.packed import UNIT, BlockRun, Packed
 from kvq.codecs.quantizers import Gain, Parts, Passthrough, Quantizer, shared_group, to_stored, under
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Stage
+from kvq.codecs.torch_state import isolated
 from kvq.errors import ConfigError, DataError, Unsupported, did_you_mean, require
 
 Blocks = Float[Tensor, "*lead heads tokens head_dim"]
@@ -38,6 +39,12 @@ class Codec:
 
     stores_lists = False
     """Some parts are lists without an equal number of rows for each block, which only `decode` can read."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in ("encode", "decode"):
+            if name in vars(cls):
+                setattr(cls, name, isolated()(vars(cls)[name]))
 
     def __init__(self, stages: Mapping[str, Stage | None], order: Sequence[str], quantizer: Quantizer) -> None:
         for name in order:
@@ -84,9 +91,10 @@ class Codec:
         """The codec for the tokens after those `stored` so far (None: there are none); see `fits_first_tokens`."""
         return self
 
+    @isolated()
     def staged(self, x: Blocks, rope: Rope | None = None) -> Blocks:
         """One block after all stages, as the quantizer gets it, in the compute dtype."""
-        y = x.to(_compute_dtype(x.dtype))
+        y = x.detach().to(_compute_dtype(x.dtype))
         for _, stage in self.stages:
             y = stage.forward(y, **_wanted(stage, rope))[0]
         return y
@@ -97,6 +105,7 @@ class Codec:
             stage.check(head_dim)
         self.quantizer.check(head_dim)
 
+    @isolated()
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
         """Encode all tokens as one block, or as blocks of `block` tokens, each with its own statistics.
 
@@ -135,6 +144,7 @@ class Codec:
                 given = "none" if rope is None else f"those of {rope.tokens}"
                 raise Unsupported(f"stage '{name}' needs the rotations (rope) of {tokens} tokens; given: {given}")
 
+    @isolated()
     def decode(self, packed: Packed, rope: Rope | None = None) -> States:
         """The reconstruction that attention reads, from nothing but the stored tensors, in the dtype that was encoded.
 

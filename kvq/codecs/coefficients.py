@@ -17,6 +17,7 @@ from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, JointTransform, Tables
+from kvq.codecs.eigenvectors import eigenvectors, signed
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
 from kvq.codecs.rotations import per_block
 from kvq.codecs.trellis import Layout, read, write
@@ -48,8 +49,6 @@ class Layers(enum.Enum):
 
 class PrincipalComponents(JointTransform):
     """`(x - mean) V` of all KV heads of a token, V the eigenvectors of the states' covariance, by variance, descending.
-
-    The largest entry of an eigenvector is positive, because a sign is free and changes the range of a group.
 
     Args:
         left_out: first tokens of each calibration text that do not count, because they stay in full precision.
@@ -85,14 +84,13 @@ class PrincipalComponents(JointTransform):
         pieces = rows.split(max(1, _TOGETHER // rows.shape[1]))
         mean = torch.stack([piece.double().sum(0) for piece in pieces]).sum(0) / len(rows)
         if len(rows) < rows.shape[1]:
-            basis = torch.linalg.svd(rows.double() - mean, full_matrices=False).Vh.mT
+            basis = signed(torch.linalg.svd(rows.double() - mean, full_matrices=False).Vh.mT)
         else:
             covariance = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
             for piece in pieces:
                 wide = piece.double() - mean
                 covariance += wide.mT @ wide / len(rows)
-            basis = torch.linalg.eigh(covariance).eigenvectors.flip(1)
-        basis = basis * basis.gather(0, basis.abs().argmax(0, keepdim=True)).sign()
+            basis = eigenvectors(covariance)[1].flip(1)
         return {"mean": mean.float()[None], "basis": basis.float().contiguous()}
 
     @override

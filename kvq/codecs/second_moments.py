@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import JointTransform, Tables
+from kvq.codecs.eigenvectors import eigenvectors
 from kvq.codecs.quantizers import choice, to_stored
 from kvq.codecs.rotations import per_block
 from kvq.errors import at_least, require
@@ -83,19 +84,19 @@ def metric_basis(
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"], Float[Tensor, "n n"]]:
     """Eigenvalues λ of M^(1/2) S M^(1/2), descending, and the matrices to its components, of deviation 1, and back.
 
-    M: what noise costs, S: the covariance of the states. Components that never vary decode to 0.
+    M: what noise costs, S: the covariance of the states. Components that never vary, within rounding, have λ = 0 and
+    decode to 0.
     """
     size, axes = torch.linalg.eigh((metric + metric.mT) / 2)
     size = size.clamp_min(max(_LEAST * float(size.max()), _NOTHING))
     root, back = ((axes * size**power) @ axes.mT for power in (0.5, -0.5))
     product = root @ covariance @ root
-    spectrum, turn = torch.linalg.eigh((product + product.mT) / 2)
+    spectrum, turn = eigenvectors((product + product.mT) / 2)
     spectrum, turn = spectrum.flip(0), turn.flip(1)
     least = _LEAST * max(float(spectrum.max()), torch.finfo(torch.float64).tiny / _LEAST)
-    turn = turn * (spectrum > least)  # whatever bits are left for it
-    spectrum = spectrum.clamp_min(least)
-    deviation = spectrum.sqrt()
-    return spectrum, root @ turn / deviation, deviation[:, None] * (turn.mT @ back)
+    varies = spectrum > least
+    turn, deviation = turn * varies, spectrum.clamp_min(least).sqrt()
+    return spectrum * varies, root @ turn / deviation, deviation[:, None] * (turn.mT @ back)
 
 
 class FisherTransform(JointTransform):
@@ -135,6 +136,8 @@ class FisherTransform(JointTransform):
         ConfigError: an unknown metric or dtype, a number out of range.
     """
 
+    # 1 also since the signs of eigenvectors are fixed: they are a free choice, which LAPACK's rounding made before.
+    # Records from then are as valid as any other draw of signs: quantizers see components of the same distribution.
     version: ClassVar[int] = 1
 
     def __init__(
@@ -288,6 +291,7 @@ def _carried(
     The metric is that of components before they are scaled to deviations of 1, whose own blocks are the identity.
     """
     sizes = torch.cat([own[:first].sqrt() for (own, _, _), first in zip(found, firsts, strict=True)])
+    sizes = sizes.masked_fill(sizes == 0, 1)
     forward, inverse = (
         torch.block_diag(*parts)
         for parts in (

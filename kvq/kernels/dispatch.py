@@ -25,6 +25,7 @@ from kvq.codecs import (
     VectorQuantizer,
 )
 from kvq.codecs.quantizers import Parts
+from kvq.codecs.torch_state import isolated
 from kvq.errors import Unsupported
 from kvq.kernels import eager
 from kvq.kernels.linear_chain import PackedStates
@@ -63,6 +64,7 @@ def kernel_for(query: Tensor, keys: PackedStates, values: PackedStates, softcap:
     return "eager"
 
 
+@isolated()
 def attend(
     query: Float[Tensor, "batch heads 1 dim"],
     keys: PackedStates,
@@ -181,6 +183,7 @@ def in_slices(
     step = max(1, ROWS // (heads * tokens))
     slices = [slice(start, start + step) for start in range(0, blocks.shape[1], step)]
 
+    @isolated()  # threads of a pool have settings of their own
     def one(some: slice) -> Parts:
         turned = None if rope is None else replace(rope, cos=rope.cos[:, some], sin=rope.sin[:, some])
         return encode(blocks[:, some], turned)

@@ -6,9 +6,12 @@ Published claims under test: OScaR (arXiv 2605.19660), sections 3 and 4; nsn's v
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
@@ -38,6 +41,7 @@ from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, unit
 
 SIDES = ("query", "key", "value")
 _FIRST = 16
+_ROUNDING = 1e-6  # of the largest value
 _UNITS = {
     "*_error_share_of_sinks": "fraction",
     "*_sinks": "positions",
@@ -211,9 +215,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
         for name in ("bound", "norm_range", "norm_deviation"):
             rhos = []
             for layer in {row["layer"] for row in groups}:
-                pairs = [(row[name], row["error"]) for row in groups if row["layer"] == layer and name in row]
-                if len(pairs) > 2 and all(len(set(column)) > 1 for column in zip(*pairs, strict=True)):
-                    rhos.append(float(stats.spearmanr(*zip(*pairs, strict=True)).statistic))
+                own = [row for row in groups if row["layer"] == layer and name in row]
+                ranks = [_ranks([row[what] for row in own]) for what in (name, "error")] if len(own) > 2 else []
+                if ranks and all(max(found) for found in ranks):
+                    rhos.append(float(stats.spearmanr(*ranks).statistic))
             if rhos:
                 out[f"{side}_{name}_vs_error"] = sum(rhos) / len(rhos)
         out |= mean_metric(f"{side}_error_share_of_sinks", rows, "share_removed", kind="without", side=side)
@@ -221,3 +226,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 TASK = Task(check, measure)
+
+
+def _ranks(values: Sequence[float]) -> Float[np.ndarray, " values"]:
+    """Ranks in ascending order, the same for values that only rounding in fp32 tells apart."""
+    given = np.array(values)
+    order = given.argsort(kind="stable")
+    ranks = np.empty(len(given))
+    ranks[order] = np.cumsum([0, *(np.diff(given[order]) > _ROUNDING * np.abs(given).max())])
+    return ranks

@@ -49,7 +49,7 @@ class QueryTransform(Calibrated, Stage):
         found = []
         for rows, metric in zip(wide - mean, moments.double(), strict=True):
             spectrum, forward, inverse = metric_basis(rows.mT @ rows / len(rows), metric)
-            deviation = spectrum.sqrt()
+            deviation = spectrum.sqrt().masked_fill(spectrum == 0, 1)
             found.append((forward * deviation, inverse / deviation[:, None]))
         groups = -(-x.shape[-1] // self.group)
         dealt = torch.arange(x.shape[-1]).split(groups)

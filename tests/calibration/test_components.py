@@ -23,7 +23,7 @@ from kvq.codecs import ScalarQuantizer, rope_table
 from kvq.codecs.calibrated_levels import lloyd_levels
 from kvq.codecs.components import normal_levels
 from kvq.config.method import CalibrationConfig
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.weights import weights_name
@@ -201,3 +201,28 @@ def test_components_are_rounded_to_the_nearest_of_their_levels(widths: list[int]
 def test_levels_are_not_fitted_to_equal_widths() -> None:
     with pytest.raises(ConfigError, match="fitted=true: with widths of their own"):
         ScalarQuantizer(2, fitted=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [(33, "calibration.samples=1, length=33: 32 tokens for transforms of 64 channels; at least"), (129, None)],
+)
+def test_few_tokens_for_the_channels_of_a_transform(tokens: int, said: str | None) -> None:
+    """Refused below one token per channel, which are of two heads of 32; below four there is a warning."""
+    loaded, windows = LoadedModel(llama(head_dim=DIM), torch.device("cpu")), token_ids(tokens)
+    if said is not None:
+        with pytest.raises(DataError, match=said):
+            fitted(loaded, method_of(2, "false"), windows)
+    else:
+        with pytest.warns(UserWarning, match="128 tokens for transforms of 64 channels; with fewer than 4 times"):
+            fitted(loaded, method_of(2, "false"), windows)
+
+
+@pytest.mark.parametrize(("name", "channels"), [("waterfill", 64), ("waterfill_kv", 128)])
+def test_components_without_variance_get_no_bits(name: str, channels: int) -> None:
+    """Keys before RoPE and values are linear in 48 hidden channels; a budget of 8 bits is spent on those alone."""
+    loaded = LoadedModel(llama(layers=1, head_dim=DIM), torch.device("cpu"))
+    _, found = fitted(loaded, kvq.build_method(name, bits=8, head_dim=DIM), token_ids(600))
+    every = [own.tolist() for table, own in found.tensors.items() if table.endswith("quantizer.widths")]
+    assert every
+    assert all([widths.count(width) for width in (0, 8)] == [channels - 48, 48] for widths in every)

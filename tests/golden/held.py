@@ -16,7 +16,7 @@ TOLERANCE = 1e-3
 SHARE = 0.97
 """Of the numbers, within the tolerance; of what a method decodes, in the median layer of each side: a code that falls
 otherwise in one layer moves the states of the next, so the last layer is held to `HALF`."""
-FITTED = 1e-3
+FITTED = 2e-3
 """Relative; bytes of methods that store lists (outliers, code words) follow their data."""
 LISTS = ("SparseCodec", "HuffmanCodec", "DeflateCodec")
 AMPLIFYING = (

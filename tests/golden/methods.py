@@ -36,8 +36,8 @@ PROMPT, STEPS = 184, 9
 """So that blocks of 32 and of 64 tokens fill up in the prompt and again while decoding."""
 TRUNCATED = ("engine/vllm_int8_per_token_head",)
 """Truncation makes 126 or 127 of a token's largest channel by the last bit of its state: states have 16 bits here."""
-ONE_HEAD = ("cq",)
-"""With more of them, most of k-means' hundreds of centroids end elsewhere on another processor."""
+KV_HEADS = {"cq": 1, "waterfill/pairs": 4}
+"""Where not 2: with more in cq, most of k-means' hundreds of centroids end elsewhere on another processor."""
 SUMMED = 3
 """Tokens whose projections are added up, so that every token counts and a file stays small."""
 
@@ -57,7 +57,7 @@ def golden_of(name: str) -> Golden:
     config = resolve(compose([f"method={name}", f"bits={nearest_bits(name)}", *fitting(name)]))
     calibrates = config.method.calibration.dataset is not None
     dim = CALIBRATED_DIM if calibrates else HEAD_DIM
-    model = llama(layers=LAYERS, head_dim=dim, kv_heads=1 if name.partition("/")[0] in ONE_HEAD else 2)
+    model = llama(layers=LAYERS, head_dim=dim, kv_heads=KV_HEADS.get(name, KV_HEADS.get(name.partition("/")[0], 2)))
     loaded = LoadedModel(model, torch.device("cpu"), cache_dtype=torch.bfloat16 if name in TRUNCATED else None)
     method = _ready(method_of(config, dim), loaded, config.method.calibration)
     cache, ids = KVCache(loaded, method), token_ids(PROMPT + STEPS)

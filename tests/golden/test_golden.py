@@ -43,6 +43,11 @@ def test_models(name: str) -> None:
     hold(f"model {name}", models.golden_of(name))
 
 
+@pytest.mark.parametrize("name", ["waterfill/heads_apart", "waterfill/pairs"])
+def test_how_many_heads_share_a_transform_is_held(name: str) -> None:
+    assert moved(_golden("method waterfill"), _golden(f"method {name}"))
+
+
 def test_every_part_of_every_method_and_task_has_a_golden() -> None:
     """All but what times, other libraries' caches and engines, which may not be installed, and rotations of weights.
 
@@ -109,6 +114,28 @@ def test_the_version_to_raise_is_named() -> None:
     one, two, three = (Golden(dict.fromkeys(names, 1)) for names in (["a", "b", "c"], ["a", "b"], ["a"]))
     assert to_raise([one, two], [three]) == ["b"]
     assert to_raise([one, three], [two]) == ["a"]
+
+
+MACHINES = {
+    "as it is": {"OMP_NUM_THREADS": "1"},
+    "two threads": {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"},
+    "AVX2": {"OMP_NUM_THREADS": "1", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "no AVX": {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default"},
+    "plain MKL": {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"},
+}
+"""Settings under which torch and MKL round as on other processors."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("machine", MACHINES)
+def test_goldens_hold_on_other_processors(machine: str) -> None:
+    given = ["-q", "-p", "no:cacheprovider", "-n", "0", "-k", "test_methods or test_tasks or test_models"]
+    run = [sys.executable, "-m", "pytest", *given, str(Path(__file__).relative_to(ROOT))]
+    plain = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    done = subprocess.run(
+        run, cwd=ROOT, capture_output=True, text=True, env={**plain, **MACHINES[machine]}, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 DAMAGES = [
