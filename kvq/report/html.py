@@ -29,7 +29,7 @@ from kvq.report import command
 from kvq.report.labels import main_model, model_name
 from kvq.report.payload import payload, png_uri, script_json, shown, source_digest
 from kvq.report.tables.build import build_tables
-from kvq.report.tables.layout import Table, Tables, columns_of
+from kvq.report.tables.layout import Table, Tables
 from kvq.results import Record, Store
 from kvq.results.files import cause, write_file
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
@@ -131,7 +131,7 @@ def render(tables: Tables, figures: Sequence[EmbeddedFigure] = (), warnings: Seq
         style=Markup(style),
         script=Markup(script),
         data=script_json(payload(tables, main)),
-        tables=[(table, columns_of(table)) for table in tables.tables],
+        tables=tables.tables,
         texts=[table for table in tables.tables if table.texts is not None][:_MOST_TEXTS],
         largest=max(tables.tables, key=lambda table: (_model(table) == main, len(table.rows))),
         summary=summary(records, stale, len(tables.broken)),

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import RecordError, printable
-from kvq.report.command import made_of
 from kvq.report.comparisons import (
     NOTE,
     Comparisons,
@@ -33,7 +32,7 @@ from kvq.report.comparisons import (
 )
 from kvq.report.labels import by_bits, is_variant, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
-from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, Texts, columns_of
+from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, Texts
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, run_key, staleness
 from kvq.results.presets import PROTOCOL, cache_dtype, flatten, joined, said, settings_of
@@ -79,20 +78,8 @@ def build_tables(
     comparisons = Comparisons(lambda record: samples_of(record, store, unused))
     limits = limits_of(records, comparisons.samples)
     stale = stale or staleness()
-    tables, odd = [], list(broken)
-
-    def skip(record: Record, reason: str) -> None:
-        odd.append(Broken(store.record_path(record.key), reason.partition(": ")[2]))
-
-    for protocol in sorted(groups):
-
-        def make(group: list[Record], name: str = protocol) -> Table:
-            return _checked(_against(_table(name, group, comparisons, stale), limits))
-
-        of_records = made_of(groups[protocol], make, lambda record: record.key, "table", skip)
-        if of_records is not None:
-            tables.append(of_records)
-    reasons = {file.path: file.reason for file in odd} | unused
+    tables = [_against(_table(name, groups[name], comparisons, stale), limits) for name in sorted(groups)]
+    reasons = {file.path: file.reason for file in broken} | unused
     files = tuple(Broken(path, reason) for path, reason in reasons.items())
     return Tables(tuple(sorted(told_apart(tables), key=lambda table: table.slug)), files)
 
@@ -137,14 +124,6 @@ def _against(table: Table, limits: Limits) -> Table:
         return table
     rows = [row if row.baseline else replace(row, above_limit=bits_above(row.record, curve)) for row in table.rows]
     return replace(table, rows=tuple(rows), limit=curve, notes=(*table.notes, NOTE))
-
-
-def _checked(table: Table) -> Table:
-    """Return the table, or raise what writing any of its cells raises."""
-    for column in columns_of(table):
-        for row in table.lines:
-            column.cell(row)
-    return table
 
 
 def _protocol(run: Record) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvq.report.command import write_files
 from kvq.report.labels import ON_TEST_TEXT
 from kvq.report.tables.experiments import Answers, Experiment, Shown, labels_of, refused, shown_cells, stand_in_cells
-from kvq.report.tables.formats import PREAMBLE, Sheet, csv_of, escape_markdown, floats, markdown_table, one_line
+from kvq.report.tables.formats import PREAMBLE, Sheet, csv_of, escape_markdown, landscape, markdown_table, one_line
 from kvq.report.tables.layout import DASH, UNQUANTIZED, fixed
 from kvq.report.tables.notes import STALE
 from kvq.report.tables.readings import AXES, Reference
@@ -181,7 +181,7 @@ def latex(experiment: Experiment, grids: Sequence[Sheet]) -> str:
         label = f"tab:{slug(experiment)}" + (f"-{index + 1}" if len(grids) > 1 else "")
         left, names = frozenset(range(grid.labels)), grid.labels + sum(title in _BITS for title in grid.header)
         notes = [note for note in grid.notes if note not in own]
-        lines.append(floats(replace(grid, label=label, labels=names, left=left, notes=notes, comments=own)))
+        lines.append(landscape(replace(grid, label=label, labels=names, left=left, notes=notes, comments=own)))
     return "\n".join(lines).rstrip() + "\n"
 
 

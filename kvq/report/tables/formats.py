@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from csv import DictWriter
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,7 +21,6 @@ from kvq.report.tables.layout import (
     Cell,
     Table,
     Tables,
-    columns_of,
     is_of_diagnostics,
     is_of_items,
     is_of_texts,
@@ -30,19 +28,8 @@ from kvq.report.tables.layout import (
 from kvq.results import Record, Store
 from kvq.results.files import cause
 
-PACKAGES = ("booktabs", "graphicx", "textcomp")
+PACKAGES = ("array", "booktabs", "longtable", "pdflscape", "textcomp")
 PREAMBLE = "% needs " + "".join(f"\\usepackage{{{name}}}" for name in PACKAGES)
-# Estimated widths, in characters of \small. A page of one column has about 85; shrunk to it, 160 can still be read.
-_WIDEST = 160
-_BETWEEN = 2
-# A name longer than this makes a table smaller, not a table of several parts.
-_NAME = 45
-# Lines of a table that fit a page with its caption and notes; notes in \footnotesize have about 110 characters a line.
-_LONGEST, _NOTE = 44, 110
-# More lines of notes than this follow the table, where they break across pages.
-_MOST_NOTES = 14
-# Longest line of a column's title, where it can be broken.
-_TITLE = 12
 _MINUS = re.compile(r"(?<![0-9A-Za-z.])-(?=[0-9])")
 
 
@@ -54,7 +41,7 @@ class Sheet:
         title: what it shows.
         header: titles of columns.
         rows: cells.
-        labels: how many columns at the left name the row; they stand in every part of a table that is too wide.
+        labels: how many columns at the left name the row.
         left: columns aligned left (None: those that name the row); the others are numbers.
         label: for `\\ref`; empty: none.
         bold: (row, column) of cells set in bold.
@@ -77,119 +64,42 @@ class Sheet:
         return column < self.labels if self.left is None else column in self.left
 
 
-def floats(sheet: Sheet) -> str:
-    """One `table` per part: what is too wide is split by columns, what is too long by rows between methods."""
-    columns, rows = _across(sheet), _down(sheet)
-    parts = [(these, some) for some in rows for these in columns]
+def landscape(sheet: Sheet) -> str:
+    """A `longtable` on pages turned sideways: columns of text have twice the width of numbers."""
+    left = [sheet.is_left(column) for column in range(len(sheet.header))]
+    whole = len(left) + sum(left)
+    form = "".join(
+        f">{{\\{'raggedright' if text else 'raggedleft'}\\arraybackslash}}"
+        f"p{{\\dimexpr {1 + text}\\linewidth/{whole}-2\\tabcolsep\\relax}}"
+        for text in left
+    )
+    header = " & ".join(_breakable(escape_latex(title)) for title in sheet.header)
+    label = f"\\label{{{sheet.label}}}" if sheet.label else ""
     lines = [f"% {one_line(comment)}" for comment in sheet.comments]
-    for index, (these, some) in enumerate(parts):
-        lines += _float(sheet, these, some, f" ({index + 1} of {len(parts)})" if len(parts) > 1 else "", index == 0)
-    if sheet.notes and _noted(sheet) > _MOST_NOTES:
-        lines += ["{\\footnotesize\\raggedright", *_notes(sheet), "}"]
-    return "\n".join(lines) + "\n"
-
-
-def _notes(sheet: Sheet) -> Iterator[str]:
-    yield from (f"{escape_latex(note)}\\par" for note in sheet.notes)
-
-
-def _noted(sheet: Sheet) -> int:
-    """Estimated number of printed lines of the notes."""
-    return sum(1 + len(note) // _NOTE for note in sheet.notes)
-
-
-def _float(sheet: Sheet, columns: Sequence[int], rows: range, part: str, first: bool) -> Iterator[str]:
-    form = "".join("l" if sheet.is_left(column) else "r" for column in columns)
-    yield from ("\\begin{table}", "\\centering", "\\small", "\\setlength{\\tabcolsep}{4pt}")
-    yield f"\\caption{{{escape_latex(sheet.title)}{part}}}"
-    if first and sheet.label:
-        yield f"\\label{{{sheet.label}}}"
-    # Shrunk to the width of the line where it is wider.
-    yield "\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%"
-    yield from (f"\\begin{{tabular}}{{@{{}}{form}@{{}}}}", "\\toprule")
-    yield " & ".join(_stacked(sheet.header[column], sheet.is_left(column)) for column in columns) + " \\\\"
-    yield "\\midrule"
-    # Whether rows of one name follow each other, so that space between names helps.
-    grouped = len({row[0] for row in sheet.rows}) < len(sheet.rows)
-    before: Sequence[str] | None = None
-    for row in rows:
-        cells = sheet.rows[row]
-        if before is not None and sheet.labels and cells[0] != before[0] and grouped:
-            yield "\\addlinespace"
-        yield " & ".join(_cell(sheet, row, column) for column in columns) + " \\\\"
-        before = cells
-    yield from ("\\bottomrule", "\\end{tabular}}")
-    if first and 0 < _noted(sheet) <= _MOST_NOTES:
-        yield "\\par\\smallskip\\begin{minipage}{\\linewidth}\\footnotesize\\raggedright"
-        yield from _notes(sheet)
-        yield "\\end{minipage}"
-    yield "\\end{table}"
+    lines += [
+        "\\begin{landscape}",
+        "\\scriptsize\\setlength{\\tabcolsep}{3pt}\\setlength{\\LTcapwidth}{\\linewidth}",
+        f"\\begin{{longtable}}{{{form}}}",
+    ]
+    lines += [f"\\caption{{{escape_latex(sheet.title)}}}{label}\\\\"]
+    lines += [f"\\toprule {header} \\\\ \\midrule \\{place}" for place in ("endfirsthead", "endhead")]
+    lines += ["\\bottomrule \\endfoot"]
+    for row, cells in enumerate(sheet.rows):
+        lines.append(" & ".join(_cell(sheet, row, column) for column in range(len(cells))) + " \\\\")
+    lines += ["\\end{longtable}", "\\raggedright", *(f"{escape_latex(note)}\\par" for note in sheet.notes)]
+    return "\n".join([*lines, "\\end{landscape}"]) + "\n"
 
 
 def _cell(sheet: Sheet, row: int, column: int) -> str:
     text = escape_latex(sheet.rows[row][column])
-    if not sheet.is_left(column):
-        text = _MINUS.sub("$-$", text)
+    text = _breakable(text) if sheet.is_left(column) else _MINUS.sub("$-$", text)
+    text = f"{{}}{text}" if text.startswith("[") else text  # behind a line's end it would be a length
     return rf"\textbf{{{text}}}" if (row, column) in sheet.bold else text
 
 
-def _stacked(title: str, left: bool) -> str:
-    """A column's title, broken into lines."""
-    lines = [escape_latex(line) for line in _lines(title)]
-    if len(lines) < 2:
-        return "".join(lines)
-    return f"\\shortstack[{'l' if left else 'r'}]{{" + "\\\\".join(lines) + "}"
-
-
-def _lines(title: str) -> list[str]:
-    """Lines of a title: broken between axes, at spaces, and after underscores of a long name."""
-    parts = [part for part in title.split(", ") if part]
-    spaced = [part if len(part) <= _TITLE else part.replace("_", "_\0") for part in parts]
-    found = [line for part in spaced for line in _wrapped(part)]
-    return found or [title]
-
-
-def _wrapped(part: str) -> list[str]:
-    lines: list[str] = []
-    for word in part.split(" "):
-        for index, piece in enumerate(word.split("\0")):
-            joint = "" if index else " "
-            if lines and len(lines[-1]) + len(joint) + len(piece) <= _TITLE:
-                lines[-1] += joint + piece
-            else:
-                lines.append(piece)
-    return lines
-
-
-def _across(sheet: Sheet) -> list[list[int]]:
-    """Columns of each part: those that name the row, and the others in as few parts as fit, of about one size."""
-    widths = [
-        max(map(len, [*_lines(sheet.header[column]), *(row[column] for row in sheet.rows)])) + _BETWEEN
-        for column in range(len(sheet.header))
-    ]
-    names, others = list(range(sheet.labels)), list(range(sheet.labels, len(sheet.header)))
-    room = _WIDEST - min(sum(widths[: sheet.labels]), _NAME)
-    count = max(1, math.ceil(sum(widths[column] for column in others) / max(room, 1)))
-    while count < len(others):
-        parts = [others[len(others) * part // count : len(others) * (part + 1) // count] for part in range(count)]
-        if all(sum(widths[column] for column in part) <= room for part in parts):
-            return [[*names, *part] for part in parts]
-        count += 1
-    return [[*names, column] for column in others] or [names]
-
-
-def _down(sheet: Sheet) -> list[range]:
-    """Rows of each part of a table: names are kept whole, unless the rows of one name are longer than a page."""
-    longest = _LONGEST - (_noted(sheet) if _noted(sheet) <= _MOST_NOTES else 0)
-    parts: list[range] = []
-    start = end = 0
-    for _, found in groupby(range(len(sheet.rows)), key=lambda row: sheet.rows[row][0] if sheet.labels else row):
-        stop = end + len(list(found))
-        if stop - start > longest and end > start:
-            parts.append(range(start, end))
-            start = end
-        end = stop
-    return [*parts, range(start, end)]
+def _breakable(text: str) -> str:
+    """Escaped text in which a line may end behind an underscore and a slash."""
+    return text.replace("\\_", "\\_\\allowbreak{}").replace("/", "/\\allowbreak{}")
 
 
 CSV_METRICS: list[str] = LISTED["csv"]
@@ -202,12 +112,11 @@ def markdown(table: Table) -> str:
         text = escape_markdown(cell.text)
         return f"**{text}**" if cell.bold else text
 
-    columns = columns_of(table)
     lines = [f"# {escape_markdown(table.title)}", ""]
     lines += [f"- {escape_markdown(line)}" for line in table.protocol]
-    rows = [[shown(column.cell(row)) for column in columns] for row in table.lines]
-    numbers = {place for place, column in enumerate(columns) if column.numeric}
-    lines += ["", *markdown_table([escape_markdown(column.title) for column in columns], rows, numbers)]
+    rows = [[shown(cell) for cell in cells] for cells in table.cells]
+    numbers = {place for place, column in enumerate(table.columns) if column.numeric}
+    lines += ["", *markdown_table([escape_markdown(column.title) for column in table.columns], rows, numbers)]
     lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -241,19 +150,17 @@ def csv(table: Table) -> str:
 
 def latex(table: Table) -> str:
     """The table for a paper, with booktabs: its caption names the protocol's runs, its notes stand below."""
-    columns = columns_of(table)
-    cells = [[column.cell(row) for column in columns] for row in table.lines]
     sheet = Sheet(
         title=table.title,
         label=f"tab:{table.slug}",
-        header=[column.title for column in columns],
-        rows=[[cell.text for cell in row] for row in cells],
+        header=[column.title for column in table.columns],
+        rows=[[cell.text for cell in row] for row in table.cells],
         labels=2,
-        left=frozenset(index for index, column in enumerate(columns) if not column.numeric),
-        bold=frozenset((r, c) for r, row in enumerate(cells) for c, cell in enumerate(row) if cell.bold),
+        left=frozenset(index for index, column in enumerate(table.columns) if not column.numeric),
+        bold=frozenset((r, c) for r, row in enumerate(table.cells) for c, cell in enumerate(row) if cell.bold),
         notes=table.notes,
     )
-    return f"{PREAMBLE}\n{floats(sheet)}"
+    return f"{PREAMBLE}\n{landscape(sheet)}"
 
 
 def index(tables: Tables) -> str:
@@ -261,17 +168,16 @@ def index(tables: Tables) -> str:
     lines = [
         "# Tables",
         "",
-        "Made from the records by `make tables`; changes here are overwritten. The papers' tables,",
+        "Made from the records by `make tables`, which writes each as CSV and LaTeX too; changes here are",
     ]
-    lines += ["measured beside published, are in [experiments](experiments/index.md); figures in"]
-    lines += ["[figures](../figures/index.md)."]
+    lines += ["overwritten. The papers' tables, measured beside published, are in [experiments](experiments/index.md);"]
+    lines += ["figures in [figures](../figures/index.md)."]
     for task, found in groupby(tables.tables, key=lambda table: table.title.partition(":")[0]):
         rows = []
         for table in found:
             name = escape_markdown(table.title.partition(": ")[2] or table.title)
-            others = f"[CSV]({table.slug}.csv), [LaTeX]({table.slug}.tex)"
-            rows.append([f"[{name}]({table.slug}.md)", _counts(table), others])
-        lines += ["", f"## {escape_markdown(task)}", "", *markdown_table(["table", "runs", "files"], rows)]
+            rows.append([f"[{name}]({table.slug}.md)", _counts(table)])
+        lines += ["", f"## {escape_markdown(task)}", "", *markdown_table(["table", "runs"], rows)]
     if tables.broken:
         lines += ["", "## Skipped, because they are not records", ""]
         lines += [f"- {escape_markdown(f'{broken.path.name}: {broken.reason}')}" for broken in tables.broken]

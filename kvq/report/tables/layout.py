@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -91,6 +92,16 @@ class Table:
         known = [(tokens, row) for row, own in zip(self.rows, lengths, strict=True) for tokens in own]
         without = [row for row, own in zip(self.rows, lengths, strict=True) if not own]
         return (*(replace(row, tokens=n) for n, row in sorted(known, key=lambda pair: pair[0])), *without)
+
+    @functools.cached_property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns."""
+        return columns_of(self)
+
+    @functools.cached_property
+    def cells(self) -> list[list[Cell]]:
+        """The cells of `lines`, one for each column."""
+        return [[column.cell(row) for column in self.columns] for row in self.lines]
 
     @property
     def is_of_memory(self) -> bool:

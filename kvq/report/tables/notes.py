@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from kvq.report.comparisons import Comparisons, Verdicts, widths
 from kvq.report.labels import engine_of
-from kvq.report.tables.layout import UNQUANTIZED, Row
+from kvq.report.tables.layout import UNQUANTIZED, Row, Table
 from kvq.results import Record
 from kvq.results.noise import FRONTIER_RULE, NOISE_RULE, SHORT
 from kvq.results.presets import cache_dtype, settings_of
 from kvq.results.statistics import ALPHA, fewest_to_differ
 
 _MOST_NAMED = 5
+_ALWAYS = ("Short: ", "Too short: ", "[")
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
 STALE = (
@@ -35,6 +36,17 @@ def notes_of(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) 
         *_baselines(rows),
         *_failures(rows),
     ]
+
+
+def shortest_notes(table: Table) -> list[str]:
+    """What a sweep prints below its table: the marks in one line, too few windows, and why runs failed."""
+    marks = {
+        "≈ within noise of full precision": any(row.within_noise for row in table.rows),
+        "bold: frontier of bits and loss": any(row.best for row in table.rows),
+        "† measured by an earlier version": any(row.stale for row in table.rows),
+    }
+    line = "; ".join(words for words, shown in marks.items() if shown)
+    return [*([f"{line}."] if line else []), *(note for note in table.notes if note.startswith(_ALWAYS))]
 
 
 def _marks(rows: Sequence[Row]) -> Iterator[str]:

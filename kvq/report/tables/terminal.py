@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -14,11 +13,10 @@ from rich.text import Text as RichText
 from kvq.errors import printable
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import Sheet
-from kvq.report.tables.layout import Cell, Column, Table, Texts, columns_of, is_of_diagnostics, measured
+from kvq.report.tables.layout import Cell, Table, Texts, is_of_diagnostics, measured
+from kvq.report.tables.notes import shortest_notes
 from kvq.results import Record, Store
 
-# Characters a line in a file or pipe, where rich would take 80.
-PLAIN_WIDTH = 100
 # Columns that a narrow terminal leaves out first (then from the right); how many first columns always stay, and the
 # blanks behind a column.
 _LEFT_OUT = ("p99", "Δppl", "Meas.", "Top-1%", "KL")
@@ -40,36 +38,71 @@ def print_tables(
     keys: Collection[str] | None = None,
     stale: Callable[[Record], bool] | None = None,
 ) -> None:
-    """Print the tables of a store, or of the runs `keys` and their full-precision runs; fits 80 columns.
+    """Print the tables of a store, or of the runs `keys` and their full-precision runs, with their shortest notes.
 
     Raises:
         RecordError: the folder of the store cannot be listed.
     """
-    for table in build_tables(store, keys=keys, stale=stale).tables:
-        print_table(table, console)
+    tables = build_tables(store, keys=keys, stale=stale).tables
+    for table in tables:
+        print_table(table, console, shortest_notes(table))
+    if any(len(table.notes) > len(shortest_notes(table)) for table in tables):
+        console.print(_plain(f"All notes: kvq report --print --results {store.root}", "dim"), soft_wrap=True)
 
 
-def print_table(table: Table, console: Console) -> None:
-    """Print one table with its notes; where there is no terminal, a note is one line."""
-    drawn = _empty(console)
-    left_out: list[str] = []
+def print_table(table: Table, console: Console, notes: Sequence[str] | None = None) -> None:
+    """Print one table with these notes (None: all of its own)."""
+    notes = table.notes if notes is None else notes
     if is_of_diagnostics(table) and not table.is_of_memory:
-        _fill_sideways(drawn, table)
+        # A row for each metric and a column for each run: diagnostics have many metrics and few runs.
+        rows = [[Cell(column.title), *(column.cell(row) for row in table.rows)] for column in measured(table)]
+        header = ["Metric", *(f"{row.name} {row.bits}" for row in table.rows)]
+        _print(table.title, header, rows, {0}, notes, console)
     else:
-        columns = fitting(table, console.width)
-        shown = {column.title for column in columns}
-        left_out = [column.title for column in columns_of(table) if column.title not in shown]
-        _fill(drawn, table, columns)
-    _print(table.title, drawn, table.notes, console, left_out)
+        places = fitting(table, console.width) if console.is_terminal else list(range(len(table.columns)))
+        shown = [table.columns[place] for place in places]
+        if out := [column.title for column in table.columns if column not in shown]:
+            notes = [f"Not shown at this width: {', '.join(out)}.", *notes]
+        left = {place for place, column in enumerate(shown) if not column.numeric}
+        rows = [[cells[place] for place in places] for cells in table.cells]
+        _print(table.title, [column.short for column in shown], rows, left, notes, console)
     if table.texts is not None:
         _print_texts(table.texts, console)
 
 
-def _print(title: str, drawn: RichTable, notes: Sequence[str], console: Console, left_out: Sequence[str] = ()) -> None:
+def print_grid(grid: Sheet, console: Console) -> None:
+    """Print a table of an experiment with its notes."""
+    left = {place for place in range(len(grid.header)) if grid.is_left(place)}
+    _print(grid.title, grid.header, [list(map(Cell, row)) for row in grid.rows], left, grid.notes, console)
+
+
+def _print(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    left: Collection[int],
+    notes: Sequence[str],
+    console: Console,
+) -> None:
+    """Print a table; in a pipe or file as plain lines of any width, a note on one line."""
     console.print(_plain(title, style="italic"), soft_wrap=True)
-    console.print(drawn)
-    if left_out:
-        console.print(_plain(f"Not shown at this width: {', '.join(left_out)}.", style="dim"))
+    if console.is_terminal:
+        drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for place, name in enumerate(header):
+            drawn.add_column(_plain(name), justify="left" if place in left else "right", overflow="fold")
+        for row in rows:
+            drawn.add_row(*(_plain(cell.text, "bold" if cell.bold else "") for cell in row))
+        console.print(drawn)
+    else:
+        lines = [list(map(printable, header)), *([printable(cell.text) for cell in row] for row in rows)]
+        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            blanks = [" " * (width - cell_len(text)) for width, text in zip(widths, line, strict=True)]
+            padded = [
+                text + blank if place in left else blank + text
+                for place, (text, blank) in enumerate(zip(line, blanks, strict=True))
+            ]
+            console.file.write("  ".join(padded).rstrip() + "\n")
     for note in notes:
         console.print(_plain(note, style="dim"), soft_wrap=not console.is_terminal)
 
@@ -85,56 +118,16 @@ def _print_texts(texts: Texts, console: Console) -> None:
         console.print(RichText.assemble(found.same, (mark + found.differs, "bold"), found.rest))
 
 
-def _empty(console: Console) -> RichTable:
-    """A table without columns, plain and as wide as a line of a file where there is no terminal."""
-    if not console.is_terminal:
-        console.width = max(console.width, PLAIN_WIDTH)
-    rules = box.SIMPLE_HEAD if console.is_terminal else None
-    return RichTable(box=rules, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-
-
-def _fill(drawn: RichTable, table: Table, columns: Sequence[Column]) -> None:
-    for column in columns:
-        numeric = column.numeric
-        justify: Literal["left", "right"] = "right" if numeric else "left"
-        drawn.add_column(_plain(column.short), justify=justify, overflow="fold", no_wrap=numeric)
-    for row in table.lines:
-        drawn.add_row(*(_text(column.cell(row)) for column in columns))
-
-
-def fitting(table: Table, width: int) -> tuple[Column, ...]:
-    """The columns that fit a terminal `width` wide; method, bits and the task's own number are always among them."""
-    columns = list(columns_of(table))
-    sizes = {
-        column.short: max(cell_len(text) for text in (column.short, *(column.cell(row).text for row in table.lines)))
-        for column in columns
-    }
-    first = [column for name in _LEFT_OUT for column in columns if column.short == name]
-    for column in [*first, *reversed([column for column in columns[_KEPT:] if column not in first])]:
-        if sum(sizes[kept.short] + _BETWEEN for kept in columns) <= width:
+def fitting(table: Table, width: int) -> list[int]:
+    """Places of the columns that fit a terminal `width` wide; the first `_KEPT` are always among them."""
+    columns, places = table.columns, list(range(len(table.columns)))
+    sizes = [
+        max(cell_len(text) for text in (column.short, *(cells[place].text for cells in table.cells))) + _BETWEEN
+        for place, column in enumerate(columns)
+    ]
+    first = [place for name in _LEFT_OUT for place in places if columns[place].short == name]
+    for place in [*first, *reversed([place for place in places[_KEPT:] if place not in first])]:
+        if sum(sizes[kept] for kept in places) <= width:
             break
-        columns.remove(column)
-    return tuple(columns)
-
-
-def _fill_sideways(drawn: RichTable, table: Table) -> None:
-    """A row for each metric and a column for each run: diagnostics have many metrics and few runs."""
-    drawn.add_column("Metric", overflow="fold")
-    for row in table.rows:
-        drawn.add_column(_plain(f"{row.name}\n{row.bits}"), justify="right")
-    for column in measured(table):
-        drawn.add_row(_plain(column.title), *(_text(column.cell(row)) for row in table.rows))
-
-
-def print_grid(grid: Sheet, console: Console) -> None:
-    """Print a table of an experiment with its notes."""
-    drawn = _empty(console)
-    for index, name in enumerate(grid.header):
-        drawn.add_column(_plain(name), justify="left" if grid.is_left(index) else "right", overflow="fold")
-    for row in grid.rows:
-        drawn.add_row(*(_plain(cell) for cell in row))
-    _print(grid.title, drawn, grid.notes, console)
-
-
-def _text(cell: Cell) -> RichText:
-    return _plain(cell.text, style="bold" if cell.bold else "")
+        places.remove(place)
+    return places
