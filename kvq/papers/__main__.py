@@ -10,7 +10,7 @@ if __name__ == "__main__":
 import argparse
 from collections.abc import Sequence
 
-from kvq.papers.expected import experiment_of, names
+from kvq.papers.expected import experiments
 from kvq.report import command
 from kvq.report.__main__ import write
 from kvq.report.comparisons import read_records
@@ -36,7 +36,7 @@ def _write(given: argparse.Namespace) -> int:
         write(store, scanned, tables, show=True)
     records = scanned[0]
     present = frozenset((record.model, record.method) for record in records)
-    found = [experiment for name in names() if (experiment := experiment_of(name, present)) is not None]
+    found = experiments(present)
     paths = write_experiments(found, by_signature(records), read_reference(), given.out or tables / "experiments")
     print(f"{len(found)} experiments: {paths[-1]}")
     return 0

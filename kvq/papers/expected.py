@@ -6,9 +6,13 @@ At the end: what `+experiment=<paper>/<table>` prints after its runs.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import pickle
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from kvq.config import Config, compose, compose_part, plugins, resolve, resolve_part
+from kvq.config.carried import cache_folder
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.config.identity import by_names
 from kvq.config.layout import LayoutConfig
@@ -40,6 +45,7 @@ from kvq.report.tables.experiments import Asked, CellRun, Experiment, by_signatu
 from kvq.report.tables.readings import read_reference
 from kvq.report.tables.terminal import print_grid
 from kvq.results import Store
+from kvq.results.files import write_file
 
 
 def names() -> list[str]:
@@ -93,6 +99,31 @@ def experiment_of(name: str, present: Present = frozenset()) -> Experiment | Non
         stand_ins={model: _stand_ins(layout, cells, model, present) for model in _small(layout, jobs, present)},
         waiting=dict(sorted(Counter(missing for job in jobs for missing in missing_choices(job, _choices())).items())),
     )
+
+
+def experiments(present: Present) -> list[Experiment]:
+    """Every experiment with a table. Kept in the user's cache: composing their runs takes longer than all else."""
+    path = cache_folder() / f"experiments-{_digest(present)}.pickle"
+    with suppress(Exception):  # not kept, or torn
+        kept: list[Experiment] = pickle.loads(path.read_bytes())
+        return kept
+    found = [experiment for name in names() if (experiment := experiment_of(name, present)) is not None]
+    with suppress(OSError):  # a cache that cannot be written costs time alone
+        for old in path.parent.glob("experiments-*.pickle"):
+            old.unlink()
+        write_file(path, pickle.dumps(found), durable=False)
+    return found
+
+
+def _digest(present: Present) -> str:
+    """A hash of all that decides the experiments: configurations, the code that composes them, what is on record."""
+    package = Path(__file__).parents[1]
+    code = [*package.glob("config/*.py"), *package.glob("papers/*.py"), *package.glob("report/tables/experiments.py")]
+    choices = [path for folder in plugins.conf_dirs() for path in folder.rglob("*") if path.is_file()]
+    digest = hashlib.sha256(repr((sys.version, sorted(present))).encode())
+    for path in sorted([*code, *choices]):
+        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _choices() -> dict[str, dict[str, str]]:

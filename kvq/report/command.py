@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvq.config import plugins
+from kvq.config.composing import unchanged_files
 from kvq.errors import ConfigError, KvqError, RecordError, check_path, printable
 from kvq.results.files import cause, write_file
 from kvq.results.store import Broken, Store
@@ -42,7 +43,7 @@ def run(given: argparse.Namespace, work: Callable[[argparse.Namespace], int]) ->
     try:
         folder: Path | None = getattr(given, "config_dir", None)  # not of every command
         check_path("--config-dir", None if folder is None else str(folder))
-        with plugins.using(folder):
+        with plugins.using(folder), unchanged_files():
             return work(given)
     except KvqError as error:
         print(printable(f"error: {error}"), file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from kvq.papers import __main__ as papers
-from kvq.papers.expected import experiment_of
+from kvq.papers.expected import experiments
 from kvq.report.__main__ import main as tables
 from kvq.report.comparisons import read_records
 from kvq.report.figures import every as figures
@@ -67,7 +67,7 @@ def draw_cheaply(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(style, "_rendered", lambda made, kinds=("pdf", "png"): dict.fromkeys(kinds, b""))
 
 
-_composed = functools.cache(experiment_of)
+_composed = functools.cache(experiments)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def _cheaper(monkeypatch: pytest.MonkeyPatch, sound: Sound) -> None:
     """The papers' tables are composed once, for the sound records: that and images take the most time."""
     draw_cheaply(monkeypatch)
     present = frozenset((record["model"], record["method"]) for record, _ in sound)
-    monkeypatch.setattr(papers, "experiment_of", lambda name, _: _composed(name, present))
+    monkeypatch.setattr(papers, "experiments", lambda _: _composed(present))
 
 
 @pytest.mark.parametrize(("seed", "count"), PIECES)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,8 +122,28 @@ class Address(NamedTuple):
     machine: str = ""
 
 
-Answers = Mapping[Address, Record]
-"""Records by address."""
+class Answers(dict[Address, Record]):
+    """Records by address."""
+
+    @functools.cached_property
+    def by_key(self) -> dict[str, Record]:
+        """The records by key."""
+        return {record.key: record for record in self.values()}
+
+    @functools.cached_property
+    def machines(self) -> dict[str, list[str]]:
+        """Machines on which times of a signature were measured."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for place in self:
+            if place.machine:
+                found[place.signature].append(place.machine)
+        return found
+
+    def find(self, run: CellRun, machine: str) -> Record | None:
+        """The record of a run: a time measured on `machine`, or a record that depends on no machine."""
+        if run.signature is None:
+            return None
+        return self.get(Address(run.signature, machine)) or self.get(Address(run.signature))
 
 
 def address(record: Record) -> Address:
@@ -134,27 +155,13 @@ def address(record: Record) -> Address:
 def by_signature(records: Iterable[Record]) -> Answers:
     """Records by address; of several at one address, the youngest that is done."""
     wanted = sorted(records, key=lambda record: (record.status == "done", record.provenance.started))
-    return {address(record): record for record in wanted}
-
-
-class _Records:
-    """Records by address and by key, and whether one is stale."""
-
-    def __init__(self, answers: Answers, stale: Callable[[Record], bool]) -> None:
-        self._answers, self.stale = answers, stale
-        self.by_key = {record.key: record for record in answers.values()}
-
-    def of(self, run: CellRun, machine: str) -> Record | None:
-        """The record of a run: a time measured on `machine`, or a record that depends on no machine."""
-        if run.signature is None:
-            return None
-        return self._answers.get(Address(run.signature, machine)) or self._answers.get(Address(run.signature))
+    return Answers((address(record), record) for record in wanted)
 
 
 def _machines(cells: Iterable[Asked], records: Answers) -> list[str]:
     """Machines whose times answer some run of the cells; an empty name where there is none."""
-    asked = {run.signature for cell in cells for run in cell.runs}
-    return sorted({found.machine for found in records if found.machine and found.signature in asked}) or [""]
+    signatures = {run.signature for cell in cells for run in cell.runs if run.signature in records.machines}
+    return sorted({machine for name in signatures for machine in records.machines[str(name)]}) or [""]
 
 
 def shown_cells(
@@ -167,12 +174,12 @@ def shown_cells(
 
     Times of different machines are never in one table: there is a cell for each machine.
     """
-    cells, answers = [], _Records(records, stale)
+    cells = []
     for machine in _machines(experiment.cells, records):
         for asked in experiment.cells:
             published = reference.find(experiment.paper, experiment.table, asked.labels)
             if published is not None or experiment.table is None or set(experiment.own) & set(asked.labels.values()):
-                cells.append(_shown(asked, published, answers, machine, experiment))
+                cells.append(_shown(asked, published, records, stale, machine, experiment))
     return cells
 
 
@@ -180,14 +187,21 @@ def stand_in_cells(
     experiment: Experiment, model: str, records: Answers, stale: Callable[[Record], bool] = is_stale
 ) -> list[Shown]:
     """The cells of a stand-in, by machine as `shown_cells`; nothing where none of its runs is there."""
-    asked, answers = experiment.stand_ins[model], _Records(records, stale)
+    asked = experiment.stand_ins[model]
     machines = _machines(asked, records)
-    cells = [_shown(one, None, answers, machine, experiment) for machine in machines for one in asked]
+    cells = [_shown(one, None, records, stale, machine, experiment) for machine in machines for one in asked]
     return cells if any(cell.value is not None for cell in cells) else []
 
 
-def _shown(asked: Asked, published: Published | None, records: _Records, machine: str, experiment: Experiment) -> Shown:
-    answers = [(run, records.of(run, machine)) for run in asked.runs]
+def _shown(
+    asked: Asked,
+    published: Published | None,
+    records: Answers,
+    stale: Callable[[Record], bool],
+    machine: str,
+    experiment: Experiment,
+) -> Shown:
+    answers = [(run, records.find(run, machine)) for run in asked.runs]
     found = [record for _, record in answers if record is not None]
     missing = tuple(run.command for run, record in answers if record is None)
     reason = asked.reason or next((run.waits for run in asked.runs if run.waits), None)
@@ -210,7 +224,7 @@ def _shown(asked: Asked, published: Published | None, records: _Records, machine
         effective_bits=_same(record.metrics.get("effective_bits") for record in found),
         within_noise=single is not None and _within_noise(single, asked.metric),
         unquantized=all(is_unquantized(record, records.by_key) for record in found),
-        stale=any(records.stale(record) for record in found),
+        stale=any(stale(record) for record in found),
         on_test_text=any(map(is_on_test_text, found)),
         machine=machine,
     )

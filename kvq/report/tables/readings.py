@@ -13,7 +13,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import scipy  # `scipy.stats` loads when it is first asked for
 
@@ -59,6 +59,7 @@ class Reference:
 
     def __init__(self, rows: Sequence[Published]) -> None:
         self.tables: dict[tuple[str, str], list[Published]] = defaultdict(list)
+        self._by_labels: dict[Any, defaultdict[tuple[str, ...], list[Published]]] = {}
         for row in rows:
             self.tables[row.paper, row.table].append(row)
 
@@ -68,8 +69,12 @@ class Reference:
         Raises:
             RecordError: several figures have them.
         """
-        rows = self.tables.get((paper, table), []) if table else []
-        found = [row for row in rows if all(getattr(row, axis) == label for axis, label in labels.items())]
+        key = (paper, table or "", tuple(labels))
+        if key not in self._by_labels:
+            rows = self._by_labels[key] = defaultdict(list)
+            for row in self.tables.get(key[:2], []):
+                rows[tuple(getattr(row, axis) for axis in labels)].append(row)
+        found = self._by_labels[key].get(tuple(labels.values()), [])
         if len(found) > 1:
             raise RecordError(f"{paper}, {table}: {len(found)} published figures have the labels {dict(labels)}")
         return found[0] if found else None

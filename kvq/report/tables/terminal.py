@@ -47,7 +47,9 @@ def print_tables(
     for table in tables:
         print_table(table, console, shortest_notes(table))
     if any(len(table.notes) > len(shortest_notes(table)) for table in tables):
-        console.print(_plain(f"All notes: kvq report --print --results {store.root}", "dim"), soft_wrap=True)
+        console.print(
+            _plain(f"All notes: kvq report --print --results {store.root}", "dim"), soft_wrap=not console.is_terminal
+        )
 
 
 def print_table(table: Table, console: Console, notes: Sequence[str] | None = None) -> None:

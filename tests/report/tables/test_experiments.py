@@ -12,7 +12,7 @@ import pytest
 
 from kvq.errors import RecordError
 from kvq.report.tables.experiment_files import csv, fill, grids_of, latex, markdown, slug, write_experiments
-from kvq.report.tables.experiments import Asked, CellRun, Experiment, address, by_signature, shown_cells
+from kvq.report.tables.experiments import Answers, Asked, CellRun, Experiment, address, by_signature, shown_cells
 from kvq.report.tables.readings import Published, Reference, read_metric, read_reference
 from kvq.results import Record
 from tests.results import made
@@ -206,7 +206,7 @@ def test_bits_stand_where_they_are_printed_and_an_approximation_says_so() -> Non
 
 def test_an_approximate_figure_has_no_decimals_of_others() -> None:
     rough = Reference([published("one", 5.25), published("three", 274, "approximate: printed without decimals")])
-    [grid] = grids_of(fill(experiment([]), {}, rough))
+    [grid] = grids_of(fill(experiment([]), Answers(), rough))
     assert [row[-1] for row in grid.rows] == ["– / 5.25 / –", "– / ~274* / –"]
 
 

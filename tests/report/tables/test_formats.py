@@ -69,9 +69,7 @@ def test_latex_is_balanced_booktabs(store: Store) -> None:
     settings = made.config("x", "2") | {"method": {"label": NASTY}}
     store.put(made.record(NASTY, "2", settings=settings, status="failed", reason=NASTY, baseline_key=runs["fp16"].key))
     text = latex(table_of(store))
-    for rule in (r"\toprule", r"\midrule", r"\bottomrule"):
-        assert text.count(rule) == 1
-    body = text.split(r"\midrule")[1].split(r"\bottomrule")[0].replace("\\addlinespace\n", "").strip().splitlines()
+    body = text.split("\\endfoot\n")[1].split(r"\end{longtable}")[0].strip().splitlines()
     assert len(body) == 8
     for line in body:
         assert line.endswith(r"\\")
@@ -81,7 +79,7 @@ def test_latex_is_balanced_booktabs(store: Store) -> None:
     plain = re.sub(r"\\[\\{}$&%#_]", "", text)
     assert plain.count("{") == plain.count("}")
     assert plain.count("$") % 2 == 0
-    assert "%" not in plain.removeprefix("% needs").replace("{!}{%", "")
+    assert "%" not in plain.removeprefix("% needs")
     assert text.count(r"\textbf{") == 2
 
 
@@ -146,7 +144,7 @@ def test_index_links_every_table_and_names_broken_files(store: Store) -> None:
     text = paths[0].read_text(encoding="utf-8")
     assert paths[0].name == "index.md"
     links = re.findall(r"\]\(([^)]+)\)", text)
-    assert sorted(link for link in links if "/" not in link) == sorted(path.name for path in paths[1:])
+    assert sorted(link for link in links if "/" not in link) == sorted(p.name for p in paths[1:] if p.suffix == ".md")
     assert [link for link in links if "/" in link] == ["experiments/index.md", "../figures/index.md"]
     assert "| 7 done, 1 failed |" in text
     assert "(32-bit cache, seed 4)](" in text

@@ -112,7 +112,7 @@ def test_every_format_has_these_columns(store: Store) -> None:
     table = only(store)
     assert "| Accuracy (%) |" in markdown(table)
     assert "Perplexity" not in markdown(table)
-    assert r"{Bit-mixing\\(\%)}" in latex(table)
+    assert r"Bit-mixing (\%) &" in latex(table)
     lines = csv(table).splitlines()
     assert "accuracy[length=256]" in lines[0]
     assert "p_holm" in lines[0]

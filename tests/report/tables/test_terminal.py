@@ -42,7 +42,8 @@ def test_plain_in_a_pipe(store: Store) -> None:
         *(["good", bits] for bits in "234"),
     ]
     assert f"{runs['good 3'].metrics['perplexity']:.3f}" in rows[5]
-    assert any(line.startswith("flat: perplexity does not fall") and line.endswith("nats/token.") for line in lines)
+    notes = ["bold: frontier of bits and loss.", f"All notes: kvq report --print --results {store.root}"]
+    assert lines[2 + len(runs) :] == notes
 
 
 def test_a_terminal_of_100_columns_cuts_no_number(store: Store) -> None:
