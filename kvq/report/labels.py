@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from kvq.config.method import TEST_TEXT
+from kvq.errors import RecordError
 from kvq.report.command import line
 from kvq.results import Broken, Record, Store
 from kvq.results.presets import from_presets, joined, parse_label, part_of
@@ -35,11 +36,23 @@ def labelled(store: Store) -> tuple[list[Record], list[Broken]]:
     kept, odd = [], list(broken)
     for record in records:
         try:
+            _check_parts(record)
             _ = label(record), protocol(record)
             kept.append(record)
         except Exception as error:  # of settings that the schema takes and no run has
             odd.append(Broken(store.record_path(record.key), f"label: {line(error)}"))
     return kept, odd
+
+
+def _check_parts(record: Record) -> None:
+    """Refuse settings that no table can compare. Raises: RecordError."""
+    for name in ("task", "model", "dataset", "method", "residual"):
+        part = record.config.get(name)
+        if part is not None and not isinstance(part, dict):
+            raise RecordError(f"config.{name} is {part!r:.40}, not an object")
+    p_value = record.metrics.get("p_value", 0.0)
+    if not 0 <= p_value <= 1:
+        raise RecordError(f"metrics.p_value is {p_value:g}, not a probability")
 
 
 def label(record: Record) -> str:

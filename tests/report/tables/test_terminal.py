@@ -42,7 +42,10 @@ def test_plain_in_a_pipe(store: Store) -> None:
         *(["good", bits] for bits in "234"),
     ]
     assert f"{runs['good 3'].metrics['perplexity']:.3f}" in rows[5]
-    notes = ["bold: frontier of bits and loss.", f"All notes: kvq report --print --results {store.root}"]
+    notes = [
+        "≈ within noise of full precision; bold: frontier of bits and loss.",
+        f"All notes: kvq report --print --results {store.root}",
+    ]
     assert lines[2 + len(runs) :] == notes
 
 
