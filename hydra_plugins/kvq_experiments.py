@@ -58,10 +58,16 @@ class GroupedSweeper(Sweeper):
     def sweep(self, arguments):
         """Launch the jobs of the command line's overrides."""
         given = [*(f"{name}={value}" for name, value in self.params.items()), *arguments]
-        jobs = self.jobs(OverridesParser.create().parse_overrides(given))
+        batches = self.batches(OverridesParser.create().parse_overrides(given))
         self.save()
+        size = len(batches[0]) if batches else 0  # of all but the last
+        return [self.launch(batch, number * size) for number, batch in enumerate(batches)]
+
+    def batches(self, overrides):
+        """Jobs (lists of overrides) in batches of at most `max_batch_size`."""
+        jobs = self.jobs(overrides)
         size = self.max_batch_size or max(len(jobs), 1)
-        return [self.launch(jobs[first : first + size], first) for first in range(0, len(jobs), size)]
+        return [jobs[first : first + size] for first in range(0, len(jobs), size)]
 
     def save(self):
         """Write the sweep's own configuration, as Hydra's sweeper does."""

@@ -160,7 +160,7 @@ def folder_in_use(folder: str | Path | None = None) -> Path | None:
 def conf_dirs(folder: str | Path | None = None) -> list[Path]:
     """The folders of choices: kvq's, those of plugins in order of their names, then `folder` or the one in use."""
     last = folder_in_use(folder)
-    return [*_shared_dirs(), *([] if last is None else [last])]
+    return [*_shared_dirs(), *([] if last is None or not last.is_dir() else [last])]
 
 
 @functools.cache
