@@ -185,7 +185,7 @@ def test_the_codec_is_one_transform_of_both() -> None:
 
 def calibrated(name: str, bits: float, model: Any) -> Method:
     method = build_method(name, bits=bits, head_dim=32)  # type: ignore[arg-type]
-    return calibrate_on_text(model, method, "x" * 400, Letters(), samples=2, length=64)
+    return calibrate_on_text(model, method, "x" * 400, Letters(), samples=2, length=80)
 
 
 class Letters:

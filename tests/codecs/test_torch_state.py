@@ -47,7 +47,7 @@ SETTINGS = {
 def forget_constants():
     """What codecs keep of a process's first calls."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("kvq.codecs") and name.rpartition(".")[2] not in COMPILED:
+        if name.startswith(("kvq.codecs", "kvq_zoo")) and name.rpartition(".")[2] not in COMPILED:
             for value in vars(module).values():
                 getattr(value, "cache_clear", lambda: None)()
 

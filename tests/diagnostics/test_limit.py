@@ -142,10 +142,12 @@ def test_keys_with_values(tmp_path: Path) -> None:
     assert {row["side"] for row in rows} == {"both"}
 
 
-@pytest.mark.parametrize("form", [["method=waterfill/scalar"], ["method=waterfill_kv", "task.heads=both"]])
+@pytest.mark.parametrize(
+    "form", [["method=waterfill/scalar", "bits=1.25"], ["method=waterfill_kv", "task.heads=both", "bits=0.5"]]
+)
 def test_a_run_of_a_method(form: list[str], tmp_path: Path) -> None:
     """What it would lose by its widths, on its calibration and on this text, and the part that has no bits."""
-    run = [*given(tmp_path), "task.windows=2", *form, "bits=1.25", "method.calibration.samples=2"]
+    run = [*given(tmp_path), "task.windows=2", *form, "method.calibration.samples=2"]
     assert main([*run, "method.calibration.length=256", f"results_dir={tmp_path}"]) == 0
     (record,) = (one for one in records(tmp_path).values() if one.method != "fp16")
     for name in ("", "_here"):
