@@ -12,9 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
-from kvq.codecs.eigenvectors import eigenvectors
 from kvq.codecs.quantizers import choice
-from kvq.codecs.rotations import RandomizedHadamard, hadamard_matrix, has_hadamard, per_block, per_head
+from kvq.codecs.rotations import RandomizedHadamard, eigenvectors, hadamard_matrix, has_hadamard, per_block, per_head
 from kvq.codecs.stages import Side, Stage
 from kvq.errors import Unsupported, at_least, require
 
@@ -203,7 +202,7 @@ def bit_reversal(order: int) -> Int[Tensor, " order"]:
 def covariance_rotation(moments: Moments) -> Moments:
     """R = U (H / √D) P for each second moment, in fp64; rows of states times R are quantized.
 
-    The columns of U are the eigenvectors in ascending order of eigenvalues (`kvq.codecs.eigenvectors`). P moves column
+    The columns of U are the eigenvectors in ascending order of eigenvalues (`kvq.codecs.rotations`). P moves column
     D - 1 - j to the bit-reversed position of j.
 
     Args:

@@ -17,9 +17,8 @@ from torch import Size, Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, JointTransform, Tables
-from kvq.codecs.eigenvectors import eigenvectors, signed
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
-from kvq.codecs.rotations import per_block
+from kvq.codecs.rotations import eigenvectors, per_block, signed
 from kvq.codecs.trellis import Layout, read, write
 from kvq.errors import ConfigError, Unsupported, at_least
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.codecs.calibrated import JointTransform, Tables
-from kvq.codecs.eigenvectors import eigenvectors
 from kvq.codecs.quantizers import choice, to_stored
-from kvq.codecs.rotations import per_block
+from kvq.codecs.rotations import eigenvectors, per_block
 from kvq.errors import at_least, require
 
 _LEAST = 1e-12  # of the largest eigenvalue: components below it have no variance

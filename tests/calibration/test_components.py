@@ -89,7 +89,7 @@ def test_the_choice_is_that_of_held_out_windows(bits: float, name: str, seed: in
 def test_a_choice_needs_windows_and_widths() -> None:
     loaded = LoadedModel(llama(head_dim=DIM), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"samples=3: unshrunk=chosen holds out one of 4 windows"):
-        fitted(loaded, method_of(1.5, "chosen"), token_ids(16, batch=3))
+        fitted(loaded, method_of(1.5, "chosen"), token_ids(40, batch=3))
     with pytest.raises(ConfigError, match="unshrunk=chosen: with widths of their own"):
         ScalarQuantizer(2, unshrunk="chosen")
     with pytest.raises(ConfigError, match="unshrunk=maybe: true, false or chosen"):
@@ -146,7 +146,7 @@ def test_levels_are_those_of_the_components_of_kept_states() -> None:
 
 def test_more_values_than_fit_are_drawn_by_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedModel(llama(head_dim=DIM), torch.device("cpu"))
-    windows, method = token_ids(24, batch=2), kvq.build_method("waterfill/scalar_fitted", bits="2.25", head_dim=DIM)
+    windows, method = token_ids(40, batch=2), kvq.build_method("waterfill/scalar_fitted", bits="2.25", head_dim=DIM)
     sizes: list[int] = []
 
     def counted(values: Tensor, *given: Any) -> Tensor:
@@ -157,7 +157,7 @@ def test_more_values_than_fit_are_drawn_by_the_seed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(components, "SAMPLE", 100)
 
     def levels(seed: int) -> list[Tensor]:
-        settings = CalibrationConfig(samples=2, length=24, seed=seed)
+        settings = CalibrationConfig(samples=2, length=40, seed=seed)
         tensors = calibrate(loaded, method, windows, settings).tensors
         return [table for name, table in tensors.items() if name.endswith(".levels")]
 
