@@ -158,7 +158,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
         strings = parts["string"]
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=strings.device)
         layout = self._layout(like)
-        flat = self.levels(strings.reshape(-1, strings.shape[-1]), layout, dtype)
+        flat = self.levels(strings.flatten(0, -2), layout, dtype)
         unshrunk = bool(self.tables["unshrunk"]) if self.chooses else bool(self.unshrunk)
         factors = _factors(layout, self.errors, self._scale(shape[-1]), unshrunk)
         if factors is not None:

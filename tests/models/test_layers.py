@@ -192,7 +192,7 @@ def test_expanded_keys_are_not_taken_for_the_latent() -> None:
     cache = KVCache(loaded.model, kvq.build_method("fp16"))
     wide = torch.zeros(1, 4, 3, 32 + 16)
     with pytest.raises(Unsupported, match="layer 0 caches keys of 48 channels per head; its configuration says 32"):
-        cache.update(wide, wide, 0)
+        cache._update(wide, wide, 0)
 
 
 @pytest.mark.parametrize("name", WINDOWED)

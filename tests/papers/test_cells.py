@@ -93,7 +93,7 @@ def test_a_wrong_layout_is_one_line(changes: dict, said: str) -> None:
 def test_all_tables_at_once_are_those_of_both_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(papers, "names", lambda: ["nsnquant/table7"])
+    monkeypatch.setattr("kvq.papers.expected.names", lambda: ["nsnquant/table7"])
     ways = {"apart": [(report.main, "--print"), (papers.main,)], "at once": [(papers.main, "--all")]}
     folders = []
     for way, commands in ways.items():

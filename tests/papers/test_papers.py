@@ -18,7 +18,7 @@ from kvq.papers import expected
 from kvq.papers.expected import experiment_of, layout_named, names, print_cost
 from kvq.papers.sweep import cells_of, grouped, jobs_of, missing_choices, stand_in_of, sweep_of
 from kvq.report.tables.experiment_files import write_experiments
-from kvq.report.tables.experiments import Experiment, by_signature, shown_cells, signature
+from kvq.report.tables.experiments import Answers, Experiment, by_signature, shown_cells, signature
 from kvq.report.tables.readings import Published, read_reference
 from kvq.results import Store
 from tests.results import made
@@ -130,7 +130,7 @@ def test_every_run_of_every_experiment_composes() -> None:
 def test_a_table_without_runs_prints_what_is_published_and_the_command(
     experiments: list[Experiment], tmp_path: Path
 ) -> None:
-    write_experiments(experiments, {}, REFERENCE, tmp_path)
+    write_experiments(experiments, Answers(), REFERENCE, tmp_path)
     page = (tmp_path / "nsnquant-table2.md").read_text(encoding="utf-8")
     assert "| NSNQuant-2b | 2.23 | – | – | – / 6.86 / –" in page
     assert "python run.py +experiment=nsnquant/table2" in page
@@ -139,7 +139,7 @@ def test_a_table_without_runs_prints_what_is_published_and_the_command(
     index = (tmp_path / "index.md").read_text(encoding="utf-8")
     assert all(f"`{experiment.name}`" in index for experiment in experiments)
     assert re.search(r"`oscar/mmau_pro`.* 15: recordings, which are not fed to models here \|", index)
-    cells = [cell for each in experiments if each.table for cell in shown_cells(each, {}, REFERENCE)]
+    cells = [cell for each in experiments if each.table for cell in shown_cells(each, Answers(), REFERENCE)]
     assert all(cell.published or set(cell.asked.labels.values()) & own for cell in cells)
     assert sum(cell.published is not None for cell in cells) == sum(map(len, REFERENCE.tables.values()))
 

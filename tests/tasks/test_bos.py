@@ -22,7 +22,7 @@ from kvq.models import load_tokenizer
 from kvq.models.folder import folder_writes_bos
 from kvq.models.inputs import Inputs
 from kvq.sweep import known
-from kvq.tasks import capture, conversation, longbench, multimodal, niah
+from kvq.tasks import capture, generate, longbench, multimodal, niah
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.ppl import ppl_windows
 from kvq.tasks.reader import Reader
@@ -133,8 +133,8 @@ def test_windows_and_prompts_of_every_task(given: list[str]) -> None:
     assert chatting.tokenizer.decode(needles[0].prompt).endswith(f"{question}]")
     asked = inputs_of(given, "task=generate", "task.chat_template=true", "task.prompt='Name a river.'")
     asked.tokenizer.chat_template = CHAT
-    assert once(conversation.prompt_of(asked))
-    assert asked.tokenizer.decode(conversation.prompt_of(asked)) == "<s>[Name a river.]"
+    assert once(generate.prompt_of(asked))
+    assert asked.tokenizer.decode(generate.prompt_of(asked)) == "<s>[Name a river.]"
     document = longbench.Document("qasper/0", longbench.load_subset("qasper"), {"context": TEXT, "question": "What?"})
     for chat in ("false", "true"):
         asked = inputs_of(given, "task=longbench", f"task.chat_template={chat}")

@@ -392,7 +392,7 @@ def test_items_of_ruler_come_from_a_file(given: list[str], tmp_path: Path, capsy
     (tmp_path / "odd.jsonl").write_text('{"input": "no answer"}\n', encoding="utf-8")
     for given_path, says in [
         (["dataset.path=nowhere.jsonl"], "No such file"),
-        ([f"dataset.path={tmp_path / 'odd.jsonl'}"], "line 1 is no item of RULER"),
+        ([f"dataset.path={tmp_path / 'odd.jsonl'}"], "row 1 is no item of RULER"),
         ([], "give dataset.path="),
     ]:
         capsys.readouterr()
