@@ -104,7 +104,7 @@ def values_of(
         return levels_of(read(strings, layout, lengths), layout.widths, books)
     fields = len(layout.widths)
     first, book = entries_of(layout, books)
-    padded = torch.nn.functional.pad(strings.reshape(-1, strings.shape[-1]), (FRONT, BACK))
+    padded = torch.nn.functional.pad(strings.reshape(strings.shape[:-1].numel(), strings.shape[-1]), (FRONT, BACK))
     where = places(layout, tuple(lengths))
     if strings.device.type == "cuda":
         from kvq.codecs import trellis_gpu
