@@ -46,9 +46,11 @@ class Files(NamedTuple):
     stamp: int
 
 
-def register(config_dir: str | Path | None = None) -> None:
-    """Put schemas and rows of tables, those of plugins too, where Hydra finds them; may be called again."""
-    _register(files_of(config_dir), plugins.folder_in_use(config_dir))
+def register(config_dir: str | Path | None = None) -> Files:
+    """Put schemas and rows of tables, those of plugins too, where Hydra finds them; return the folders."""
+    files = files_of(config_dir)
+    _register(files, plugins.folder_in_use(config_dir))
+    return files
 
 
 @functools.lru_cache(maxsize=1)
@@ -104,8 +106,7 @@ def compose(overrides: Sequence[str], config_dir: str | Path | None = None) -> D
 
 def composition(overrides: Sequence[str], config_dir: str | Path | None = None) -> Composition:
     """As `compose`, with the choices that were made."""
-    register(config_dir)
-    files, words = files_of(config_dir), with_current_names(overrides)
+    files, words = register(config_dir), with_current_names(overrides)
     return compose_quickly(files, words) or compose_with_hydra(files.folders, words)
 
 
@@ -118,8 +119,7 @@ def compose_part(part: str, overrides: Sequence[str], config_dir: str | Path | N
         part: a top-level setting, such as `method`.
         overrides, config_dir: as in `compose`.
     """
-    register(config_dir)
-    files = files_of(config_dir)
+    files = register(config_dir)
     try:
         parsed = _parse(files, with_current_names(overrides))
         if parsed is None or len(parsed.choices) > 1 or any(name not in (part, "bits") for name in parsed.parts):
