@@ -101,7 +101,7 @@ def stack(windows: Sequence[Window], indices: Sequence[int], device: torch.devic
     return torch.stack([windows[index].tokens for index in indices]).to(device)
 
 
-BUDGET_BYTES = 4 * 1024**3
+BUDGET_BYTES = 16 * 1024**3
 """Largest size of the reference log-probabilities; beyond it full precision is computed again with each method."""
 
 
