@@ -24,6 +24,7 @@ from kvq.config.plugins import commands, conf_dirs
 from kvq.entry import COMMANDS
 from kvq.methods.build import build_method
 from kvq.papers import __main__ as papers
+from kvq.papers import expected
 from kvq.papers.sweep import product
 from kvq.report import __main__ as report
 from kvq.report.tables.build import build_tables
@@ -190,8 +191,8 @@ def test_an_experiment(mine: Path, capsys: pytest.CaptureFixture[str], monkeypat
     shown = capsys.readouterr().out.partition("Greedy answers in common")[2]
     assert all(f"{value:.3f}" in shown for value in cells.values())
     # Of kvq's own experiments one is enough here.
-    own = papers.names
-    monkeypatch.setattr(papers, "names", lambda: [name for name in own() if name in ("mine/agreement", "nsn/main")])
+    own = expected.names
+    monkeypatch.setattr(expected, "names", lambda: [name for name in own() if name in ("mine/agreement", "nsn/main")])
     ((_, words),) = [found for found in COMMAND.findall(section("An experiment")) if found[0] == "-m kvq.papers"]
     assert papers.main(shlex.split(words)) == 0
     written = Path("results/tables/experiments/mine-agreement.md").read_text(encoding="utf-8")

@@ -31,7 +31,7 @@ from kvq.models.inputs import Inputs
 from kvq.models.load import model_folder
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
-from kvq.results.versions import code_behind
+from kvq.results.versions import code_behind, code_hash
 from kvq.tasks.decoding import check_settings, without_effect
 from kvq.tasks.items import Sample, Scored, by_part, changed, compare, costs, mean_score, say
 from kvq.tasks.lm_eval_model import CacheLM
@@ -178,6 +178,8 @@ def _fingerprint(inputs: Inputs) -> str:
     from lm_eval.api.task import ConfigurableTask
 
     parts: list[Any] = []
+    if inputs.config.task.include_path:  # functions of a task may take others from files beside theirs
+        parts.append(code_hash(*Path(inputs.config.task.include_path).rglob("*.py")))
     for name, task in sorted(_quietly(load_tasks, inputs)[0].items()):
         deciding = {key: _plain(task.get_config(key)) for key in _DECIDING}
         if name in _FROM_FILE:

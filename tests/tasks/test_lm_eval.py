@@ -317,16 +317,14 @@ def test_a_continuation_that_merges_into_its_context_is_one_line(given: list[str
         (("beside.py", "SHARE = 1", "SHARE = 2"), True),
         (("within.py", "return 1.0", "return 0.9"), True),
         (("named.py", "PART = 1", "PART = 2"), True),
-        (("scoring.py", "# why", "# because"), False),
-        (("unused.py", "A = 1", "A = 2"), False),
+        (("notes.txt", "why", "because"), False),
     ],
 )
 @pytest.mark.long
 def test_edited_metric_code_of_a_task_is_another_run(
     given: list[str], tmp_path: Path, edit: tuple[str, str, str], noticed: bool
 ) -> None:
-    """By the source of its functions and of what they take from files beside them, whatever their names."""
-
+    """By all Python files of its folder: functions take others from files beside theirs in many ways."""
     write_tasks(tmp_path)
     task = yaml.safe_load((tmp_path / "say.yaml").read_text(encoding="utf-8")) | {"task": "told"}
     text = yaml.safe_dump(task) + "process_results: !function scoring.score\n"
@@ -334,10 +332,10 @@ def test_edited_metric_code_of_a_task_is_another_run(
     (tmp_path / "beside.py").write_text("SHARE = 1\n\n\ndef share():\n    return SHARE\n", encoding="utf-8")
     (tmp_path / "within.py").write_text("def part():\n    return 1.0\n", encoding="utf-8")
     (tmp_path / "named.py").write_text("PART = 1\n", encoding="utf-8")
-    (tmp_path / "unused.py").write_text("A = 1\n", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("why\n", encoding="utf-8")
     (tmp_path / "scoring.py").write_text(
         "import sys\nfrom pathlib import Path\n\nsys.path.insert(0, str(Path(__file__).parent))\n"
-        "from beside import share\n\n\ndef score(doc, results):\n    # why\n    value = share()\n"
+        "from beside import share\n\n\ndef score(doc, results):\n    value = share()\n"
         "    return {'exact_match': inner() * value}\n\n\ndef inner():\n    import importlib\n\n"
         "    from within import part\n\n    return 1.0 * part() * importlib.import_module('named').PART\n",
         encoding="utf-8",
