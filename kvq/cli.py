@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from kvq.config import Config
+    from kvq.runs import Baselines
     from kvq.sweep import Sweep, SweepPlan
 
 OK, RUN_FAILED, BAD_INPUT = 0, 1, 2
@@ -52,6 +53,7 @@ class _Session:
     here: bool = False
     jobs: list[list[str]] = field(default_factory=list)
     elsewhere: bool = False
+    baselines: Baselines = field(default_factory=dict)
     sweep: Sweep | None = None
     plan: SweepPlan | None = None
     failed: bool = False
@@ -187,10 +189,10 @@ def _hydra_environment(given: Sequence[str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _measuring() -> ModuleType:
-    from kvq import sweep  # takes seconds, so a mistyped name is reported before
+def _measuring() -> tuple[ModuleType, ModuleType]:
+    from kvq import runs, sweep  # takes seconds, so a mistyped name is reported before
 
-    return sweep
+    return runs, sweep
 
 
 def _job(cfg: DictConfig) -> None:
@@ -217,17 +219,17 @@ def _alone(config: Config) -> list[str] | None:
 
 def _measure(cfg: DictConfig, sweep: bool) -> None:
     config = _within_bits(resolve(cfg))
-    runs = _measuring()
+    runs, shown = _measuring()
     if not _session.here:
         if not config.plan:
             runs.run(config, partial(_alone, config))
         return
-    if _planned(config, runs):
+    if _planned(config, shown):
         return
-    _session.sweep = _session.sweep or runs.Sweep(len(_session.jobs) or 1)
+    _session.sweep = _session.sweep or shown.Sweep(len(_session.jobs) or 1)
     record = None
     try:
-        record = runs.run(config, partial(_alone, config))
+        record = runs.run(config, partial(_alone, config), _session.baselines)
     finally:
         _session.sweep.add(config, record)
     # In a sweep the table shows an unsupported run; a single run fails with the reason.
@@ -246,10 +248,10 @@ def _within_bits(config: Config) -> Config:
     return config
 
 
-def _planned(config: Config, runs: ModuleType) -> bool:
+def _planned(config: Config, shown: ModuleType) -> bool:
     """Print the state of a run of `plan=true`; false for a run to be measured."""
     if config.plan:
-        _session.plan = _session.plan or runs.SweepPlan()
+        _session.plan = _session.plan or shown.SweepPlan()
         _session.plan.add(config)
     return config.plan
 
@@ -266,11 +268,11 @@ def _show_experiment(name: str, jobs: int) -> None:
 def _fetch(job: list[str]) -> None:
     """Add the record that a launcher's worker wrote for a job."""
     config = _within_bits(resolve(compose(job)))
-    runs = _measuring()
-    if _planned(config, runs):
+    runs, shown = _measuring()
+    if _planned(config, shown):
         return
-    _session.sweep = _session.sweep or runs.Sweep(1)
-    state, why, record = runs.on_disk(config)
+    _session.sweep = _session.sweep or shown.Sweep(1)
+    state, why, record = runs.Prepared(config).state
     _session.sweep.add(config, record)
     if state not in ("done", "unsupported"):
         raise KvqError(why or f"{state}: left no usable record; the worker's own output says why")

@@ -44,9 +44,9 @@ ALLOWED = {
     "calibration": METHODS | INPUTS | {"results"},
     "report": {"config", "results"},
     "papers": {"config", "report", "results"},
-    "runner": RUNS,
-    "sweep": RUNS | {"report", "runner"},
-    "cli": {"config", "papers", "sweep", "__version__"},
+    "runs": RUNS,
+    "sweep": RUNS | {"report", "runs"},
+    "cli": {"config", "papers", "runs", "sweep", "__version__"},
     "__init__": {"cache", "calibration", "methods", "report"},
 }
 

@@ -22,7 +22,7 @@ UNSUPPORTED = SimpleNamespace(status="unsupported", reason="bits=7: not today")
 
 
 class FakeRunner:
-    """Stands for `kvq.runner` and `kvq.sweep`; keeps the calls.
+    """Stands for `kvq.runs` and `kvq.sweep`; keeps the calls.
 
     `bits=7` is unsupported, `seed=7` fails, `seed=8` is a bug.
     """
@@ -43,7 +43,7 @@ class FakeRunner:
             finish=lambda: self.calls.append(("finish",)),
         )
 
-    def run(self, config, words=None):
+    def run(self, config, words=None, baselines=None):
         if config.bits == 7:
             return UNSUPPORTED
         if config.seed == 7:
@@ -56,7 +56,7 @@ class FakeRunner:
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
     fake = FakeRunner()
-    monkeypatch.setattr(cli, "_measuring", lambda: fake)
+    monkeypatch.setattr(cli, "_measuring", lambda: (fake, fake))
     monkeypatch.delenv("KVQ_DEBUG", raising=False)
     monkeypatch.chdir(tmp_path)
     return fake

@@ -22,27 +22,27 @@ SWEEP = ["-m", "method=nsn,rtn", "bits=2,3"]
 
 # Importing takes seconds and torch's threads do not survive a fork: a server imports once and forks clean children.
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tests.conftest", "tests.test_faults", "kvq.runner", "kvq.sweep"])
+_server.set_forkserver_preload(["tests.conftest", "tests.test_faults", "kvq.runs", "kvq.sweep"])
 
 
 def _command(words: list[str], log: Path | None = None) -> None:
     """Run a command line; with `log`, add a line to it for each run that is measured."""
     import torch
 
-    from kvq import runner
+    from kvq import runs
     from kvq.cli import main
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull if log is None else f"{log}.{os.getpid()}", "w")  # noqa: SIM115, PTH123
     if log is not None:
-        measure = runner._measure
+        measure = runs._measure
 
         def logged(prepared, *rest):  # type: ignore[no-untyped-def]
             with log.open("a") as stream:
                 stream.write(f"{prepared.key}\n")
             return measure(prepared, *rest)
 
-        runner._measure = logged
+        runs._measure = logged
     sys.exit(main(words))
 
 

@@ -14,7 +14,7 @@ from kvq.config import Config, compose, resolve
 from kvq.config.limits import file_hash
 from kvq.models.folder import model_folder
 from kvq.models.inputs import Inputs
-from kvq.runner import run
+from kvq.runs import run
 from kvq.tasks.ppl import ppl_windows
 
 try:

@@ -140,4 +140,4 @@ def _full_precision() -> Config:
 def full_precision(config: Config) -> Config:
     """The same run without quantization: its baseline."""
     found = _full_precision()
-    return replace(config, method=found.method, bits=found.bits if config.method.real_bits else config.bits)
+    return replace(config, method=found.method, bits=found.bits, residual=found.residual)

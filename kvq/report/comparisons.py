@@ -216,7 +216,7 @@ def read_records(store: Store, keys: Collection[str] | None = None) -> tuple[lis
     Raises:
         RecordError: the folder cannot be listed.
     """
-    records, broken = labelled(store)
+    records, broken = labelled(store, keys)
     known = {record.key: record for record in records}
     odd: dict[Path, str] = {}
     out = [_with_verdicts(one, known, store, odd) if keys is None or one.key in keys else one for one in records]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import yaml
@@ -26,13 +26,13 @@ RATES = ("cq/4c9b", "cq/8c10b")
 ON_TEST_TEXT = "calibrated on the text under test"
 
 
-def labelled(store: Store) -> tuple[list[Record], list[Broken]]:
-    """Read the records of a store; one whose settings no label can be made of counts as broken.
+def labelled(store: Store, near: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
+    """Read the records of a store, or of models and data sets of the runs `near`; one whose settings no label can be made of counts as broken.
 
     Raises:
         RecordError: the folder cannot be listed.
     """
-    records, broken = store.scan()
+    records, broken = store.scan(near)
     kept, odd = [], list(broken)
     for record in records:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -10,7 +11,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,11 +129,18 @@ class Store:
         """Where a run keeps what it has scored so far."""
         return self.root / "partial" / f"{_checked(key)}.jsonl"
 
-    def scan(self) -> tuple[list[Record], list[Broken]]:
-        """Return every record, sorted by key, and every `.json` file that is not one, with its reason."""
+    def scan(self, near: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
+        """Return every record, sorted by key, and every `.json` file that is not one, with its reason.
+
+        `near`: keys, so that only records of the same models and data sets are read.
+        """
         records: dict[str, Record] = {}
         broken: list[Broken] = []
-        for path in map(Path, self._list()):
+        files = list(map(Path, self._list()))
+        if near is not None:
+            folders = {path.parts[-3:-1] for key in near for path in self._paths(key)}
+            files = [path for path in files if path.parts[-3:-1] in folders]
+        for path in files:
             try:
                 record = _read(path)
             except FileNotFoundError:
@@ -275,19 +283,25 @@ def _checked(key: str) -> str:
 def _read(path: Path) -> Record:
     """Parse one file; FileNotFoundError when absent, RecordError with the bare reason when it is no record."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+        state = path.stat()
+        if not stat.S_ISREG(state.st_mode):  # opening a pipe would wait for ever
             raise RecordError("not a regular file")
-        content = path.read_bytes()
+        record = _parsed(path, state.st_mtime_ns, state.st_size, state.st_ino)
     except FileNotFoundError:
         if path.is_symlink():
             raise RecordError("a link to nothing") from None
         raise
     except OSError as error:
         raise RecordError(f"cannot be read: {cause(error)}") from error
-    record = parse_record(content)
     if not path.name.endswith(record.key[:DIGITS] + RECORD):
         raise RecordError(f"its key is {record.key[:12]}..., and its file name does not end in {record.key[:DIGITS]}")
     return record
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(path: Path, *state: int) -> Record:
+    """The record in a file, parsed once as long as its time, size and inode stay."""
+    return parse_record(path.read_bytes())
 
 
 def _key_in(path: Path) -> str | None:

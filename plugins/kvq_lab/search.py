@@ -22,7 +22,7 @@ from kvq.errors import MAX_SEED, ConfigError, KvqError
 from kvq.results.files import write_file
 from kvq.results.metrics import is_lower_better
 from kvq.results.statistics import dominated, hypervolume
-from kvq.sweep import on_disk
+from kvq.runs import Prepared
 
 Launch = Callable[[Sequence[Sequence[str]]], None]
 SAMPLERS = ("nsga2", "tpe", "random")
@@ -224,7 +224,7 @@ class Search:
 
     def _read(self, job: Sequence[str], trial: Trial) -> None:
         try:
-            state, why, record = on_disk(composed(job))
+            state, why, record = Prepared(composed(job)).state
         except KvqError as error:
             trial.reason = str(error)
             return

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kvq import runner
+from kvq import runs
 from kvq.cache import KVCache
 from kvq.codecs import Growable
 from kvq.config import Dtype, compose, resolve
@@ -180,7 +180,7 @@ def test_attention_on_codes_reads_16_bits(name: str, dim: int) -> None:
 
 def bits_of(folder: Path, *overrides: str) -> dict[str, float]:
     given = ["cache.dtype=float16", "task.context=320", "task.stride=320", "task.max_windows=1", *overrides]
-    record = runner.run(resolve(compose([*given, f"results_dir={folder}"])))
+    record = runs.run(resolve(compose([*given, f"results_dir={folder}"])))
     assert record.status == "done"
     return record.metrics
 

@@ -103,7 +103,7 @@ def test_what_is_asked_for_is_measured_and_marked(run: list[str], tmp_path: Path
     ],
 )
 def test_the_embedded_corpora_are_apart(calibration: str, tested: str) -> None:
-    from kvq.runner import Prepared
+    from kvq.runs import Prepared
 
     words = ["model=tiny", f"dataset={tested}", "method=kvquant", f"method.calibration.dataset={calibration}"]
     share = Prepared(inputs_of(words).config).shared_text

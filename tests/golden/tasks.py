@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from kvq.config import compose, resolve
-from kvq.runner import run
+from kvq.runs import run
 from tests.golden.held import Golden
 from tests.media_models import picture, save_llava
 from tests.random_models import save_random_model

@@ -22,7 +22,7 @@ from kvq.methods.method import Method
 from kvq.models.layers import kv_layers_of
 from kvq.models.shapes import cache_shape
 from kvq.results.presets import departures
-from kvq.runner import Prepared
+from kvq.runs import Prepared
 from kvq.tasks.measurement import storage_metrics
 from kvq.tasks.memory import rows_of
 from kvq.tasks.reader import Reader

@@ -13,7 +13,7 @@ from kvq.config import compose, resolve
 from kvq.errors import Unsupported
 from kvq.methods.build import build_method
 from kvq.models.weights import rounded, rounded_weights
-from kvq.runner import Prepared, run
+from kvq.runs import Prepared, run
 from tests.properties import examples
 from tests.random_models import llama
 

@@ -26,7 +26,7 @@ from kvq.papers.expected import layout_named, names
 from kvq.papers.sweep import Cell, cells_of, missing_choices
 from kvq.report.tables.readings import read_metric, read_reference
 from kvq.results import Record
-from kvq.runner import run
+from kvq.runs import run
 from kvq.tasks import speed
 from tests.engines import installed
 from tests.papers.suite_items import without_extras, write_suites

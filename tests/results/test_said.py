@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq import cli, runner
+from kvq import cli, runs
 from kvq.config import compose, resolve
 from kvq.report.labels import label, protocol_departures
 from kvq.results import Record, Store
@@ -32,7 +32,7 @@ def records() -> list[Record]:
 
 
 def test_a_run_keeps_its_words_and_the_command_that_measures_it_alone(tmp_path: Path) -> None:
-    record = runner.run(
+    record = runs.run(
         resolve(compose([*WORDS, f"results_dir={tmp_path}"])), lambda: [*WORDS, f"results_dir={tmp_path}"]
     )
     assert record.label == label(record) == "kivi, sink tokens 1"
@@ -47,7 +47,7 @@ def test_a_run_keeps_its_words_and_the_command_that_measures_it_alone(tmp_path: 
     for one in (record, baseline):
         assert one.command is not None
         again = resolve(compose([*shlex.split(one.command)[2:], f"results_dir={tmp_path}"]))
-        assert runner.Prepared(again).key == one.key
+        assert runs.Prepared(again).key == one.key
 
 
 def test_the_words_are_those_of_the_day_of_measuring(records: list[Record]) -> None:
@@ -91,7 +91,7 @@ def test_the_command_of_a_run_that_an_experiment_asked_for_is_of_that_run_alone(
         assert record.command is not None
         assert "experiment" not in record.command
         again = resolve(compose([*shlex.split(record.command)[2:], f"results_dir={tmp_path}"]))
-        assert runner.Prepared(again).key == record.key
+        assert runs.Prepared(again).key == record.key
 
 
 def test_a_command_is_without_places_and_a_baseline_without_the_method() -> None:

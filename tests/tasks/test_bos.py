@@ -9,7 +9,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from kvq import runner
+from kvq import runs
 from kvq.calibration.text import calibration_text
 from kvq.config import DatasetConfig, Loader, ModelConfig, PplConfig, Scoring, Windows, compose, resolve
 from kvq.config.identity import canonical
@@ -21,7 +21,6 @@ from kvq.methods.build import method_of
 from kvq.models import load_tokenizer
 from kvq.models.folder import folder_writes_bos
 from kvq.models.inputs import Inputs
-from kvq.sweep import known
 from kvq.tasks import capture, generate, longbench, multimodal, niah
 from kvq.tasks.lm_eval_model import CacheLM
 from kvq.tasks.ppl import ppl_windows
@@ -192,7 +191,7 @@ def test_calibration_windows_begin_with_it(tmp_path: Path) -> None:
 def test_perplexity_behind_it_is_the_plain_forward(given: list[str], tmp_path: Path) -> None:
     more = ["method=fp16", "task.context=64", "task.windows=disjoint", "task.max_windows=2", f"results_dir={tmp_path}"]
     inputs = inputs_of(given, *more)
-    record = runner.run(inputs.config)
+    record = runs.run(inputs.config)
     ids = begun(inputs.tokenizer, encode(inputs.tokenizer, TEXT), None)
     losses = []
     for start in (0, 63):
@@ -230,7 +229,7 @@ def test_a_tokenizer_without_such_a_token_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said):
             _ = inputs.bos
     with pytest.raises(ConfigError, match=r"^task\.bos=true: the tokenizer"):
-        _ = runner.Prepared(
+        _ = runs.Prepared(
             inputs_of(["model=hf", f"model.path={tmp_path}", "task=longbench", "task.bos=true"]).config
         ).method
     image = inputs_of(["task=multimodal", "task.bos=true"])
@@ -239,13 +238,9 @@ def test_a_tokenizer_without_such_a_token_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_model_is_found_again_without_torch(tmp_path: Path) -> None:
+def test_the_token_names_the_run(tmp_path: Path) -> None:
     more = ["task.context=64", "task.stride=64", "task.max_windows=1", f"results_dir={tmp_path}", "method=fp16"]
-    asked, plain = (resolve(compose([*more, f"task.bos={bos}"])) for bos in ("true", "null"))
-    made = runner.run(asked)
-    assert made.config["task"]["bos"] is True
-    found = known(asked)
-    assert found is not None
-    assert found.key == made.key
-    assert known(plain) is None
-    assert runner.run(plain).metrics["nll"] != made.metrics["nll"]
+    asked, plain = (runs.run(resolve(compose([*more, f"task.bos={bos}"]))) for bos in ("true", "null"))
+    assert asked.config["task"]["bos"] is True
+    assert "bos" not in plain.config["task"]
+    assert plain.metrics["nll"] != asked.metrics["nll"]

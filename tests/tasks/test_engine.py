@@ -12,7 +12,7 @@ from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.results import Store
 from kvq.results.versions import versions_of
-from kvq.sweep import run
+from kvq.runs import run
 from kvq.tasks.capture import Q8_0
 from kvq.tasks.engine import format_of
 from tests.engines import installed

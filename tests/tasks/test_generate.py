@@ -16,7 +16,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv
 from kvq.report.tables.terminal import MARK
 from kvq.results import Record, Store
-from kvq.runner import run
+from kvq.runs import run
 from kvq.tasks.generate import PROMPT, repetition
 from tests.random_models import save_random_model
 

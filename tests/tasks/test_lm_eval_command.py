@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, Unsupported
-from kvq.runner import run
+from kvq.runs import run
 from kvq.tasks.decoding import FOLLOWED, SAMPLING, SCORES, Decoder
 from kvq.tasks.lm_eval_model import MethodLM, config_of, main
 from tests.tasks.test_lm_eval import write_tasks

@@ -24,7 +24,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.kernels.eager import STEPS
 from kvq.methods.build import build_method
 from kvq.results import Store
-from kvq.runner import run
+from kvq.runs import run
 from kvq.tasks import speed
 from kvq.tasks.speed import median_of, paired_ratios, rates_of
 from kvq.tasks.steps import PerHeadCodec, without_norms

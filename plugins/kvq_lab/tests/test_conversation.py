@@ -17,7 +17,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import columns_of
 from kvq.results import Record, Store
 from kvq.results.files import Journal
-from kvq.runner import Prepared, run
+from kvq.runs import Prepared, run
 from kvq.tasks.windows import cut_windows, evenly
 from kvq_lab.conversation import Speaker, branches_of, measure, metrics_of, turns_of
 

@@ -18,7 +18,7 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.models.inputs import Inputs
 from kvq.results import Record, Store
-from kvq.runner import run
+from kvq.runs import run
 from kvq_lab.reuse import check, deflated_bytes, order0_bytes, planes
 
 pytest.importorskip("zstandard")

@@ -17,7 +17,7 @@ from kvq.models.inputs import Inputs
 from kvq.report.figures.error import costs_figure, costs_table, sums_figure, sums_table
 from kvq.results import Record, Store
 from kvq.results.files import Journal
-from kvq.runner import Prepared, run
+from kvq.runs import Prepared, run
 from kvq_lab.sensitivity import check, measure, random_sets
 
 WINDOWS = "task.windows=2 task.context=96".split()

@@ -9,7 +9,7 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
-from kvq.runner import Prepared, run
+from kvq.runs import Prepared, run
 from kvq.tasks.reader import shared
 from kvq_lab.speculate import Rounds, metrics_of_rounds
 from kvq_lab.trajectory import Draws, Writer, passages

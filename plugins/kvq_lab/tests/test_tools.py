@@ -11,7 +11,7 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError
 from kvq.results import Record, Store
-from kvq.runner import run
+from kvq.runs import run
 from kvq_lab import tools
 from kvq_lab.calls import Function, Request, allowing, read_bfcl, written
 from kvq_lab.functions import FAMILIES, draw_requests, draw_shots

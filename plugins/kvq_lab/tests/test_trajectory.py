@@ -16,7 +16,7 @@ from kvq.report.figures.over_models import text_order_table
 from kvq.report.figures.texts import survival_figure, survival_table
 from kvq.results import Record, Store
 from kvq.results.files import Journal
-from kvq.runner import Prepared, run
+from kvq.runs import Prepared, run
 from kvq_lab.trajectory import Draws, TrajectoryConfig, drift, first_difference, measure, passages
 from tests.results import made as made_by_hand
 

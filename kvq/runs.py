@@ -1,4 +1,4 @@
-"""One run: load the inputs, build the method, measure, write the record."""
+"""One run: name it, look its record up, else build the method, measure and write the record."""
 
 from __future__ import annotations
 
@@ -144,14 +144,17 @@ class Prepared:
 
 Words = Callable[[], Sequence[str] | None]
 """Asks for the overrides from which a run was composed; None: no command line composes it."""
+Baselines = dict[str, Baseline]
+"""Full-precision runs of a command by their settings, so that each is named and looked up once."""
 
 
-def run(config: Config, words: Words = lambda: None) -> Record:
+def run(config: Config, words: Words = lambda: None, baselines: Baselines | None = None) -> Record:
     """The record of this run: the stored one if it is usable, else a new measurement after its baseline.
 
     Args:
         config: the run.
         words: its overrides, which a new record keeps as a command; not called for a run that is on record.
+        baselines: those that the same command has looked up; a new one is added.
 
     The record's status is `done`, or `unsupported` where the method cannot do this run.
 
@@ -159,24 +162,23 @@ def run(config: Config, words: Words = lambda: None) -> Record:
         KvqError: bad input; if measuring had begun, a record with status `failed` is stored first.
     """
     prepared = Prepared(config)
-    store, key = prepared.store, prepared.key
-    try:
-        store.check_writable()
-    except RecordError:
-        if (done := _usable(prepared)) is None:
-            raise
-        return done  # a finished run needs no writable folder
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    baseline, refused = None, None
+    done, baseline, refused = _usable(prepared), None, None
     try:
-        baseline = None if prepared.method.is_full_precision else _baseline(config, store, words)
+        if done is None:
+            prepared.store.check_writable()
+            _ = prepared.method  # refused before full precision is measured
+        if not config.method.is_full_precision:
+            baseline = _baseline(prepared, words, {} if baselines is None else baselines)
     except Unsupported as error:
         refused = error
-    with store.lock(key):
-        if (found := _usable(prepared)) is not None:
-            store.journal_path(key).unlink(missing_ok=True)  # of a repeat by force that was killed
-            return found
+    if done is not None:
+        prepared.store.journal_path(done.key).unlink(missing_ok=True)  # of a repeat by force that was killed
+        return done
+    with prepared.store.lock(prepared.key):
+        if not _repeats(config) and (state := prepared.state).name == "done" and state.record is not None:
+            return state.record  # another process has measured it meanwhile
         return _measure(prepared, baseline, refused, words)
 
 
@@ -193,21 +195,27 @@ def _weights(inputs: Inputs, method: Method) -> Iterator[None]:
         yield
 
 
+def _repeats(config: Config) -> bool:
+    """Whether a run is measured again that is done: by force, or for logits, which come from a measurement."""
+    return config.force or getattr(config.task, "save_logits", None) is not None
+
+
 def _usable(prepared: Prepared) -> Record | None:
     """The record on disk, unless it failed, is stale or cannot be read: such runs are measured again."""
     state = prepared.state
     if state.name == "pending" and state.why:
         print(printable(f"{state.why}; measuring again"), file=sys.stderr)
-    config = prepared.config
-    repeats = config.force or getattr(config.task, "save_logits", None) is not None  # logits come from a measurement
-    return None if state.name != "done" or repeats else state.record
+    return None if state.name != "done" or _repeats(prepared.config) else state.record
 
 
-def _baseline(config: Config, store: Store, words: Words) -> Baseline:
+def _baseline(prepared: Prepared, words: Words, known: Baselines) -> Baseline:
     """The full-precision run; only `method=fp16 force=true` or unreadable samples repeat it."""
-    config = replace(full_precision(config), force=False)
+    config = replace(full_precision(prepared.config), force=False)
     if getattr(config.task, "save_logits", None) is not None:
         config = replace(config, task=replace(config.task, save_logits=None))
+    name = repr(config)
+    if name in known:
+        return known[name]
 
     def its_own() -> Sequence[str] | None:
         return None if (given := words()) is None else full_precision_words(given)
@@ -216,12 +224,13 @@ def _baseline(config: Config, store: Store, words: Words) -> Baseline:
     if record.status == "unsupported":
         raise Unsupported(f"full precision: {record.reason}")
     try:
-        samples = store.samples(record.key)
+        samples = prepared.store.samples_of(record)
     except RecordError as error:
         print(printable(f"{error}; measuring again"), file=sys.stderr)
         record = run(replace(config, force=True), its_own)
-        samples = store.samples(record.key)
-    return Baseline(record.key, record.metrics, samples)
+        samples = prepared.store.samples_of(record)
+    known[name] = Baseline(record.key, record.metrics, samples)
+    return known[name]
 
 
 def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported | None, words: Words) -> Record:
@@ -272,11 +281,11 @@ def _measure(prepared: Prepared, baseline: Baseline | None, refused: Unsupported
             command=None if (given := words()) is None else single_command(given),
         )
     )
-    prepared.store.put(record, result.samples)
+    stored = prepared.store.put(record, result.samples)
     if failure is not None:
         raise failure
     journal.discard()
-    return record
+    return stored
 
 
 def _provenance(
