@@ -129,7 +129,7 @@ def watch(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Register the hooks on a model's stacks and attentions, once; they ignore other caches. Returns both.
 
     Raises:
-        Unsupported: a model without a cache, or with attentions whose arguments have other names.
+        Unsupported: a model without a cache, an encoder, or one with attentions whose arguments have other names.
     """
     parts, found = stacks(model), attentions(base_of(model))
     name = type(model).__name__
@@ -140,6 +140,8 @@ def watch(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
             f"model: {name} has no attention that takes hidden_states, attention_mask and past_key_values, by which a "
             "cache follows it"
         )
+    if not any(getattr(module, "is_causal", True) for module in found):
+        raise Unsupported(f"model: {name} reads later tokens too; a decoder has config.is_decoder=True")
     hooks: list[tuple[nn.Module, Any]] = [(module, _announce) for module in parts]
     hooks += [(module, _tell_attention) for module in found]
     layers = [module for module in model.modules() if any(child in found for child in module.children())]

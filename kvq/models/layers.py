@@ -13,7 +13,10 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybri
 _SLIDING = ("sliding_attention", "hybrid_sliding")
 _STATE = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _NOTHING = ("mlp", "moe")
-_OUTSIDE = {"recurrent_gemma": "keeps its recurrent states in its modules, outside of any cache"}
+_OUTSIDE = {
+    "xlm": "keeps no keys and values in a cache that it is given",
+    "recurrent_gemma": "keeps its recurrent states in its modules, outside of any cache",
+}
 """Families whose states a cache does not hold, by `model_type`."""
 
 
@@ -61,7 +64,10 @@ def kv_layers_of(config: Any, mla: Mla = Mla.latent) -> list[KvLayer]:
 
 def latent_numbers(config: Any) -> int | None:
     """Numbers that multi-head latent attention caches for a token in a layer; None: another attention."""
-    rank = getattr(config, "kv_lora_rank", None)
+    try:
+        rank = getattr(config, "kv_lora_rank", None)
+    except RuntimeError as error:  # transformers refuses a setting that differs by layer
+        raise Unsupported(f"model: {type(config).__name__} has latents of another size in some layers") from error
     return int(rank) + int(config.qk_rope_head_dim) if rank else None
 
 

@@ -155,16 +155,23 @@ def cache_shape(config: ModelConfig, mla: Mla = Mla.latent) -> CacheShape:
         kind = LayerKind(known["layers"], known["kv_heads"], known["head_dim"])
         return CacheShape((kind,), longest_context(config, SimpleNamespace(max_position_embeddings=known["context"])))
     text = text_config_of(config)
-    held = {} if latent_numbers(text) else held_shapes(text)
-    counts = Counter(_kind(text, layer, mla, held.get(layer.index)) for layer in kv_layers_of(text, mla))
+    cached = kv_layers_of(text, mla)
+    held = None if latent_numbers(text) else held_shapes(text)
+    if held is None:
+        kinds = [_kind(text, layer, mla) for layer in cached]
+    elif held:
+        kinds = [_kind(text, layer, mla, held[layer.index]) for layer in cached if layer.index in held]
+    else:
+        raise Unsupported(f"model: {type(text).__name__} keeps no keys and values in a cache that it is given")
+    counts = Counter(kinds)
     layers = tuple(replace(kind, count=count) for kind, count in counts.items())
     return CacheShape(layers, longest_context(config, text), state_bytes_of(text))
 
 
-def held_shapes(text: Any) -> dict[int, tuple[int, int, int]]:
+def held_shapes(text: Any) -> dict[int, tuple[int, int, int]] | None:
     """KV heads, channels of a key and of a value by layer, as the model's class caches them: a forward without weights.
 
-    Empty where a class cannot be built or run so; then only names of settings say it.
+    None where a class cannot be built or run so: then only names of settings say it. Empty: it used no cache.
     """
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
@@ -175,7 +182,7 @@ def held_shapes(text: Any) -> dict[int, tuple[int, int, int]]:
             model = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16, attn_implementation="eager")
             model.eval()(torch.zeros(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
     except Exception:  # each class fails in its own way where it needs values, or code from the hub
-        return {}
+        return None
     states = {
         index: (getattr(one, "keys", None), getattr(one, "values", None)) for index, one in enumerate(cache.layers)
     }

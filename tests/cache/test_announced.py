@@ -225,10 +225,11 @@ def test_prompts_in_parts_need_a_token_of_each_sequence_in_the_first() -> None:
         ("Mamba", None, "takes no past_key_values"),
         ("Rwkv", None, "takes no past_key_values"),
         ("CTRL", None, "has no attention that takes hidden_states, attention_mask and past_key_values"),
+        ("Bert", "BertLMHeadModel", r"reads later tokens too; a decoder has config\.is_decoder=True"),
     ],
 )
 def test_models_that_a_cache_cannot_follow_are_refused(name: str, head: str | None, why: str) -> None:
-    model = tiny(name, head)
+    model = tiny(name, head, **({"is_decoder": False} if name == "Bert" else {}))
     with pytest.raises(Unsupported, match=f"model: {type(model).__name__} {why}") as caught:
         KVCache(model, kvq.build_method("kivi", head_dim=16))
     assert "\n" not in str(caught.value)
