@@ -27,7 +27,9 @@ ON_TEST_TEXT = "calibrated on the text under test"
 
 
 def labelled(store: Store, near: Collection[str] | None = None) -> tuple[list[Record], list[Broken]]:
-    """Read the records of a store, or of models and data sets of the runs `near`; one whose settings no label can be made of counts as broken.
+    """Read the records of a store, or those of the models and data sets of the runs `near`.
+
+    One whose settings no label can be made of counts as broken.
 
     Raises:
         RecordError: the folder cannot be listed.
