@@ -45,14 +45,16 @@ class GroupedSweeper(Sweeper):
 
     def setup(self, *, hydra_context, task_function, config):
         """Called by Hydra before `sweep`."""
+        from kvq.cli import begin_sweep
+
+        begin_sweep(config)
         self.config, self.task_function = config, task_function
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
         job = config.hydra.job
-        own = [one for one in hydra_context.callbacks.callbacks if not type(one).__module__.startswith("kvq.")]
-        # Callbacks of a user, folders and environment variables of a job need Hydra's launcher.
-        asks_hydra = own or job.chdir or job.env_set or config.hydra.output_subdir
+        # Callbacks, folders and environment variables of a job need Hydra's launcher.
+        asks_hydra = hydra_context.callbacks.callbacks or job.chdir or job.env_set or config.hydra.output_subdir
         self.here = isinstance(self.launcher, BasicLauncher) and not asks_hydra
 
     def sweep(self, arguments):
@@ -77,8 +79,10 @@ class GroupedSweeper(Sweeper):
 
     def launch(self, jobs, started):
         """Run jobs (lists of overrides), of which `started` came before; what a job raised is raised."""
+        from kvq.cli import add_jobs
         from kvq.config.composing import composition
 
+        add_jobs(jobs)
         ahead = [composition(words) for words in jobs[: self.composed_before]]
         if not self.here:
             returns = self.launcher.launch([list(words) for words in jobs], initial_job_idx=started)

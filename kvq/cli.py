@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra._internal.utils import get_args_parser  # Hydra has no public way to its own flags
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from tqdm import tqdm
 
@@ -30,10 +28,9 @@ from kvq.config.explain import COMPOSE_ERRORS, explain, help_text, setting_of, v
 from kvq.config.layout import LayoutConfig
 from kvq.config.method import with_current_names
 from kvq.errors import ConfigError, KvqError, Unsupported, check_path, printable
-from kvq.papers.sweep import EXPERIMENT_SWEEPER, product, sweep_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import ModuleType
 
     from omegaconf import DictConfig
@@ -64,30 +61,20 @@ class _Session:
 _session = _Session()
 
 
-class SweepCallback(Callback):
-    """Notes a sweep's jobs, for its progress bar and its table."""
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Multiply out all swept values."""
-        with suppress(KvqError):  # Hydra only warns of what a callback raises; its sweeper raises it again
-            _session.jobs = sweep_jobs(config)
-        if config.layout.paper is not None:
-            _session.experiment, _session.results_dir = config.hydra.runtime.choices.experiment, config.results_dir
-        launcher = config.hydra.launcher
-        _session.elsewhere = not launcher._target_.endswith(".BasicLauncher")
-        if "submitit_folder" in launcher and not any("submitit_folder" in o for o in config.hydra.overrides.hydra):
-            # Logs outlive the command, on a file system that the nodes of a cluster share.
-            launcher.submitit_folder = f"{config.results_dir}/.submitit/%j"
+def begin_sweep(config: DictConfig) -> None:
+    """Note what a sweeper's composed configuration says of its launcher and experiment, before the launcher is made."""
+    if config.layout.paper is not None:
+        _session.experiment, _session.results_dir = config.hydra.runtime.choices.experiment, config.results_dir
+    launcher = config.hydra.launcher
+    _session.elsewhere = not launcher._target_.endswith(".BasicLauncher")
+    if "submitit_folder" in launcher and not any("submitit_folder" in o for o in config.hydra.overrides.hydra):
+        # Logs outlive the command, on a file system that the nodes of a cluster share.
+        launcher.submitit_folder = f"{config.results_dir}/.submitit/%j"
 
 
-def sweep_jobs(config: DictConfig) -> list[list[str]]:
-    """Overrides of each job of a sweep: of its experiment's parameters and of the command line, which wins."""
-    if config.hydra.sweeper._target_ == EXPERIMENT_SWEEPER:
-        overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
-        return [list(job) for job in sweep_of(config, overrides).jobs]
-    params = config.hydra.sweeper.get("params") or {}
-    given = [*(f"{name}={value}" for name, value in params.items()), *config.hydra.overrides.task]
-    return product(OverridesParser.create().parse_overrides(given))
+def add_jobs(jobs: Iterable[Sequence[str]]) -> None:
+    """Note the overrides of jobs that a sweeper is about to launch."""
+    _session.jobs += map(list, jobs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +138,7 @@ def _flags_first(given: Sequence[str]) -> list[str]:
 
 
 def _flags(given: Sequence[str]) -> argparse.Namespace:
-    """Hydra's flags and the overrides. Raises: ConfigError: argparse's answer to a wrong flag, without its page."""
+    """Hydra's flags and the overrides; argparse's answer to a wrong flag is raised without its page."""
     said = io.StringIO()
     try:
         with redirect_stderr(said):
@@ -240,7 +227,7 @@ def _measure(cfg: DictConfig, sweep: bool) -> None:
 def _within_bits(config: Config) -> Config:
     """The configuration, whose bits its method can do; others are refused before seconds of imports, without a record.
 
-    A plan shows them. Raises: Unsupported: as `check_range`.
+    A plan shows them.
     """
     limits, bits = config.method.bits_range, config.parsed_bits
     if limits is not None and bits is not None and not (config.plan or config.method.bits_by_layer):

@@ -99,7 +99,6 @@ def command(run: Sequence[str]) -> str:
     return f"python run.py {shlex.join(run)}"
 
 
-EXPERIMENT_SWEEPER = "hydra_plugins.kvq_experiments.ExperimentSweeper"
 # Overrides of what a process loads once for several runs (model, then text and task); the first costs most.
 _SHARED = (("model=", "model."), ("dataset=", "dataset.", "task=", "task."))
 Job = TypeVar("Job", bound=Sequence[str])

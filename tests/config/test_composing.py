@@ -15,7 +15,7 @@ from omegaconf.base import Node
 
 from kvq.cli import main
 from kvq.config import compose, compose_part, composing, conf_dir, plugins, resolve_part
-from kvq.config.composing import Composition, compose_quickly, compose_with_hydra, files_of
+from kvq.config.composing import Composition, compose_quickly, compose_with_hydra, register
 from kvq.config.explain import choices
 from kvq.errors import KvqError
 
@@ -59,7 +59,7 @@ def _plain(node: Node, place: str = "") -> list[tuple]:
 
 
 def _assert_equal(overrides: list[str]) -> None:
-    files = files_of()
+    files = register()
     whole, quick = compose_with_hydra(files.folders, overrides), compose_quickly(files, overrides)
     if quick is None:
         assert any(word.startswith(ONLY_HYDRA) for word in overrides)
@@ -138,7 +138,7 @@ def test_what_decides_more_than_a_part_is_composed_whole(part: str, overrides: l
     ids=" ".join,
 )
 def test_what_is_not_known_to_merge_is_left_to_hydra(overrides: list[str]) -> None:
-    assert compose_quickly(files_of(), overrides) is None
+    assert compose_quickly(register(), overrides) is None
 
 
 def test_a_composition_is_the_callers_own() -> None:
@@ -162,7 +162,7 @@ def test_an_edited_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
     edited = folder / "method" / "kivi.yaml"
 
     def label() -> str:
-        found = compose_quickly(files_of(), ["method=kivi", "dataset=pysource"])
+        found = compose_quickly(register(), ["method=kivi", "dataset=pysource"])
         assert isinstance(found, Composition)
         return str(found.config.method.label)
 
@@ -175,7 +175,7 @@ def test_an_edited_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_further_folder_is_searched(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "mine.yaml").write_text("defaults: [kivi, _self_]\nname: mine\n", encoding="utf-8")
-    files, given = files_of(tmp_path), ["method=mine", "model=tiny_outliers", "bits=2"]
+    files, given = register(tmp_path), ["method=mine", "model=tiny_outliers", "bits=2"]
     composing.register(tmp_path)
     found = compose_quickly(files, given)
     assert found is not None
@@ -209,16 +209,17 @@ def test_the_jobs_of_a_sweep_are_those_that_hydra_composes(sweep: list[str], mon
         measured.append((config, list(shown.overrides.task), dict(shown.runtime.choices), shown.job.num))
 
     monkeypatch.setattr("kvq.cli._measure", measure)
+    before = HydraConfig.instance().cfg
     assert main(["-m", *sweep]) == 0
     assert len(measured) >= 2
     assert [number for *_, number in measured] == list(range(len(measured)))
     for config, words, made, _ in measured[:2]:
-        whole = compose_with_hydra(files_of().folders, words)
+        whole = compose_with_hydra(register().folders, words)
         assert config == whole.config
         assert {group: name for group, name in made.items() if not group.startswith("hydra/")} == {
             group: name for group, name in whole.choices.items() if not group.startswith("hydra/")
         }
-    assert HydraConfig.instance().cfg is None
+    assert HydraConfig.instance().cfg is before
 
 
 @pytest.mark.parametrize("sweep", [["method=nsn,kivi", "bits=2,3"]], ids=" ".join)
