@@ -38,7 +38,6 @@ from kvq.results.record import Status
 from kvq.results.store import State
 from kvq.results.versions import Versions, versions_of
 from kvq.tasks.measurement import Baseline, Measurement, task_of
-from kvq.tasks.scoring import check_decode_mode, check_sinks
 
 
 class Prepared:
@@ -80,10 +79,8 @@ class Prepared:
         if method.by_layer:
             method.check_layers(cache_shape(replace(self.config.model, context=None)).count)
         self.check_latent()
-        check_decode_mode(self.config.task, method)
         _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)
-        check_sinks(self.config.task, method)
         if method.kept_keys is not None:
             method = bind_kept_keys(method, self.inputs.tokenizer)
         text.check(self.inputs, method)

@@ -48,8 +48,8 @@ def test_a_sweep_is_measured_and_labelled(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["task.scoring=parallel"], "scoring=parallel: method={} quantizes anew .*task.scoring=generation"),
-        (["task=error", "task.context=96"], "task=error: method={} has no codec"),
+        (["task.scoring=parallel"], "scoring=parallel: backend of {} quantizes anew .*task.scoring=generation"),
+        (["task=error", "task.context=96"], "task=error: backend of {} quantizes anew"),
         (["residual=none"], "residual: {} has that of transformers' cache"),
         (["bits=k4v2"], "bits=k4v2: {} has one number"),
     ],

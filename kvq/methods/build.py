@@ -21,6 +21,7 @@ from kvq.config.bits import Bits, at_heads, check_range, mean_width, parse_bits
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
+from kvq.config.run import Mla
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
@@ -28,6 +29,7 @@ from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.merged import GqaCompensation, MergedRotation, merged_rotation
 from kvq.methods.method import FirstLayers, Method
 from kvq.methods.mixed_precision import MixedPrecision
+from kvq.methods.policies import check_pairs
 from kvq.methods.transformers_caches import check_backend
 
 _Part = TypeVar("_Part")
@@ -83,7 +85,8 @@ def method_of(config: Config, *head_dims: int) -> Method:
     for head_dim in head_dims:
         built = instantiate_method(config.method, config.residual, config.bits, head_dim)
     found = replace(built, window_layers=config.cache.window_layers, mla=config.cache.mla)
-    found.check_latent()
+    if found.mla is Mla.expanded:
+        found.check_needs("cache.mla=expanded", "expanded_latent")
     return found
 
 
@@ -111,8 +114,6 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     policy = _part(method.name, "method.token_policy", method.token_policy, MixedPrecision)  # type: ignore[type-abstract]
     if policy is not None:
         policy.check(method.name, effective)
-        if eviction is not None:
-            raise ConfigError(f"method.eviction of {method.name}: a method with a token policy cannot evict")
     built = Method(
         method.name,
         codecs["key"],
@@ -126,13 +127,14 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         eviction=eviction,
         token_policy=policy,
         kept_keys=_kept_keys(method, codecs["key"]),
-        sink_detection=_sink_detection(method),
+        sink_detection=_part(method.name, "method.sink_detection", method.sink_detection, SinkDetection),
         by_layer=by_layer,
         settings=canonical_method(method),
         gqa=_gqa(method, codecs),
         merged=merged,
     )
     built.check_joined()
+    check_pairs(built.name, built.policies)
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built
@@ -193,23 +195,9 @@ def _check_token_groups(name: str, codecs: Mapping[str, Codec | None], residual:
             )
 
 
-def _sink_detection(method: MethodConfig) -> SinkDetection | None:
-    found = _part(method.name, "method.sink_detection", method.sink_detection, SinkDetection)
-    others = (method.sink_tokens, method.kept_keys.texts, method.token_policy, method.eviction, method.backend)
-    if found is not None and any(others):
-        raise ConfigError(
-            f"method.sink_detection of {method.name}: not beside sink_tokens, kept_keys, a token policy, eviction or a "
-            "backend"
-        )
-    return found
-
-
 def _merged(method: MethodConfig, codecs: dict[str, Codec | None]) -> MergedRotation | None:
     """What rotates values or keys in the weights, if anything does; their `codecs` lose the rotation then."""
     asked = {"value": method.merge_rotation, "key": method.merge_key_rotation}
-    if any(asked.values()) and (method.first_layers.count or method.calibration.dataset is not None):
-        setting = "merge_rotation" if method.merge_rotation else "merge_key_rotation"
-        raise ConfigError(f"method.{setting} of {method.name}: needs codecs that are the same in all layers")
     left, merged = merged_rotation(method.name, codecs, asked)
     codecs.update(left)
     return merged
@@ -218,8 +206,8 @@ def _merged(method: MethodConfig, codecs: dict[str, Codec | None]) -> MergedRota
 def _gqa(method: MethodConfig, codecs: Mapping[str, Codec | None]) -> GqaCompensation | None:
     if not method.gqa_compensation:
         return None
-    if method.first_layers.count or not any(codecs.values()):
-        raise ConfigError(f"method.gqa_compensation of {method.name}: needs codecs, the same in all layers")
+    if not any(codecs.values()):
+        raise ConfigError(f"method.gqa_compensation of {method.name}: needs codecs")
     found = GqaCompensation()
     for side, codec in codecs.items():
         try:
@@ -233,8 +221,6 @@ def _kept_keys(method: MethodConfig, key: Codec | None) -> KeptKeys | None:
     texts, layers = method.kept_keys.texts, method.kept_keys.layers
     if not texts or key is None:
         return None
-    if method.sink_tokens or method.token_policy is not None or method.eviction is not None:
-        raise ConfigError(f"method.kept_keys of {method.name}: not beside sink_tokens, a token policy or eviction")
     return KeptKeys(tuple(texts), tuple(layers))
 
 

@@ -13,9 +13,10 @@ from kvq.codecs import Codec
 from kvq.config.residual import ResidualSide
 from kvq.errors import require
 from kvq.methods.kept_keys import Chosen, KeptRows
+from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
 
-class SinkDetection:
+class SinkDetection(Policy):
     """A token is a sink of a layer where one channel has most of the energy of the state that enters the layer.
 
     That is the extreme activation by which KVSink finds sinks. Each layer sees each token by its own state alone, so
@@ -31,6 +32,10 @@ class SinkDetection:
     """
 
     version: ClassVar[int] = 1
+    setting = "sink_detection"
+    does = "finds tokens that it keeps"
+    needs = frozenset({"own_tokens"})
+    excludes = CHOOSES_TOKENS
 
     def __init__(self, share: float | int = 0.3) -> None:
         require(0 < share < 1, "share", share, "above 0, below 1")

@@ -19,6 +19,7 @@ from kvq.cache.side import CacheSide
 from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
 from kvq.errors import ConfigError, Unsupported, at_least, require
+from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
 
 class AttendedLayer(KVCacheLayer):
@@ -106,7 +107,7 @@ class Pool(enum.Enum):
     max = "max"
 
 
-class Eviction(abc.ABC):
+class Eviction(Policy, abc.ABC):
     """Chooses the tokens that a layer keeps, the same number for every KV head.
 
     Args:
@@ -119,6 +120,10 @@ class Eviction(abc.ABC):
         ConfigError: a budget that is not positive or leaves no room for the tokens that the method always keeps.
     """
 
+    setting = "eviction"
+    does = "evicts tokens"
+    needs = frozenset({"own_tokens", "any_position"})
+    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "latent", "expanded_latent"}
     observes = True
     """Needs the attention weights."""
 
@@ -127,6 +132,8 @@ class Eviction(abc.ABC):
             raise ConfigError(f"budget={budget}: a share of the tokens (below 1) or a whole number of tokens")
         at_least("least", least, 1)
         self.budget, self.least, self.when = budget, least, choice(When, when, "when")
+        if self.when is When.prompt:
+            self.excludes |= {"no_prompt", "chunked_prompt"}
 
     def _needs(self, tokens: int, what: str) -> None:
         setting, given = ("budget", self.budget) if self.budget >= 1 else ("least", self.least)
@@ -150,15 +157,11 @@ class Eviction(abc.ABC):
 
         Raises:
             ConfigError: eviction after every forward from quantized blocks.
-            Unsupported: codecs that need token positions; layers that read the keys and values of other layers.
+            Unsupported: layers that read the keys and values of other layers.
         """
         sides = [side for layer in layers for side in (layer.key, layer.value) if side.codec is not None]
         if sides and self.when is When.always:
             raise ConfigError("method.eviction.when=always: tokens cannot leave quantized blocks; use prompt")
-        if any(side.uses_rope for side in sides):
-            raise Unsupported(
-                "method.eviction: the codec turns keys back by their positions, which KV heads do not share"
-            )
         if getattr(config, "num_kv_shared_layers", None):
             raise Unsupported("method.eviction: layers of this model read the keys and values of earlier ones")
         return [EvictingLayer(layer.key, layer.value, layer.quantized_prefill, self) for layer in layers]

@@ -22,6 +22,7 @@ from kvq.codecs.rope import Rope
 from kvq.config.residual import ResidualSide
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import PackedStates
+from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
 
 class SinkSide(CacheSide):
@@ -306,7 +307,7 @@ def _placed(states: States, at: Int[Tensor, "2 kept"], rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class KeptKeys:
+class KeptKeys(Policy):
     """Tokens, given as text, whose keys some layers keep in full precision in addition to their codes.
 
     Attributes:
@@ -320,6 +321,10 @@ class KeptKeys:
     texts: tuple[str, ...]
     layers: tuple[int, ...]
     ids: tuple[int, ...] | None = None
+    setting = "kept_keys"
+    does = "keeps keys of chosen tokens"
+    needs = frozenset({"own_tokens"})
+    excludes = CHOOSES_TOKENS | {"expanded_latent"}
 
     def holds(self, layer: int, layers: int) -> bool:
         """Whether layer `layer` of `layers` keeps them."""

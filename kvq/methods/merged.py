@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from kvq.cache.rotary import styles_of
 from kvq.codecs import Codec, Hadamard, RandomizedHadamard
 from kvq.errors import ConfigError, Unsupported
+from kvq.methods.policies import Policy
 
 _MARK = "kvq_rotated"
 Rotation = Hadamard | RandomizedHadamard
@@ -31,7 +32,7 @@ _MORE = {"value": "does more with values than sum them", "key": "does more with 
 
 
 @dataclass(frozen=True)
-class MergedRotation:
+class MergedRotation(Policy):
     """Rotates values, or keys and queries, by the weights of a model instead of by the codec.
 
     Source: QuaRot (arXiv 2404.00456), section 4, for values; OScaR (arXiv 2605.19660), Algorithm 1.
@@ -42,6 +43,10 @@ class MergedRotation:
 
     rotations: Mapping[str, Rotation]
     version: ClassVar[int] = 1
+    setting = "merge_rotation"
+    does = "rotates states by the model's weights"
+    needs = frozenset({"same_stages", "uncalibrated"})
+    excludes = frozenset({"codecs_alone", "expanded_latent"})
 
     @contextmanager
     def in_weights(self, model: nn.Module) -> Iterator[None]:
@@ -215,13 +220,17 @@ MOST = 8
 
 
 @dataclass(frozen=True)
-class GqaCompensation:
+class GqaCompensation(Policy):
     """Raises the bits of codecs by ceil(log4 g) for g query heads of each KV head, up to 8 bits.
 
     Source: KVQuant++ (`gqa`), +⌈log₄ g⌉ bits, cap 8.
     """
 
     version: ClassVar[int] = 1
+    setting = "gqa_compensation"
+    does = "adds bits by the query heads of a model"
+    needs = frozenset({"same_stages"})
+    excludes = frozenset({"codecs_alone", "fixed_bits"})
 
     def extra(self, config: Any) -> int:
         """Bits that are added in a model: 0 for one query head, 1 up to 4, 2 up to 16."""

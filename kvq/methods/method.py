@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,30 +20,30 @@ from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Mla, WindowLayers
 from kvq.errors import ConfigError, Unsupported
-from kvq.kernels import joint_of, linear_chain_of
+from kvq.kernels import linear_chain_of
 from kvq.methods.all_layers import JoinedSide, joined_layers
 from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys, numbered, packed_side_of, side_of
 from kvq.methods.merged import GqaCompensation, MergedRotation
 from kvq.methods.mixed_precision import MixedPrecision
+from kvq.methods.policies import Capability, Policy, check_needs, check_pairs
+from kvq.methods.traits import traits_of
 from kvq.methods.transformers_caches import TransformersLayer
 from kvq.models.layers import KvLayer, interleaved_in_gguf
 from kvq.results.tensor_files import digest
 
-_BEYOND_CODECS = (
-    *("backend", "token_policy", "eviction", "first_layers", "by_layer", "kept_keys", "sink_detection", "sink_tokens"),
-    *("merged", "gqa", "is_calibrated", "joins_sides", "joins_layers"),
-)
-
 
 @dataclass(frozen=True)
-class FirstLayers:
+class FirstLayers(Policy):
     """Codecs of the first `count` layers; None: the codec of the other layers."""
 
     count: int
     key: Codec | None
     value: Codec | None
+    setting = "first_layers"
+    does = "gives the first layers other codecs"
+    excludes = frozenset({"same_stages", "two_codecs", "packed_attention"})
 
 
 @dataclass(frozen=True)
@@ -104,37 +105,22 @@ class Method:
                     raise ConfigError(
                         f"{stage_name}.before_values={not both}: true where values are stored with keys, only"
                     )
-        if not self.joins_sides:
-            return
-        name: str | None = self.beyond_codecs("sink_tokens", "is_calibrated", "joins_sides")
-        if name is None and any(self.full_precision_layers.values()):
-            name = "full_precision_layers"
-        if self.residual.key != self.residual.value:
-            name = "a residual for keys and another for values"
-        if name is None and self.bits is not None and self.bits.key != self.bits.value:
-            name = f"bits={self.bits.label}"
-        parts = {} if self.key is None else calibrated_parts(self.key)
+        if self.joins_sides and self.key is None:
+            raise ConfigError(f"method={self.name}: values are stored with the keys, which need a codec")
+        parts = {} if self.key is None or not self.joins_sides else calibrated_parts(self.key)
         if not all(isinstance(part, FisherTransform | ComponentQuantizer) for part in parts.values()):
-            name = "tables that are fitted to keys alone"
-        if self.key is None or name is not None:
-            raise ConfigError(f"method={self.name}: values are stored with the keys; not with {name or 'key=null'}")
+            raise ConfigError(f"method={self.name}: values are stored with the keys, and tables are of keys alone")
 
-    def check_latent(self) -> None:
-        """Raise `Unsupported` for a method that cannot quantize what a latent expands to."""
-        if self.mla is Mla.latent:
-            return
-        codecs = [codec for codec in (self.key, self.value) if codec is not None]
-        reason = (
-            "undoes rotary embeddings, which are in a part of such keys" if any(c.uses_rope for c in codecs) else None
-        )
-        if self.is_calibrated or self.merged is not None:
-            reason = "is fitted to the latent"
-        if self.joins_sides:
-            reason = "stores values with keys, which have other channels"
-        if self.token_policy is not None or self.eviction is not None or self.kept_keys is not None:
-            reason = "chooses tokens, which it is not tried with"
-        if reason is not None:
-            raise Unsupported(f"cache.mla=expanded: method={self.name} {reason}; use cache.mla=latent")
+    @functools.cached_property
+    def policies(self) -> tuple[Policy, ...]:
+        """What the method does beside its codecs, and what follows from these (`kvq.methods.policies`)."""
+        chosen = (self.eviction, self.token_policy, self.kept_keys, self.sink_detection)
+        named = (*chosen, self.first_layers, self.gqa, self.merged)
+        return *(policy for policy in named if policy is not None), *traits_of(self)
+
+    def check_needs(self, asker: str, *needed: Capability) -> None:
+        """Raise `Unsupported` where the method lacks a capability that `asker`, such as `task=error`, needs."""
+        check_needs(self.name, self.policies, asker, *needed)
 
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
@@ -226,14 +212,7 @@ class Method:
         """Some codec encodes the states of all layers together."""
         return any(codec is not None and codec.joins_layers for codec in (self.key, self.value))
 
-    def _check_layers_joined(self, held: Sequence[KvLayer], quantized_prefill: bool) -> None:
-        if quantized_prefill:
-            raise Unsupported(f"quantized_prefill: {self.name} encodes a token once all layers have its states")
-        name = self.beyond_codecs("sink_tokens", "is_calibrated", "joins_layers")
-        if any(self.full_precision_layers.values()):
-            name = "full_precision_layers"
-        if name is not None:
-            raise Unsupported(f"method.{name}: {self.name} encodes all layers together, and has nothing beside")
+    def _check_layers_joined(self, held: Sequence[KvLayer]) -> None:
         dims = {(one.head_dim, one.value_dim) for one in held}
         if len(dims) > 1 or (self.window_layers is WindowLayers.keep and any(one.window for one in held)):
             raise Unsupported(f"model: {self.name} encodes all layers together, which are alike and all quantized")
@@ -243,19 +222,9 @@ class Method:
         """Neither keys nor values are quantized, and none are evicted."""
         return self.key is None and self.value is None and self.backend is None and self.eviction is None
 
-    def beyond_codecs(self, *allowed: str) -> str | None:
-        """What the method has besides one codec for keys and one for values, other than what is `allowed`.
-
-        The name of the first such attribute (`_BEYOND_CODECS`), for an error; None: there is none.
-        """
-        return next((name for name in _BEYOND_CODECS if name not in allowed and getattr(self, name)), None)
-
     def check_packed(self) -> None:
         """Raise `Unsupported` where attention cannot read the method's codes."""
-        joined = ["joins_sides"] if self.key is not None and joint_of(self.key) is not None else []
-        name = self.beyond_codecs("by_layer", "sink_tokens", "merged", "gqa", "is_calibrated", *joined)
-        if name is not None:
-            raise Unsupported(f"cache.attention=packed: method={self.name} has {name}; use cache.attention=dense")
+        self.check_needs("cache.attention=packed", "packed_attention")
         alike = self.residual.key == self.residual.value and not any(self.full_precision_layers.values())
         if self.sink_tokens and not (alike and self.key is not None and self.value is not None):
             raise Unsupported(
@@ -281,6 +250,11 @@ class Method:
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
         self.check_layers(len(held))
+        check_pairs(self.name, self.policies)
+        if quantized_prefill:
+            self.check_needs("quantized_prefill", "quantized_prefill")
+        if getattr(config, "kv_lora_rank", None):
+            self.check_needs("model", "latent")
         if self.merged is not None:
             self.merged.check(config)
         if self.asks_for_order:
@@ -294,25 +268,21 @@ class Method:
                 for head_dim in set(dims):
                     codec.check(head_dim)
         if self.backend is not None:
-            if quantized_prefill:
-                raise Unsupported(f"quantized_prefill: method={self.name} attends to a prefill in full precision")
             backends = [method.backend or self.backend for method in self.by_layer or [self] * len(held)]
             own = zip(backends, held, strict=True)
             return [TransformersLayer(backend, self.residual.key, f"layer {one.index}") for backend, one in own]
         # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
         if self.token_policy or self.eviction:
-            if getattr(config, "kv_lora_rank", None):
-                raise Unsupported(f"method={self.name}: goes by keys that the model expands from the latent it caches")
             held = [replace(one, window=None) for one in held]
         if self.joins_layers:
-            self._check_layers_joined(held, quantized_prefill)
+            self._check_layers_joined(held)
             return joined_layers([self._sides(place, held, keep_decoded) for place in range(len(held))])
         made = self._of_both if self.joins_sides else self._apart
         layers = [made(place, held, keep_decoded, quantized_prefill) for place in range(len(held))]
         if packed:
             return [packed_layer(layer, packed_side_of) for layer in layers]
         if self.token_policy is not None:
-            return self.token_policy.layers(self.name, layers, keep_decoded)
+            return self.token_policy.layers(layers, keep_decoded)
         return layers if self.eviction is None else self.eviction.layers(layers, config)
 
     @property

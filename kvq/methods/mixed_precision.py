@@ -24,33 +24,38 @@ from kvq.cache.side import CacheSide, States
 from kvq.codecs import Growable
 from kvq.codecs.quantizers import choice
 from kvq.codecs.split import PlannedCodec, TokenSplit
-from kvq.config.residual import Policy, PrefillBlock, Residual
+from kvq.config.residual import Policy as ResidualPolicy
+from kvq.config.residual import PrefillBlock, Residual
 from kvq.errors import ConfigError, Unsupported, at_least
 from kvq.methods.eviction import AttendedLayer
+from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
 
-class MixedPrecision(abc.ABC):
+class MixedPrecision(Policy, abc.ABC):
     """Chooses tokens of a layer when they leave full precision; a block then depends on more than its own tokens."""
+
+    setting = "token_policy"
+    does = "chooses tokens as they leave full precision"
+    needs = frozenset({"own_tokens"})
+    excludes = CHOOSES_TOKENS | {
+        *("two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill", "latent", "expanded_latent")
+    }
 
     def check(self, name: str, residual: Residual) -> None:
         """Raise `ConfigError` where keys and values do not leave full precision together."""
         key = residual.key
-        if key != residual.value or key.policy is not Policy.block or key.size < 2:
+        if key != residual.value or key.policy is not ResidualPolicy.block or key.size < 2:
             raise ConfigError(
                 f"residual: method={name} plans keys and values together, so both have policy=block and one size, at "
                 "least 2"
             )
 
-    def layers(self, name: str, layers: Sequence[KVCacheLayer], keep_decoded: bool) -> list[KVCacheLayer]:
+    def layers(self, layers: Sequence[KVCacheLayer], keep_decoded: bool) -> list[KVCacheLayer]:
         """A cache's layers, replaced by layers of this policy.
 
         Raises:
             ConfigError: codecs without bits for two kinds of tokens.
-            Unsupported: attention that reads a prefill in decoded form; codecs that need token positions, which a pool
-                does not keep.
         """
-        if any(layer.quantized_prefill for layer in layers):
-            raise Unsupported(f"quantized_prefill: method={name} chooses tokens after the attention that reads them")
         return [self.layer(index, layer, keep_decoded) for index, layer in enumerate(layers)]
 
     @abc.abstractmethod
@@ -75,6 +80,7 @@ class OutlierTokens(MixedPrecision):
     """
 
     version: ClassVar[int] = 1
+    needs = MixedPrecision.needs | {"any_position"}
 
     def __init__(self, pool: int = 3, exempt_layers: int = 2) -> None:
         at_least("pool", pool, 1)
@@ -89,10 +95,6 @@ class OutlierTokens(MixedPrecision):
 
     @override
     def layer(self, index: int, like: KVCacheLayer, keep_decoded: bool) -> KVCacheLayer:
-        if like.key.uses_rope or like.value.uses_rope:
-            raise Unsupported(
-                "method.token_policy: the codec turns keys back by their positions, which a pool does not keep"
-            )
         return like if index < self.exempt_layers else PoolLayer(like, self, keep_decoded)
 
 

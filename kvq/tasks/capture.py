@@ -25,7 +25,6 @@ from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.models.layers import places_of
 from kvq.models.placing import base_of
-from kvq.tasks.scoring import check_codecs_alone
 from kvq.tasks.windows import cut_windows
 
 
@@ -128,7 +127,7 @@ def capture_windows(inputs: Inputs, visit: Callable[[LayerStates], None]) -> int
 
 def check(inputs: Inputs, method: Method) -> None:
     """Raise `ConfigError` for windows longer than the model takes, `Unsupported` for a method with more than codecs."""
-    check_codecs_alone(method, inputs.config.task.name)
+    method.check_needs(f"task={inputs.config.task.name}", "codecs_alone", "all_at_once")
     inputs.check_context(inputs.config.task.context)
 
 

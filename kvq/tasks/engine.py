@@ -72,10 +72,7 @@ def format_of(method: Method, engine: EngineName, full: str) -> Format:
     Raises:
         Unsupported: a method that the engine has no cache for.
     """
-    if (odd := method.beyond_codecs("sink_tokens", "is_calibrated")) is not None:
-        raise Unsupported(f"task.engine={engine}: {method.name} has {odd}, which the engine lacks")
-    if method.sink_tokens or any(method.full_precision_layers.values()):
-        raise Unsupported(f"task.engine={engine}: {method.name} keeps tokens or layers, which the engine quantizes")
+    method.check_needs(f"task.engine={engine}", "codecs_alone", "same_stages", "one_width", "all_layers", "all_tokens")
     codecs = [(side, codec) for side in ("key", "value") if (codec := getattr(method, side)) is not None]
     for side, _ in codecs:
         if (kept := getattr(method.residual, side)).policy is not Policy.sliding or kept.size:

@@ -36,7 +36,6 @@ from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.tasks.capture import LayerStates, block_of, capture_windows, check, windows_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, mean_metric, units_like
-from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
 
 QUANTITIES = ("rel_mse", "cosine", "weight_kl", "output_error")
 _UNITS = {"*_weight_kl": "nats/query", "windows": "windows", "context": "tokens"}
@@ -251,9 +250,7 @@ def measure_synthetic(inputs: Inputs, method: Method, baseline: Baseline | None,
 def check_synthetic(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a method that quantizes only values, or a head dim that the method cannot do."""
     task: SyntheticConfig = inputs.config.task
-    check_codecs_alone(method, task.name)
-    if method.by_layer:
-        check_layers_alike(method, task.name)
+    method.check_needs("task=synthetic", "codecs_alone", "all_at_once", "one_width", "all_tokens")
     if method.key is None and not method.is_full_precision:
         raise Unsupported(f"task=synthetic: {method.name} leaves keys in full precision")
     if method.key is not None:
@@ -263,8 +260,7 @@ def check_synthetic(inputs: Inputs, method: Method) -> None:
 def check_error(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a calibrated method, whose tables fit no other choice of its stages; else as `check`."""
     check(inputs, method)
-    if method.is_calibrated:
-        raise Unsupported(f"task=error: drops stages, and tables of {method.name} are of all; use task=model_states")
+    method.check_needs("task=error", "uncalibrated")
 
 
 TASKS = {

@@ -35,7 +35,6 @@ from kvq.results.metrics import units_of
 from kvq.results.versions import versions_of_method
 from kvq.tasks.capture import LayerStates, capture, windows_of
 from kvq.tasks.measurement import Baseline, Measurement, Task
-from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
 
 _STREAM = 3_141_592_653  # rotations, sketches and starts have small seeds: no state is drawn from the same generator
 _DRAWS = 1000
@@ -126,16 +125,11 @@ def check_known(
     policy = method.token_policy
     by_one_query = isinstance(policy, Saliency) and not policy.recent and not policy.random
     known = replace(method, token_policy=None) if by_one_query or isinstance(policy, plans) else method
-    check_codecs_alone(known, name, apart)
-    for side in SIDES:
-        codec = getattr(method, side)
-        if codec is not None and codec.uses_rope:
-            raise Unsupported(
-                f"task={name}: its states have no positions, which {side}s of {method.name} are turned by"
-            )
-    other = against(inputs, 64)
-    if other is not None and (other.is_full_precision or other.token_policy is not None or other.is_calibrated):
-        raise Unsupported(f"task.against={other.name}: a method of nothing but codecs that is not calibrated")
+    known.check_needs(f"task={name}", "codecs_alone", "any_position", *(() if apart else ("all_at_once",)))
+    if (other := against(inputs, 64)) is not None:
+        other.check_needs(f"task.against={other.name}", "codecs_alone", "uncalibrated")
+        if other.is_full_precision:
+            raise Unsupported(f"task.against={other.name}: full precision has no error to compare with")
 
 
 def against(inputs: Inputs, head_dim: int) -> Method | None:
@@ -309,8 +303,6 @@ def check_random(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for more than codecs, parts that a model fits, or a head dim that the method cannot do."""
     task: RandomStatesConfig = inputs.config.task
     check_known(inputs, method, (AdaptiveTiers,), apart=True)
-    if method.by_layer:
-        check_layers_alike(method, task.name)
     for side in SIDES:
         codec = getattr(method, side)
         if codec is None:
@@ -320,6 +312,7 @@ def check_random(inputs: Inputs, method: Method) -> None:
             if part.learned or part.wants_gradients or part.wants_moments:
                 needed = "queries" if part.wants_moments else "loss"
                 raise Unsupported(f"task={task.name}: {side} of {method.name}: '{name}' needs a model's {needed}")
+    method.check_needs(f"task={task.name}", "one_width", "all_tokens")
 
 
 def known_of(layer: LayerStates, held_out: int) -> Known:
@@ -371,8 +364,7 @@ def check_model(inputs: Inputs, method: Method) -> None:
     task: ModelStatesConfig = inputs.config.task
     inputs.check_context(task.context)
     check_known(inputs, method)
-    if any(method.full_precision_layers.get(side) for side in SIDES):
-        raise Unsupported(f"task={task.name}: {method.name} keeps layers in full precision, which have no error")
+    method.check_needs(f"task={task.name}", "all_layers")
 
 
 TASKS = {

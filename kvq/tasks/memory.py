@@ -30,7 +30,6 @@ from kvq.models.shapes import CacheShape, LayerKind, cache_shape
 from kvq.results.files import Journal
 from kvq.results.metrics import metric_of
 from kvq.tasks.measurement import Baseline, Measurement, Task
-from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
 
 KINDS = ("codes", "scales", "norms", "shift", "other", "residual")
 
@@ -236,6 +235,11 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
     return Measurement(metrics, {name: metric_of(name).unit for name in metrics}, rows)
 
 
+def check_shapes_suffice(method: Method) -> None:
+    """Raise `Unsupported` for a method whose bytes do not follow from two codecs and the shape of a model."""
+    method.check_needs("task=memory", "codecs_alone", "all_at_once", "same_stages", "one_width", "all_tokens")
+
+
 def check(inputs: Inputs, method: Method) -> None:
     """Check prompts, method and model.
 
@@ -244,8 +248,7 @@ def check(inputs: Inputs, method: Method) -> None:
         Unsupported: more than one codec per side, a head dim that the method cannot do, or states of an unknown form.
     """
     task: MemoryConfig = inputs.config.task
-    check_codecs_alone(method, task.name)
-    check_layers_alike(method, task.name)
+    check_shapes_suffice(method)
     shape = cache_shape(inputs.config.model, method.mla)
     for kind, side in itertools.product(shape.layers, ("key", "value")):
         if (codec := getattr(method, side)) is not None:

@@ -29,7 +29,6 @@ from kvq.tasks import engine
 from kvq.tasks.measurement import Baseline, Measurement, Task, decoded, storage_metrics
 from kvq.tasks.scoring import (
     ScoredChunk,
-    check_at_once,
     holding_method,
     log_probabilities,
     parallel_method,
@@ -185,11 +184,14 @@ def check(inputs: Inputs, method: Method) -> None:
 
 def check_scoring(method: Method, task: PplConfig) -> None:
     """Raise `Unsupported` where the scoring has no order to quantize in, or needs one."""
-    if task.scoring is not Scoring.generation:
-        check_at_once(method, task.scoring)
-        parallel_method(method)
-    else:
+    if task.scoring is Scoring.generation:
         scoring_bounds(method, task.context - 1)
+    else:
+        method.check_needs(
+            f"task.scoring={task.scoring}",
+            "all_at_once" if task.scoring is Scoring.parallel else "prompt_at_once",
+        )
+        parallel_method(method)
 
 
 def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: Journal) -> Measurement:

@@ -20,8 +20,7 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.config.residual import Policy
 from kvq.config.tasks import Prefill
-from kvq.errors import ConfigError, Unsupported
-from kvq.methods.eviction import When
+from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
@@ -36,14 +35,9 @@ PADDING = 0.25
 
 
 def check_prefill(method: Method, prefill: Prefill) -> None:
-    """Raise `Unsupported` where a prompt cannot be read token by token: residual=none has no causal order."""
-    if prefill is Prefill.whole:
-        return
-    if method.eviction is not None and method.eviction.when is When.prompt:
-        raise Unsupported("task.prefill=chunked: the method evicts after a prompt read at once; use task.prefill=whole")
-    for codec, side in ((method.key, method.residual.key), (method.value, method.residual.value)):
-        if codec is not None and side.policy is Policy.none:
-            raise Unsupported("task.prefill=chunked: residual=none quantizes a prompt at once; use task.prefill=whole")
+    """Raise `Unsupported` where a prompt cannot be read in chunks."""
+    if prefill is Prefill.chunked:
+        method.check_needs("task.prefill=chunked", "chunked_prompt")
 
 
 class Reader:

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -19,10 +18,7 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.cache.side import CacheSide
 from kvq.codecs import Codec
-from kvq.config import Scoring
-from kvq.config.diagnostics import DiagnosticConfig
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
-from kvq.errors import Unsupported
 from kvq.methods.eviction import When
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
@@ -67,12 +63,11 @@ def generation_bounds(method: Method, length: int, chunk: int | None = None) -> 
     Raises:
         Unsupported: residual=none, which has no causal order.
     """
+    method.check_needs("task.scoring=generation", "no_prompt")
     sizes = []
     for codec, side in ((method.key, method.residual.key), (method.value, method.residual.value)):
         if codec is None:
             continue
-        if side.policy is Policy.none:
-            raise Unsupported("scoring=generation: residual=none quantizes a window at once; use task.scoring=parallel")
         sizes.append(sliding_chunk(codec, side) if side.policy is Policy.sliding else max(side.size, 1))
     cuts = {0, length}
     for size in sizes or [FULL_PRECISION_CHUNK]:
@@ -169,11 +164,7 @@ def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> lis
     Raises:
         Unsupported: as `generation_bounds`; eviction after a prompt, where there is no prompt.
     """
-    if method.eviction is not None and method.eviction.when is When.prompt:
-        raise Unsupported(
-            f"task.scoring=generation: {method.name} evicts once, after a prompt; use task.scoring=continuation "
-            "task.prompt=..., or a task with prompts"
-        )
+    method.check_needs("task.scoring=generation", "no_prompt")
     if steps(method):
         return [(at, at + 1) for at in range(length)]
     return generation_bounds(method, length, chunk) if method.backend is None else _flushes(method, length, chunk)
@@ -185,74 +176,3 @@ def _flushes(method: Method, length: int, chunk: int | None) -> list[tuple[int, 
     starts = [0, *range(1, length, size), length]
     cuts = {cut for start, end in itertools.pairwise(starts) for cut in range(start, end, chunk or size)}
     return list(itertools.pairwise(sorted(cuts | {length})))
-
-
-def check_codecs_alone(method: Method, task: str, apart: bool = False) -> None:
-    """Raise `Unsupported` for a method with more than codecs, in a task that applies codecs without a cache.
-
-    `apart`: the task has tokens to which a method is fitted, and others.
-    """
-    if any(
-        part is not None for part in (method.token_policy, method.eviction, method.kept_keys, method.sink_detection)
-    ):
-        raise Unsupported(f"task={task}: tries only codecs; {method.name} also chooses tokens in a cache")
-    if method.joins_layers:
-        raise Unsupported(f"task={task}: tries the codec of each layer; {method.name} encodes all layers together")
-    if method.merged is not None:
-        raise Unsupported(f"task={task}: tries only codecs; states of {method.name} are rotated by a model's weights")
-    if method.joins_sides:
-        raise Unsupported(f"task={task}: tries codecs of keys and of values; {method.name} stores both together")
-    if method.gqa is not None:
-        raise Unsupported(
-            f"task={task}: tries only codecs; {method.name} adds bits by the query heads of a cache's model"
-        )
-    if method.fits_first_tokens and not apart:
-        raise Unsupported(
-            f"task={task}: tries codecs on tokens that {method.name} would be fitted to; none are held out"
-        )
-
-
-def check_layers_alike(method: Method, task: str) -> None:
-    """Raise `Unsupported` for a method whose layers have codecs of their own, in a task that tries one for all."""
-    if method.first_layers is not None:
-        raise Unsupported(f"task={task}: takes every layer alike; the first layers of {method.name} have other codecs")
-    if method.by_layer:
-        raise Unsupported(f"task={task}: takes every layer alike; method.bits_by_layer gives layers bits of their own")
-
-
-def check_at_once(method: Method, scoring: Scoring) -> None:
-    """Raise `Unsupported` for a method that cannot be scored with all tokens at once."""
-    if method.eviction is not None and scoring is Scoring.parallel:
-        raise Unsupported("task.scoring=parallel: eviction has an order; use task.scoring=generation or continuation")
-    if method.token_policy is not None and scoring is not Scoring.generation:
-        raise Unsupported(
-            f"task.scoring={scoring}: {method.name} chooses tokens as they leave full precision; use generation"
-        )
-    if method.joins_layers and scoring is Scoring.parallel:
-        raise Unsupported(
-            f"task.scoring=parallel: {method.name} encodes a token once all layers have its states; use generation"
-        )
-    if method.fits_first_tokens and scoring is Scoring.parallel:
-        raise Unsupported(
-            f"task.scoring=parallel: {method.name} is fitted to the first tokens, here all; use generation"
-        )
-
-
-def check_sinks(task: Any, method: Method) -> None:
-    """Raise `Unsupported` for first tokens in full precision in a task that fills no cache."""
-    if method.sink_tokens and not getattr(task, "reads_weights", True):
-        raise Unsupported(f"method.sink_tokens={method.sink_tokens}: task={task.name} counts no sinks")
-
-
-def check_decode_mode(task: Any, method: Method) -> None:
-    """Raise `Unsupported` for a method with a backend in a task that needs a codec or quantizes all tokens at once."""
-    if method.backend is None:
-        return
-    if isinstance(task, DiagnosticConfig):
-        raise Unsupported(f"task={task.name}: method={method.name} has no codec of kvq's to look into")
-    scoring = getattr(task, "scoring", Scoring.generation)
-    if scoring is not Scoring.generation:
-        raise Unsupported(
-            f"scoring={scoring}: method={method.name} quantizes anew what it decoded (decode mode); use "
-            "task.scoring=generation"
-        )

@@ -83,20 +83,10 @@ CODECS: dict[Regime, type[PerHeadCodec | CompiledCodec]] = {
 }
 
 
-def check_two_codecs(method: Method, setting: str, said: str, *allowed: str) -> None:
-    """Raise `Unsupported` in the name of a setting for a method with more than two codecs.
-
-    Tokens that stay in full precision, rotated weights and what is `allowed` (`Method.beyond_codecs`) do not count.
-    """
-    name = method.beyond_codecs("kept_keys", "sink_detection", "sink_tokens", "merged", *allowed)
-    if name is not None:
-        raise Unsupported(f"{setting}: method={method.name} ({name}) {said}")
-
-
 def check_regimes(method: Method, regimes: list[Regime]) -> None:
     """Raise `Unsupported`, in one line, for a method with more than two codecs and a residual."""
     if regimes:
-        check_two_codecs(method, "task.regimes", "has no past that can be decoded in each way", "gqa")
+        method.check_needs("task.regimes", "two_codecs")
     if Regime.packed in regimes and not method.is_full_precision:
         method.check_packed()
 
@@ -113,11 +103,11 @@ def check_steps(method: Method, prefill: bool, decode: bool, packed: bool) -> No
     if prefill and packed:
         raise Unsupported("task.prefill_steps: packed attention encodes in one pass; use cache.attention=dense")
     if prefill:
-        check_two_codecs(method, "task.prefill_steps", "encodes by more than two codecs")
+        method.check_needs("task.prefill_steps", "two_codecs", "fixed_bits")
     if decode and not packed:
         raise Unsupported("task.decode_steps: the steps of attention on codes; use cache.attention=packed")
     if decode:
-        check_two_codecs(method, "task.decode_steps", "has codes of more than two codecs")
+        method.check_needs("task.decode_steps", "two_codecs", "fixed_bits")
 
 
 def cache_maker(regime: Regime, loaded: LoadedModel, method: Method) -> Callable[[], Any]:

@@ -24,8 +24,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store
 from kvq.results.statistics import fewest_to_differ
-from kvq.tasks.memory import rows_of
-from kvq.tasks.scoring import check_codecs_alone, check_layers_alike
+from kvq.tasks.memory import check_shapes_suffice, rows_of
 from kvq_lab.leaderboard import is_of_decoding
 
 MOST = 3
@@ -227,8 +226,7 @@ def bytes_of(shape: CacheShape, name: str, bits: str, context: int) -> float | N
     """Bytes of a method's cache of one sequence; None: they do not follow from the shape of the model."""
     try:
         method = method_of(_config_of(name, bits), *shape.head_dims)
-        check_codecs_alone(method, "memory")
-        check_layers_alike(method, "memory")
+        check_shapes_suffice(method)
         return float(sum(row["total"] for row in rows_of(shape, method, context, measured=False)))
     except COMPOSE_ERRORS:
         return None

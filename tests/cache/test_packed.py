@@ -33,8 +33,8 @@ REFUSED = {
 REFUSED |= dict.fromkeys(
     ["block_gtq", "cq", "gear", "kitty", "kvarn", "kvquant", "polarquant", "rotatekv", "spinquant"], ""
 )
-REFUSED |= dict.fromkeys(["hqq", "quanto"], "method=.* has backend")
-REFUSED |= dict.fromkeys(["h2o", "snapkv", "streamingllm"], "method=.* has eviction")
+REFUSED |= dict.fromkeys(["hqq", "quanto"], "backend of")
+REFUSED |= dict.fromkeys(["h2o", "snapkv", "streamingllm"], "eviction of")
 REFUSED |= {
     "nova_kv": "stage .transform.",
     "oscar_covariance": "stage .rotation.",
@@ -42,8 +42,8 @@ REFUSED |= {
     "squat": "codes of",
 }
 REFUSED |= {"nexusquant": "stage .hadamard.", "octopus": "codes of", "tcq": "codes of"}
-REFUSED |= {name: f"method={name} has token_policy" for name in ("ott", "zipcache")}
-REFUSED |= {"qjl": "method=qjl has first_layers"}
+REFUSED |= {name: f"token_policy of {name}" for name in ("ott", "zipcache")}
+REFUSED |= {"qjl": "first_layers of qjl"}
 
 
 def method(name, size=6, head_dim=128, bits=None):

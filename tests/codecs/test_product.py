@@ -18,10 +18,8 @@ from kvq.codecs import (
     RandomizedHadamard,
     TokenNorm,
 )
-from kvq.config import Scoring
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
 from kvq.errors import ConfigError, Unsupported
-from kvq.tasks.scoring import check_at_once, check_codecs_alone
 from tests.properties import examples
 
 
@@ -150,7 +148,6 @@ def test_bytes_belong_to_the_sequence():
 
 
 def test_what_it_refuses():
-    method = kvq.build_method("kvquant_plus_plus/product", head_dim=128)
     cases = [
         (lambda: ProductQuantizer(channels=0), ConfigError, "channels=0: at least 1"),
         (lambda: ProductQuantizer(code_bits=17), Unsupported, "code_bits=17: an index of coupled channels"),
@@ -174,11 +171,7 @@ def test_what_it_refuses():
         (lambda: HuffmanCodec({}, [], ProductQuantizer()), Unsupported, "stores no indices"),
         (lambda: side(chain(), policy=Policy.none), Unsupported, "layer 0 keys: PrefillCodec is fitted to the first"),
         (lambda: side(chain(), size=0), Unsupported, "residual.size of at least 1"),
-        (lambda: check_codecs_alone(method, "error"), Unsupported, "task=error: tries codecs on tokens"),
-        (lambda: check_at_once(method, Scoring.parallel), Unsupported, "task.scoring=parallel"),
     ]
     for make, kind, message in cases:
         with pytest.raises(kind, match=message):
             make()
-    check_at_once(method, Scoring.generation)
-    check_at_once(method, Scoring.continuation)

@@ -17,7 +17,6 @@ from kvq import KVCache
 from kvq.calibration.collect import collect
 from kvq.calibration.files import Calibration, bind
 from kvq.calibration.fit import calibrate
-from kvq.config import Scoring
 from kvq.config.method import CalibrationConfig
 from kvq.errors import DataError, Unsupported
 from kvq.methods.method import Method
@@ -25,8 +24,6 @@ from kvq.models import LoadedModel
 from kvq.models.layers import head_dims_of
 from kvq.models.weights import weights_name
 from kvq.tasks.scoring import (
-    check_at_once,
-    check_codecs_alone,
     generation_bounds,
     holding_method,
     score_continuation,
@@ -255,10 +252,6 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(Unsupported, match="all layers"):
             KVCache(loaded(), dataclasses.replace(method, **changed))  # type: ignore[arg-type]
-    with pytest.raises(Unsupported, match="kvtc/all_layers encodes a token once"):
-        check_at_once(method, Scoring.parallel)
-    with pytest.raises(Unsupported, match="task=error: tries the codec of each layer"):
-        check_codecs_alone(method, "error")
     fresh = KVCache(loaded(), method)
     with pytest.raises(Unsupported, match="encodes all layers together"):
         fresh.pad([1, 0])

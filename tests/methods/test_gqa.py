@@ -8,7 +8,6 @@ import torch
 import kvq
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.merged import GqaCompensation
-from kvq.tasks.scoring import check_codecs_alone
 from tests.random_models import llama, token_ids
 
 
@@ -54,5 +53,3 @@ def test_what_has_no_bits_to_add_is_refused(name, message):
 def test_it_needs_a_cache_of_a_model():
     with pytest.raises(ConfigError, match=r"method.gqa_compensation of fp16: needs codecs"):
         kvq.build_method("fp16", 2, 64, ["gqa_compensation=true"])
-    with pytest.raises(Unsupported, match="task=error: tries only codecs"):
-        check_codecs_alone(kvq.build_method("kvquant_plus_plus/gqa", 2, 64), "error")

@@ -27,8 +27,8 @@ def measured(folder: Path, name: str, bits: int = 2, overrides: tuple[str, ...] 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("kvquant", "drops stages, and tables of kvquant are of all"),
-        ("waterfill_kv", "waterfill_kv stores both together"),
+        ("kvquant", "calibration of kvquant fits tables"),
+        ("waterfill_kv", "value of waterfill_kv is stored with the keys"),
     ],
 )
 def test_calibrated_methods_are_refused(name: str, said: str, tmp_path: Path) -> None:

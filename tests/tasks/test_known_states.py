@@ -180,12 +180,15 @@ def test_a_block_of_a_models_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        ("h2o/kivi", {}, "task=random_states: tries only codecs; h2o/kivi also chooses tokens in a cache"),
-        ("zipcache", {}, "task=random_states: tries only codecs; zipcache also chooses"),
-        ("kvquant", {}, "its states have no positions, which keys of kvquant are turned by"),
+        ("h2o/kivi", {}, "task=random_states: eviction of h2o/kivi evicts tokens; needs codecs"),
+        ("kvquant", {}, "a codec of kvquant undoes rotary embeddings; needs states that do not depend"),
         ("spinquant", {}, "value of spinquant: 'rotation' needs a model's loss"),
         ("oscar_covariance", {}, "key of oscar_covariance: 'rotation' needs a model's queries"),
-        ("rtn", {"against": f"{PLUS}/outliers"}, f"task.against={PLUS}/outliers: a method of nothing but codecs"),
+        (
+            "rtn",
+            {"against": f"{PLUS}/outliers"},
+            f"task.against={PLUS}/outliers: .* not calibrated",
+        ),
         (f"{PLUS}/product", {"head_dim": 30}, "head_dim=30"),
     ],
 )
@@ -197,15 +200,15 @@ def test_what_random_states_refuses(name: str, settings: dict[str, Any], said: s
 
 def test_drawn_states_have_no_layers() -> None:
     method = build_method("rtn", 2, 128, overrides=["bits_by_layer.key=[2,3]"])
-    with pytest.raises(Unsupported, match=r"^task=random_states: takes every layer alike; method\.bits_by_layer gives"):
+    with pytest.raises(Unsupported, match=r"^task=random_states: bits_by_layer of rtn gives layers"):
         TASKS["random_states"].check(inputs_of(RandomStatesConfig()), method)
 
 
 def test_what_model_states_refuses() -> None:
     inputs = inputs_of(ModelStatesConfig(context=96, windows=1, held_out=16, bos=False))
-    with pytest.raises(Unsupported, match="tries codecs on tokens that kvquant_plus_plus/product would be fitted to"):
+    with pytest.raises(Unsupported, match="kvquant_plus_plus/product fits tables to the first tokens"):
         TASKS["model_states"].check(inputs, build_method(f"{PLUS}/product", head_dim=32))
-    with pytest.raises(Unsupported, match="turboquant_plus keeps layers in full precision"):
+    with pytest.raises(Unsupported, match="full_precision_layers of turboquant_plus keeps layers"):
         TASKS["model_states"].check(inputs, build_method("turboquant_plus", 3, 32))
 
 

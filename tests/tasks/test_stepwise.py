@@ -9,7 +9,7 @@ from kvq.errors import Unsupported
 from kvq.methods.build import build_method
 from kvq.tasks.ppl import ppl_windows, run_ppl
 from kvq.tasks.reader import Reader, check_prefill
-from kvq.tasks.scoring import check_at_once, check_codecs_alone, scoring_bounds
+from kvq.tasks.scoring import scoring_bounds
 from tests.random_models import in_double_precision, random_llama, token_ids
 from tests.tasks.test_scoring import token_by_token
 
@@ -40,7 +40,7 @@ def test_generation_is_token_by_token(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o/prompt", "streamingllm/kivi"])
 def test_behind_a_prompt(name):
-    with pytest.raises(Unsupported, match="evicts once, after a prompt"):
+    with pytest.raises(Unsupported, match="evicts tokens; needs tokens one by one"):
         scoring_bounds(method(name), 30)
     with pytest.raises(Unsupported, match=r"task\.prefill=chunked"):
         check_prefill(method(name), Prefill.chunked)
@@ -66,19 +66,3 @@ def test_chunked_reading_under_h2o_is_token_by_token():
     expected = token_by_token(loaded, method("h2o"), torch.cat([tokens, tokens[:, :1]], 1))[:, -1]
     torch.testing.assert_close(torch.log_softmax(logits, -1), expected)
     assert cache.layers[0].key.tokens == 12
-
-
-def test_codecs_alone_are_not_the_method():
-    for chosen in (method("h2o"), build_method("ott", bits=2, head_dim=32), build_method("zipcache", head_dim=32)):
-        with pytest.raises(Unsupported, match=f"task=error: tries only codecs; {chosen.name} also"):
-            check_codecs_alone(chosen, "error")
-    check_codecs_alone(build_method("gear", bits=2, head_dim=32), "error")
-
-
-@pytest.mark.parametrize("scoring", [Scoring.parallel, Scoring.continuation])
-def test_plans_need_tokens_that_come(scoring):
-    with pytest.raises(Unsupported, match=f"task.scoring={scoring}: ott chooses tokens"):
-        check_at_once(build_method("ott", bits=2, head_dim=32), scoring)
-    if scoring is Scoring.parallel:
-        with pytest.raises(Unsupported, match="eviction has an order"):
-            check_at_once(method("h2o"), scoring)

@@ -1,0 +1,101 @@
+"""Policies: what a method does beside its codecs, what each of them needs and excludes, and the one check of both.
+
+A policy excludes capabilities: a method with `method.eviction` cannot encode all tokens at once. Tasks, kinds of
+attention and other policies need capabilities. `check_needs` compares the two and words every refusal, so a new policy
+is checked against all that exist by the two sets that it states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal
+
+from kvq.errors import Unsupported
+
+Capability = Literal[
+    "codecs_alone",
+    "two_codecs",
+    "same_stages",
+    "one_width",
+    "fixed_bits",
+    "uncalibrated",
+    "any_position",
+    "sides_alike",
+    "all_layers",
+    "all_tokens",
+    "own_tokens",
+    "all_at_once",
+    "prompt_at_once",
+    "no_prompt",
+    "chunked_prompt",
+    "quantized_prefill",
+    "packed_attention",
+    "latent",
+    "expanded_latent",
+]
+Capabilities = frozenset[Capability]
+
+NEEDED: Final[Mapping[Capability, str]] = {
+    "codecs_alone": "codecs that encode states by themselves, without a cache",
+    "two_codecs": "a past that is one codec's keys and one codec's values",
+    "same_stages": "codecs with the same stages in all layers",
+    "one_width": "the same bits in all layers",
+    "fixed_bits": "bits that do not depend on the model",
+    "uncalibrated": "a method that is not calibrated",
+    "any_position": "states that do not depend on their positions",
+    "sides_alike": "keys and values of the same bits and residual",
+    "all_layers": "all layers quantized",
+    "all_tokens": "all tokens quantized",
+    "own_tokens": "that nothing else chooses tokens or keeps them",
+    "all_at_once": "all tokens encoded at once; use task.scoring=generation",
+    "prompt_at_once": "a prompt encoded at once; use task.scoring=generation",
+    "no_prompt": "tokens one by one from the first on; use task.scoring=parallel, or continuation with a task.prompt",
+    "chunked_prompt": "a prompt in chunks; use task.prefill=whole",
+    "quantized_prefill": "a prompt that its own queries read decoded",
+    "packed_attention": "codes that attention reads; use cache.attention=dense",
+    "latent": "keys as a cache holds them, which here is the latent that the model expands",
+    "expanded_latent": "keys and values of heads alone; use cache.mla=latent",
+}
+"""What each capability is, and what to do where a method lacks it, as the end of a refusal."""
+
+CHOOSES_TOKENS: Final[Capabilities] = frozenset({"codecs_alone", "own_tokens", "packed_attention"})
+"""Excluded by each policy that chooses tokens by what they are."""
+
+
+class Policy:
+    """One thing that a method does beside a codec for keys and one for values.
+
+    Attributes:
+        setting: its name in `method`, for errors.
+        does: a phrase for errors, such as `evicts tokens`.
+        needs: capabilities that no other policy of the method may exclude.
+        excludes: capabilities that a method with this policy lacks.
+    """
+
+    setting: str
+    does: str
+    needs: Capabilities = frozenset()
+    excludes: Capabilities = frozenset()
+
+
+def check_needs(name: str, policies: Iterable[Policy], asker: str, *needed: Capability) -> None:
+    """Raise `Unsupported` where a policy of a method excludes what the asker needs.
+
+    Args:
+        name: of the method.
+        policies: of the method.
+        asker: the setting that needs the capabilities, such as `task=error`.
+        needed: capabilities.
+    """
+    for policy in policies:
+        for capability in needed:
+            if capability in policy.excludes:
+                raise Unsupported(f"{asker}: {policy.setting} of {name} {policy.does}; needs {NEEDED[capability]}")
+
+
+def check_pairs(name: str, policies: Iterable[Policy]) -> None:
+    """Raise `Unsupported` where one policy of a method excludes what another needs."""
+    found = list(policies)
+    for policy in found:
+        others = [other for other in found if other is not policy]
+        check_needs(name, others, f"method={name} ({policy.setting})", *sorted(policy.needs))

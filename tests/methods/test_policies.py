@@ -1,0 +1,95 @@
+"""What policies of methods exclude and need: tables of data, and the one function that words refusals."""
+
+import itertools
+import re
+from typing import get_args
+
+import pytest
+
+from kvq.codecs import StoredWithKeys
+from kvq.errors import KvqError, Unsupported
+from kvq.methods.build import build_method
+from kvq.methods.policies import NEEDED, Capability
+
+CHOSEN = "codecs_alone own_tokens packed_attention"
+ATTENDED = f"{CHOSEN} two_codecs all_at_once latent expanded_latent"
+TABLES = "uncalibrated two_codecs expanded_latent"
+
+LACKS = {
+    "rtn": "",
+    "kivi": "sides_alike",
+    "fp16": "",
+    "rtn sink_tokens=4": "all_tokens own_tokens",
+    "rtn full_precision_layers.key=[0]": "all_layers",
+    "rtn bits_by_layer.key=[2,3]": "one_width two_codecs",
+    "rtn residual=none": "no_prompt chunked_prompt",
+    "rtn residual.key.size=48": "sides_alike",
+    "rtn kept_keys.texts=[a]": f"{CHOSEN} expanded_latent",
+    "kivi/kvsink": f"{CHOSEN} sides_alike",
+    "qjl": "sides_alike same_stages two_codecs packed_attention",
+    "kvquant_plus_plus/gqa": "codecs_alone fixed_bits",
+    "oscar merge_rotation=true": "codecs_alone expanded_latent",
+    "h2o": ATTENDED,
+    "snapkv": f"{ATTENDED} no_prompt chunked_prompt",
+    "streamingllm/kivi": f"sides_alike {ATTENDED} no_prompt chunked_prompt",
+    "ott": f"{ATTENDED} prompt_at_once quantized_prefill",
+    "zipcache": f"{ATTENDED} prompt_at_once quantized_prefill",
+    "kvquant_plus_plus/tiers": f"{ATTENDED} prompt_at_once quantized_prefill",
+    "nsnquant": "any_position expanded_latent",
+    "kvquant_plus_plus/product": "all_at_once",
+    "spinquant": TABLES,
+    "waterfill_kv": f"{TABLES} any_position codecs_alone all_tokens own_tokens",
+    "kvtc/all_layers": f"{TABLES} any_position codecs_alone all_tokens own_tokens packed_attention all_at_once "
+    "quantized_prefill",
+}
+
+
+@pytest.mark.parametrize("given", LACKS)
+def test_what_a_method_lacks(given: str) -> None:
+    name, *overrides = given.split()
+    method = build_method(name, 2, 64, overrides)
+    lacking = set()
+    for capability in get_args(Capability):
+        try:
+            method.check_needs("somebody", capability)
+        except Unsupported as error:
+            lacking.add(capability)
+            told = str(error)
+    if lacking:
+        assert re.fullmatch(rf"somebody: [a-z_= ]+ of {name} [^;]+; needs .+", told)
+        assert any(told.endswith(NEEDED[capability]) for capability in lacking)
+    assert lacking == set(LACKS[given].split())
+
+
+KVSINK = "sink_detection={_target_: kvq.methods.detected.SinkDetection}"
+H2O = "eviction={_target_: kvq.methods.eviction.HeavyHitters}"
+OTT = "token_policy={_target_: kvq.methods.mixed_precision.OutlierTokens}"
+CHOOSERS = {
+    "sink_tokens": "sink_tokens=3",
+    "kept_keys": "kept_keys.texts=[a]",
+    "sink_detection": KVSINK,
+    "eviction": H2O,
+    "token_policy": OTT,
+}
+TOGETHER = [
+    *(("rtn", pair) for pair in itertools.combinations(CHOOSERS.values(), 2)),
+    *(("kvtc/all_layers", (one,)) for one in ("full_precision_layers.value=[0]", "bits_by_layer.key=[2,3]", KVSINK)),
+    *(("waterfill_kv", (one,)) for one in ("full_precision_layers.value=[0]", "bits_by_layer.key=[2,3]")),
+    *(("waterfill_kv", (one,)) for one in ("residual.key.size=48", "first_layers.count=1")),
+    ("waterfill_kv", ("sink_tokens=0", "kept_keys.texts=[a]")),
+    ("kvquant_plus_plus/gqa", ("first_layers.count=1",)),
+    ("nsnquant", (H2O,)),
+    ("nsnquant", (OTT,)),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides"), TOGETHER)
+def test_what_does_not_go_together(name: str, overrides: tuple[str, ...]) -> None:
+    with pytest.raises(KvqError, match=rf"^method={name} \(.*\): [^\n]* of {name} [^\n]*; needs [^\n]*$"):
+        build_method(name, 2, 64, overrides)
+
+
+def test_waterfill_kv_takes_one_width() -> None:
+    with pytest.raises(Unsupported, match="needs keys and values of the same bits and residual"):
+        build_method("waterfill_kv", "k3v2", 64)
+    assert isinstance(build_method("waterfill_kv", 2, 64).value, StoredWithKeys)
