@@ -99,7 +99,7 @@ test-fast: setup ## run the tests that take seconds
 
 test-engines: setup ## install llama.cpp and MLX-LM as pinned wheels and hold the presets to them: two minutes
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev,llamacpp,mlx]"
-	$(BIN)/python -m pytest $(TEST_ARGS) tests/engines tests/tasks/test_engine.py
+	$(BIN)/python -m pytest $(TEST_ARGS) plugins/kvq_engines
 
 lint: setup ## check style and types
 	$(BIN)/ruff check .

@@ -74,8 +74,8 @@ class Prepared:
             Unsupported: bits, a head dim or a protocol that the method cannot do.
         """
         method = method_of(self.config, *self.inputs.head_dims)
-        if method.asks_for_order and self.inputs.reads_weights:
-            method = method.in_order_of(text_config_of(self.config.model))
+        if method.depends_on_model and self.inputs.reads_weights:
+            method = method.for_model(text_config_of(self.config.model))
         if method.by_layer:
             method.check_layers(cache_shape(replace(self.config.model, context=None)).count)
         self.check_latent()
@@ -193,8 +193,13 @@ def _weights(inputs: Inputs, method: Method) -> Iterator[None]:
 
 
 def _repeats(config: Config) -> bool:
-    """Whether a run is measured again that is done: by force, or for logits, which come from a measurement."""
-    return config.force or getattr(config.task, "save_logits", None) is not None
+    """Whether a run is measured again that is done: by force, or for a file that only a measurement writes."""
+    return config.force or bool(_outputs(config))
+
+
+def _outputs(config: Config) -> dict[str, Any]:
+    """Settings of the task that name files which the run writes."""
+    return {name: given for name in config.task.outputs if (given := getattr(config.task, name)) is not None}
 
 
 def _usable(prepared: Prepared) -> Record | None:
@@ -208,8 +213,8 @@ def _usable(prepared: Prepared) -> Record | None:
 def _baseline(prepared: Prepared, words: Words, known: Baselines) -> Baseline:
     """The full-precision run; only `method=fp16 force=true` or unreadable samples repeat it."""
     config = replace(full_precision(prepared.config), force=False)
-    if getattr(config.task, "save_logits", None) is not None:
-        config = replace(config, task=replace(config.task, save_logits=None))
+    if outputs := _outputs(config):
+        config = replace(config, task=replace(config.task, **dict.fromkeys(outputs)))
     name = repr(config)
     if name in known:
         return known[name]

@@ -23,8 +23,7 @@ INPUTS = {"config", "data", "models"}
 CACHE = KERNELS | {"cache", "models", "results"}
 METHODS = CACHE | {"methods"}
 DIAGNOSTICS = CODECS | {"diagnostics"}
-ENGINES = INPUTS | {"engines", "results"}
-TASKS = METHODS | ENGINES | DIAGNOSTICS | {"calibration", "results", "tasks"}
+TASKS = METHODS | INPUTS | DIAGNOSTICS | {"calibration", "results", "tasks"}
 RUNS = TASKS
 ALLOWED = {
     "errors": set(),
@@ -38,7 +37,6 @@ ALLOWED = {
     "data": {"config"},
     "models": {"config", "data"},
     "methods": METHODS,
-    "engines": ENGINES,
     "cache": CACHE,
     "tasks": TASKS,
     "calibration": METHODS | INPUTS | {"results"},

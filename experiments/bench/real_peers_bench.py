@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvq_engines.formats import Format, opened
+from kvq_engines.mlx import Mlx
 from peers_bench import bytes_of, compared, filled, quantized
 from torch import Tensor
 from transformers import DynamicCache
 
 from kvq.config import compose, resolve
-from kvq.engines.mlx import Mlx
 from kvq.models.inputs import Inputs
-from kvq.tasks.engine import Format, opened
 from kvq.tasks.scoring import log_probabilities
 from kvq.tasks.windows import divergence
 

@@ -40,7 +40,7 @@ from kvq.codecs.low_rank import LowRankCorrection, SparseLowRank, Svd
 from kvq.codecs.packed import BlockRun, Growable, Packed, PackedStore, merge_runs, pack, plane_widths, unpack
 from kvq.codecs.product import CoupledQuantizer, PrefillCodec, ProductQuantizer
 from kvq.codecs.quantizers import Axis, Gain, Passthrough, Quantizer, Zero
-from kvq.codecs.rope import ApplyRope, Order, PairOrder, Rope, UndoRope, rope_table
+from kvq.codecs.rope import ApplyRope, Rope, UndoRope, rope_table
 from kvq.codecs.rotations import Hadamard, RandomizedHadamard, RandomRotation
 from kvq.codecs.second_moments import FisherTransform, JointMoments, Metric
 from kvq.codecs.sketches import InnerProductQuantizer, Sketch, SketchQuantizer

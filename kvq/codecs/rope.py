@@ -1,8 +1,7 @@
-"""Rotary position embedding as data and stages: undone and redone around other steps, and the order of its pairs."""
+"""Rotary position embedding as data and stages: undone and redone around other steps."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,9 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from kvq.codecs.quantizers import choice
 from kvq.codecs.stages import Side, Stage
-from kvq.errors import Unsupported
 
 
 @dataclass(frozen=True)
@@ -120,55 +117,3 @@ class ApplyRope(_RopeStage):
 
     version: ClassVar[int] = 1
     back = False
-
-
-class Order(enum.Enum):
-    """`halves`: pairs of RoPE are channels i and i + D/2, transformers' order; `interleaved`: 2i and 2i + 1 (GPT-J).
-
-    `gguf`: that of the model's GGUF file, interleaved where llama.cpp's converter permutes rows of queries and keys
-    (`kvq.models.layers`). A cache decides it for its model; until then, and for a codec alone, it is `halves`.
-    """
-
-    halves = "halves"
-    interleaved = "interleaved"
-    gguf = "gguf"
-
-
-class PairOrder(Stage):
-    """Puts the channels of transformers' keys into `order`; exact, and undone on decoding.
-
-    Source: `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py.
-
-    Raises:
-        ConfigError: an unknown order.
-    """
-
-    version: ClassVar[int] = 1
-    orthogonal = True
-    token_group = 1
-
-    def __init__(self, order: Order | str = Order.gguf) -> None:
-        self.order = choice(Order, order, "order")
-
-    @override
-    def check(self, head_dim: int) -> None:
-        if head_dim % 2:
-            raise Unsupported(f"head_dim={head_dim}: an odd number of channels has no pairs to put into an order")
-
-    def decided(self, interleaved: bool) -> PairOrder:
-        """`gguf` replaced by what it is for a model; any other order as it is."""
-        if self.order is not Order.gguf:
-            return self
-        return PairOrder(Order.interleaved if interleaved else Order.halves)
-
-    def matrix(self, head_dim: int, like: Tensor) -> Float[Tensor, "dim dim"]:
-        """The permutation as a matrix, which attention on packed codes applies to queries."""
-        return self.forward(torch.eye(head_dim, dtype=like.dtype, device=like.device))[0]
-
-    @override
-    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        return (x.unflatten(-1, (2, -1)).mT.flatten(-2) if self.order is Order.interleaved else x), {}
-
-    @override
-    def inverse(self, y: Tensor, side: Side) -> Tensor:
-        return y.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.order is Order.interleaved else y

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -42,6 +42,15 @@ class Stage(abc.ABC):
 
     def check(self, head_dim: int) -> None:  # noqa: B027 - most stages work on any head dim
         """Raise `Unsupported` when the stage cannot work on `head_dim` channels."""
+
+    @property
+    def depends_on_model(self) -> bool:
+        """Whether the architecture of a model decides what the stage computes, by `for_model`."""
+        return False
+
+    def for_model(self, config: Any) -> Stage:
+        """The stage for a model with this transformers text configuration."""
+        return self
 
     @abc.abstractmethod
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:

@@ -15,7 +15,7 @@ from kvq.config.run import Attention, Config, Mla, OutliersConfig, WindowLayers,
 from kvq.config.tasks import Windows, is_timed
 from kvq.errors import ConfigError
 
-_NOT_NAMED = ("batch_size", "include_path", "prompt_file", "save_logits", "path", "answers")
+_NOT_NAMED = ("batch_size", "include_path", "prompt_file", "path", "answers")
 """Settings of tasks that decide no number: what a file of prompts or answers holds is in the fingerprint."""
 
 
@@ -103,7 +103,8 @@ def _said(**settings: Any) -> dict[str, Any]:
 
 def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
     """The task's settings that decide its numbers; `bos` where model or task has one, so that older keys stay valid."""
-    task = {name: value for name, value in vars(config.task).items() if name not in _NOT_NAMED}
+    unnamed = {*_NOT_NAMED, *getattr(config.task, "outputs", ())}
+    task = {name: value for name, value in vars(config.task).items() if name not in unnamed}
     if task.get("windows") is Windows.disjoint:
         task["stride"] = None
     for name in getattr(config.task, "later", ()):
@@ -118,8 +119,9 @@ def _task(config: Config, trained_with: bool | None) -> dict[str, Any]:
         task.pop(name, None)
     if not task.get("regimes", True):
         del task["regimes"]  # none is timed, as before one could be
-    if "engine" in task and (engine := task.pop("engine")):
-        task["engine"] = engine.canonical()
+    for name in [name for name, value in task.items() if hasattr(value, "canonical")]:
+        if (own := task.pop(name).canonical()) is not None:
+            task[name] = own
     return task
 
 

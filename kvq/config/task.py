@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -39,6 +40,9 @@ class TaskConfig:
     later: ClassVar[tuple[str, ...]] = ()
     """Settings that came after the first records: at their default they are no part of a run's key."""
 
+    outputs: ClassVar[tuple[str, ...]] = ()
+    """Settings that name a file which the run writes: no part of its key; a run with one is measured again."""
+
     of_methods: ClassVar[tuple[str, ...]] = ()
     """Settings of what a method does: they are no part of the key of full precision."""
 
@@ -46,6 +50,11 @@ class TaskConfig:
     """The task fits calibrated methods to states that it draws: they need no text."""
 
     name: str = MISSING
+
+    @classmethod
+    def versioned_parts(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of further classes with a version that compute the numbers of a run with these canonical settings."""
+        return ()
 
     def __post_init__(self) -> None:
         if self.name != type(self).name:

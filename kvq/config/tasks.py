@@ -14,7 +14,6 @@ from omegaconf import MISSING
 
 from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
 from kvq.config.diagnostics import SPEED
-from kvq.config.engine import EngineConfig
 from kvq.config.limits import (
     Count,
     Names,
@@ -24,7 +23,6 @@ from kvq.config.limits import (
     Seed,
     Several,
     Share,
-    Text,
     among,
     between,
     check_limits,
@@ -68,9 +66,8 @@ class PplConfig(TaskConfig):
     """Perplexity: windows of `context` tokens, every `stride` when sliding; `prompt`: tokens before a continuation.
 
     `bos`: whether each window begins with the begin-of-text token, which counts among its tokens and is not scored;
-    None: if the model was trained with it. `engine`: another program computes the logits. `save_logits`: a file for the
-    log-probabilities in llama.cpp's format (`kvq.engines.kld`), which changes no number. `stretch`: loss and KL are
-    reported for each so many positions too.
+    None: if the model was trained with it. `stretch`: loss and KL are reported for each so many
+    positions too.
     """
 
     name: str = "ppl"
@@ -85,14 +82,10 @@ class PplConfig(TaskConfig):
     max_windows: Count | None = None
     batch_size: Count = 4
     bootstrap: BootstrapConfig = field(default_factory=BootstrapConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    save_logits: Text | None = None
     stretch: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engine and self.scoring is not Scoring.generation:
-            raise ConfigError(f"task.scoring={self.scoring}: an engine quantizes as it generates; use generation")
         if self.scoring is not Scoring.continuation:
             if self.prompt is not None:
                 raise ConfigError(f"task.prompt={self.prompt}: belongs to task.scoring=continuation")

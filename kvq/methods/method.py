@@ -14,7 +14,7 @@ from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.packed import packed_layer
 from kvq.cache.side import CacheSide
-from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, Order, PairOrder, StoredWithKeys, calibrated_parts
+from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, StoredWithKeys, calibrated_parts
 from kvq.config.bits import Bits, mean_label
 from kvq.config.method import BackendConfig
 from kvq.config.residual import Residual, ResidualSide
@@ -30,7 +30,7 @@ from kvq.methods.mixed_precision import MixedPrecision
 from kvq.methods.policies import Capability, Policy, check_needs, check_pairs
 from kvq.methods.traits import traits_of
 from kvq.methods.transformers_caches import TransformersLayer
-from kvq.models.layers import KvLayer, interleaved_in_gguf
+from kvq.models.layers import KvLayer
 from kvq.results.tensor_files import digest
 
 
@@ -257,8 +257,8 @@ class Method:
             self.check_needs("model", "latent")
         if self.merged is not None:
             self.merged.check(config)
-        if self.asks_for_order:
-            return self.in_order_of(config).layers(config, held, keep_decoded, quantized_prefill, packed)
+        if self.depends_on_model:
+            return self.for_model(config).layers(config, held, keep_decoded, quantized_prefill, packed)
         if self.gqa is not None:
             return self._compensated(config).layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
@@ -286,20 +286,18 @@ class Method:
         return layers if self.eviction is None else self.eviction.layers(layers, config)
 
     @property
-    def asks_for_order(self) -> bool:
-        """Some codec puts channels into the order of a GGUF file, which only the model decides."""
+    def depends_on_model(self) -> bool:
+        """Whether the architecture of a model decides what some stage of its codecs computes."""
         stages = [stage for codec in (self.key, self.value) if codec is not None for _, stage in codec.stages]
-        return any(isinstance(stage, PairOrder) and stage.order is Order.gguf for stage in stages)
+        return any(stage.depends_on_model for stage in stages)
 
-    def in_order_of(self, config: Any) -> Method:
-        """The method with the order of channels that the model's GGUF file has, where its codecs ask for that."""
-        if not self.asks_for_order:
+    def for_model(self, config: Any) -> Method:
+        """The method for a model with this transformers text configuration, which may decide what stages compute."""
+        if not self.depends_on_model:
             return self
-        own = interleaved_in_gguf(config)
 
         def decided(codec: Codec | None) -> Codec | None:
-            found = [] if codec is None else codec.stages
-            stages = ((name, stage.decided(own) if isinstance(stage, PairOrder) else stage) for name, stage in found)
+            stages = [] if codec is None else [(name, stage.for_model(config)) for name, stage in codec.stages]
             return None if codec is None else codec.rebuilt(stages)
 
         return replace(self, key=decided(self.key), value=decided(self.value))

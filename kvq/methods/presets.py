@@ -207,7 +207,7 @@ def method_for(model: nn.Module, name: str, bits: Any = 3, overrides: Sequence[s
     """
     config = unwrapped(model).config.get_text_config(decoder=True)
     method = build_method(name, bits, list(dict.fromkeys(head_dims_of(config))), overrides)
-    return method.in_order_of(config) if method.asks_for_order else method
+    return method.for_model(config)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,9 @@ class Provenance(_Frozen):
     threads: int
     dtype: str = Field(description="compute dtype of the model")
     cpu_linear: str = Field(default="torch", description="library of the model's float32 linear layers on a CPU")
-    engine: str | None = Field(default=None, description="version and build of task.engine; null: transformers")
+    engine: str | None = Field(
+        default=None, description="program that computed the logits, with its build; null: transformers"
+    )
     dataset_fingerprint: str | None = Field(description="null when the run ended before the data was loaded")
     dataset_source: str | None = Field(
         default=None, description="what dataset.path was; null: no local text, or unknown"

@@ -43,7 +43,6 @@ _IMPLIED: Final = {
     "calibration": "CalibrationConfig",
 }
 _LONG_TRELLIS: Final = 8  # bits of a state, above which a trellis is one
-_ENGINES: Final = {"llamacpp": "LlamaCpp", "mlx": "Mlx"}
 
 
 @functools.cache
@@ -74,11 +73,9 @@ def versions_of(config: Mapping[str, Any], task: type[TaskConfig] | None = None)
     """
     name = config["task"]["name"]
     task = task or SCHEMAS.get(name) or plugins.settings_of_task(name)
-    names = {"KVCache"} if task.reads_cache else set()
+    names = {*task.versioned_parts(config["task"]), *(("KVCache",) if task.reads_cache else ())}
     if config["model"].get("outliers"):
         names.add("OutliersConfig")
-    if (engine := config["task"].get("engine")) is not None:
-        names.add(_ENGINES[engine["name"]])
     own = {name: declared()[name] for name in names}
     found: Versions = {name: task.version, **own, **versions_of_method(config["method"])}
     if name not in declared():

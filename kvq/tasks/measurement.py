@@ -16,7 +16,6 @@ from tqdm import tqdm
 from kvq.cache import KVCache
 from kvq.codecs import DeflateCodec, HuffmanCodec
 from kvq.config import Loader, TaskConfig
-from kvq.config.plugins import module_of_task
 from kvq.config.tasks import is_timed
 from kvq.errors import ConfigError
 
@@ -112,12 +111,14 @@ _HOMES = {
 
 
 def task_of(settings: TaskConfig) -> Task:
-    """The task of these settings: in the module of its name in this package, or outside it as `module_of_task` says.
+    """The task of these settings: in the module of its name in this package, or outside it in the one of its settings.
+
+    So a process that was handed settings, as a launcher's workers are, finds the task only by them.
 
     Raises:
         ConfigError: a package that the task needs is not installed.
     """
-    name, home = settings.name, module_of_task(settings)
+    name, home = settings.name, type(settings).__module__
     try:
         found = importlib.import_module(f"kvq.tasks.{_HOMES.get(name, name)}" if home.startswith("kvq.") else home)
     except ModuleNotFoundError as error:

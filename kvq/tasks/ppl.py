@@ -7,8 +7,7 @@ docs/pitfalls.md says what each scoring can show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +15,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.config import PplConfig, Scoring, Windows
-from kvq.engines.kld import LogitsWriter
-from kvq.errors import ConfigError, DataError
+from kvq.config import PplConfig, Scoring
+from kvq.errors import DataError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.results.metrics import units_of
 from kvq.results.statistics import delta_nll_of_samples
-from kvq.tasks import engine
 from kvq.tasks.measurement import Baseline, Measurement, Task, decoded, storage_metrics
 from kvq.tasks.scoring import (
     ScoredChunk,
@@ -47,6 +44,9 @@ from kvq.tasks.windows import (
     stack,
     summed_positions,
 )
+
+Writer = Callable[[int, int, Tensor], None]
+"""Takes the index of a window, a target's position, and the log-probabilities from there on `[targets, vocab]`."""
 
 
 def ppl_windows(streams: Sequence[Tensor], task: PplConfig, bos: int | None = None) -> list[Window]:
@@ -76,7 +76,7 @@ def run_ppl(
     keep_decoded: bool = True,
     chunk: int | None = None,
     journal: Journal | None = None,
-    writer: LogitsWriter | None = None,
+    writer: Writer | None = None,
 ) -> PplResult:
     """Score every window under `method`.
 
@@ -120,7 +120,7 @@ def run_ppl(
                     expected = log_probabilities(next(full).logits)
                 if writer is not None:
                     for row, index in enumerate(indices):
-                        writer.write(index, scored_from + offset, log_probs[row])
+                        writer(index, scored_from + offset, log_probs[row])
                 result.add(indices, scored.targets, log_probs, expected)
                 offset += count
             _check(result, indices, cache)
@@ -172,14 +172,7 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` where scoring has no order to quantize in, `ConfigError` for too long a window."""
     task: PplConfig = inputs.config.task
     inputs.check_context(task.context)
-    if task.save_logits is not None and (task.windows is not Windows.disjoint or task.scoring is Scoring.continuation):
-        raise ConfigError(
-            f"task.save_logits={task.save_logits}: llama.cpp's files hold disjoint windows; task.windows=disjoint"
-        )
-    if task.engine:
-        engine.check(inputs, method)
-    else:
-        check_scoring(method, task)
+    check_scoring(method, task)
 
 
 def check_scoring(method: Method, task: PplConfig) -> None:
@@ -199,34 +192,29 @@ def measure(inputs: Inputs, method: Method, baseline: Baseline | None, journal: 
 
     The first run of a process that needs the full-precision log-probabilities computes them; later runs read them.
     """
-    config = inputs.config
-    task: PplConfig = config.task
-    loaded = inputs.model
-    windows = ppl_windows(inputs.tokens.streams, task, inputs.bos)
-    writer = None
-    if task.save_logits is not None:
-        tokens = torch.stack([window.tokens for window in windows])
-        writer = LogitsWriter(Path(task.save_logits), tokens, loaded.text_config.vocab_size)
-    if task.engine:
-        result = empty_result(windows, task)
-        agreement, build = engine.run_engine(inputs, method, windows, result, writer)
-        more = agreement.metrics(result.samples(), task) if task.engine.compare else {}
-    else:
-        result, build, more = _in_transformers(inputs, method, windows, journal, writer), None, {}
-    if writer is not None:
-        writer.close()
-    metrics = result.metrics() | more
+    return measurement(in_transformers(inputs, method, journal), inputs.config.task, baseline)
+
+
+def measurement(
+    result: PplResult,
+    task: PplConfig,
+    baseline: Baseline | None,
+    more: Mapping[str, float] | None = None,
+    engine: str | None = None,
+) -> Measurement:
+    """What a record holds of a result: its metrics and `more`, differences from the baseline, samples, the engine."""
+    metrics = result.metrics() | dict(more or {})
     if baseline is not None:
         metrics |= _differences(metrics, result.samples(), baseline, task)
-    return Measurement(metrics, units_of(metrics), result.samples(), build)
+    return Measurement(metrics, units_of(metrics), result.samples(), engine)
 
 
-def _in_transformers(
-    inputs: Inputs, method: Method, windows: Sequence[Window], journal: Journal, writer: LogitsWriter | None
-) -> PplResult:
+def in_transformers(inputs: Inputs, method: Method, journal: Journal, writer: Writer | None = None) -> PplResult:
+    """Score every window of a run; with a `writer` all of them anew, since a stored score has no log-probabilities."""
     config, loaded = inputs.config, inputs.model
     task: PplConfig = config.task
-    journal = journal if writer is None else Journal()  # a window that was scored before has no logits
+    windows = ppl_windows(inputs.tokens.streams, task, inputs.bos)
+    journal = journal if writer is None else Journal()
     reference, full = reference_of(inputs, method, windows, task)
     if not method.is_full_precision:
         keep = config.cache.keep_decoded

@@ -2,4 +2,10 @@
 
 from kvq.config.plugins import Plugin
 
-PLUGIN = Plugin("kvq_engines", has_versions=True)
+PLUGIN = Plugin(
+    "kvq_engines",
+    tasks={"engine": "kvq_engines.perplexity"},
+    commands={"kld": "kvq_engines.kld"},
+    renamed={"kvq.codecs.PairOrder": "kvq_engines.pair_order.PairOrder"},
+    has_versions=True,
+)

@@ -5,7 +5,6 @@ from kvq.config.plugins import Plugin
 PLUGIN = Plugin(
     "kvq_lab",
     has_versions=True,
-    settings="kvq_lab.settings",
     commands={
         "allocate": "kvq_lab.allocate",
         "export": "kvq_lab.export",

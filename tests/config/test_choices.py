@@ -159,8 +159,8 @@ def test_a_token_policy_and_mla_by_their_earlier_names_are_the_same_run() -> Non
 
 def test_a_value_is_no_earlier_name() -> None:
     """`halves` is a value of `order`, and the earlier name of another setting."""
-    part = {"_target_": "kvq.codecs.PairOrder", "order": "halves", "halves": ["plan", {"plan": "latent"}]}
-    now = {"_target_": "kvq.codecs.PairOrder", "order": "halves", "rounding": ["plan", {"token_policy": "latent"}]}
+    part = {"_target_": "kvq.codecs.Hadamard", "order": "halves", "halves": ["plan", {"plan": "latent"}]}
+    now = {"_target_": "kvq.codecs.Hadamard", "order": "halves", "rounding": ["plan", {"token_policy": "latent"}]}
     assert with_names(part, RENAMED) == now
     assert with_names(now, earlier_names()) == part
 

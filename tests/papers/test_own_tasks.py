@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from kvq_engines.tests import installed
 
 import tests.golden.tasks as golden
 from kvq.config import compose, resolve
@@ -28,7 +29,6 @@ from kvq.report.tables.readings import read_metric, read_reference
 from kvq.results import Record
 from kvq.runs import run
 from kvq.tasks import speed
-from tests.engines import installed
 from tests.papers.suite_items import without_extras, write_suites
 from tests.tasks.test_longbench import ANSWERS, item
 

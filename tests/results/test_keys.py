@@ -108,7 +108,9 @@ APART = ("task.name", "task.engine.file")
 
 def key_of(record: Record) -> str:
     """The key of a run with the record's names, task settings and fingerprints; residuals are the presets'."""
-    given = [f"{group}={getattr(record, group)}" for group in ("model", "task", "dataset", "method")]
+    names = {group: getattr(record, group) for group in ("model", "task", "dataset", "method")}
+    names["task"] = "engine" if "engine" in record.config["task"] else record.task  # a variant of task=ppl
+    given = [f"{group}={name}" for group, name in names.items()]
     by_layer = record.config["method"].get("bits_by_layer", {})
     given += [f"method.bits_by_layer.{side}={own}" for side, own in by_layer.items()]
     given += ["bits=2"] if by_layer else [f"bits={record.bits}"] if record.bits else []

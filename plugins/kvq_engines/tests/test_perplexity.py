@@ -5,17 +5,16 @@ import torch
 
 from kvq.codecs import Codec
 from kvq.config import compose, resolve
-from kvq.config.engine import EngineName
 from kvq.config.identity import by_names
-from kvq.engines.kld import LogitsFile
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method
 from kvq.results import Store
 from kvq.results.versions import versions_of
 from kvq.runs import run
-from kvq.tasks.capture import Q8_0
-from kvq.tasks.engine import format_of
-from tests.engines import installed
+from kvq_engines.agreement import Q8_0
+from kvq_engines.formats import EngineName, format_of
+from kvq_engines.kld import LogitsFile
+from kvq_engines.tests import installed
 
 SMALL = ["task=engine", "task.context=64", "task.max_windows=4", "threads=1"]
 
@@ -65,8 +64,8 @@ def test_bits_and_groups_of_mlx():
             ("value.stages.hadamard.block=32",),
             "the engine rotates values otherwise",
         ),
-        ("engine/llamacpp_q4_0", "llamacpp", ("+full_precision_layers.key=[0]",), "keeps tokens or layers"),
-        ("h2o", "llamacpp", (), "has eviction, which the engine lacks"),
+        ("engine/llamacpp_q4_0", "llamacpp", ("+full_precision_layers.key=[0]",), "keeps layers in full precision; needs all layers"),
+        ("h2o", "llamacpp", (), "eviction of h2o evicts tokens; needs codecs"),
     ],
 )
 def test_methods_that_an_engine_has_no_cache_for(name, engine, overrides, said):
@@ -79,7 +78,11 @@ def test_methods_that_an_engine_has_no_cache_for(name, engine, overrides, said):
     [
         (["task=engine", "task.engine.name=mlx", "task.engine.file=x"], ConfigError, "of llamacpp; mlx takes"),
         (["task=engine", "task.scoring=parallel"], ConfigError, "quantizes as it generates"),
-        (["task=ppl", "task.engine.file=x"], ConfigError, "needs task.engine.name=llamacpp"),
+        (
+            ["task=engine", "task.engine.name=null", "task.engine.file=x"],
+            ConfigError,
+            "needs task.engine.name=llamacpp",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(overrides, error, said):
@@ -88,15 +91,18 @@ def test_settings_that_do_not_go_together(overrides, error, said):
 
 
 def test_the_key_names_the_engine_and_the_content_of_its_file(tmp_path):
-    plain = by_names(resolve(compose(["task=ppl"])))["task"]
-    assert "engine" not in plain
-    assert "save_logits" not in plain
+    transformers = [f"task.{name}" for name in ("engine.name=null", "windows=sliding", "context=2048", "save_logits=x")]
+    with pytest.raises(ConfigError, match=r"hold disjoint windows; task.windows=disjoint"):
+        resolve(compose(["task=engine", *transformers]))
+    plain = by_names(resolve(compose(["task=engine", *transformers[:-1]])))
+    assert plain == by_names(resolve(compose(["task=ppl"])))
     file = tmp_path / "a.gguf"
     file.write_bytes(b"one")
-    keyed = by_names(resolve(compose(["task=engine", f"task.engine.file={file}"])))
+    config = resolve(compose(["task=engine", f"task.engine.file={file}"]))
+    keyed = by_names(config)
     assert keyed["task"]["engine"]["file"].startswith("7692c3ad")
     assert "weights" not in keyed["task"]["engine"]
-    assert "LlamaCpp" in versions_of(keyed)
+    assert "LlamaCpp" in versions_of(keyed, type(config.task))
     with pytest.raises(DataError, match="no such file"):
         by_names(resolve(compose(["task=engine", "task.engine.file=/nothing.gguf"])))
     with pytest.raises(DataError, match="the package no-such-thing is not installed"):
@@ -146,12 +152,11 @@ def test_a_run_in_mlx(tmp_path):
 def test_logits_of_transformers_are_saved(tmp_path):
     file = tmp_path / "own.logits"
     asked = ["task.windows=disjoint", "task.context=64", "task.max_windows=2", "method=q8_0", f"results_dir={tmp_path}"]
-    record = run(resolve(compose(asked)))
-    again = run(resolve(compose([*asked, f"task.save_logits={file}"])))
-    assert again.key == record.key
+    record = run(resolve(compose(["task=ppl", *asked])))
+    again = run(resolve(compose(["task=engine", "task.engine.name=null", *asked, f"task.save_logits={file}"])))
+    assert (again.key, again.versions) == (record.key, record.versions)
+    assert again.metrics == record.metrics
     found = LogitsFile.open(file)
     assert (found.context, found.chunks, found.rows) == (64, 2, 31)
     probabilities = torch.cat(list(found.chunk(1))).exp().sum(-1)
     assert torch.allclose(probabilities, torch.ones(31), atol=2e-3)
-    with pytest.raises(ConfigError, match=r"hold disjoint windows; task.windows=disjoint"):
-        run(resolve(compose([f"task.save_logits={file}", f"results_dir={tmp_path}"])))

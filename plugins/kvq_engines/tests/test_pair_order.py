@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.codecs import Order, PairOrder
 from kvq.methods.build import build_method
-from kvq.models.layers import INTERLEAVED_IN_GGUF, interleaved_in_gguf
+from kvq_engines.pair_order import INTERLEAVED_IN_GGUF, Order, PairOrder, interleaved_in_gguf
 from tests.random_models import llama, token_ids
 
 
@@ -41,7 +40,7 @@ def test_a_cache_decides_the_order_by_the_family(family):
     class Configuration:
         model_type = family
 
-    method = build_method("engine/llamacpp_q4_0", head_dim=64).in_order_of(Configuration())
+    method = build_method("engine/llamacpp_q4_0", head_dim=64).for_model(Configuration())
     order = next(stage.order for name, stage in method.key.stages if name == "pairs")
     assert order is (Order.interleaved if family in INTERLEAVED_IN_GGUF else Order.halves)
     assert interleaved_in_gguf(Configuration()) == (family in ("llama", "mistral"))
@@ -61,4 +60,4 @@ def test_a_cache_of_llama_groups_neighbouring_pairs():
         keys[order] = cache.kv_layers[0].key.packed[0].parts["codes.0"]
     assert torch.equal(keys["gguf"], keys["interleaved"])
     assert not torch.equal(keys["gguf"], keys["halves"])
-    assert method.in_order_of(model.config).value is not None
+    assert method.for_model(model.config).value is not None

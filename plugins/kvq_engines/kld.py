@@ -1,4 +1,4 @@
-"""llama.cpp's files of log-probabilities: `python -m kvq.engines.kld BASE OTHER` compares two, and runs write them.
+"""llama.cpp's files of log-probabilities: `kvq kld BASE OTHER` compares two, and runs write them.
 
 `llama-perplexity --save-all-logits FILE` (or `--kl-divergence-base`) writes, in native byte order: `_logits_`; int32
 context, vocabulary, chunks; int32 tokens `[chunks, context]`; then for each chunk one row for each position from
@@ -262,7 +262,7 @@ def record_of(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kvq.engines.kld", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="kvq kld", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("base", type=Path, metavar="BASE", help="log-probabilities in full precision")
     parser.add_argument("other", type=Path, metavar="OTHER", help="log-probabilities with a quantized cache")
     for name, shown in (("model", "BASE"), ("dataset", "text"), ("method", "OTHER")):

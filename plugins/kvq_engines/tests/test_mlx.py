@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvq.engines import mlx
-from kvq.engines.mlx import Mlx
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method
-from kvq.tasks.engine import engine_attention
-from tests.engines import installed
-from tests.engines.test_llamacpp import TOKENS, in_torch, kl, log_probs, model_of
+from kvq_engines import mlx
+from kvq_engines.agreement import engine_attention
+from kvq_engines.mlx import Mlx
+from kvq_engines.tests import installed
+from kvq_engines.tests.test_llamacpp import TOKENS, in_torch, kl, log_probs, model_of
 
 pytestmark = installed.mlx
 

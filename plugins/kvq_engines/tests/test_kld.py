@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvq.engines import kld
-from kvq.engines.kld import LogitsFile, LogitsWriter, compared, decoded, encoded, main, row_words
 from kvq.errors import DataError
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import markdown
 from kvq.results import Store
-from tests.engines import installed
+from kvq_engines import kld
+from kvq_engines.kld import LogitsFile, LogitsWriter, compared, decoded, encoded, main, row_words
+from kvq_engines.tests import installed
 
 CONTEXT, VOCAB, CHUNKS = 12, 37, 5
 
@@ -197,8 +197,8 @@ def test_memory_is_that_of_some_rows(tmp_path, monkeypatch):
 @installed.llamacpp
 def test_a_file_of_the_engines_own_logits(tmp_path):
     """Rows that llama.cpp's formula makes of its logits are those that the writer makes of them."""
-    from kvq.engines.llamacpp import LlamaCpp, write_gguf
-    from tests.engines.test_llamacpp import model_of
+    from kvq_engines.llamacpp import LlamaCpp, write_gguf
+    from kvq_engines.tests.test_llamacpp import model_of
 
     write_gguf(model_of(), tmp_path / "model.gguf")
     text = torch.randint(120, (16,), generator=torch.Generator().manual_seed(0))

@@ -14,134 +14,35 @@ PyTorch on the keys and values that the engine stored (`agreement_kl_stored`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import tempfile
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.codecs import Codec
+from kvq.cache.hooks import attentions, layer_number
+from kvq.cache.observe import INTERFACE, Hooked, hook_interface
+from kvq.codecs import Axis, Codec, UniformQuantizer
 from kvq.config import PplConfig
-from kvq.config.engine import EngineName
-from kvq.config.residual import Policy
-from kvq.engines.kld import LogitsWriter
-from kvq.engines.llamacpp import LlamaCpp, write_gguf
-from kvq.engines.mlx import Mlx
-from kvq.errors import DataError, Unsupported
-from kvq.methods.build import build_method
+from kvq.errors import DataError
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.models.inputs import Inputs
 from kvq.models.layers import head_dims_of
 from kvq.results.statistics import delta_nll_of_samples
-from kvq.tasks.capture import States, engine_attention, rounding_error, unstaged
+from kvq.tasks.ppl import Writer
 from kvq.tasks.scoring import log_probabilities, parallel_method, score, without_codecs
 from kvq.tasks.windows import PplResult, Window, divergence
-
-LLAMACPP_TYPES = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-
-
-@dataclass(frozen=True)
-class Format:
-    """What an engine stores of keys and of values.
-
-    `types`: ggml's of keys and values, or MLX's bits and group size (None: full precision). `rotated`: llama.cpp's
-    Hadamard rotation.
-    """
-
-    types: tuple[Any, ...]
-    rotated: bool = True
-
-
-def format_of(method: Method, engine: EngineName, full: str) -> Format:
-    """The format of an engine that a method is the preset of.
-
-    Args:
-        full: torch's name of the dtype in which a side without a codec is kept.
-
-    Raises:
-        Unsupported: a method that the engine has no cache for.
-    """
-    method.check_needs(f"task.engine={engine}", "codecs_alone", "same_stages", "one_width", "all_layers", "all_tokens")
-    codecs = [(side, codec) for side in ("key", "value") if (codec := getattr(method, side)) is not None]
-    for side, _ in codecs:
-        if (kept := getattr(method.residual, side)).policy is not Policy.sliding or kept.size:
-            raise Unsupported(
-                f"task.engine={engine}: quantizes each token as it comes; residual.{side}: sliding, size 0"
-            )
-    return _mlx(method, codecs) if engine is EngineName.mlx else _llamacpp(method, codecs, _DTYPES[full])
-
-
-def _llamacpp(method: Method, codecs: list[tuple[str, Codec]], full: str) -> Format:
-    types = {"key": full, "value": full}
-    rotations = set()
-    for side, codec in codecs:
-        given, names = method.settings[side]["quantizer"], [name for name, _ in codec.stages]
-        known = {name: settings[side] for name, settings in _presets().items()}
-        found = [name for name, one in known.items() if one["quantizer"] == given]
-        if not found or names not in (["pairs", "hadamard"], ["pairs"], ["hadamard"], []):
-            raise Unsupported(
-                f"task.engine=llamacpp: no type of its cache is {method.name}'s {side}; a preset engine/llamacpp_*"
-            )
-        types[side] = found[0]
-        rotations.add("hadamard" in names)
-        if "hadamard" in names and method.settings[side]["stages"]["hadamard"] != known[found[0]]["stages"]["hadamard"]:
-            raise Unsupported(f"task.engine=llamacpp: the engine rotates {side}s otherwise than {method.name}")
-    if len(rotations) > 1:
-        raise Unsupported("task.engine=llamacpp: rotates keys and values, or neither")
-    return Format((types["key"], types["value"]), all(rotations))
-
-
-@functools.cache
-def _presets() -> dict[str, Mapping[str, Any]]:
-    """The settings of a preset of each type."""
-    return {name: build_method(f"engine/llamacpp_{name}", head_dim=64).settings for name in LLAMACPP_TYPES}
-
-
-def _mlx(method: Method, codecs: list[tuple[str, Codec]]) -> Format:
-    if not codecs:
-        return Format((None, 64))
-    sides = [method.settings[side] for side, _ in codecs]
-    wanted = {"zero_point": "edge", "axis": "per_token"}
-    found = sides[0]["quantizer"]
-    alike = len(sides) == 2 and sides[0] == sides[1] and not sides[0]["stages"]
-    if not alike or any(found.get(name) != value for name, value in wanted.items()):
-        raise Unsupported(f"task.engine=mlx: stores keys and values alike, as engine/mlx_*; not {method.name}")
-    return Format((found["bits"], found["group_size"]))
-
-
-@contextlib.contextmanager
-def opened(inputs: Inputs, found: Format) -> Iterator[LlamaCpp | Mlx]:
-    """The engine of a run with the model in it; a GGUF file that was written of the weights is deleted afterwards."""
-    task: PplConfig = inputs.config.task
-    settings = task.engine
-    if settings.name is EngineName.mlx:
-        with Mlx(inputs.model.model, task.context, *found.types) as engine:
-            yield engine
-        return
-    with tempfile.TemporaryDirectory(prefix="kvq-gguf-") as folder:
-        if (file := settings.path) is None:
-            file = Path(folder) / "model.gguf"
-            write_gguf(inputs.model.model, file, getattr(torch, settings.weights.value))
-        with LlamaCpp(
-            file,
-            task.context,
-            *found.types,
-            rotated=found.rotated,
-            flash_attention=settings.flash_attention,
-            threads=torch.get_num_threads(),
-        ) as llamacpp:
-            yield llamacpp
+from kvq_engines.formats import format_for, opened
+from kvq_engines.llamacpp import LlamaCpp
+from kvq_engines.mlx import Mlx
 
 
 def scored(engine: LlamaCpp | Mlx, window: Window) -> Float[Tensor, "targets vocab"]:
@@ -151,6 +52,77 @@ def scored(engine: LlamaCpp | Mlx, window: Window) -> Float[Tensor, "targets voc
         parts.append(log_probabilities(logits[max(window.scored_from - 1 - start, 0) :]))
         start += logits.shape[0]
     return torch.cat(parts)
+
+
+Q8_0 = UniformQuantizer(8, Axis.per_token, 32, symmetric=True, reciprocal=True)
+"""ggml's 8-bit blocks of 32 channels as its vector kernels round them, halves to the even code."""
+
+States = tuple[Float[Tensor, "heads tokens dim"], Float[Tensor, "heads tokens dim"]]
+"""Keys and values of a layer."""
+
+
+def unstaged(codec: Codec, y: Float[Tensor, "*lead tokens dim"]) -> Float[Tensor, "*lead tokens dim"]:
+    """Undo the stages of a codec, which only reorder or rotate channels."""
+    for _, stage in reversed(codec.stages):
+        y = stage.inverse(y, {})
+    return y
+
+
+class _Changed(Hooked):
+    """Attention functions that read other queries, keys and values than they are given."""
+
+    def __init__(self, functions: Any, key: Codec | None, stored: Sequence[States] | None) -> None:
+        super().__init__(functions, lambda *_: None)
+        self._key, self._stored = None if key is None else key.rebuilt(key.stages, Q8_0), stored
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found = self._functions.get_interface(name, default)
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._stored is not None:
+                states = self._stored[layer_number(module, kwargs)]
+                key, value = (own[None].to(query) for own in states)
+            if self._key is not None:
+                query = self._key.decode(self._key.encode(query))
+            return found(module, query, key, value, *args, **kwargs)
+
+        return attend
+
+
+@contextlib.contextmanager
+def engine_attention(model: nn.Module, key: Codec | None, stored: Sequence[States] | None = None) -> Iterator[None]:
+    """Within the context, every attention of a model reads keys, values and queries as an engine does.
+
+    Args:
+        key: codec of the keys, whose stages precede the rounding of queries to 8 bits; None: queries as they are.
+        stored: keys and values of each layer, in the place of the model's; None: the model's.
+
+    Raises:
+        Unsupported: attention that does not go through transformers' attention interface.
+    """
+    source = sys.modules[type(attentions(model)[0]).__module__]
+    undo = hook_interface(attentions(model)[0], lambda *_: None)
+    setattr(source, INTERFACE, _Changed(getattr(source, INTERFACE)._functions, key, stored))
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextlib.contextmanager
+def rounding_error(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Within the context, token embeddings have relative Gaussian noise of one unit in the last place of fp32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def nudge(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        noise = torch.randn(out.shape, generator=generator).to(out.device)
+        return out * (1 + torch.finfo(torch.float32).eps * noise).to(out.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(nudge)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 _MEANS = {
@@ -228,7 +200,7 @@ def compare(
     into.add("preset", reference, preset)
     with rounding_error(loaded.model):
         into.add("itself", preset, in_torch(loaded, method, window))
-    own = method.in_order_of(loaded.text_config)
+    own = method.for_model(loaded.text_config)
     key = own.key if rounds else None
     if key is not None:
         with engine_attention(loaded.model, key):
@@ -250,14 +222,8 @@ def in_torch(loaded: LoadedModel, method: Method, window: Window) -> Float[Tenso
     return torch.cat([log_probabilities(chunk.logits)[0].cpu() for chunk in chunks])
 
 
-def check(inputs: Inputs, method: Method) -> Format:
-    """The format of a run's method in its engine. Raises: Unsupported: as `format_of`."""
-    stored = inputs.config.cache_dtype or inputs.config.model.dtype
-    return format_of(method, inputs.config.task.engine.name, stored.value)
-
-
 def run_engine(
-    inputs: Inputs, method: Method, windows: Sequence[Window], result: PplResult, writer: LogitsWriter | None = None
+    inputs: Inputs, method: Method, windows: Sequence[Window], result: PplResult, writer: Writer | None = None
 ) -> tuple[Agreement, str]:
     """Score every window in the engine; the agreement with the preset, and the engine's build.
 
@@ -268,11 +234,11 @@ def run_engine(
     Raises:
         ConfigError, DataError, Unsupported: as the engines.
     """
-    task: PplConfig = inputs.config.task
+    task = inputs.config.task
     loaded, agreement = inputs.model, Agreement()
     config = loaded.text_config
-    found = check(inputs, method)
-    full = check(inputs, without_codecs(method))
+    found = format_for(inputs, method)
+    full = format_for(inputs, without_codecs(method))
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(opened(inputs, found))
         if engine.vocab != config.vocab_size:
@@ -289,7 +255,7 @@ def run_engine(
             if not math.isfinite(result.scores[index].nll):
                 raise DataError(f"window {index}: the engine's log-probabilities are not finite")
             if writer is not None:
-                writer.write(index, window.scored_from, own)
+                writer(index, window.scored_from, own)
             if task.engine.compare:
                 whole = None in (method.key, method.value)
                 shape = config.num_hidden_layers, config.num_key_value_heads, head_dims_of(config)[0]

@@ -23,7 +23,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.models.layers import head_dims_of, interleaved_in_gguf
+from kvq.models.layers import head_dims_of
+from kvq_engines.pair_order import interleaved_in_gguf
 
 WHEEL: Final = ("xllamacpp", "2026.10.11549")
 TYPES: Final = {

@@ -8,13 +8,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq.cache import KVCache
-from kvq.engines import llamacpp
-from kvq.engines.llamacpp import LlamaCpp, write_gguf
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.methods.build import build_method
-from kvq.tasks.engine import engine_attention, unstaged
 from kvq.tasks.scoring import parallel_method
-from tests.engines import installed
+from kvq_engines import llamacpp
+from kvq_engines.agreement import engine_attention, unstaged
+from kvq_engines.llamacpp import LlamaCpp, write_gguf
+from kvq_engines.tests import installed
 
 pytestmark = installed.llamacpp
 TOKENS = 96
@@ -82,7 +82,7 @@ def test_weights_that_are_written_are_those_of_the_model(family, dtype, tokens, 
 def test_a_preset_stores_what_the_engine_stores(kind, variant, file, tokens):
     """Of the first layer, whose keys and values no attention has changed yet; of the second nearly."""
     model = model_of()
-    method = build_method(f"engine/llamacpp_{kind}{variant}", head_dim=DIM).in_order_of(model.config)
+    method = build_method(f"engine/llamacpp_{kind}{variant}", head_dim=DIM).for_model(model.config)
     with LlamaCpp(file, TOKENS, kind, kind, rotated=not variant) as engine:
         list(engine.logits(tokens))
         held = engine.cached(LAYERS, KV_HEADS, DIM)
@@ -105,7 +105,7 @@ def test_a_preset_stores_what_the_engine_stores(kind, variant, file, tokens):
 def test_queries_in_8_bits_explain_what_is_left(kind, file, tokens):
     model = model_of()
     method = build_method(f"engine/llamacpp_{kind}", head_dim=DIM)
-    key = method.in_order_of(model.config).key
+    key = method.for_model(model.config).key
     with LlamaCpp(file, TOKENS, kind, kind) as engine:
         found = log_probs(engine, tokens)
     alone = in_torch(model, tokens, method)
@@ -122,7 +122,7 @@ def test_queries_in_8_bits_explain_what_is_left(kind, file, tokens):
 def test_on_the_stored_states_pytorch_computes_what_the_engine_computes(kind, file, tokens):
     """What the two have apart is then which codes are stored, and no arithmetic of the attention."""
     model = model_of()
-    method = build_method(f"engine/llamacpp_{kind}", head_dim=DIM).in_order_of(model.config)
+    method = build_method(f"engine/llamacpp_{kind}", head_dim=DIM).for_model(model.config)
     with LlamaCpp(file, TOKENS, kind, kind) as engine:
         found = log_probs(engine, tokens)
         held = engine.cached(LAYERS, KV_HEADS, DIM)

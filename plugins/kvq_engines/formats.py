@@ -1,0 +1,188 @@
+"""Engines as settings, and the format of an engine's cache that a method is the preset of."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq.codecs import Codec
+from kvq.config.carried import carried_gguf
+from kvq.config.limits import DISTRIBUTION, file_hash
+from kvq.config.residual import Policy
+from kvq.errors import ConfigError, DataError, Unsupported, not_empty
+from kvq.methods.build import build_method
+from kvq.methods.method import Method
+from kvq.models.inputs import Inputs
+from kvq_engines.llamacpp import LlamaCpp, write_gguf
+from kvq_engines.mlx import Mlx
+
+EngineName = enum.StrEnum("EngineName", "llamacpp mlx")
+"""Programs that compute logits in the place of transformers."""
+
+EngineWeights = enum.StrEnum("EngineWeights", "float16 float32")
+"""Dtype of the matrices of the GGUF file that is written of a model."""
+
+
+@dataclass
+class EngineConfig:
+    """A program that computes the logits (`name` None: transformers), with the format that the method is a preset of.
+
+    `file`: a GGUF file of the model (llama.cpp); None: one is written of the weights, in `weights`. `flash_attention`:
+    llama.cpp's fused attention, without which it takes no quantized values. `compare`: the preset is scored in PyTorch
+    on the same windows too.
+    """
+
+    name: EngineName | None = EngineName.llamacpp
+    file: str | None = None
+    weights: EngineWeights = EngineWeights.float32
+    flash_attention: bool = True
+    compare: bool = True
+
+    def __post_init__(self) -> None:
+        not_empty("task.engine.file", self.file)
+        if not self and self.file is not None:
+            raise ConfigError(f"task.engine.file={self.file}: needs task.engine.name=llamacpp")
+        if self.name is EngineName.mlx and (self.file is not None or self.weights is not EngineWeights.float32):
+            given = "weights" if self.file is None else "file"
+            raise ConfigError(
+                f"task.engine.{given}={getattr(self, given)}: of llamacpp; mlx takes the model's own weights"
+            )
+
+    def __bool__(self) -> bool:
+        return self.name is not None
+
+    @property
+    def path(self) -> Path | None:
+        """Where `file` lies."""
+        if self.file is None:
+            return None
+        if self.file.startswith(DISTRIBUTION):
+            return carried_gguf("task.engine.file", self.file)
+        path = Path(self.file).expanduser()
+        if not path.is_file():
+            raise DataError(f"task.engine.file={self.file}: no such file")
+        return path
+
+    def canonical(self) -> dict[str, Any] | None:
+        """The settings that decide numbers: of `file` the sha256 (hex), and then no dtype of weights.
+
+        None: transformers, as if the task were ppl.
+        """
+        if not self:
+            return None
+        settings = {name: value for name, value in vars(self).items() if value is not None}
+        if (path := self.path) is not None:
+            del settings["weights"]
+            settings["file"] = file_hash(path)
+        return settings
+
+
+LLAMACPP_TYPES = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Format:
+    """What an engine stores of keys and of values.
+
+    `types`: ggml's of keys and values, or MLX's bits and group size (None: full precision). `rotated`: llama.cpp's
+    Hadamard rotation.
+    """
+
+    types: tuple[Any, ...]
+    rotated: bool = True
+
+
+def format_of(method: Method, engine: EngineName, full: str) -> Format:
+    """The format of an engine that a method is the preset of.
+
+    Args:
+        full: torch's name of the dtype in which a side without a codec is kept.
+
+    Raises:
+        Unsupported: a method that the engine has no cache for.
+    """
+    method.check_needs(f"task.engine={engine}", "codecs_alone", "same_stages", "one_width", "all_layers", "all_tokens")
+    codecs = [(side, codec) for side in ("key", "value") if (codec := getattr(method, side)) is not None]
+    for side, _ in codecs:
+        if (kept := getattr(method.residual, side)).policy is not Policy.sliding or kept.size:
+            raise Unsupported(
+                f"task.engine={engine}: quantizes each token as it comes; residual.{side}: sliding, size 0"
+            )
+    return _mlx(method, codecs) if engine is EngineName.mlx else _llamacpp(method, codecs, _DTYPES[full])
+
+
+def _llamacpp(method: Method, codecs: list[tuple[str, Codec]], full: str) -> Format:
+    types = {"key": full, "value": full}
+    rotations = set()
+    for side, codec in codecs:
+        given, names = method.settings[side]["quantizer"], [name for name, _ in codec.stages]
+        known = {name: settings[side] for name, settings in _presets().items()}
+        found = [name for name, one in known.items() if one["quantizer"] == given]
+        if not found or names not in (["pairs", "hadamard"], ["pairs"], ["hadamard"], []):
+            raise Unsupported(
+                f"task.engine=llamacpp: no type of its cache is {method.name}'s {side}; a preset engine/llamacpp_*"
+            )
+        types[side] = found[0]
+        rotations.add("hadamard" in names)
+        if "hadamard" in names and method.settings[side]["stages"]["hadamard"] != known[found[0]]["stages"]["hadamard"]:
+            raise Unsupported(f"task.engine=llamacpp: the engine rotates {side}s otherwise than {method.name}")
+    if len(rotations) > 1:
+        raise Unsupported("task.engine=llamacpp: rotates keys and values, or neither")
+    return Format((types["key"], types["value"]), all(rotations))
+
+
+@functools.cache
+def _presets() -> dict[str, Mapping[str, Any]]:
+    """The settings of a preset of each type."""
+    return {name: build_method(f"engine/llamacpp_{name}", head_dim=64).settings for name in LLAMACPP_TYPES}
+
+
+def _mlx(method: Method, codecs: list[tuple[str, Codec]]) -> Format:
+    if not codecs:
+        return Format((None, 64))
+    sides = [method.settings[side] for side, _ in codecs]
+    wanted = {"zero_point": "edge", "axis": "per_token"}
+    found = sides[0]["quantizer"]
+    alike = len(sides) == 2 and sides[0] == sides[1] and not sides[0]["stages"]
+    if not alike or any(found.get(name) != value for name, value in wanted.items()):
+        raise Unsupported(f"task.engine=mlx: stores keys and values alike, as engine/mlx_*; not {method.name}")
+    return Format((found["bits"], found["group_size"]))
+
+
+@contextlib.contextmanager
+def opened(inputs: Inputs, found: Format) -> Iterator[LlamaCpp | Mlx]:
+    """The engine of a run with the model in it; a GGUF file that was written of the weights is deleted afterwards."""
+    task = inputs.config.task
+    settings: EngineConfig = task.engine
+    if settings.name is EngineName.mlx:
+        with Mlx(inputs.model.model, task.context, *found.types) as engine:
+            yield engine
+        return
+    with tempfile.TemporaryDirectory(prefix="kvq-gguf-") as folder:
+        if (file := settings.path) is None:
+            file = Path(folder) / "model.gguf"
+            write_gguf(inputs.model.model, file, getattr(torch, settings.weights.value))
+        with LlamaCpp(
+            file,
+            task.context,
+            *found.types,
+            rotated=found.rotated,
+            flash_attention=settings.flash_attention,
+            threads=torch.get_num_threads(),
+        ) as llamacpp:
+            yield llamacpp
+
+
+def format_for(inputs: Inputs, method: Method) -> Format:
+    """The format of a run's method in its engine. Raises: Unsupported: as `format_of`."""
+    stored = inputs.config.cache_dtype or inputs.config.model.dtype
+    return format_of(method, inputs.config.task.engine.name, stored.value)
