@@ -282,10 +282,5 @@ def _attempt(action: Callable[[], None], prefix: str) -> None:
 def _complain(message: str, error: BaseException | None, code: int) -> int:
     if error is not None and os.environ.get(_DEBUG) == "1":
         traceback.print_exception(error)
-    _say(f"error: {message}")
+    tqdm.write(printable(f"error: {message}"), file=sys.stderr)  # without tearing a progress bar
     return code
-
-
-def _say(line: str) -> None:
-    """Write to stderr without tearing a progress bar."""
-    tqdm.write(printable(line), file=sys.stderr)

@@ -235,15 +235,13 @@ def planned(layers: Sequence[Errors], bits: int) -> list[Groups]:
     """The groups of least total error whose bits of a token, over all layers, are at most `bits`."""
     unit = math.gcd(*(cost(*option) for errors in layers for option in errors.options)) or 1
     units = bits // unit
-    curves = [_Table(errors, unit, min(units, _useful(errors, unit))).curve for errors in layers]
+    curves = []
+    for errors in layers:
+        # Beyond this more bits change nothing: every coefficient in a group of its own, of the most bits.
+        most = max((cost(size, kind) / size for size, kind in errors.of), default=0.0) * len(errors.energies) / unit
+        curves.append(_Table(errors, unit, min(units, math.ceil(most))).curve)
     shares = _shares(curves, units)
     return [_Table(errors, unit, share).groups(share) for errors, share in zip(layers, shares, strict=True)]
-
-
-def _useful(errors: Errors, unit: int) -> int:
-    """Units beyond which more bits change nothing: every coefficient in a group of its own, of the most bits."""
-    most = max((cost(size, kind) / size for size, kind in errors.of), default=0.0)
-    return math.ceil(most * len(errors.energies) / unit)
 
 
 def _shares(curves: Sequence[Float[np.ndarray, " units"]], units: int) -> list[int]:

@@ -148,11 +148,7 @@ def ropes_of(loaded: LoadedModel) -> Iterator[dict[int, Rope]]:
 
 @contextmanager
 def _queries(loaded: LoadedModel, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call `see` with the queries of each layer `[batch, query heads, tokens, head_dim]` within this context.
-
-    Raises:
-        Unsupported: attention outside of transformers' attention interface, or to keys that a latent is expanded to.
-    """
+    """Call `see` with the queries of each layer `[batch, query heads, tokens, head_dim]` within this context."""
     if getattr(loaded.text_config, "kv_lora_rank", None):
         raise Unsupported("model: its queries read keys expanded from a latent; what a cache holds is the latent")
     places = places_of(loaded.text_config)

@@ -171,11 +171,7 @@ def _named(tables: Mapping[Place, Tables]) -> dict[str, Tensor]:
 def _grouped(
     codecs: Mapping[Place, Codec], states: Mapping[int, LayerStates], windows: Tensor, settings: CalibrationConfig
 ) -> dict[str, Tensor]:
-    """Tables of the codecs whose groups are chosen with all layers at once; of a basis of all layers, under the first.
-
-    Raises:
-        DataError: windows of which every token is left out.
-    """
+    """Tables of codecs whose groups are chosen with all layers at once; of a basis of all layers, under the first."""
     codecs = {place: codec for place, codec in codecs.items() if not (codec.joins_layers and place[1])}
     if not codecs:
         return {}

@@ -86,12 +86,6 @@ class Sums:
 BOTH = "both"
 
 
-def _joined_sides(key: Tensor, value: Tensor, rope: Rope | None) -> Tensor:
-    if key.shape != value.shape:
-        raise Unsupported(f"model: keys of {key.shape[-1]} channels a head, values of {value.shape[-1]}")
-    return torch.cat([key if rope is None else rope.rotate(key, back=True), value], 1)
-
-
 def collect_joint(
     loaded: LoadedModel,
     windows: Int[Tensor, "samples length"],
@@ -130,7 +124,11 @@ def collect_joint(
             ) -> tuple[Tensor, Tensor]:
                 turns = found.get(index) if before_rope else None
                 turns = turns.to(key.device) if both and turns is not None else turns
-                states = {BOTH: _joined_sides(key, value, turns)} if both else {"key": key, "value": value}
+                states = {"key": key, "value": value}
+                if both and key.shape != value.shape:
+                    raise Unsupported(f"model: keys of {key.shape[-1]} channels a head, values of {value.shape[-1]}")
+                if both:
+                    states = {BOTH: torch.cat([key if turns is None else turns.rotate(key, back=True), value], 1)}
                 for side, part in states.items():
                     rope = turns if side == "key" else None
                     own = sums.setdefault((side, index), Sums(label=f"layer {index} {side}s"))

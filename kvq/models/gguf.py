@@ -46,11 +46,6 @@ class GgufHeader:
         names = {int(known): known.name.partition("_")[2] for known in LlamaFileType}  # MOSTLY_Q4_1, ALL_F32
         return names.get(kind, f"type {kind}")
 
-    @property
-    def writes_bos(self) -> bool | None:
-        """Whether its tokenizer begins a text with a begin-of-text token; None: the file does not say."""
-        return self.metadata.get("tokenizer.ggml.add_bos_token")
-
 
 def local_gguf(config: ModelConfig, folder: Path) -> Path | None:
     """The file that `model.gguf` names in a local folder; None: of the hub, or the model is no GGUF file."""

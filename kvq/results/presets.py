@@ -138,7 +138,10 @@ def said(setting: str, value: str) -> str:
     if parts and parts[-1] in ("size", "policy") and len(parts) > 1:
         parts = parts[:-1]
     words = " ".join([*([side] if side else []), *parts]).replace("_", " ").strip()
-    shown = _by_layer(value) if "bits_by_layer" in setting and value.startswith("[") else _text(value)
+    shown = _text(value)
+    if "bits_by_layer" in setting and value.startswith("["):  # by layer, those of a layer's heads joined by slashes
+        layers = (own if isinstance(own, list) else [own] for own in json.loads(value))
+        shown = " ".join("/".join(map(str, own)) for own in layers)
     return f"{words} {shown}".strip()
 
 
@@ -146,12 +149,6 @@ def part_of(settings: Settings, name: str) -> Settings:
     """A part of nested settings; empty where there is none of that name."""
     part = settings.get(name)
     return part if isinstance(part, Mapping) else {}
-
-
-def _by_layer(value: str) -> str:
-    """Numbers in the order of layers, those of a layer's heads joined by slashes: `2 2/3/2 3`."""
-    found = [own if isinstance(own, list) else [own] for own in json.loads(value)]
-    return " ".join("/".join(map(str, own)) for own in found)
 
 
 def _text(value: Any) -> str:

@@ -93,8 +93,8 @@ def versions_of_method(method: Mapping[str, Any]) -> Versions:
 
 def versions_of_parts(method: Any) -> Versions:
     """Versions of the classes that a method's canonical settings name, which are imported."""
-    found: Versions = {}
-    for target in set(_targets(method)):
+    found, current = Versions(), current_names()
+    for target in {current.get(name, name) for name in _settings("_target_", method) if isinstance(name, str)}:
         found |= _versions_of_class(pkgutil.resolve_name(target))
     if any(memory > _LONG_TRELLIS for memory in _settings("memory", method)):
         found["LongTrellis"] = declared()["LongTrellis"]
@@ -116,13 +116,6 @@ def _deciding(record: Record) -> Iterator[tuple[str, int | str]]:
     """The versions that decide whether a record is stale: of a task outside the package, the hash of its file."""
     by_file = record.task not in declared() and any(isinstance(version, str) for version in record.versions.values())
     return ((name, version) for name, version in record.versions.items() if not (by_file and name == record.task))
-
-
-def _targets(value: Any) -> Iterator[str]:
-    current = current_names()
-    for target in _settings("_target_", value):
-        if isinstance(target, str):
-            yield current.get(target, target)
 
 
 def _settings(name: str, value: Any) -> Iterator[Any]:

@@ -112,11 +112,7 @@ def load_tasks(inputs: Inputs) -> tuple[dict[str, Any], dict[str, Part]]:
 
 
 def _change_generation(task: LmEvalConfig, tasks: Mapping[str, Any]) -> None:
-    """Change the generation settings of tasks as `task.generation` says.
-
-    Raises:
-        ConfigError: a setting that is not followed or has no effect, there or in a task's file.
-    """
+    """Change the generation settings of tasks as `task.generation` says."""
     changes = task.generation or {}
     check_settings("task.generation", changes)
     generating = {name: one for name, one in tasks.items() if one.get_config("output_type") == "generate_until"}

@@ -251,11 +251,7 @@ class CacheLM(HFLM):
         return self._context(_name(request), self.tok_encode(text), most, "answered", limit), settings
 
     def _settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of an answer under lm-eval's names; equal ones are checked once.
-
-        Raises:
-            ConfigError: a setting that is unknown, cannot be followed, or has a value that transformers does not take.
-        """
+        """The settings of an answer under lm-eval's names; equal ones are checked once."""
         kept = check_settings("generation_kwargs", given)
         name = repr(kept)
         if name in self._checked:

@@ -17,7 +17,6 @@ from kvq.config import ModelConfig
 from kvq.data.text import encode
 from kvq.errors import ConfigError, DataError
 from kvq.models import load_model, load_tokenizer, model_fingerprint, shape_of
-from kvq.models.folder import folder_writes_bos
 from tests.random_models import save_random_model
 
 Weights = dict[str, Tensor]
@@ -205,7 +204,6 @@ def test_a_tokenizer_that_is_missing_or_torn_is_one_line(model: ModelConfig, con
         path.unlink()
     else:
         path.write_bytes(content)
-    assert folder_writes_bos(model) is None
     with pytest.raises(DataError, match=r"^model\.path=\S+: [^\n]+$"):
         load_tokenizer(model)
 

@@ -15,18 +15,18 @@ from kvq.config.carried import cache_folder, carried_gguf
 from kvq.config.run import ModelConfig
 from kvq.errors import DataError, KvqError
 from kvq.models import load_model
-from kvq.models.folder import folder_fingerprint, folder_writes_bos
+from kvq.models.folder import folder_fingerprint
 from kvq.models.gguf import read_header
 
 gguf = pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[2]
 
 
-def _written(file: Path, architecture: str = "llama", bos: bool = True) -> Path:
+def _written(file: Path, architecture: str = "llama") -> Path:
     writer = gguf.GGUFWriter(str(file), architecture)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
     writer.add_context_length(64)
-    writer.add_add_bos_token(bos)
+    writer.add_add_bos_token(True)
     writer.add_token_list(["<s>", "a", "é"])
     writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
     writer.write_header_to_file()
@@ -42,7 +42,7 @@ def _config(file: Path, **more: object) -> ModelConfig:
 
 def test_header_says_architecture_and_type_of_weights(tmp_path: Path) -> None:
     header = read_header(_written(tmp_path / "m.gguf"))
-    assert (header.architecture, header.weights, header.writes_bos) == ("llama", "Q4_1", True)
+    assert (header.architecture, header.weights) == ("llama", "Q4_1")
     assert header.metadata["llama.context_length"] == 64
     assert header.metadata["tokenizer.ggml.tokens"] == 3
 
@@ -52,7 +52,6 @@ def test_fingerprint_is_that_of_the_file_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert folder_fingerprint(_config(file)) == hashlib.sha256(file.read_bytes()).hexdigest()
     assert folder_fingerprint(_config(tmp_path, gguf="m.gguf")) == folder_fingerprint(_config(file))
-    assert folder_writes_bos(_config(_written(tmp_path / "n.gguf", bos=False))) is False
 
 
 def test_a_path_to_a_file_is_a_folder_and_a_name() -> None:

@@ -11,15 +11,13 @@ from lm_eval.api.instance import Instance
 
 from kvq import runs
 from kvq.calibration.text import calibration_text
-from kvq.config import DatasetConfig, Loader, ModelConfig, PplConfig, Scoring, Windows, compose, resolve
+from kvq.config import DatasetConfig, Loader, PplConfig, Scoring, Windows, compose, resolve
 from kvq.config.identity import canonical
 from kvq.config.method import CalibrationConfig
 from kvq.config.tasks import Prefill
 from kvq.data.text import begun, encode, load_tokens, writes_bos
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import method_of
-from kvq.models import load_tokenizer
-from kvq.models.folder import folder_writes_bos
 from kvq.models.inputs import Inputs
 from kvq.tasks import capture, generate, longbench, multimodal, niah
 from kvq.tasks.lm_eval_model import CacheLM
@@ -97,17 +95,6 @@ def test_it_is_never_doubled() -> None:
         tokenizer.chat_template = CHAT
         assert writes_bos(tokenizer, chat=True)
     assert begun(plain, [], BOS) == [BOS]
-
-
-def test_a_folder_says_what_its_tokenizer_writes(given: list[str]) -> None:
-    inputs = inputs_of(given)
-    assert folder_writes_bos(inputs.config.model) is inputs.trained_with_bos is ("task.bos=true" not in given)
-    assert (
-        folder_writes_bos(ModelConfig(name="tiny", path="embedded:tiny"))
-        is writes_bos(load_tokenizer(compose([]).model))
-        is False
-    )
-    assert folder_writes_bos(ModelConfig(name="x", path="someone/something")) is None
 
 
 def test_windows_and_prompts_of_every_task(given: list[str]) -> None:
