@@ -7,6 +7,7 @@ PLUGIN = Plugin(
     has_versions=True,
     commands={
         "allocate": "kvq_lab.allocate",
+        "choose": "kvq_lab.choose",
         "export": "kvq_lab.export",
         "leaderboard": "kvq_lab.leaderboard",
         "recommend": "kvq_lab.advisor",

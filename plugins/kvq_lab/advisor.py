@@ -84,16 +84,17 @@ def question_of(words: Sequence[str]) -> Question:
         raise ConfigError(f"engine={engine}: one of {', '.join(BY_ENGINE)}")
     return Question(
         tuple(model),
-        _count("context", given["context"]),
+        count_of("context", given["context"]),
         engine,
-        _size(given["memory"]) if "memory" in given else None,
+        size_of(given["memory"]) if "memory" in given else None,
         _positive("loss", given["loss"]) if "loss" in given else None,
-        _count("batch", given.get("batch", "1")),
+        count_of("batch", given.get("batch", "1")),
         Path(given.get("results", "results")),
     )
 
 
-def _count(name: str, text: str) -> int:
+def count_of(name: str, text: str) -> int:
+    """The count that a word of the command line gives."""
     if not text.isdecimal() or not 1 <= int(text) < 10**9:
         raise ConfigError(f"{name}={text}: a whole number, at least 1")
     return int(text)
@@ -103,7 +104,8 @@ def _positive(name: str, text: str) -> float:
     return number(name, text, "a number, at least 0", lambda value: 0 <= value < float("inf"))
 
 
-def _size(text: str) -> float:
+def size_of(text: str) -> float:
+    """The bytes that `512MiB` or `4GiB` stands for."""
     found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?b)?", text.lower())
     if not found:
         raise ConfigError(f"memory={text}: a size such as 512MiB or 4GiB")
@@ -243,14 +245,15 @@ def shown(choice: Recommendation, place: int, full: float) -> str:
     return "\n".join(
         (
             f"{place}. {name}: {choice.line}",
-            f"   {_readable(choice.bytes)}, {full / choice.bytes:.1f} times less than fp16",
+            f"   {readable(choice.bytes)}, {full / choice.bytes:.1f} times less than fp16",
             f"   loss {loss} nats per token{tail}{noise}",
             f"   {choice.evidence}; {record.dataset}, {metrics.get('windows', 0):.0f} windows",
         )
     )
 
 
-def _readable(size: float) -> str:
+def readable(size: float) -> str:
+    """A number of bytes in the largest unit of which there is at least one."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break
@@ -262,7 +265,7 @@ def _answer(words: list[str]) -> int:
     question = question_of(words)
     advisor = Advisor(question)
     found, full = advisor.choices(), advisor.full_bytes
-    about = f"{advisor.model.name}, {question.batch} x {question.context:,} tokens, fp16 {_readable(full)}"
+    about = f"{advisor.model.name}, {question.batch} x {question.context:,} tokens, fp16 {readable(full)}"
     if not found:
         print(f"{about}: nothing on record fits; more memory, a shorter context or a larger loss is needed")
         return 1

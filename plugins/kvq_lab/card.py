@@ -1,0 +1,176 @@
+"""What `kvq choose` answers: at most three choices as text, and as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+
+from kvq import __version__
+from kvq.report.command import write_files
+from kvq.report.labels import BY_ENGINE
+from kvq_lab.advisor import MOST, bytes_of, readable
+from kvq_lab.choosing import Choosing, Format
+from kvq_lab.racing import positive
+
+CHOICE, NEAR, OUT = "choice", "near", "out"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recommended format and those that are left and within noise of it, though larger."""
+
+    format: Format
+    near: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of the card's figure; `at`, `low` and `high` are positions from 0 to 1 on its axis of losses."""
+
+    format: Format
+    kind: str
+    at: float
+    low: float
+    high: float
+    size: str
+    why: str
+
+
+def choices_of(choosing: Choosing) -> list[Choice]:
+    """At most `MOST`, the best first: each is better beyond noise than the next, smaller one."""
+    race, formats = choosing.state, choosing.formats
+    ladder = [at for at in race.ladder() if formats[at].losses]
+    left = [at for at in race.left if formats[at].losses]
+    found = []
+    for at, above in zip(ladder, [*ladder[1:], None], strict=True):
+        until = left.index(above) if above is not None else len(left)
+        near = tuple(formats[one].name for one in left[left.index(at) + 1 : until])
+        found.append(Choice(formats[at], near))
+    return found[: -MOST - 1 : -1]
+
+
+def noise_free(formats: Sequence[Format]) -> set[str]:
+    """Names of formats whose loss is above that of full precision beyond noise, all tested together."""
+    measured = [one for one in formats if one.losses]
+    longest = max((len(one.losses) for one in measured), default=0)
+    groups = ([one for one in measured if len(one.losses) == rounds] for rounds in range(1, longest + 1))
+    found: set[str] = set()
+    for group in filter(None, groups):
+        worse = positive(np.array([np.concatenate(one.losses) for one in group]), 0.05 / longest)
+        found |= {one.name for one, is_worse in zip(group, worse, strict=True) if is_worse}
+    return found
+
+
+def certainty(choosing: Choosing) -> str:
+    """How sure the answer is, in a sentence or two."""
+    race = choosing.state
+    pairs = choosing.open_pairs()
+    said = f"{race.rounds} rounds, {race.windows} windows of {choosing.window:,} tokens"
+    chance = "the chance that a format which belongs among these was dropped is at most 5%"
+    if not pairs:
+        return f"{said}; decided: each choice is better beyond noise than the next one; {chance}"
+    smaller, larger = (choosing.formats[at].name for at in pairs[0])
+    return (
+        f"{said}; {len(pairs)} pairs are still within noise, such as {smaller} and {larger}: repeat the command with "
+        f"more minutes; {chance}"
+    )
+
+
+def loss_text(one: Format) -> str:
+    """Loss with its standard error, and what it is of perplexity."""
+    return f"{one.loss:+.4f} ± {one.error:.4f} nats per token (perplexity {100 * math.expm1(min(one.loss, 50)):+.1f}%)"
+
+
+def answer_of(choosing: Choosing) -> str:
+    """The answer as text."""
+    race, plain = choosing.state, full_bytes(choosing)
+    if not race.rounds:
+        done = sum(bool(one.losses) for one in choosing.formats)
+        return (
+            f"no verdict: {done} of {len(choosing.formats)} formats were measured before the end of the first round; "
+            "repeat the command to go on"
+        )
+    worse = noise_free(choosing.formats)
+    lines = []
+    for place, choice in enumerate(choices_of(choosing), 1):
+        one = choice.format
+        equal = "" if one.name in worse else "; within noise of full precision"
+        lines += [
+            f"{place}. {one.name}: {one.line}",
+            f"   {readable(one.bytes)}, {plain / one.bytes:.1f} times less than fp16",
+            f"   loss {loss_text(one)}, KL p99.9 {one.tail:.2f}{equal}",
+        ]
+        if choice.near:
+            lines.append(f"   no better beyond noise, and larger: {', '.join(choice.near)}")
+    out = [f"{choosing.formats[at].name} ({choosing.formats[by].name})" for at, (by, _) in race.dropped.items()]
+    if out:
+        lines.append(f"dropped, for what is better and not larger: {', '.join(out)}")
+    lines += [f"{one.name}: {one.stopped}" for one in choosing.formats if one.stopped]
+    return "\n".join([*lines, *choosing.warnings, certainty(choosing)])
+
+
+def full_bytes(choosing: Choosing) -> float:
+    """Bytes of the cache in fp16."""
+    return (bytes_of(choosing.shape, "fp16", "", choosing.context) or 0.0) * choosing.question.batch
+
+
+def write_card(choosing: Choosing) -> Path:
+    """Write the card next to the records and return its path."""
+    source = resources.files("kvq_lab").joinpath("card.html.j2").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    bars, ticks = bars_of(choosing)
+    question = choosing.question
+    words = [*question.model, *([f"engine={question.engine}"] if question.engine else [])]
+    page = environment.from_string(source).render(
+        choosing=choosing,
+        question=question,
+        model=Path(choosing.model.name).name,
+        choices=choices_of(choosing),
+        bars=bars,
+        ticks=ticks,
+        full=full_bytes(choosing),
+        worse=noise_free(choosing.formats),
+        readable=readable,
+        loss_text=loss_text,
+        expm1=math.expm1,
+        certainty=certainty(choosing),
+        engine=None if question.engine is None else BY_ENGINE[question.engine][0],
+        today=datetime.now(UTC).date().isoformat(),
+        version=__version__,
+        words=" ".join(words),
+    )
+    name = re.sub(r"[^\w.-]+", "-", f"{Path(choosing.model.name).name}-{question.engine or 'any'}") + ".html"
+    return write_files("choose", question.results / "choose", {name: page})[0]
+
+
+def bars_of(choosing: Choosing) -> tuple[list[Bar], list[tuple[float, str]]]:
+    """The figure's rows, the largest format first, and its ticks as (position, label); losses are on a log axis."""
+    measured = [one for one in choosing.formats if one.losses]
+    floor = 10 ** math.floor(math.log10(max(1e-6, min(max(one.loss, one.error, 1e-5) for one in measured))))
+    top = 10 ** math.ceil(math.log10(max(max(one.loss + 2 * one.error for one in measured), 10 * floor)))
+    decades = round(math.log10(top / floor))
+
+    def position(loss: float) -> float:
+        return min(1.0, max(0.0, math.log10(max(loss, floor) / floor) / decades))
+
+    chosen = {choice.format.name for choice in choices_of(choosing)}
+    rows = []
+    for at, one in sorted(enumerate(choosing.formats), key=lambda pair: -pair[1].bytes):
+        if not one.losses:
+            continue
+        by = choosing.state.dropped.get(at)
+        kind = CHOICE if one.name in chosen else NEAR if by is None else OUT
+        why = {CHOICE: "", NEAR: "within noise of a smaller one or not among the best three"}.get(kind, "")
+        if by is not None:
+            why = f"worse than {choosing.formats[by[0]].name}, which is not larger"
+        low, high = (position(one.loss + sign * 2 * one.error) for sign in (-1, 1))
+        rows.append(Bar(one, kind, position(one.loss), low, high, readable(one.bytes), why))
+    return rows, [(step / decades, f"{floor * 10**step:g}") for step in range(decades + 1)]

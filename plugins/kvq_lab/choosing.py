@@ -1,0 +1,392 @@
+"""The race that `kvq choose` runs: which formats a model can have, the passages, and the rounds, each on record."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from kvq.config import Config
+from kvq.config.explain import choices, composed
+from kvq.data.rows import joined_text
+from kvq.data.text import encode
+from kvq.errors import ConfigError, DataError, KvqError, Unsupported
+from kvq.models.inputs import Inputs
+from kvq.models.load import pick_device, text_config_of
+from kvq.models.shapes import CacheShape, cache_shape
+from kvq.report.command import write_files
+from kvq.report.labels import BY_ENGINE
+from kvq.results import Record, Store
+from kvq.results.statistics import losses
+from kvq.runs import Prepared, run
+from kvq_lab.advisor import bytes_of, readable
+from kvq_lab.racing import Race, round_sizes, run_race
+
+Say = Callable[[str], None]
+
+DEFAULT = (
+    *("engine/vllm_fp8", "engine/vllm_int4_per_token_head", "engine/vllm_turboquant_3bit_nc"),
+    *(
+        "engine/llamacpp_q8_0",
+        "engine/llamacpp_q5_0",
+        "engine/llamacpp_q4_0",
+        "engine/lmdeploy_4",
+        "engine/lmdeploy_42",
+    ),
+    *("engine/mlx_4", "kivi bits=2", "kivi bits=4", "nsnquant bits=2"),
+)
+"""What is raced where no engine is given."""
+CANARIES = ("identity", "zero")
+CANARY_WINDOWS, WIDTHS, MOST_CHARACTERS = 2, (2, 3, 6), 8_000_000
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked; `model` are overrides, `minutes` bound the whole command, `memory` is in bytes."""
+
+    model: tuple[str, ...]
+    engine: str | None = None
+    methods: tuple[str, ...] = ()
+    context: int | None = None
+    batch: int = 1
+    memory: float | None = None
+    minutes: float = 10
+    text: str = "pydocs"
+    window: int | None = None
+    results: Path = Path("results")
+
+
+@dataclass
+class Format:
+    """A format in the race.
+
+    Attributes:
+        words: overrides that name it.
+        bytes: of the whole cache at the question's context and batch.
+        line: what to paste.
+        losses: of each round, nats per token over full precision, by window.
+        records: of each round.
+    """
+
+    words: tuple[str, ...]
+    name: str
+    bytes: float
+    line: str
+    losses: list[Float[np.ndarray, " windows"]] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    stopped: str | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over full precision in nats per token."""
+        return float(np.concatenate(self.losses).mean()) if self.losses else float("nan")
+
+    @property
+    def error(self) -> float:
+        """Standard error of `loss`: windows are drawn at random, so they are taken as independent."""
+        values = np.concatenate(self.losses)
+        return float(values.std(ddof=1) / np.sqrt(len(values)))
+
+    @property
+    def tail(self) -> float:
+        """KL p99.9 of the rounds, weighted by their windows: of a token in a thousand it is larger."""
+        weights = [record.metrics["windows"] for record in self.records]
+        return float(np.average([record.metrics["kl_p999"] for record in self.records], weights=weights))
+
+    @property
+    def seconds(self) -> float | None:
+        """What a window took in the last round."""
+        if not self.records:
+            return None
+        return self.records[-1].provenance.wall_seconds.get("measure", 0.0) / self.records[-1].metrics["windows"]
+
+
+class Choosing:
+    """One race: what can be measured is settled when it is made, `race` measures.
+
+    Raises:
+        KvqError: a model, text or engine with which nothing can be measured, in one line with what would work.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.store = question, Store(question.results)
+        self.ends = time.monotonic() + 60 * question.minutes
+        self.base = composed([*question.model, f"results_dir={question.results}"])
+        self.model = self.base.model
+        check_memory(self.base)
+        self.shape: CacheShape = cache_shape(self.model)
+        longest = self.shape.context or 8192
+        self.context = question.context or min(longest, 8192)
+        self.window = question.window or min(1024, longest, self.context)
+        if self.context > longest or self.window > longest:
+            given = f"context={self.context}" if self.context > longest else f"window={self.window}"
+            raise ConfigError(f"{given}: model={self.model.name} takes at most {longest} tokens")
+        self.refused: dict[str, str] = {}
+        self.formats = self._formats(question.engine)
+        self.inputs = Inputs(self._config(("method=fp16",)))
+        self.passages = self._passages()
+        self.sizes = list(round_sizes(len(self.passages)))
+        self.states: list[Race] = [Race([one.bytes for one in self.formats])]
+        self.warnings: list[str] = []
+        self.window_seconds = 0.0
+
+    def _config(self, words: Sequence[str], number: int | None = None) -> Config:
+        return composed(self._words(words, number))
+
+    def _words(self, words: Sequence[str], number: int | None = None) -> list[str]:
+        """Overrides of a run: of a round of passages, or without text."""
+        task = ["task.windows=disjoint", f"task.context={self.window}", "task.batch_size=2", "cache.keep_decoded=true"]
+        text = [] if number is None else ["dataset=text", "dataset.loader=documents", f"dataset.name={self.text_name}"]
+        path = [] if number is None else [f"dataset.path={self._round_file(number)}"]
+        return [*self.question.model, *words, *task, *text, *path, f"results_dir={self.question.results}"]
+
+    def _formats(self, engine: str | None) -> list[Format]:
+        """Formats that the model can have and that fit the memory; why others cannot is in `refused`."""
+        found = []
+        for words in self._asked(engine):
+            try:
+                if (one := self._format(words)) is not None:
+                    found.append(one)
+            except KvqError as error:
+                self.refused[" ".join(words).removeprefix("method=")] = str(error)
+        if not found:
+            self._raise_none(engine)
+        fitting = [one for one in found if self.question.memory is None or one.bytes <= self.question.memory]
+        if not fitting:
+            least = min(found, key=lambda one: one.bytes)
+            raise ConfigError(
+                f"memory={readable(self.question.memory or 0)}: the smallest, {least.name}, takes "
+                f"{readable(least.bytes)} at context={self.context} batch={self.question.batch}; give more memory, or "
+                "less of these"
+            )
+        return sorted(fitting, key=lambda one: (one.bytes, one.name))
+
+    def _asked(self, engine: str | None) -> list[tuple[str, ...]]:
+        known = choices()["method"]
+        if self.question.methods or engine is None:
+            asked = self.question.methods or [one for one in DEFAULT if one.split()[0] in known]
+            return [tuple(f"method={one}".split()) for one in asked]
+        names = [name for name in known if name.startswith(f"engine/{engine}") and name.count("/") == 1]
+        return [words for name in names for words in self._widths(name, list(known))]
+
+    def _widths(self, name: str, known: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """A format as it can be run: its widths where it has some, or a variant that is not calibrated, or fits."""
+        method = composed([f"method={name}"]).method
+        if method.bits_range is not None:
+            yield from ((f"method={name}", f"bits={bits}") for bits in WIDTHS)
+            return
+        variants = [one for one in known if one.startswith(f"{name}/un")]
+        if variants and (method.calibration.dataset is not None or not self._runs((f"method={name}",))):
+            name = variants[0]
+        yield (f"method={name}",)
+
+    def _runs(self, words: Sequence[str]) -> bool:
+        with suppress(KvqError):
+            return Prepared(self._config(words)).method is not None
+        return False
+
+    def _format(self, words: tuple[str, ...]) -> Format | None:
+        config = self._config(words)
+        if config.method.calibration.dataset is not None:
+            raise Unsupported("is fitted to a text first, which choose does not do")
+        _ = Prepared(config).method  # raises where model and format do not fit
+        size = bytes_of(self.shape, config.method.name, config.bits_label, self.context)
+        if size is None:
+            raise Unsupported("its bytes do not follow from the shape of the model")
+        name = f"{config.method.label or config.method.name} {config.bits_label}".strip()
+        line = config.method.serve or " ".join(["python run.py", *self.question.model, *words])
+        return Format(words, name, size * self.question.batch, line)
+
+    def _raise_none(self, engine: str | None) -> None:
+        """Raise the error of a model that no format of an engine can do, with engines that can."""
+        if engine is None:
+            names = ", ".join(self.question.methods)
+            raise Unsupported(f"choose: none of method={names} can be measured: {next(iter(self.refused.values()))}")
+        reason = next(iter(self.refused.values()), "it has none")
+        able = (one for one in BY_ENGINE if one != engine and any(map(self._runs, self._asked(one))))
+        others = list(itertools.islice(able, 3))
+        rest = f"these work: engine={', '.join(others)}" if others else "no engine's formats do; try method=kivi bits=2"
+        raise Unsupported(f"engine={engine}: no format for model={self.model.name} ({reason}); {rest}")
+
+    def _passages(self) -> list[str]:
+        """Passages of the text of at least a window of tokens each, in random order.
+
+        Raises:
+            DataError: fewer than the first round needs.
+        """
+        given, tokenizer = self.question.text, self.inputs.tokenizer
+        word = [f"dataset={given}", "dataset.max_tokens=null"] if given in choices()["dataset"] else ["dataset=text"]
+        dataset = composed([*word, *([] if given in choices()["dataset"] else [f"dataset.path={given}"])]).dataset
+        text = joined_text(dataset)[:MOST_CHARACTERS]
+        self.text_name = dataset.name if given in choices()["dataset"] else Path(given).stem
+        sample = text[: 64 * self.window]
+        step = max(1, int(1.25 * self.window * len(sample) / max(1, len(encode(tokenizer, sample)))))
+        pieces = [text[start : start + step] for start in range(0, len(text), step)]
+        order = np.random.default_rng(0).permutation(len(pieces))[:512]
+        found = [pieces[at] for at in order.tolist() if len(encode(tokenizer, pieces[at])) > self.window]
+        first = next(round_sizes(10**6))
+        if len(found) < first:
+            least = self.window * len(found) // first
+            shorter = f" or window={least}" if least >= 64 else ""
+            raise DataError(
+                f"text={given}: has {len(found)} passages of {self.window} tokens, {first} are needed; give a longer "
+                f"text{shorter}"
+            )
+        digest = hashlib.sha256("\0".join(found).encode()).hexdigest()[:12]
+        self.folder = self.question.results / "choose" / f"{self.text_name}-{digest}"
+        return found
+
+    def _round_file(self, number: int) -> Path:
+        """The file with the passages of a round; round 0 is the canaries', two passages of the first."""
+        start = sum(self.sizes[: number - 1]) if number else 0
+        count = self.sizes[number - 1] if number else CANARY_WINDOWS
+        path = self.folder / f"round-{number}.jsonl"
+        if not path.is_file():
+            rows = [json.dumps({"text": text}) for text in self.passages[start : start + count]]
+            write_files("choose", self.folder, {path.name: "\n".join(rows) + "\n"})
+        return path
+
+    @property
+    def state(self) -> Race:
+        """What is decided so far."""
+        return self.states[-1]
+
+    def plan(self) -> str:
+        """What will be done, in two lines."""
+        shown = f"{len(self.formats)} formats of {self.question.engine or 'several engines'}"
+        memory = f" in {readable(self.question.memory)}" if self.question.memory is not None else ""
+        lines = [
+            f"{self.model.name}, {self.question.batch} x {self.context:,} tokens{memory}: full precision, two "
+            f"canaries, then {shown} in rounds of {', '.join(map(str, self.sizes[:4]))} windows",
+            f"a window is {self.window:,} tokens of {self.text_name}; it ends in {self.question.minutes:g} minutes at "
+            "most; Ctrl-C keeps everything, a repeat goes on",
+        ]
+        lines += [f"left out: {name}: {reason}" for name, reason in self.refused.items()]
+        return "\n".join(lines)
+
+    def _measure(self, words: Sequence[str], number: int) -> tuple[Record, Float[np.ndarray, " windows"]]:
+        """The record of a round of a format and its losses over full precision, by window; it may be on record."""
+        given = self._words(words, number)
+        record = run(composed(given), lambda: given)
+        if record.status != "done":
+            raise Unsupported(record.reason or record.status)
+        ours = losses(self.store.samples(record.key))
+        if record.baseline_key is None:
+            return record, np.zeros(len(ours.nll))
+        full = losses(self.store.samples(record.baseline_key))
+        return record, (ours.nll - full.nll) / ours.tokens
+
+    def canaries(self, say: Say) -> None:
+        """Measure full precision and the canaries on two windows, and say how long a window takes."""
+        record, _ = self._measure(("method=fp16",), 0)
+        self.full = record.metrics["nll"]
+        same, lost = (float(self._measure((f"method={name}",), 0)[1].mean()) for name in CANARIES)
+        if abs(same) > 1e-3:
+            self.warnings.append(
+                f"canary: a cache that changes nothing has loss {same:+.4f}; take no verdict from this"
+            )
+        if lost < 0.05:
+            self.warnings.append(f"canary: an empty cache costs only {lost:+.4f}: this text does not need the cache")
+        for line in self.warnings:
+            say(line)
+        seconds = record.provenance.wall_seconds["measure"] / CANARY_WINDOWS
+        self.window_seconds = seconds
+        whole = 2 * seconds * len(self.formats) * self.sizes[0] / 60
+        say(
+            f"a window takes about {seconds:.1f} s in full precision, so the first round of all formats {whole:.1f} "
+            "minutes or so"
+        )
+
+    def race(self, say: Say) -> None:
+        """Measure until one frontier is left, time is over, or the text is; whatever is measured is kept."""
+        for number, _ in enumerate(self.sizes, 1):
+            runners = [one for at, one in enumerate(self.formats) if at in self.state.left and one.stopped is None]
+            if len(runners) < 2 or (number > 1 and not self.open_pairs()):
+                return
+            for one in runners:
+                if not self._measure_round(one, number, say):
+                    say(f"time is over in round {number}")
+                    return
+            self._decide(number, say)
+
+    def open_pairs(self) -> list[tuple[int, int]]:
+        """Pairs of formats (smaller, larger) that more windows could tell apart."""
+        stopped = {at for at, one in enumerate(self.formats) if one.stopped is not None}
+        return [pair for pair in self.state.undecided if not stopped & set(pair)]
+
+    def _measure_round(self, one: Format, number: int, say: Say) -> bool:
+        """Measure a format in a round; false: it would take longer than there is time."""
+        words = self._words(one.words, number)
+        known = [seconds for other in self.formats if (seconds := one.seconds or other.seconds) is not None]
+        seconds = (float(np.median(known)) if known else self.window_seconds * 2) * self.sizes[number - 1]
+        if time.monotonic() + seconds > self.ends and Prepared(composed(words)).state.name != "done":
+            return False
+        try:
+            record, own = self._measure(one.words, number)
+        except KvqError as error:
+            one.stopped = str(error)
+            say(f"{one.name}: {error}")
+            return True
+        one.records.append(record)
+        one.losses.append(own)
+        return True
+
+    def _decide(self, number: int, say: Say) -> None:
+        rounds = []
+        for place, size in enumerate(self.sizes[:number]):
+            rows = [one.losses[place] if place < len(one.losses) else np.full(size, np.nan) for one in self.formats]
+            rounds.append(np.array(rows))
+        self.states.append(run_race(rounds, [one.bytes for one in self.formats]))
+        out = [self.formats[at].name for at, (_, when) in self.state.dropped.items() if when == number]
+        say(
+            f"round {number}, {self.state.windows} windows: {len(self.state.left)} left"
+            + (f"; out: {', '.join(out)}" if out else "")
+        )
+
+
+def check_memory(config: Config) -> None:
+    """Raise `ConfigError` for a model whose weights are larger than the free memory of its device."""
+    model = config.model
+    if model.load_in is not None or model.max_memory is not None:
+        return
+    try:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(text_config_of(model), dtype=getattr(torch, model.dtype.value))
+        needed = sum(one.numel() * one.element_size() for one in built.parameters())
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # a class that transformers does not have
+        return
+    device = pick_device(config.device.value)
+    free, where = 0, device.type if model.device_map is None else "all devices together"
+    if device.type == "cuda":
+        free += sum(
+            torch.cuda.mem_get_info(one)[0] for one in range(torch.cuda.device_count() if model.device_map else 1)
+        )
+    if device.type == "cpu" or model.device_map is not None:
+        free += _free_memory()
+    if needed > free > 0:
+        halves = "" if model.dtype.value in ("bfloat16", "float16") else "model.dtype=bfloat16, "
+        spread = "model.device_map=auto, " if device.type == "cuda" and model.device_map is None else ""
+        raise ConfigError(
+            f"model={model.name}: its weights take {readable(needed)} as {model.dtype.value}, {where} has "
+            f"{readable(free)} free; {halves}{spread}model.load_in=4bit or a smaller model"
+        )
+
+
+def _free_memory() -> int:
+    """Free bytes of main memory; 0: not known."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
