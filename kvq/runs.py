@@ -81,7 +81,7 @@ class Prepared:
         self.check_latent()
         _ = self.inputs.bos  # refuses a tokenizer without such a token
         self.task.check(self.inputs, method)
-        if method.kept_keys is not None:
+        if method.policy("kept_keys") is not None:
             method = bind_kept_keys(method, self.inputs.tokenizer)
         text.check(self.inputs, method)
         if self.config.model.round_weights is not None and (method.is_calibrated or is_timed(self.config.task)):

@@ -127,12 +127,12 @@ class KVCache(PaddableCache, WatchfulCache):
             check_replaceable(module)
             use_packed_attention(module)
         self.method: Any = method
-        self.wants_hidden = getattr(method, "sink_detection", None) is not None
         self.dtype = dtype
         self._held = {layer.index: (place, layer) for place, layer in enumerate(held)}
         self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
         self._columns: dict[int | None, SourceColumns | None] = {}
         super().__init__(layers=placed(held, own, self._states))
+        self.wants_hidden = any(side.wants_hidden for side in self._sides())
         self.follow(module, stacks)
         self.expands = mla is Mla.expanded
         self._expansions = expansions(watched, list(self._held)) if self.expands else {}

@@ -52,6 +52,9 @@ class CacheSide:
         """Rotations of the tokens, for a codec that undoes RoPE; they cover new tokens before these are appended."""
         self.reset()
 
+    wants_hidden: ClassVar[bool] = False
+    """Takes the hidden states of its tokens (`receive_hidden`)."""
+
     drops: ClassVar[bool] = True
     """Tokens that no query reads any more can be forgotten."""
 

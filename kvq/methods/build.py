@@ -29,9 +29,11 @@ from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.merged import GqaCompensation, MergedRotation, merged_rotation
 from kvq.methods.method import FirstLayers, Method
 from kvq.methods.mixed_precision import MixedPrecision
-from kvq.methods.policies import check_pairs
+from kvq.methods.policies import Policy
 from kvq.methods.transformers_caches import check_backend
 
+_KINDS: tuple[type[Policy], ...] = (Eviction, MixedPrecision, SinkDetection)
+"""Policies that a setting of their name gives as a mapping with `_target_`."""
 _Part = TypeVar("_Part")
 _ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 
@@ -110,10 +112,10 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     if method.backend is not None and given is not None:
         check_backend(method.name, method.backend, given, effective)
     _check_token_groups(method.name, codecs, effective)
-    eviction = _part(method.name, "method.eviction", method.eviction, Eviction)  # type: ignore[type-abstract]
-    policy = _part(method.name, "method.token_policy", method.token_policy, MixedPrecision)  # type: ignore[type-abstract]
-    if policy is not None:
-        policy.check(method.name, effective)
+    policies = (
+        *(_part(method.name, f"method.{kind.setting}", getattr(method, kind.setting), kind) for kind in _KINDS),
+        *(_kept_keys(method, codecs["key"]), _first_layers(method, head_dim), _gqa(method, codecs), merged),
+    )
     built = Method(
         method.name,
         codecs["key"],
@@ -122,19 +124,15 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
         given,
         method.full_precision_layers,
         method.backend,
-        _first_layers(method, head_dim),
         0 if method.is_full_precision else method.sink_tokens,
-        eviction=eviction,
-        token_policy=policy,
-        kept_keys=_kept_keys(method, codecs["key"]),
-        sink_detection=_part(method.name, "method.sink_detection", method.sink_detection, SinkDetection),
+        policies=tuple(policy for policy in policies if policy is not None),
         by_layer=by_layer,
         settings=canonical_method(method),
-        gqa=_gqa(method, codecs),
-        merged=merged,
     )
     built.check_joined()
-    check_pairs(built.name, built.policies)
+    for policy in built.policies:
+        policy.check_residual(method.name, effective)
+    built.check_pairs()
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built

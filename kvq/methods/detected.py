@@ -9,8 +9,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvq.cache.side import CacheSide, States
-from kvq.codecs import Codec
-from kvq.config.residual import ResidualSide
 from kvq.errors import require
 from kvq.methods.kept_keys import Chosen, KeptRows
 from kvq.methods.policies import CHOOSES_TOKENS, Policy
@@ -46,11 +44,9 @@ class SinkDetection(Policy):
         energy = hidden.double().square()
         return energy.amax(-1) > self.share * energy.sum(-1)
 
-    def side(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool) -> CacheSide:
-        """Keys or values of a layer that keeps its sinks."""
-        if codec is None:
-            return CacheSide(codec, residual, label, keep_decoded)
-        return DetectedSide(codec, residual, label, keep_decoded, self)
+    @override
+    def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
+        return DetectedSide(like, self)
 
 
 class DetectedSide(KeptRows):
@@ -59,13 +55,12 @@ class DetectedSide(KeptRows):
     In the codes of a block, a sink is the mean of the block's other tokens, so it moves no range. Its codes count.
     """
 
+    wants_hidden = True
     missing = "method.sink_detection needs the states that enter the layer, which the model did not show"
 
-    def __init__(
-        self, codec: Codec, residual: ResidualSide, label: str, keep_decoded: bool, detection: SinkDetection
-    ) -> None:
+    def __init__(self, like: CacheSide, detection: SinkDetection) -> None:
         self._detection = detection
-        super().__init__(codec, residual, label, keep_decoded)
+        super().__init__(like.codec, like.residual, like.label, like.keep_decoded)
 
     @override
     def receive_hidden(self, hidden: Tensor) -> None:

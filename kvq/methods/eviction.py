@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -123,7 +123,7 @@ class Eviction(Policy, abc.ABC):
     setting = "eviction"
     does = "evicts tokens"
     needs = frozenset({"own_tokens", "any_position"})
-    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "latent", "expanded_latent"}
+    excludes = CHOOSES_TOKENS | {"two_codecs", "all_at_once", "latent", "expanded_latent", "own_window", "sides_apart"}
     observes = True
     """Needs the attention weights."""
 
@@ -134,6 +134,8 @@ class Eviction(Policy, abc.ABC):
         self.budget, self.least, self.when = budget, least, choice(When, when, "when")
         if self.when is When.prompt:
             self.excludes |= {"no_prompt", "chunked_prompt"}
+        else:
+            self.excludes |= {"several_tokens"}
 
     def _needs(self, tokens: int, what: str) -> None:
         setting, given = ("budget", self.budget) if self.budget >= 1 else ("least", self.least)
@@ -149,22 +151,19 @@ class Eviction(Policy, abc.ABC):
         """Number of the newest of `queries` queries whose attention weights are summed; None: all."""
         return None
 
-    def layers(self, layers: Sequence[KVCacheLayer], config: Any) -> list[KVCacheLayer]:
-        """A cache's layers, replaced by layers that evict.
-
-        Args:
-            config: a transformers text configuration.
+    @override
+    def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        """A layer that evicts.
 
         Raises:
             ConfigError: eviction after every forward from quantized blocks.
             Unsupported: layers that read the keys and values of other layers.
         """
-        sides = [side for layer in layers for side in (layer.key, layer.value) if side.codec is not None]
-        if sides and self.when is When.always:
+        if self.when is When.always and (like.key.codec is not None or like.value.codec is not None):
             raise ConfigError("method.eviction.when=always: tokens cannot leave quantized blocks; use prompt")
         if getattr(config, "num_kv_shared_layers", None):
             raise Unsupported("method.eviction: layers of this model read the keys and values of earlier ones")
-        return [EvictingLayer(layer.key, layer.value, layer.quantized_prefill, self) for layer in layers]
+        return EvictingLayer(like.key, like.value, like.quantized_prefill, self)
 
     @abc.abstractmethod
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:

@@ -330,15 +330,19 @@ class KeptKeys(Policy):
         """Whether layer `layer` of `layers` keeps them."""
         return layer in numbered(self.layers, layers)
 
+    @override
     def bound(self, tokenizer: Any) -> KeptKeys:
         """The same with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
         return replace(self, ids=token_ids(self.texts, tokenizer))
 
-    def side(self, codec: Codec | None, residual: ResidualSide, label: str, keep_decoded: bool) -> KeptSide:
-        """The key side of a layer that keeps them. Raises: ConfigError: the ids of the tokens are not known."""
+    @override
+    def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
+        """Raises: ConfigError: the ids of the tokens are not known."""
+        if side != "key" or not self.holds(layer, layers):
+            return like
         if self.ids is None:
             raise ConfigError("method.kept_keys: texts, not yet tokens; kvq.bind_kept_keys(method, tokenizer)")
-        return KeptSide(codec, residual, label, keep_decoded, self.ids)
+        return KeptSide(like.codec, like.residual, like.label, like.keep_decoded, self.ids)
 
 
 def numbered(chosen: Iterable[int], layers: int) -> set[int]:

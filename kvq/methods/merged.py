@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+from typing_extensions import override
 
 from kvq.cache.rotary import styles_of
 from kvq.codecs import Codec, Hadamard, RandomizedHadamard
@@ -46,7 +47,7 @@ class MergedRotation(Policy):
     setting = "merge_rotation"
     does = "rotates states by the model's weights"
     needs = frozenset({"same_stages", "uncalibrated"})
-    excludes = frozenset({"codecs_alone", "expanded_latent"})
+    excludes = frozenset({"codecs_alone", "expanded_latent", "sides_apart"})
 
     @contextmanager
     def in_weights(self, model: nn.Module) -> Iterator[None]:
@@ -78,14 +79,16 @@ class MergedRotation(Policy):
             if hasattr(text, _MARK):
                 delattr(text, _MARK)
 
-    def check(self, config: Any) -> None:
-        """Raise `Unsupported` for a cache of a model whose weights do not rotate the sides now."""
+    @override
+    def for_model(self, method: Any, config: Any) -> Any:
+        """The method. Raises: Unsupported: the model's weights do not rotate the sides now."""
         for side in self.rotations:
             if side not in getattr(config, _MARK, ()):
                 raise Unsupported(
                     f"method.{_SETTINGS[side]}: the weights do not rotate {side}s; run the model and its cache within "
                     "`with method.merged.in_weights(model):`"
                 )
+        return method
 
     def _merge(self, model: nn.Module, side: str, layers: list[tuple[Heads, Heads]], head_dim: int) -> None:
         """Both projections of a side times the rotation; logits stay as they are."""
@@ -240,9 +243,14 @@ class GqaCompensation(Policy):
             bits += 1
         return bits
 
-    def codec(self, codec: Codec | None, config: Any) -> Codec | None:
-        """The codec with its bits raised. Raises: Unsupported: one without bits to raise."""
-        return None if codec is None else codec.with_more_bits(self.extra(config), MOST)
+    @override
+    def for_model(self, method: Any, config: Any) -> Any:
+        """The method with the bits of its codecs raised in every layer, and without this policy."""
+        extra = self.extra(config)
+        codecs = {side: codec for side in ("key", "value") if (codec := getattr(method, side)) is not None}
+        more = {side: codec.with_more_bits(extra, MOST) for side, codec in codecs.items()}
+        by_layer = tuple(self.for_model(one, config) for one in method.by_layer)
+        return replace(method.without(self.setting), by_layer=by_layer, **more)
 
     def check(self, codec: Codec | None) -> None:
         """Raises: Unsupported: a codec without bits to raise."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer, Layer
@@ -22,11 +24,8 @@ from kvq.config.run import Mla, WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import linear_chain_of
 from kvq.methods.all_layers import JoinedSide, joined_layers
-from kvq.methods.detected import SinkDetection
-from kvq.methods.eviction import Eviction
-from kvq.methods.kept_keys import KeptKeys, numbered, packed_side_of, side_of
-from kvq.methods.merged import GqaCompensation, MergedRotation
-from kvq.methods.mixed_precision import MixedPrecision
+from kvq.methods.kept_keys import numbered, packed_side_of, side_of
+from kvq.methods.merged import MergedRotation
 from kvq.methods.policies import Capability, Policy, check_needs, check_pairs
 from kvq.methods.traits import traits_of
 from kvq.methods.transformers_caches import TransformersLayer
@@ -45,6 +44,10 @@ class FirstLayers(Policy):
     does = "gives the first layers other codecs"
     excludes = frozenset({"same_stages", "two_codecs", "packed_attention"})
 
+    @override
+    def codec(self, codec: Codec | None, side: str, layer: int) -> Codec | None:
+        return (getattr(self, side) if layer < self.count else None) or codec
+
 
 @dataclass(frozen=True)
 class Method:
@@ -57,15 +60,13 @@ class Method:
         sink_tokens: number of first tokens that stay in full precision.
         bound: `key` and `value` -> codecs of each layer with their tables (`kvq.calibration.files.bind`); empty
             for a method without calibration.
-        kept_keys: tokens whose keys stay in full precision.
-        sink_detection: finds tokens that stay in full precision.
+        policies: what it does besides: evicts tokens, gives some other bits or codecs, keeps some in full precision,
+            rotates states by the model's weights.
         by_layer: the method at the bits of each layer, where these have bits of their own; `key`, `value` and `bits`
             are then those of the first.
         settings: what it was built from, as plain JSON data (`kvq.config.identity.canonical_method`); empty for a
             method that was put together by hand.
-        gqa: bits that are added in a model whose query heads share KV heads.
         window_layers: whether layers that attend to a window of tokens are quantized as the others.
-        merged: rotates values or keys by the model's weights; their codecs then have no such stage.
         mla: what is cached of multi-head latent attention.
     """
 
@@ -76,18 +77,12 @@ class Method:
     bits: Bits | None
     full_precision_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     backend: BackendConfig | None = None
-    first_layers: FirstLayers | None = None
     sink_tokens: int = 0
     bound: Mapping[str, Sequence[Codec | None]] = field(default_factory=dict)
-    eviction: Eviction | None = None
-    token_policy: MixedPrecision | None = None
-    kept_keys: KeptKeys | None = None
-    sink_detection: SinkDetection | None = None
+    policies: tuple[Policy, ...] = ()
     by_layer: Sequence[Method] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    gqa: GqaCompensation | None = None
     window_layers: WindowLayers = WindowLayers.quantize
-    merged: MergedRotation | None = None
     mla: Mla = Mla.latent
 
     @property
@@ -97,8 +92,9 @@ class Method:
 
     def check_joined(self) -> None:
         """Raise `ConfigError` where parts of one store are given for two, or of two for one."""
-        early = [] if self.first_layers is None else [self.first_layers.key, self.first_layers.value]
-        for codec in filter(None, (self.key, self.value, *early)):
+        codecs = [self.key, self.value]
+        codecs += [policy.codec(None, side, 0) for policy in self.policies for side in ("key", "value")]
+        for codec in filter(None, codecs):
             both = self.joins_sides and codec is self.key
             for stage_name, stage in codec.stages:
                 if getattr(stage, "before_values", False) != both and stage.uses_rope:
@@ -111,16 +107,41 @@ class Method:
         if not all(isinstance(part, FisherTransform | ComponentQuantizer) for part in parts.values()):
             raise ConfigError(f"method={self.name}: values are stored with the keys, and tables are of keys alone")
 
+    def policy(self, setting: str) -> Any:
+        """The policy of that name (`Policy.setting`), such as `"eviction"`; None: the method has none."""
+        return next((policy for policy in self.policies if policy.setting == setting), None)
+
+    @property
+    def merged(self) -> MergedRotation | None:
+        """What rotates values or keys by the model's weights; their codecs then have no such stage."""
+        found: MergedRotation | None = self.policy("merge_rotation")
+        return found
+
+    def with_policies(self, *policies: Policy) -> Method:
+        """The method with these policies, in the place of its own of the same names."""
+        others = self.without(*(policy.setting for policy in policies)).policies
+        return replace(self, policies=(*others, *policies))
+
+    def without(self, *settings: str) -> Method:
+        """The method without the policies of these names."""
+        return replace(self, policies=tuple(one for one in self.policies if one.setting not in settings))
+
     @functools.cached_property
-    def policies(self) -> tuple[Policy, ...]:
-        """What the method does beside its codecs, and what follows from these (`kvq.methods.policies`)."""
-        chosen = (self.eviction, self.token_policy, self.kept_keys, self.sink_detection)
-        named = (*chosen, self.first_layers, self.gqa, self.merged)
-        return *(policy for policy in named if policy is not None), *traits_of(self)
+    def _rows(self) -> tuple[Policy, ...]:
+        """Its policies, and what follows from codecs, residual and plain settings."""
+        return *self.policies, *traits_of(self)
 
     def check_needs(self, asker: str, *needed: Capability) -> None:
         """Raise `Unsupported` where the method lacks a capability that `asker`, such as `task=error`, needs."""
-        check_needs(self.name, self.policies, asker, *needed)
+        check_needs(self.name, self._rows, asker, *needed)
+
+    def check_pairs(self) -> None:
+        """Raise `Unsupported` where one policy of the method excludes what another needs."""
+        check_pairs(self.name, self._rows)
+
+    def has(self, capability: Capability) -> bool:
+        """Whether no policy excludes a capability."""
+        return not any(capability in policy.excludes for policy in self._rows)
 
     def check_layers(self, layers: int) -> None:
         """Raise `ConfigError` where bits are given for another number of layers than the model's `layers`."""
@@ -157,9 +178,10 @@ class Method:
         """The codec of `key` or `value` for a layer, whether or not that layer stays in full precision."""
         if self.by_layer:
             return self.by_layer[layer].codec_of(side, layer)
-        early = None if self.first_layers is None or layer >= self.first_layers.count else self.first_layers
-        own: Codec | None = None if early is None else getattr(early, side)
-        return own or getattr(self, side)
+        codec: Codec | None = getattr(self, side)
+        for policy in self.policies:
+            codec = policy.codec(codec, side, layer)
+        return codec
 
     @property
     def label(self) -> str:
@@ -177,9 +199,15 @@ class Method:
         """
         if not self.settings:
             raise Unsupported(f"method={self.name}: put together by hand, so nothing names it; use kvq.build_method")
-        kept = None if self.kept_keys is None or self.kept_keys.ids is None else list(self.kept_keys.ids)
+        ids = getattr(self.policy("kept_keys"), "ids", None)
+        kept = None if ids is None else list(ids)
         tables = digest(self._tables(layers)) if self.is_calibrated else None
-        found = {**self.settings, "residual": asdict(self.residual), "kept_ids": kept, "tables": tables}
+        found = {
+            **self.settings,
+            "residual": asdict(self.residual),
+            "kept_ids": kept,
+            "tables": tables,
+        }
         if self.window_layers is WindowLayers.keep:
             found["window_layers"] = self.window_layers.value
         if self.mla is Mla.expanded:
@@ -220,7 +248,7 @@ class Method:
     @property
     def is_full_precision(self) -> bool:
         """Neither keys nor values are quantized, and none are evicted."""
-        return self.key is None and self.value is None and self.backend is None and self.eviction is None
+        return self.key is None and self.value is None and self.backend is None and self.policy("eviction") is None
 
     def check_packed(self) -> None:
         """Raise `Unsupported` where attention cannot read the method's codes."""
@@ -250,17 +278,16 @@ class Method:
             Unsupported: a head dim, packed attention or a quantized prefill that the method cannot do.
         """
         self.check_layers(len(held))
-        check_pairs(self.name, self.policies)
+        self.check_pairs()
         if quantized_prefill:
             self.check_needs("quantized_prefill", "quantized_prefill")
         if getattr(config, "kv_lora_rank", None):
             self.check_needs("model", "latent")
-        if self.merged is not None:
-            self.merged.check(config)
-        if self.depends_on_model:
-            return self.for_model(config).layers(config, held, keep_decoded, quantized_prefill, packed)
-        if self.gqa is not None:
-            return self._compensated(config).layers(config, held, keep_decoded, quantized_prefill, packed)
+        own = self.for_model(config)
+        for policy in self.policies:
+            own = policy.for_model(own, config)
+        if own is not self:
+            return own.layers(config, held, keep_decoded, quantized_prefill, packed)
         if packed:
             self.check_packed()
         for codec, dims in ((self.key, [one.head_dim for one in held]), (self.value, [one.value_dim for one in held])):
@@ -269,10 +296,12 @@ class Method:
                     codec.check(head_dim)
         if self.backend is not None:
             backends = [method.backend or self.backend for method in self.by_layer or [self] * len(held)]
-            own = zip(backends, held, strict=True)
-            return [TransformersLayer(backend, self.residual.key, f"layer {one.index}") for backend, one in own]
+            return [
+                TransformersLayer(backend, self.residual.key, f"layer {one.index}")
+                for backend, one in zip(backends, held, strict=True)
+            ]
         # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
-        if self.token_policy or self.eviction:
+        if not self.has("own_window"):
             held = [replace(one, window=None) for one in held]
         if self.joins_layers:
             self._check_layers_joined(held)
@@ -281,9 +310,9 @@ class Method:
         layers = [made(place, held, keep_decoded, quantized_prefill) for place in range(len(held))]
         if packed:
             return [packed_layer(layer, packed_side_of) for layer in layers]
-        if self.token_policy is not None:
-            return self.token_policy.layers(layers, keep_decoded)
-        return layers if self.eviction is None else self.eviction.layers(layers, config)
+        for policy in self.policies:
+            layers = [policy.wrap_layer(layer, index, config) for index, layer in enumerate(layers)]
+        return layers
 
     @property
     def depends_on_model(self) -> bool:
@@ -301,13 +330,6 @@ class Method:
             return None if codec is None else codec.rebuilt(stages)
 
         return replace(self, key=decided(self.key), value=decided(self.value))
-
-    def _compensated(self, config: Any) -> Method:
-        """The method with the bits of its codecs raised, in every layer, as query heads of the model share KV heads."""
-        assert self.gqa is not None
-        codecs: dict[str, Any] = {side: self.gqa.codec(getattr(self, side), config) for side in ("key", "value")}
-        by_layer = tuple(method._compensated(config) for method in self.by_layer)
-        return replace(self, gqa=None, by_layer=by_layer, **codecs)
 
     def _sides(self, place: int, held: Sequence[KvLayer], keep_decoded: bool) -> tuple[CacheSide, CacheSide]:
         key, value = (self._side(side, place, held, keep_decoded) for side in ("key", "value"))
@@ -340,13 +362,13 @@ class Method:
         codec, own = self.codec(side, place, count), residual
         if held[place].window is not None:
             codec, own = self.in_window(codec, residual)
-        label, kept = f"layer {held[place].index} {side}s", self.kept_keys
+        label = f"layer {held[place].index} {side}s"
         if codec is not None and codec.joins_layers:
             return JoinedSide(codec, residual, label, keep_decoded, self.sink_tokens)
-        if codec is not None and kept is not None and side == "key" and kept.holds(place, count):
-            return kept.side(codec, residual, label, keep_decoded)
-        if self.sink_detection is not None:
-            return self.sink_detection.side(codec, residual, label, keep_decoded)
+        like = side_of(codec, residual, label, keep_decoded, self.sink_tokens)
+        for policy in self.policies if codec is not None else ():
+            if (wrapped := policy.wrap_side(like, side, place, count)) is not like:
+                return wrapped
         return side_of(codec, own, label, keep_decoded, self.sink_tokens)
 
 
@@ -359,4 +381,5 @@ def bind_kept_keys(method: Method, tokenizer: Any) -> Method:
     Raises:
         ConfigError: a text that is not one token.
     """
-    return method if method.kept_keys is None else replace(method, kept_keys=method.kept_keys.bound(tokenizer))
+    bound = tuple(policy.bound(tokenizer) for policy in method.policies)
+    return method if all(map(operator.is_, bound, method.policies)) else replace(method, policies=bound)

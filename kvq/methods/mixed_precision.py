@@ -6,9 +6,8 @@ receive.
 
 from __future__ import annotations
 
-import abc
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -31,17 +30,19 @@ from kvq.methods.eviction import AttendedLayer
 from kvq.methods.policies import CHOOSES_TOKENS, Policy
 
 
-class MixedPrecision(Policy, abc.ABC):
+class MixedPrecision(Policy):
     """Chooses tokens of a layer when they leave full precision; a block then depends on more than its own tokens."""
 
     setting = "token_policy"
     does = "chooses tokens as they leave full precision"
     needs = frozenset({"own_tokens"})
     excludes = CHOOSES_TOKENS | {
-        *("two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill", "latent", "expanded_latent")
+        *("two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill", "latent", "expanded_latent"),
+        *("own_window", "sides_apart"),
     }
 
-    def check(self, name: str, residual: Residual) -> None:
+    @override
+    def check_residual(self, name: str, residual: Residual) -> None:
         """Raise `ConfigError` where keys and values do not leave full precision together."""
         key = residual.key
         if key != residual.value or key.policy is not ResidualPolicy.block or key.size < 2:
@@ -49,18 +50,6 @@ class MixedPrecision(Policy, abc.ABC):
                 f"residual: method={name} plans keys and values together, so both have policy=block and one size, at "
                 "least 2"
             )
-
-    def layers(self, layers: Sequence[KVCacheLayer], keep_decoded: bool) -> list[KVCacheLayer]:
-        """A cache's layers, replaced by layers of this policy.
-
-        Raises:
-            ConfigError: codecs without bits for two kinds of tokens.
-        """
-        return [self.layer(index, layer, keep_decoded) for index, layer in enumerate(layers)]
-
-    @abc.abstractmethod
-    def layer(self, index: int, like: KVCacheLayer, keep_decoded: bool) -> KVCacheLayer:
-        """Layer `index`, with the sides of `like`."""
 
 
 class OutlierTokens(MixedPrecision):
@@ -88,14 +77,14 @@ class OutlierTokens(MixedPrecision):
         self.pool, self.exempt_layers = pool, exempt_layers
 
     @override
-    def check(self, name: str, residual: Residual) -> None:
-        super().check(name, residual)
+    def check_residual(self, name: str, residual: Residual) -> None:
+        super().check_residual(name, residual)
         if self.pool >= residual.key.size:
             raise ConfigError(f"method.token_policy.pool={self.pool}: below residual.size ({residual.key.size})")
 
     @override
-    def layer(self, index: int, like: KVCacheLayer, keep_decoded: bool) -> KVCacheLayer:
-        return like if index < self.exempt_layers else PoolLayer(like, self, keep_decoded)
+    def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        return like if layer < self.exempt_layers else PoolLayer(like, self)
 
 
 class Divisor(enum.Enum):
@@ -146,8 +135,8 @@ class Saliency(MixedPrecision):
         self.decoding = choice(Decoding, decoding, "decoding")
 
     @override
-    def layer(self, index: int, like: KVCacheLayer, keep_decoded: bool) -> KVCacheLayer:
-        return SaliencyLayer(like, self, keep_decoded)
+    def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        return SaliencyLayer(like, self)
 
     def _last_alone(self, start: int) -> bool:
         return self.decoding is Decoding.last and start > 0
@@ -181,11 +170,11 @@ class PoolSide(CacheSide):
 
     saved: ClassVar[Mapping[str, Field]] = {**CacheSide.saved, "pooled": Field("count")}
 
-    def __init__(self, like: CacheSide, pool: int, keep_decoded: bool, leader: PoolSide | None = None) -> None:
+    def __init__(self, like: CacheSide, pool: int, leader: PoolSide | None = None) -> None:
         self.pool, self.leader = pool, leader
         self.pooled = 0
         self.orders: list[Int[Tensor, "batch heads tokens"]] = []
-        super().__init__(like.codec, like.residual, like.label, keep_decoded)
+        super().__init__(like.codec, like.residual, like.label, like.keep_decoded)
 
     @override
     def reset(self) -> None:
@@ -248,9 +237,9 @@ class PoolLayer(KVCacheLayer):
     def shuffled(self) -> bool:
         return bool(self.key.packed_tokens)
 
-    def __init__(self, like: KVCacheLayer, policy: OutlierTokens, keep_decoded: bool) -> None:
-        key = PoolSide(like.key, policy.pool, keep_decoded)
-        super().__init__(key, PoolSide(like.value, policy.pool, keep_decoded, key), False)
+    def __init__(self, like: KVCacheLayer, policy: OutlierTokens) -> None:
+        key = PoolSide(like.key, policy.pool)
+        super().__init__(key, PoolSide(like.value, policy.pool, key), False)
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -324,9 +313,9 @@ class PlannedLayer(AttendedLayer):
 class SaliencyLayer(PlannedLayer):
     """Keys and values of one layer, whose tokens get bits by the attention they receive from probe queries."""
 
-    def __init__(self, like: KVCacheLayer, policy: Saliency, keep_decoded: bool) -> None:
+    def __init__(self, like: KVCacheLayer, policy: Saliency) -> None:
         key, value = (
-            DeferredSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value)
+            DeferredSide(side.codec, side.residual, side.label, side.keep_decoded) for side in (like.key, like.value)
         )
         for side in (key, value):
             if not isinstance(side.codec, PlannedCodec) or not isinstance(side.codec.quantizer, TokenSplit):

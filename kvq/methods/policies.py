@@ -8,8 +8,12 @@ is checked against all that exist by the two sets that it states.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+from kvq.cache.layer import KVCacheLayer
+from kvq.cache.side import CacheSide
+from kvq.codecs import Codec
+from kvq.config.residual import Residual
 from kvq.errors import Unsupported
 
 Capability = Literal[
@@ -32,6 +36,9 @@ Capability = Literal[
     "packed_attention",
     "latent",
     "expanded_latent",
+    "own_window",
+    "several_tokens",
+    "sides_apart",
 ]
 Capabilities = frozenset[Capability]
 
@@ -55,6 +62,9 @@ NEEDED: Final[Mapping[Capability, str]] = {
     "packed_attention": "codes that attention reads; use cache.attention=dense",
     "latent": "keys as a cache holds them, which here is the latent that the model expands",
     "expanded_latent": "keys and values of heads alone; use cache.mla=latent",
+    "own_window": "tokens that leave with a layer's window",
+    "several_tokens": "several tokens in a forward",
+    "sides_apart": "each side of each layer quantized by itself",
 }
 """What each capability is, and what to do where a method lacks it, as the end of a refusal."""
 
@@ -76,6 +86,33 @@ class Policy:
     does: str
     needs: Capabilities = frozenset()
     excludes: Capabilities = frozenset()
+
+    def check_residual(self, name: str, residual: Residual) -> None:
+        """Raise `ConfigError` for a residual that the policy of a method of this name cannot do."""
+
+    def for_model(self, method: Any, config: Any) -> Any:
+        """The `kvq.methods.method.Method` as a model with this text configuration needs it.
+
+        Raises:
+            Unsupported: a model that the policy cannot do.
+        """
+        return method
+
+    def bound(self, tokenizer: Any) -> Policy:
+        """The policy with what it takes from a model's tokenizer."""
+        return self
+
+    def codec(self, codec: Codec | None, side: str, layer: int) -> Codec | None:
+        """The codec of `key` or `value` in a layer, in the place of that of all layers."""
+        return codec
+
+    def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
+        """Quantized keys or values (`side`) of layer `layer` of `layers`, in the place of those of one codec alone."""
+        return like
+
+    def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        """Layer `layer` of a cache of a model with this text configuration, in the place of its two sides alone."""
+        return like
 
 
 def check_needs(name: str, policies: Iterable[Policy], asker: str, *needed: Capability) -> None:

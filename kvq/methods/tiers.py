@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, UInt8
@@ -63,8 +63,8 @@ class AdaptiveTiers(MixedPrecision):
         self.decay, self.thresholds, self.relative, self.hysteresis = decay, list(thresholds), relative, hysteresis
 
     @override
-    def layer(self, index: int, like: KVCacheLayer, keep_decoded: bool) -> KVCacheLayer:
-        return TierLayer(like, self, keep_decoded)
+    def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        return TierLayer(like, self)
 
     def tiers(self, scores: Float[Tensor, "*lead"], tokens: int, now: Tensor | None = None) -> UInt8[Tensor, "*lead"]:
         """The tier of each score among `tokens` tokens. `now`: present tiers, which last within the hysteresis."""
@@ -293,8 +293,10 @@ class TierSide(DeferredSide):
 class TierLayer(PlannedLayer):
     """Keys and values of one layer, whose tokens move between tiers by the attention they receive."""
 
-    def __init__(self, like: KVCacheLayer, policy: AdaptiveTiers, keep_decoded: bool) -> None:
-        key, value = (TierSide(side.codec, side.residual, side.label, keep_decoded) for side in (like.key, like.value))
+    def __init__(self, like: KVCacheLayer, policy: AdaptiveTiers) -> None:
+        key, value = (
+            TierSide(side.codec, side.residual, side.label, side.keep_decoded) for side in (like.key, like.value)
+        )
         for side in (key, value):
             split = None if side.codec is None else side.codec.quantizer
             if not isinstance(split, TokenTiers) or side.codec is None or side.codec.stages:

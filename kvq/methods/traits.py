@@ -25,7 +25,7 @@ _TABLES: Capabilities = frozenset({"uncalibrated", "two_codecs", "expanded_laten
 _BACKEND = Trait(
     "backend",
     "quantizes anew what it decoded (decode mode)",
-    CHOOSES_TOKENS | {"two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill"},
+    CHOOSES_TOKENS | {"two_codecs", "all_at_once", "prompt_at_once", "quantized_prefill", "sides_apart"},
 )
 _BY_LAYER = Trait("bits_by_layer", "gives layers bits of their own", frozenset({"one_width", "two_codecs"}))
 _WHOLE_LAYERS = Trait("full_precision_layers", "keeps layers in full precision", frozenset({"all_layers"}))
@@ -39,13 +39,13 @@ _ONE_CODEC: Capabilities = frozenset({"codecs_alone", "same_stages", "one_width"
 _JOINS_LAYERS = Trait(
     "a codec",
     "encodes all layers together",
-    frozenset({"codecs_alone", "two_codecs", "packed_attention", "all_at_once", "quantized_prefill"}),
+    frozenset({"codecs_alone", "two_codecs", "packed_attention", "all_at_once", "quantized_prefill", "sides_apart"}),
     _ONE_CODEC,
 )
 _JOINS_SIDES = Trait(
     "value",
     "is stored with the keys",
-    frozenset({"codecs_alone", "two_codecs", "expanded_latent"}),
+    frozenset({"codecs_alone", "two_codecs", "expanded_latent", "sides_apart"}),
     _ONE_CODEC | {"sides_alike"},
 )
 

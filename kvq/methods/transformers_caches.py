@@ -94,6 +94,7 @@ class TransformersSide:
     """Keys or values of a `TransformersLayer`, with the properties that a `KVCache` sums up."""
 
     uses_rope = False
+    wants_hidden = False
     rope: RopeTable | None = None
 
     def __init__(self, layer: TransformersLayer, name: str) -> None:

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -122,9 +122,9 @@ def check_known(
         apart: whether the task has tokens to which codebooks are fitted.
     """
     name = inputs.config.task.name
-    policy = method.token_policy
+    policy = method.policy("token_policy")
     by_one_query = isinstance(policy, Saliency) and not policy.recent and not policy.random
-    known = replace(method, token_policy=None) if by_one_query or isinstance(policy, plans) else method
+    known = method.without("token_policy") if by_one_query or isinstance(policy, plans) else method
     known.check_needs(f"task={name}", "codecs_alone", "any_position", *(() if apart else ("all_at_once",)))
     if (other := against(inputs, 64)) is not None:
         other.check_needs(f"task.against={other.name}", "codecs_alone", "uncalibrated")
@@ -288,7 +288,7 @@ def measure_random(inputs: Inputs, method: Method, baseline: Baseline | None, jo
     found, other = PlaceMeans(), against(inputs, task.head_dim)
     for draw in range(0 if method.is_full_precision else task.draws):
         known = drawn(task, draw)
-        if isinstance(method.token_policy, AdaptiveTiers):
+        if isinstance(method.policy("token_policy"), AdaptiveTiers):
             assert method.key is not None
             found.add(draw, known, {}, {})
             found.note(draw, moved(method.key, known.key))

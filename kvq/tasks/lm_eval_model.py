@@ -364,7 +364,7 @@ class MethodLM(CacheLM):
         inputs = Inputs(config)
         built = method_of(config, *inputs.head_dims)
         check_prefill(built, Prefill(prefill))
-        if built.kept_keys is not None:
+        if built.policy("kept_keys") is not None:
             built = bind_kept_keys(built, inputs.tokenizer)
         if built.is_calibrated:
             built, _ = fitted(inputs, built)

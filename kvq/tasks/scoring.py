@@ -19,7 +19,6 @@ from kvq.cache import KVCache
 from kvq.cache.side import CacheSide
 from kvq.codecs import Codec
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
-from kvq.methods.eviction import When
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 
@@ -155,7 +154,7 @@ def _quantize(side: CacheSide, residual: ResidualSide) -> None:
 
 def steps(method: Method) -> bool:
     """Whether what a token reads depends on the forwards before it, so that each token needs its own forward."""
-    return method.eviction is not None and method.eviction.when is When.always
+    return not method.has("several_tokens")
 
 
 def scoring_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:

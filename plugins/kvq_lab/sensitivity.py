@@ -89,11 +89,7 @@ def check(inputs: Inputs, method: Method) -> None:
     """Raise `Unsupported` for a method without a codec for each side of a layer."""
     task: SensitivityConfig = inputs.config.task
     inputs.check_context(task.context)
-    if method.joins_sides:
-        raise Unsupported(f"task=sensitivity: method={method.name} has joins_sides, so that no side is quantized alone")
-    for part in ("backend", "token_policy", "eviction", "merged"):
-        if getattr(method, part) is not None:
-            raise Unsupported(f"task=sensitivity: method={method.name} has {part}, which no single layer can have")
+    method.check_needs("task=sensitivity", "sides_apart")
     check_scoring(method, protocol(task))
     if task.heads:
         check_heads(inputs, method)
@@ -138,7 +134,7 @@ def only_head(method: Method, place: Place, head: int, heads: int, layers: int) 
     codec = method.codec_of(side, layer)
     assert codec is not None
     own: Any = {side: HeadsCodec([codec if one == head else None for one in range(heads)])}
-    return only(replace(method, by_layer=(), first_layers=None, **own), [place], layers)
+    return only(replace(method.without("first_layers"), by_layer=(), **own), [place], layers)
 
 
 def random_sets(places: list[Place], count: int, seed: int) -> list[list[Place]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -40,8 +39,8 @@ def built(given: str, layers: int | None = None) -> Method:
     method = kvq.build_method(name, bits=nearest_bits(name), head_dim=128, overrides=overrides)
     if method.is_calibrated:
         method = bound(method, random_states(2, 128), layers or layers_for(name))
-    if method.kept_keys is not None:
-        method = replace(method, kept_keys=KeptKeys((), method.kept_keys.layers, (3, 17, 40)))
+    if (kept := method.policy("kept_keys")) is not None:
+        method = method.with_policies(KeptKeys((), kept.layers, (3, 17, 40)))
     return method
 
 
@@ -115,7 +114,8 @@ def test_prompt_lookup_is_greedy(model, given):
 
 def lasts(method: Method) -> bool:
     """What comes moves or changes tokens that are already held, or is encoded with the states of all layers."""
-    return method.joins_layers or not method.token_policy is method.eviction is method.backend is None
+    policies = method.policy("token_policy"), method.policy("eviction"), method.backend
+    return method.joins_layers or any(policies)
 
 
 @pytest.mark.parametrize("name", REFUSED)

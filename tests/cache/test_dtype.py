@@ -38,7 +38,7 @@ def method(given: str, size: int = 8, dim: int = 128) -> Method:
     name, *more = given.split()
     if name == "cq/kept_comma":
         found = build_method("kivi", bits=2, head_dim=dim, overrides=[f"residual.size={size}"])
-        return dataclasses.replace(found, kept_keys=KeptKeys((), (0,), (3, 17, 40)))
+        return found.with_policies(KeptKeys((), (0,), (3, 17, 40)))
     overrides = [f"residual.size={size}", *(override.removeprefix("method.") for override in more)]
     return build_method(name, bits=nearest_bits(name), head_dim=dim, overrides=overrides)
 

@@ -38,19 +38,18 @@ def method_of(name: str, *overrides: str) -> tuple[Any, Method]:
     bits = nearest_bits(name)
     if not build_method(name, bits=bits, overrides=given).is_calibrated:
         method = build_method(name, bits=bits, overrides=given)
-        if method.kept_keys is not None:
+        if method.policy("kept_keys") is not None:
             method = kept(method)
         return model_of(128), method
     method = build_method(name, bits=bits, head_dim=32, overrides=given)
-    method = method if method.kept_keys is None else kept(method)
+    method = method if method.policy("kept_keys") is None else kept(method)
     return model_of(32), bound(method, random_states(HEADS, 32, 1024), LAYERS)
 
 
 def kept(method: Method) -> Method:
     import dataclasses
 
-    assert method.kept_keys is not None
-    return dataclasses.replace(method, kept_keys=dataclasses.replace(method.kept_keys, ids=(3, 7)))
+    return method.with_policies(dataclasses.replace(method.policy("kept_keys"), ids=(3, 7)))
 
 
 @torch.no_grad()

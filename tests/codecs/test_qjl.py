@@ -70,7 +70,7 @@ def test_bits_and_early_layers():
         assert early == 4 + 1 + 2 * 16 / 128 + 8 * 8 / (32 * 128)
         assert method.codec("value", 0, 32) is method.value
         assert method.value.encode(x).bits_per_element == 3
-    assert kvq.build_method("qjl/one_sketch").first_layers is None
+    assert kvq.build_method("qjl/one_sketch").policies == ()
 
 
 def test_the_released_run():

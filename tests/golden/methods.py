@@ -99,8 +99,8 @@ def fitting(name: str) -> list[str]:
 
 
 def _ready(method: Method, loaded: LoadedModel, settings: CalibrationConfig) -> Method:
-    if method.kept_keys is not None:
-        method = dataclasses.replace(method, kept_keys=dataclasses.replace(method.kept_keys, ids=(3, 7)))
+    if (kept := method.policy("kept_keys")) is not None:
+        method = method.with_policies(dataclasses.replace(kept, ids=(3, 7)))
     if not method.is_calibrated:
         return method
     short = dataclasses.replace(settings, samples=4, length=256, tokens=None)

@@ -228,7 +228,9 @@ def zipcache(name: str) -> float:
     keys, values, queries = prompt(100)
     layer, method = layer_of(name)
     seen = chosen.weights(queries[0].numpy(), keys[0].numpy())
-    salient = chosen.zipcache_salient(seen, method.token_policy.probes(0, 100).tolist(), 0.6, name.endswith("released"))
+    salient = chosen.zipcache_salient(
+        seen, method.policy("token_policy").probes(0, 100).tolist(), 0.6, name.endswith("released")
+    )
     expected = [chosen.zipcache(side[0].numpy(), salient, side is keys) for side in (keys, values)]
     return worst(zip(fed(layer, keys, values, queries), expected, strict=True))
 

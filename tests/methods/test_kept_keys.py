@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -26,7 +24,7 @@ IDS = (3, 17, 40, 41, 42)
 def keeping(name: str, *overrides: str, layers: tuple[int, ...] = (0,)) -> Method:
     method = build_method(name, bits=2, head_dim=32, overrides=["residual.size=16", *overrides])
     method = bound(method, random_states(2, 32), 2) if method.is_calibrated else method
-    return replace(method, kept_keys=KeptKeys((), layers, IDS))
+    return method.with_policies(KeptKeys((), layers, IDS))
 
 
 @pytest.mark.parametrize("residual", [[], ["residual.policy=sliding"]])
@@ -84,16 +82,17 @@ def test_without_ids_it_refuses():
     with pytest.raises(Unsupported, match=r"layer 0 keys: method.kept_keys chooses tokens by input_ids"):
         loaded.model(inputs_embeds=torch.randn(1, 4, 128), past_key_values=cache, use_cache=True)
     with pytest.raises(ConfigError, match="bind_kept_keys"):
-        KVCache(loaded.model, replace(keeping("kivi"), kept_keys=KeptKeys((",",), (0,))))
-    with pytest.raises(Unsupported, match="has kept_keys"):
+        KVCache(loaded.model, keeping("kivi").with_policies(KeptKeys((",",), (0,))))
+    with pytest.raises(Unsupported, match="kept_keys of kivi keeps"):
         KVCache(loaded.model, keeping("kivi"), attention="packed")
 
 
 def test_texts_become_tokens():
     tokenizer = load_tokenizer(resolve(compose(["model=tiny"])).model)
     method = bind_kept_keys(build_method("cq/kept_punctuation"), tokenizer)
-    assert tokenizer.convert_ids_to_tokens(list(method.kept_keys.ids)) == list(method.kept_keys.texts)
-    assert len(method.kept_keys.ids) == 32
+    kept = method.policy("kept_keys")
+    assert tokenizer.convert_ids_to_tokens(list(kept.ids)) == list(kept.texts)
+    assert len(kept.ids) == 32
     plain = build_method("kivi")
     assert bind_kept_keys(plain, tokenizer) is plain
     method = build_method("kivi", overrides=["kept_keys.texts=[zebra crossing]"])

@@ -111,7 +111,7 @@ def test_saliency_is_the_attention_received_from_probes(model):
     tokens, method = token_ids(60), zipcache()
     cache = KVCache(model, method)
     model(tokens, past_key_values=cache)
-    probes = method.token_policy.probes(0, 60)
+    probes = method.policy("token_policy").probes(0, 60)
     for weights, layer in zip(attention_by_hand(model, tokens), cache.layers, strict=True):
         rows = weights[0, :, probes].mean(0)
         seen_by = (probes[:, None] >= torch.arange(60)).sum(0)
@@ -128,7 +128,7 @@ def test_released_saliency_is_chosen_per_head(model):
     model(tokens, past_key_values=cache)
     for number, (weights, layer) in enumerate(zip(attention_by_hand(model, tokens), cache.layers, strict=True)):
         masks = kvq.codecs.unpack([layer.key._store._store.packed.parts["mask"]], 1, 60)[0, :, :, 0]
-        heads, probes = weights.shape[1] // masks.shape[0], method.token_policy.probes(0, 60).tolist()
+        heads, probes = weights.shape[1] // masks.shape[0], method.policy("token_policy").probes(0, 60).tolist()
         for head, mask in enumerate(masks.bool()):
             received = [0.0] * 60
             for query_head in range(head * heads, (head + 1) * heads):

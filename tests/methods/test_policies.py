@@ -12,7 +12,7 @@ from kvq.methods.build import build_method
 from kvq.methods.policies import NEEDED, Capability
 
 CHOSEN = "codecs_alone own_tokens packed_attention"
-ATTENDED = f"{CHOSEN} two_codecs all_at_once latent expanded_latent"
+ATTENDED = f"{CHOSEN} two_codecs all_at_once latent expanded_latent own_window sides_apart"
 TABLES = "uncalibrated two_codecs expanded_latent"
 
 LACKS = {
@@ -28,8 +28,8 @@ LACKS = {
     "kivi/kvsink": f"{CHOSEN} sides_alike",
     "qjl": "sides_alike same_stages two_codecs packed_attention",
     "kvquant_plus_plus/gqa": "codecs_alone fixed_bits",
-    "oscar merge_rotation=true": "codecs_alone expanded_latent",
-    "h2o": ATTENDED,
+    "oscar merge_rotation=true": "codecs_alone expanded_latent sides_apart",
+    "h2o": f"{ATTENDED} several_tokens",
     "snapkv": f"{ATTENDED} no_prompt chunked_prompt",
     "streamingllm/kivi": f"sides_alike {ATTENDED} no_prompt chunked_prompt",
     "ott": f"{ATTENDED} prompt_at_once quantized_prefill",
@@ -38,9 +38,9 @@ LACKS = {
     "nsnquant": "any_position expanded_latent",
     "kvquant_plus_plus/product": "all_at_once",
     "spinquant": TABLES,
-    "waterfill_kv": f"{TABLES} any_position codecs_alone all_tokens own_tokens",
+    "waterfill_kv": f"{TABLES} any_position codecs_alone all_tokens own_tokens sides_apart",
     "kvtc/all_layers": f"{TABLES} any_position codecs_alone all_tokens own_tokens packed_attention all_at_once "
-    "quantized_prefill",
+    "quantized_prefill sides_apart",
 }
 
 

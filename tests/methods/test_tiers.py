@@ -59,7 +59,7 @@ class ByHand:
     """One KV head with two query heads: lists of weights, of tiers and of decoded tokens."""
 
     def __init__(self, method):
-        self.policy, self.size = method.token_policy, method.residual.key.size
+        self.policy, self.size = method.policy("token_policy"), method.residual.key.size
         self.codecs = [list(codec.quantizer.codecs.values()) for codec in (method.key, method.value)]
         self.states, self.weights, self.tiers, self.moves = ([], []), [], [], 0
 
