@@ -32,7 +32,7 @@ ALLOWED = {
     "config": set(),
     "results": {"config"},
     "codecs": set(),
-    "kernels": CODECS,
+    "kernels": KERNELS,
     "diagnostics": CODECS,
     "data": {"config"},
     "models": {"config", "data"},

@@ -184,7 +184,7 @@ def measure(
         "shape": {"batch": batch, "tokens": tokens, "kv_heads": heads, "queries_per_head": group, "head_dim": dim},
         "method": name,
         "bits": bits,
-        "form": kernel_for(q, *sides),
+        "form": kernel_for(q, *sides)[0],
         "seconds_median": medians,
         "fastest_sdpa": fastest,
         **ratios(seconds["packed"], seconds[fastest]),

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from attention_bench import in_turns, ratios, replayed
+from kvq_kernels.dispatch import FusedCodec, encoder_for
 
 from kvq.codecs import Codec, trellis
 from kvq.config.residual import PrefillBlock
-from kvq.kernels import FusedCodec
-from kvq.kernels.dispatch import encoder_for
 from kvq.methods.build import build_method
 
 PREFILL, FLUSHED = 4096, 128

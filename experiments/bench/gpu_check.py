@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import attention_bench
 import encode_bench
+from kvq_kernels.dispatch import FusedCodec, encoder_for
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq.cache import KVCache
 from kvq.cache.packed import PreallocatedCache
 from kvq.codecs import Codec
-from kvq.kernels import FusedCodec, attend, eager
-from kvq.kernels.dispatch import encoder_for
+from kvq.kernels import attend, eager
 from kvq.methods.build import build_method
 from kvq.models import LoadedModel
 from kvq.results.provenance import device_name, package_versions

@@ -2,4 +2,4 @@
 
 from kvq.config.plugins import Plugin
 
-PLUGIN = Plugin("kvq_kernels", has_versions=True)
+PLUGIN = Plugin("kvq_kernels", has_versions=True, modules={"kernels": ["kvq_kernels.dispatch"]})

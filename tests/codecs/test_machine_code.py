@@ -163,7 +163,8 @@ from numba.core.dispatcher import Dispatcher
 made, init = [], Dispatcher.__init__
 Dispatcher.__init__ = lambda self, *args, **settings: (init(self, *args, **settings), made.append(self))[0]
 from kvq.codecs import trellis
-from kvq.kernels import cpu, dispatch
+from kvq.kernels import dispatch
+from kvq_kernels import cpu
 from tests.kernels import oracle
 from tests.kernels.test_eager import query
 for name, bits in (("kivi", 2), ("turboquant", 2), ("nsnquant", 1)):

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def run(*command, **environment):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "plugins"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True, check=False,
@@ -23,20 +23,20 @@ def run(*command, **environment):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["methods", "tables", "shifted", "drawn", "shapes", "layouts"])
 def test_interpreted(part):
-    run("tests.kernels.interpreted", part, TRITON_INTERPRET="1")
+    run("kvq_kernels.tests.interpreted", part, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["methods", "exact", "shapes", "chains", "books"])
 def test_encoding_interpreted(part):
-    run("tests.kernels.interpreted_encode", part, TRITON_INTERPRET="1")
+    run("kvq_kernels.tests.interpreted_encode", part, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 def test_trellises_interpreted():
-    run("tests.kernels.interpreted_trellis", TRITON_INTERPRET="1")
+    run("kvq_kernels.tests.interpreted_trellis", TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 def test_compiled_for_an_h100(tmp_path):
-    run("tests.kernels.compiled", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    run("kvq_kernels.tests.compiled", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")

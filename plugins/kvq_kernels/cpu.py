@@ -31,9 +31,18 @@ from kvq.codecs import (
 )
 from kvq.codecs.quantizers import Axis, Quantizer
 from kvq.errors import Unsupported
-from kvq.kernels import cpu_integers
-from kvq.kernels.cpu_loops import Grid, loops_for
-from kvq.kernels.cpu_stored import (
+from kvq.kernels.linear_chain import (
+    LinearChain,
+    PackedStates,
+    continues,
+    folds,
+    group_size,
+    is_per_channel,
+    linear_chain_of,
+)
+from kvq_kernels import cpu_integers
+from kvq_kernels.cpu_loops import Grid, loops_for
+from kvq_kernels.cpu_stored import (
     Flat,
     Heads,
     KeyShifts,
@@ -44,17 +53,8 @@ from kvq.kernels.cpu_stored import (
     ones_for,
     stored_of,
 )
-from kvq.kernels.cpu_tables import MOST_BITS, book_loops, level_loops, number_loops
-from kvq.kernels.cpu_vectors import weights_of
-from kvq.kernels.linear_chain import (
-    LinearChain,
-    PackedStates,
-    continues,
-    folds,
-    group_size,
-    is_per_channel,
-    linear_chain_of,
-)
+from kvq_kernels.cpu_tables import MOST_BITS, book_loops, level_loops, number_loops
+from kvq_kernels.cpu_vectors import weights_of
 
 SEGMENTS = 64
 """Largest number of segments per side; blocks whose bytes and groups are not contiguous are one each."""
@@ -88,9 +88,14 @@ class Segment:
 
 
 def attend(
-    query: Float[Tensor, "batch heads 1 dim"], keys: PackedStates, values: PackedStates, scaling: float, first: int = 0
+    query: Float[Tensor, "batch heads 1 dim"],
+    keys: PackedStates,
+    values: PackedStates,
+    scaling: float,
+    first: int = 0,
+    softcap: None = None,
 ) -> Float[Tensor, "batch heads 1 _dim"]:
-    """As `kvq.kernels.eager.attend`, for queries up to fp32.
+    """As `kvq.kernels.eager.attend`, for queries up to fp32 and without a softcap.
 
     Raises:
         Unsupported: stages or quantizers that these loops do not support; `eager` supports more.

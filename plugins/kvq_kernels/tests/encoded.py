@@ -3,7 +3,7 @@
 import torch
 
 from kvq.codecs import Codec, Packed, UniformQuantizer, VectorQuantizer, ZeroPoint, gain_factor
-from kvq.kernels import FusedCodec
+from kvq_kernels.dispatch import FusedCodec
 
 ROUNDING = 4e-6
 """Of fp32 sums, of a token's largest value: a step this small holds noise."""

@@ -22,10 +22,10 @@ from torch import Tensor
 from kvq.codecs import VectorQuantizer
 from kvq.codecs.machine_code import compiled
 from kvq.codecs.quantizers import Parts, to_stored
-from kvq.kernels.cpu import pool
-from kvq.kernels.cpu_tables import GROUP
-from kvq.kernels.cpu_vectors import BYTE, INT, LANES, Step
-from kvq.kernels.uniform_chain import ROWS, Grids, UniformChain, book_columns, gain_of, grids, searched
+from kvq_kernels.cpu import pool
+from kvq_kernels.cpu_tables import GROUP
+from kvq_kernels.cpu_vectors import BYTE, INT, LANES, Step
+from kvq_kernels.uniform_chain import ROWS, Grids, UniformChain, book_columns, gain_of, grids, searched
 
 ENTRIES = 256
 TOGETHER = 2

@@ -22,7 +22,6 @@ from kvq.codecs import (
 )
 from kvq.codecs.quantizers import Quantizer
 from kvq.errors import Unsupported
-from kvq.kernels import triton_loops
 from kvq.kernels.linear_chain import (
     LinearChain,
     PackedStates,
@@ -33,6 +32,7 @@ from kvq.kernels.linear_chain import (
     linear_chain_of,
 )
 from kvq.kernels.pieces import shift_scores, shift_terms
+from kvq_kernels import triton_loops
 
 TILE = 32
 """Tokens that a program holds in registers."""

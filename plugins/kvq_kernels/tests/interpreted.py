@@ -8,7 +8,7 @@ import torch
 import kvq
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, rope_table
 from kvq.codecs.stages import ChannelShift
-from kvq.kernels import gpu
+from kvq_kernels import gpu
 from tests.kernels import oracle
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

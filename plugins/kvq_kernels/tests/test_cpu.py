@@ -18,7 +18,8 @@ from tests.kernels import oracle
 from tests.kernels.test_eager import UNIFORM, query, uniform
 
 pytest.importorskip("numba")
-from kvq.kernels import cpu, cpu_stored, eager
+from kvq.kernels import eager
+from kvq_kernels import cpu, cpu_stored
 from tests.properties import examples
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3}

@@ -15,8 +15,8 @@ from torch.nn import functional
 from kvq.codecs import Gain, VectorQuantizer
 from kvq.codecs.quantizers import Parts
 from kvq.codecs.uniform import ZeroPoint
-from kvq.kernels import triton_encode, triton_loops
-from kvq.kernels.uniform_chain import UniformChain, book_columns, searched
+from kvq_kernels import triton_encode, triton_loops
+from kvq_kernels.uniform_chain import UniformChain, book_columns, searched
 
 TILE = 32
 """Tokens of a program where statistics are per token, or of groups that no program can hold."""

@@ -15,9 +15,10 @@ from kvq.codecs import (
     VectorQuantizer,
     rope_table,
 )
-from kvq.kernels import FusedCodec, encode_gpu
-from tests.kernels import encoded
-from tests.kernels.test_encode import states
+from kvq_kernels import encode_gpu
+from kvq_kernels.dispatch import FusedCodec
+from kvq_kernels.tests import encoded
+from kvq_kernels.tests.test_encode import states
 
 
 class OnGpu(FusedCodec):

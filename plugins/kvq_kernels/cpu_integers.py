@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvq.kernels.cpu_vectors import BYTE, FLOAT, INT, LANES, TILE, Step, has, step_tokens, steps_of
+from kvq_kernels.cpu_vectors import BYTE, FLOAT, INT, LANES, TILE, Step, has, step_tokens, steps_of
 
 LARGEST = 32639
 """Largest magnitude whose upper byte, after rounding, is a signed byte."""

@@ -22,8 +22,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from kvq.codecs.machine_code import compiled
-from kvq.kernels.cpu_loops import by_rows
-from kvq.kernels.cpu_vectors import OPTIONS, TILE, Step, has, lanes_of, plane_of, step_tokens
+from kvq_kernels.cpu_loops import by_rows
+from kvq_kernels.cpu_vectors import OPTIONS, TILE, Step, has, lanes_of, plane_of, step_tokens
 
 GROUP = 8
 """Channels of a codebook's entry."""

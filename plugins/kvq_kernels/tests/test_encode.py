@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 import kvq
 from kvq.cache import KVCache
 from kvq.codecs import Codec, Hadamard, TokenNorm, UniformQuantizer, VectorQuantizer, rope_table
-from kvq.kernels import FusedCodec, dispatch, fused
-from tests.kernels import encoded
+from kvq.kernels import fused
+from kvq_kernels import dispatch
+from kvq_kernels.dispatch import FusedCodec
+from kvq_kernels.tests import encoded
 from tests.kernels.test_eager import UNIFORM, uniform
 from tests.properties import examples
 from tests.random_models import llama, token_ids
 
 pytest.importorskip("numba")
-from kvq.kernels import encode_cpu
+from kvq_kernels import encode_cpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -72,7 +72,7 @@ def _turned(
 @triton.jit
 @no_type_check
 def _grid(low, high, clip, levels, kind: tl.constexpr):
-    """Step, base and zero that choose codes, and the step and minimum to store (`kvq.kernels.uniform_chain.grids`)."""
+    """Step, base and zero that choose codes, and the step and minimum to store (`kvq_kernels.uniform_chain.grids`)."""
     if kind == 2:
         step = tl.div_rn(tl.maximum(tl.abs(low), tl.abs(high)) * clip, levels)
         base, zero, used = low * 0.0, low * 0.0 + levels, tl.where(step == 0, 1.0, step)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 pytest.importorskip("numba")
 import numba
 
-from kvq.kernels import cpu_integers, cpu_vectors
-from kvq.kernels.cpu_vectors import TILE
+from kvq_kernels import cpu_integers, cpu_vectors
+from kvq_kernels.cpu_vectors import TILE
 from tests.properties import examples
 
 pytestmark = pytest.mark.skipif(not cpu_vectors.has("avx512vnni"), reason="no AVX-512 VNNI")

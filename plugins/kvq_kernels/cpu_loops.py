@@ -16,8 +16,8 @@ from typing import Any, no_type_check
 import numpy as np
 
 from kvq.codecs.machine_code import compiled
-from kvq.kernels import cpu_integers, cpu_vectors
-from kvq.kernels.cpu_vectors import OPTIONS, TILE, largest, plane_of
+from kvq_kernels import cpu_integers, cpu_vectors
+from kvq_kernels.cpu_vectors import OPTIONS, TILE, largest, plane_of
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvq.codecs import trellis_gpu
-from kvq.kernels import triton_encode, triton_loops
-from kvq.kernels.encode_gpu import VECTORS
-from kvq.kernels.gpu import STAGES
-from kvq.kernels.triton_loops import BOOK as PLAIN_BOOK
-from kvq.kernels.triton_loops import LEVELS, SHIFTED_BOOK, SIGNED_BOOK, Full, Shifts, Side
+from kvq_kernels import triton_encode, triton_loops
+from kvq_kernels.encode_gpu import VECTORS
+from kvq_kernels.gpu import STAGES
+from kvq_kernels.triton_loops import BOOK as PLAIN_BOOK
+from kvq_kernels.triton_loops import LEVELS, SHIFTED_BOOK, SIGNED_BOOK, Full, Shifts, Side
 
 FP32 = ("q_rotated", "q_plain", "out", "tops", "totals", "rotated", "plain", "k_shift")
 NUMBERS = ("i32",) * 10

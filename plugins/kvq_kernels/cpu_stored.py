@@ -22,10 +22,10 @@ from kvq.codecs import DoubleQuant, plane_widths
 from kvq.codecs.machine_code import compiled
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.quantizers import Axis
-from kvq.kernels.cpu_loops import by_rows, statistics_loop
-from kvq.kernels.cpu_tables import Kind, Numbers, dots_of
-from kvq.kernels.cpu_vectors import OPTIONS, TILE, lanes_of
 from kvq.kernels.linear_chain import LinearChain, PackedStates
+from kvq_kernels.cpu_loops import by_rows, statistics_loop
+from kvq_kernels.cpu_tables import Kind, Numbers, dots_of
+from kvq_kernels.cpu_vectors import OPTIONS, TILE, lanes_of
 
 
 @dataclass(frozen=True)
