@@ -17,8 +17,9 @@ import yaml
 from experiments.docs.places import ROOT, fill
 from kvq.config.explain import COMPOSE_ERRORS, choices, explain
 from kvq.papers.expected import experiment_of, layout_named, names, of_no_paper, resolved
+from kvq.papers.figures import every  # which registers the figure of published numbers
 from kvq.papers.sweep import Overrides, cells_of, is_embedded, jobs_of, missing_choices
-from kvq.report.figures.drawing import drawn_figures, kinds
+from kvq.report.figures.drawing import drawn_figures
 from kvq.report.tables.experiment_files import Filled
 from kvq.report.tables.experiment_files import fill as fill_cells
 from kvq.report.tables.experiments import NO_METRIC, Shown, by_signature, refused
@@ -73,7 +74,10 @@ def _item(document: str, name: str, given: Mapping[str, Any], known: Sequence[st
     item = Item(name, tuple(given.get("experiments", ())), tuple(given.get("figures", ())), given.get("none", ""))
     if unknown := [one for one in item.experiments if one not in known]:
         raise SystemExit(f"documents.yaml: {document}, {name}: no experiment '{unknown[0]}'")
-    if unknown := [one for one in item.figures if not one.startswith(kinds())]:
+    stems = every.stems()
+    if unknown := [
+        one for one in item.figures if not any(one.startswith(stem) or stem.startswith(one) for stem in stems)
+    ]:
         raise SystemExit(f"documents.yaml: {document}, {name}: no kind of figure '{unknown[0]}'")
     if not (item.experiments or item.figures or item.none):
         raise SystemExit(f"documents.yaml: {document}, {name}: experiments, figures or the reason why there are none")

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from kvq_lab.figures import searches
 
 from kvq.report.comparisons import mark_within_noise
-from kvq.report.figures.cost import searches
 from kvq.report.figures.over_models import stand_in_table, text_order_table
 from kvq.report.labels import method_departures, protocol_departures
 from kvq.results import Record, Store, is_stale

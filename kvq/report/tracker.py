@@ -21,7 +21,7 @@ import yaml
 from kvq.config.run import WandbLogger, WandbMode
 from kvq.errors import KvqError, RecordError
 from kvq.report.figures.every import run_figures
-from kvq.report.figures.style import png_of
+from kvq.report.figures.style import image_of
 from kvq.report.labels import label, model_name, protocol, protocol_departures
 from kvq.results import Record, Store
 from kvq.results.files import cause, loose_samples, read_samples, write_file
@@ -210,7 +210,7 @@ class Tracker:
         if rows:
             media["samples"] = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
         for name, figure in run_figures(record, self._store):
-            media[f"figures/{name}"] = self._wandb.Image(Image.open(io.BytesIO(png_of(figure))))
+            media[f"figures/{name}"] = self._wandb.Image(Image.open(io.BytesIO(image_of(figure))))
         if media:
             run.log(media)
 

@@ -12,6 +12,7 @@ PLUGIN = Plugin(
         "leaderboard": "kvq_lab.leaderboard",
         "recommend": "kvq_lab.advisor",
     },
+    modules={"figures": ["kvq_lab.figures"]},
     tasks={
         "conversation": "kvq_lab.conversation",
         "drift": "kvq_lab.trajectory",

@@ -17,7 +17,6 @@ from kvq.config.explain import COMPOSE_ERRORS, choices, composed
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
 from kvq.models.shapes import CacheShape, cache_shape
-from kvq.report.command import answered, given_words, number
 from kvq.report.comparisons import Comparisons, Verdicts, samples_of, unbeaten
 from kvq.report.labels import BY_ENGINE
 from kvq.report.tables.build import build_tables
@@ -26,6 +25,7 @@ from kvq.results import Record, Store
 from kvq.results.statistics import fewest_to_differ
 from kvq.tasks.memory import check_shapes_suffice, rows_of
 from kvq_lab.leaderboard import is_of_decoding
+from kvq_lab.words import answered, given_words, number
 
 MOST = 3
 """Choices that are printed."""

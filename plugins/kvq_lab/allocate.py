@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from kvq.errors import ConfigError, RecordError
-from kvq.report.command import answered, given_words, number
 from kvq.report.labels import label
 from kvq.results import Record, Store
 from kvq.results.files import write_file
+from kvq_lab.words import answered, given_words, number
 
 SIDES = ("key", "value")
 FULL = 16

@@ -19,11 +19,11 @@ from rich.text import Text
 
 from kvq.config.explain import choices
 from kvq.errors import ConfigError, RecordError, printable
-from kvq.report.command import answered, given_words, number
 from kvq.report.labels import BY_ENGINE
 from kvq_lab.advisor import count_of, size_of
 from kvq_lab.card import answer_of, write_card
 from kvq_lab.choosing import Choosing, Question
+from kvq_lab.words import answered, given_words, number
 
 _USAGE = """Race cache formats on your model, and say which to take.
 

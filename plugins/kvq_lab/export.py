@@ -16,7 +16,7 @@ from kvq.config import Config, compose, resolve
 from kvq.config.explain import composed
 from kvq.config.identity import canonical_method
 from kvq.errors import Unsupported
-from kvq.report.command import answered
+from kvq_lab.words import answered
 
 _USAGE = """A cache format as an engine reads it: the words of a run, without model and task.
 

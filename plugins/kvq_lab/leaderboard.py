@@ -15,13 +15,13 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from kvq.errors import RecordError
-from kvq.report.command import answered, given_words
 from kvq.report.comparisons import read_records
 from kvq.report.labels import model_name
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
 from kvq.results.files import place, write_file
+from kvq_lab.words import answered, given_words
 
 BUDGETS = (1.25, 2.25, 3.25, 4.25, 8.0)
 """Measured bits per element."""

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from experiments.docs.documents import PAGE, ROOT, Item, Rows, documents_of
@@ -14,7 +13,7 @@ from experiments.docs.places import PLACE, filled
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.papers.expected import layout_named, names
-from kvq.report.figures.drawing import Drawing, Noted, drawn_figures
+from kvq.report.figures.drawing import drawn_figures
 from kvq.results import Store
 from tests.results import made
 
@@ -84,10 +83,8 @@ def test_counts_are_of_records(tmp_path: Path) -> None:
     Store(tmp_path).put(made.record("nsnquant", "2", settings=canonical(config, "f" * 64, "d" * 64), **run))
     (tmp_path / "figures").mkdir()
     stems = ("memory-llama_3_1_8b-pydocs-1", "memory-tiny_hard-pydocs-2", "memory-tiny-pydocs-3")
-    drawings = [Drawing(stem, pd.DataFrame({"x": [1]}), len, (stem,)) for stem in stems]
-    for drawing in (noted := Noted(drawings)):
-        (tmp_path / "figures" / f"{drawing.stem}.csv").touch()
-    noted.write(tmp_path / "figures")
+    lines = [f"- a title: [PNG]({stem}.png), [CSV]({stem}.csv)" for stem in stems]
+    (tmp_path / "figures" / "index.md").write_text("\n".join(lines), encoding="utf-8")
     assert drawn_figures(tmp_path / "figures") == sorted(stems)
     rows = Rows(tmp_path)
     table6 = Item("Table 6", ("nsnquant/table6",), ("memory",), "no [boxes]")

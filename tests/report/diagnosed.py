@@ -7,7 +7,7 @@ from typing import Any
 
 from kvq import build_method
 from kvq.report.figures.drawing import write_drawings
-from kvq.report.figures.every import diagnostic_drawings
+from kvq.report.figures.every import drawings
 from kvq.results import Record, Store
 from kvq.tasks.measurement import Measurement, task_of
 from tests.results import made
@@ -21,7 +21,7 @@ def measured(folder: Path, task: Any, method: str, bits: int = 2, path: str = "r
 
 def drawn(store: Store, folder: Path) -> list[Path]:
     """Files of every diagnostic figure that the records of a store allow."""
-    return write_drawings(diagnostic_drawings(store.scan()[0], store), folder)
+    return write_drawings(drawings(store.scan()[0], store), folder, {})
 
 
 def put(store: Store, folder: Path, task: Any, method: str, dataset: str = "pydocs", path: str = "random") -> Record:

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from kvq.config import compose
 from kvq.errors import RecordError
 from kvq.report.__main__ import main as tables
-from kvq.report.command import made_of, noted
 from kvq.report.comparisons import read_records
 from kvq.report.figures.every import file_name
 from kvq.report.figures.every import main as figures
@@ -22,33 +21,6 @@ from kvq.results import Broken, Record, Store
 from kvq.results.record import parse_record
 from tests.report.sweeps import sweep
 from tests.results import made
-
-
-def test_parts_that_break_it_are_left_out_and_named() -> None:
-    reasons: list[str] = []
-
-    def total(parts: list[object]) -> int:
-        return sum(int(str(part)) for part in parts)
-
-    assert made_of([1, "a", 3, "b"], total, repr, "sum", noted(reasons)) == 4
-    assert [reason.partition(", ")[0] for reason in reasons] == [
-        "'a': sum: cannot be made of it",
-        "'b': sum: cannot be made of it",
-    ]
-    assert made_of(["a"], total, repr, "sum", noted([])) is None
-    with pytest.raises(RecordError, match=r"^'a': sum: cannot be made of it, ValueError: "):
-        made_of([1, "a"], total, repr, "sum", noted(None))
-
-
-def test_parts_that_only_break_it_together_are_left_out_one_by_one() -> None:
-    def distinct(parts: list[int]) -> list[int]:
-        if len(set(parts)) < len(parts):
-            raise KeyError("twice")
-        return parts
-
-    reasons: list[str] = []
-    assert made_of([1, 1, 2], distinct, str, "set", noted(reasons)) == [1, 2]
-    assert len(reasons) == 1
 
 
 def test_odd_records_are_skipped_by_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from kvq.cli import main
-from kvq.report.figures.drawing import kinds
+from kvq.report.figures.every import stems
 from kvq.results import Store
 from kvq.tasks.multimodal import SIDES
 from tests.media_models import PATCHES, picture, save_llava
@@ -54,8 +54,8 @@ def test_norms_of_images_and_text_are_kept_and_drawn(folder: Path, tmp_path: Pat
     assert record.metrics["value_max_over_median"] >= 1
 
     paths = drawn(Store(tmp_path), tmp_path / "figures")
-    stems = {path.stem for path in paths if path.suffix == ".png"}
-    assert {next(kind for kind in kinds() if stem.startswith(kind)) for stem in stems} == {
+    kinds, drawn_stems = stems(), {path.stem for path in paths if path.suffix == ".png"}
+    assert {next(kind for kind in kinds if stem.startswith(kind)) for stem in drawn_stems} == {
         "modality-tokens",
         "modality-layers",
     }

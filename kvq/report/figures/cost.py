@@ -1,24 +1,20 @@
-"""Figures of what runs take and of searches: bytes by part, tokens per second, trials and what they dominate."""
+"""Figures of what runs take: bytes by part, tokens per second, tables of calibrations."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvq.report.figures.drawing import below, dress, handle, panels, points, powers_of_two, rows_named, titled
+from kvq.report.figures.drawing import below, dress, handle, panels, powers_of_two, register_figure, rows_named
 from kvq.report.figures.error import labelled_rows
-from kvq.report.figures.style import Line, colour, cut, dash, lines_of
+from kvq.report.figures.style import Line, colour, cut, lines_of
 from kvq.report.labels import label, named
-from kvq.results import Record, Store, run_key
+from kvq.results import Record, Store
 from kvq.results.metrics import metric_of
-from kvq.results.presets import said
-from kvq.results.statistics import dominated
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +35,7 @@ def memory_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return labelled_rows(records, store, "bytes")
 
 
-@titled
+@register_figure("memory", "Bytes of the cache: {model}", memory_table, of="all", task="memory")
 def memory_figure(table: pd.DataFrame) -> Figure:
     """Left: bits per element by part at the longest length stored; right: compression by length."""
     looks = lines_of(list(dict.fromkeys(table["method"])))
@@ -115,17 +111,17 @@ def _numbers(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
     return {"fits": True, "tokens_per_second": statistics.median(rates), "peak_bytes": peak}
 
 
-def throughput_figure(table: pd.DataFrame, title: str) -> Figure:
+@register_figure(
+    "throughput", "Throughput and memory by batch: {model} on {machine}", throughput_table, of="all", task="throughput"
+)
+def throughput_figure(table: pd.DataFrame) -> Figure:
     """Peak memory above the weights and tokens per second, by batch; a cross: the first batch that does not fit.
 
     As NSNQuant's figures 4 and 8 draw them; runs that were measured at only one batch are bars.
     """
-    if table["batch"].nunique() == 1:
-        return _bars(table, f"{title}; {table['batch'].iloc[0]} requests at once")
-    return _by_batch(table, title)
+    return _bars(table) if table["batch"].nunique() == 1 else _by_batch(table)
 
 
-@titled
 def _by_batch(table: pd.DataFrame) -> Figure:
     made, (peaks, rates) = panels(2, 3, 1, 2)
     for method, look in lines_of(list(dict.fromkeys(table["method"]))).items():
@@ -144,7 +140,6 @@ def _by_batch(table: pd.DataFrame) -> Figure:
     return made
 
 
-@titled
 def _bars(table: pd.DataFrame) -> Figure:
     """A bar for each run; none where it does not fit."""
     looks = lines_of(list(dict.fromkeys(table["method"])))
@@ -152,7 +147,7 @@ def _bars(table: pd.DataFrame) -> Figure:
     for axis, (column, words) in zip(axes, _RATES.items(), strict=True):
         values = table.set_index("method")[column].astype(float) / (_GIB if column == "peak_bytes" else 1)
         axis.barh(range(len(looks)), [values[name] for name in looks], color=[look.color for look in looks.values()])
-        dress(axis, words, grid="x")
+        dress(axis, f"{words}, {table['batch'].iloc[0]} requests at once", grid="x")
     rows_named(axes[0], list(looks))
     return made
 
@@ -182,7 +177,7 @@ def tables_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines if others else [])
 
 
-@titled
+@register_figure("tables", "Tables of calibrations: {where}", tables_table, task="ppl")
 def tables_figure(table: pd.DataFrame) -> Figure:
     """Loss by bytes of a calibration's tables, by all bits of a sequence of 32K tokens, and by multiplications.
 
@@ -205,75 +200,4 @@ def tables_figure(table: pd.DataFrame) -> Figure:
         axis.set_xlim(left=0)
         dress(axis, words, metric_of("delta_nll").title if axis is axes[0] else "", "both")
     below(made, axes[0], 3)
-    return made
-
-
-_APART = ("sampler", "seed", "verdict", "winners")
-"""What searches of one figure may differ in: what measures their winners afterwards changes no trial."""
-
-
-def searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
-    """Searches of a results folder with the same trials to choose from, by a digest of what they share."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for path in sorted((store.root / "searches").glob("*.json")):
-        one = _read(path)
-        if one is not None:
-            settings = {name: value for name, value in one["settings"].items() if name not in _APART}
-            shared = {"axes": one["axes"], "fixed": one["fixed"], "settings": settings}
-            found.setdefault(run_key(shared)[:8], []).append(one)
-    return found
-
-
-def _read(path: Path) -> Mapping[str, Any] | None:
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        return found if {"axes", "fixed", "settings", "trials", "hypervolume"} <= found.keys() else None
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def search_table(found: list[Mapping[str, Any]]) -> pd.DataFrame:
-    """One line per trial: sampler, seed, its number, its values, whether it is on the frontier of all, hypervolume."""
-    lines = []
-    for search in found:
-        settings = search["settings"]
-        for number, (trial, volume) in enumerate(zip(search["trials"], search["hypervolume"], strict=True), 1):
-            values = dict(zip(settings["objectives"], trial["values"] or [], strict=False))
-            own = {"sampler": settings["sampler"], "seed": settings["seed"], "trial": number, "hypervolume": volume}
-            lines.append({**own, "words": " ".join(trial["words"]), **values})
-    table = pd.DataFrame(lines)
-    objectives = found[0]["settings"]["objectives"]
-    done = table.dropna(subset=objectives)
-    table.loc[done.index, "frontier"] = [not beaten for beaten in dominated(done[objectives].to_numpy().tolist())]
-    return table
-
-
-def search_title(search: Mapping[str, Any]) -> str:
-    """What the trials of a search share: model, text and settings of the task."""
-    fixed = dict(word.partition("=")[::2] for word in search["fixed"])
-    asked = {name.removeprefix("task."): value for name, value in fixed.items() if name.startswith("task.")}
-    words = [said(name, value) for name, value in asked.items() if name != "batch_size"]
-    text = " on ".join(value for name in ("model", "dataset") if (value := fixed.get(name)))
-    return ", ".join(["Searches", *([text] if text else []), *words])
-
-
-@titled
-def search_figure(table: pd.DataFrame, objectives: str) -> Figure:
-    """Trials and the frontier of all of them on the left; on the right hypervolume, a line for each seed."""
-    first, second = objectives.split(",")[:2]
-    made, axes = panels(2, 3.0, 1, 2)
-    done = table.dropna(subset=[first, second])
-    for index, (sampler, part) in enumerate(table.groupby("sampler", sort=True)):
-        own = part.dropna(subset=[first, second])
-        points(axes[0], own[second], own[first], index, str(sampler), s=14)
-        for place, (_, line) in enumerate(part.groupby("seed")):
-            look = {"color": colour(index), "linestyle": dash(index), "linewidth": 0.9}
-            label = str(sampler) if place == 0 else None
-            axes[1].step(line["trial"], line["hypervolume"], where="post", label=label, **look)
-    free = done[done["frontier"].astype(bool)].drop_duplicates([first, second]).sort_values(second)
-    axes[0].plot(free[second], free[first], color="black", linewidth=0.7, zorder=0)
-    axes[0].set_yscale("log")
-    dress(axes[0], metric_of(second).title, metric_of(first).title, "both")
-    dress(axes[1], "trials", "hypervolume (share of the box)", "y", whole=True)
-    below(made, axes[1], 4)
     return made

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from kvq.report.figures.drawing import GREY, below, dress, heat, level, multiples, panels, points, ranges, titled
+from kvq.report.figures.drawing import (
+    GREY,
+    below,
+    dress,
+    heat,
+    level,
+    multiples,
+    panels,
+    points,
+    ranges,
+    register_figure,
+)
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.style import colour, evenly_spread, marker, style
-from kvq.results import Record, Store
+from kvq.report.figures.style import colour, evenly_spread, marker
+from kvq.report.labels import model_name
+from kvq.results import Record, Store, run_key
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,35 +48,43 @@ def closeness_table(record: Record, _: Store | None = None) -> pd.DataFrame:
     return pd.DataFrame([*lines, {"side": "oracle", "step": "", "hadamard": False, "kl": record.metrics["kl_oracle"]}])
 
 
-def closeness_figure(table: pd.DataFrame, title: str) -> Figure:
+@register_figure("distribution-kl", "Closeness to N(0, 1): {where}", closeness_table, of="first", task="distribution")
+def closeness_figure(table: pd.DataFrame) -> Figure:
     """Bars on a logarithmic scale, the oracle as a line."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     places = {(side, step): i + 3.6 * j for j, side in enumerate(SIDES) for i, step in enumerate(STEPS)}
-    with style():
-        made, axis = panels(1, 2.4)
-        for (side, step), place in places.items():
-            for index, name in enumerate(("without", "with Hadamard")):
-                here = (table["side"] == side) & (table["step"] == step) & (table["hadamard"] == bool(index))
-                look: dict[str, Any] = {"color": colour(index), "label": None if place else name}
-                axis.bar(place + 0.4 * index - 0.2, table["kl"][here], 0.38, **look)
-        oracle = float(table[table["side"] == "oracle"]["kl"].iloc[0])
-        axis.axhline(oracle, color="black", linestyle="--", linewidth=0.8, label=f"oracle {oracle:.4f}")
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter(NullFormatter())
-        names = [f"{step}\n{side}s" if step == "NS" else f"{step}\n" for side, step in places]
-        axis.set_xticks(list(places.values()), names)
-        below(made, axis, 3, columnspacing=1)
-        dress(axis, y="mean KL to N(0, 1) (nats)", title=title)
+    made, axis = panels(1, 2.4)
+    for (side, step), place in places.items():
+        for index, name in enumerate(("without", "with Hadamard")):
+            here = (table["side"] == side) & (table["step"] == step) & (table["hadamard"] == bool(index))
+            look: dict[str, Any] = {"color": colour(index), "label": None if place else name}
+            axis.bar(place + 0.4 * index - 0.2, table["kl"][here], 0.38, **look)
+    oracle = float(table[table["side"] == "oracle"]["kl"].iloc[0])
+    axis.axhline(oracle, color="black", linestyle="--", linewidth=0.8, label=f"oracle {oracle:.4f}")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    names = [f"{step}\n{side}s" if step == "NS" else f"{step}\n" for side, step in places]
+    axis.set_xticks(list(places.values()), names)
+    below(made, axis, 3, columnspacing=1)
+    dress(axis, y="mean KL to N(0, 1) (nats)")
     return made
 
 
 def layers_table(record: Record, store: Store) -> pd.DataFrame:
-    """Per side and layer: deviations of channels, Lemma 1's range and the measured one, correlation, cosines."""
+    """Per side and layer: deviations of channels, Lemma 1's range and the measured one, correlation, cosines.
+
+    Beside the cosines those of synthetic vectors, equal in all layers.
+    """
     kinds = {kind: rows_of(record, store, kind) for kind in ("lemma", "correlation", "moments", "vq")}
     places = {kind: dict(list(rows.groupby(["side", "layer"]))) for kind, rows in kinds.items()}
+    synthetic = rows_of(record, store, "synthetic")
+    drawn = {
+        f"synthetic {codebook} {bits} bit": part["cosine"].mean()
+        for (codebook, bits), part in (synthetic.groupby(["codebook", "bits"]) if len(synthetic) else ())
+    }
     lines = []
     for (side, layer), part in kinds["lemma"].groupby(["side", "layer"], sort=True):
         here = {kind: places[kind].get((side, layer), rows.iloc[:0]) for kind, rows in kinds.items()}
@@ -78,12 +99,19 @@ def layers_table(record: Record, store: Store) -> pd.DataFrame:
             line |= {f"deviation {stage} 5%": float(low), f"deviation {stage} 95%": float(high)}
             line[f"|mean| {stage}"] = float(np.mean([np.abs(row).mean() for row in at["mean"]]))
         cosines = here["vq"].to_dict("records")
-        lines.append(line | {f"cosine {row['codebook']} {row['bits']} bit": row["cosine"] for row in cosines})
+        line |= {f"cosine {row['codebook']} {row['bits']} bit": row["cosine"] for row in cosines}
+        lines.append(line | drawn)
     return pd.DataFrame(lines)
 
 
-@titled
-def layers_figure(table: pd.DataFrame, synthetic: pd.DataFrame) -> Figure:
+@register_figure(
+    "distribution-layers",
+    "NSN by layer: {where} (solid: keys, dotted: values, dashed: synthetic)",
+    layers_table,
+    of="first",
+    task="distribution",
+)
+def layers_figure(table: pd.DataFrame) -> Figure:
     """By layer: channel deviations, rotated variances and Lemma 1's range, correlation in groups, cosines."""
     made, axes = panels(2, 4.8, 2, 2)
     for index, side in enumerate(SIDES):
@@ -97,7 +125,7 @@ def layers_figure(table: pd.DataFrame, synthetic: pd.DataFrame) -> Figure:
         ranges(axes[0, 1], places, part["variance_min"], part["variance_max"], index, 1.5, f"{side}s: measured")
         look: Any = {"color": colour(index), "marker": marker(index), "label": f"{side}s"}
         axes[1, 0].plot(part["layer"], part["correlation"], **look)
-    _cosines(axes[1, 1], table, synthetic)
+    _cosines(axes[1, 1], table)
     texts = (
         "channel deviation, 5% to 95%",
         "variance of rotated channels",
@@ -113,17 +141,15 @@ def layers_figure(table: pd.DataFrame, synthetic: pd.DataFrame) -> Figure:
     return made
 
 
-def _cosines(axis: Any, table: pd.DataFrame, synthetic: pd.DataFrame) -> None:
+def _cosines(axis: Any, table: pd.DataFrame) -> None:
     names = [name for name in table.columns if name.startswith("cosine ")]
     for index, name in enumerate(names):
         for side, line in (("key", "-"), ("value", ":")):
             part = table[table["side"] == side]
             text = name.removeprefix("cosine ") if side == "key" else None
             axis.plot(part["layer"], part[name], line, marker=marker(index), color=colour(index), label=text)
-        _, codebook, bits, _ = name.split()
-        found = synthetic[(synthetic["codebook"] == codebook) & (synthetic["bits"] == int(bits))]
-        for value in found["cosine"]:
-            axis.axhline(value, color=colour(index), linewidth=0.6, linestyle="--")
+        if (drawn := name.replace("cosine", "synthetic", 1)) in table:
+            axis.axhline(table[drawn].iloc[0], color=colour(index), linewidth=0.6, linestyle="--")
 
 
 def kept_vectors(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -156,7 +182,23 @@ def embedding_table(kept: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     return pd.concat(out, ignore_index=True)
 
 
-@titled
+def embeddings(records: Sequence[Record], store: Store) -> dict[tuple[str, str], pd.DataFrame]:
+    """`embedding_table` of the tokens that `task=distribution` kept, of every model with two corpora or more."""
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        if record.task == "distribution":
+            key = run_key({"model": record.config.get("model"), "task": record.config.get("task")})
+            groups[record.model, key].append(record)
+    found = {}
+    for (model, key), group in groups.items():
+        kept = kept_vectors(group, store)
+        if not kept.empty and kept["dataset"].nunique() > 1:
+            words = f"{model_name(model)}, layer {kept['layer'].iloc[0]}"
+            found[f"{model}-{key[:6]}", words] = embedding_table(kept)
+    return found
+
+
+@register_figure("distribution-tsne-{name}", "Tokens of {what}, one head", embeddings, of="records")
 def embedding_figure(table: pd.DataFrame) -> Figure:
     """Keys and values side by side, a colour for each corpus."""
     made, axes = panels(2, 2.9, 1, 2)
@@ -174,7 +216,13 @@ def covariances_table(record: Record, store: Store) -> pd.DataFrame:
     return rows[["side", "layer", "head", "gamma", "covariance_min", "covariance_max"]].reset_index(drop=True)
 
 
-@titled
+@register_figure(
+    "distribution-covariances",
+    "Covariances of channels behind NSN: {where}",
+    covariances_table,
+    of="first",
+    task="distribution",
+)
 def covariances_figure(table: pd.DataFrame) -> Figure:
     """The norm by layer, mean over heads (NSNQuant, Figure 6), and the range of covariances by head (its Figure 7)."""
     made, (norms, spans) = panels(2, 2.6, 1, 2)
@@ -207,7 +255,13 @@ def ranges_table(record: Record, store: Store) -> pd.DataFrame:
     return rows if rows.empty else _by_channel(rows, ["side", "layer", "head"], ["lowest", "highest"])
 
 
-@titled
+@register_figure(
+    "distribution-ranges",
+    "Covariances by channel behind NSN, layer {layer}: {where}",
+    ranges_table,
+    of="first",
+    task="distribution",
+)
 def ranges_figure(table: pd.DataFrame) -> Figure:
     """Range of each channel's covariances with the others, head after head: keys above, values below.
 
@@ -242,7 +296,9 @@ def scatter_table(record: Record, store: Store) -> pd.DataFrame:
     return scattered(moments_table(record, store))
 
 
-@titled
+@register_figure(
+    "distribution-channels", "Channels behind NSN and Hadamard: {where}", scatter_table, of="first", task="distribution"
+)
 def scatter_figure(table: pd.DataFrame) -> Figure:
     """A point for each channel, deviation over mean (NSNQuant, Figures 12 and 13); lines cross at those of N(0, 1)."""
     sides = {side: f"{side}s: deviation" for side in SIDES}
@@ -270,7 +326,13 @@ def steps_table(record: Record, store: Store) -> pd.DataFrame:
     return one_head(moments_table(record, store))
 
 
-@titled
+@register_figure(
+    "distribution-steps",
+    "Channels by steps of NSN, layer {layer}, head 0: {where}",
+    steps_table,
+    of="first",
+    task="distribution",
+)
 def steps_figure(table: pd.DataFrame) -> Figure:
     """Mean ± deviation of each channel as it comes, after NSN, and rotated (what NSNQuant's Figure 3 illustrates)."""
     sides = {side: f"{side}s:\nmean ± deviation" for side in SIDES}
@@ -301,7 +363,13 @@ def magnitudes_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-@titled
+@register_figure(
+    "distribution-magnitudes",
+    "Magnitudes, layer {layer}, head 0: {where}",
+    magnitudes_table,
+    of="first",
+    task="distribution",
+)
 def magnitudes_figure(table: pd.DataFrame) -> Figure:
     """Keys and values as images, tokens over channels, each on its own scale (OScaR, Figure 2)."""
     made, axes = panels(2, 2.8, 1, 2)

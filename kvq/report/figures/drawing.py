@@ -1,4 +1,4 @@
-"""Drawings: a table, the function that makes a figure of it, their files and `index.md`; an unchanged one stays.
+"""Figures by kind, found by `register_figure`; a drawing's files and `index.md`.
 
 And what figures share: grids of panels, the words of axes, legends, lines and ranges, heat maps.
 """
@@ -6,201 +6,148 @@ And what figures share: grids of panels, the words of axes, legends, lines and r
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import os
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pandas as pd
-import yaml
 from tqdm import tqdm
 
 from kvq.errors import KvqError
-from kvq.report.command import made_of, noted, why, write_files
-from kvq.report.figures.style import png_of, save
+from kvq.report.command import line, write_files
+from kvq.report.figures.style import colour, drawable, figure, marker, plain_text, save, style
 from kvq.report.tables.formats import escape_markdown
-from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-import itertools
-import math
-import textwrap
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from kvq.report.figures.style import colour, figure, marker, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MARKS = ".drawn.json"
-"""What each figure of a folder was drawn from, and the files that came of it."""
 INDEX = "index.md"
-_KINDS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "kinds.yaml").read_text(encoding="utf-8"))
 _BEGIN = (
     "Drawn from the records by `make figures`, each with its numbers; changes here are overwritten. A checkout",
     "has this list and the figures that pages show. Tables are in [tables](../tables/index.md).",
 )
-_RULES = dict.fromkeys(("pareto", "engines"), f"{FRONTIER_RULE} {NOISE_RULE}") | {"widths": NOISE_RULE}
+Draw = Callable[..., "Figure"]
+Names = Mapping[Any, str]
+Numbers = pd.DataFrame | Mapping[tuple[str, str], pd.DataFrame]
+"""The numbers of a figure, or of several by what stands for `{name}` in their files' names and `{what}` in titles."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of figure, as `register_figure` describes it."""
+
+    stem: str
+    title: str
+    numbers: Callable[..., Numbers | None]
+    draw: Draw | None
+    of: Literal["table", "records", "runs", "all", "first", "each"]
+    task: str
+    note: str
+    each_alone: bool
+
+    @property
+    def name(self) -> str:
+        """How the names of its figures begin."""
+        return self.stem.partition("{")[0].rstrip("-")
+
+
+KINDS: list[Kind] = []
+"""Every kind in the order of the index: that in which its module was imported."""
+
+
+def register_figure(
+    stem: str,
+    title: str,
+    numbers: Callable[..., Numbers | None],
+    of: Literal["table", "records", "runs", "all", "first", "each"] = "runs",
+    task: str = "",
+    note: str = "",
+    each_alone: bool = True,
+) -> Callable[[Draw], Draw]:
+    """Make a decorator that registers a kind of figure and makes the function `titled`, which draws the numbers.
+
+    Args:
+        stem: how the names of its files begin, which is their heading in the index; {run} and {name} as in `title`.
+        title: {run}, {where}, {model}, {machine} stand for what they name of a run (`kvq.report.figures.every`),
+            {layer} for the first layer of the numbers, {name} and {what} for the keys of `Numbers`.
+        numbers: makes the table that is drawn; no figure of an empty one.
+        of: what `numbers` is given: `table`, a table of runs (`kvq.report.tables.layout.Table`); `records`, all runs
+            that are done; else those of one task and protocol: the `runs` of methods together, `all` with full
+            precision's, the `first` alone, or `each` of a method. The store comes second.
+        task: of the runs; of a `table` empty for all tasks.
+        note: a sentence below the heading.
+        each_alone: whether numbers of each run alone say which runs can be read; false: all can, or it takes long.
+    """
+
+    def register(draw: Draw) -> Draw:
+        made = titled(draw)
+        KINDS.append(Kind(stem, title, numbers, made, of, task, note, each_alone))
+        return made
+
+    return register
+
+
+def register_numbers(stem: str, numbers: Callable[..., Numbers | None]) -> None:
+    """Register numbers of all runs that are written as CSV and not drawn."""
+    KINDS.append(Kind(stem, stem, numbers, None, "records", "", "", each_alone=True))
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure.
-
-    Attributes:
-        stem: the files' name without its ending.
-        table: the numbers, or what `derive` makes them of.
-        draw: makes the figure of the numbers and `arguments`; None: only the numbers are written.
-        arguments: strings and tables.
-        derive: for numbers that take long to compute.
-    """
+    """One figure: the names of its files without their ending, its title, its numbers, its kind."""
 
     stem: str
+    title: str
     table: pd.DataFrame
-    draw: Callable[..., Figure] | None
-    arguments: tuple[str | pd.DataFrame, ...] = ()
-    derive: Callable[[pd.DataFrame], pd.DataFrame] | None = None
-
-    @property
-    def title(self) -> str:
-        """What the figure is called."""
-        return next((part for part in reversed(self.arguments) if isinstance(part, str)), self.stem)
-
-    def numbers(self) -> pd.DataFrame:
-        """The figure's numbers."""
-        return self.table if self.derive is None else self.derive(self.table)
+    kind: Kind
 
     def figure(self) -> Figure | None:
-        """The figure."""
-        return None if self.draw is None else self.draw(self.numbers(), *self.arguments)
-
-    def mark(self) -> str:
-        """A hash of everything that decides what the files hold: numbers, texts, the code that draws."""
-        digest = hashlib.sha256(_code().encode())
-        for function in (self.draw, self.derive):
-            digest.update(f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}\0".encode())
-        for part in (self.table, *self.arguments):
-            text = part if isinstance(part, str) else part.to_csv(index=False, lineterminator="\n")
-            digest.update(text.encode() + b"\0")
-        return digest.hexdigest()
+        """Make the figure; None: there are only numbers."""
+        return None if self.kind.draw is None else self.kind.draw(self.table, self.title)
 
 
-@functools.cache
-def _code() -> str:
-    """A hash of this folder's files and of the version that draws."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*"))]
-    return hashlib.sha256(b"".join([version("matplotlib").encode(), *sources])).hexdigest()
-
-
-def drawn(stem: str, table: pd.DataFrame, draw: Callable[..., Figure], *arguments: str | pd.DataFrame) -> list[Drawing]:
-    """The drawing of a table, its title the last argument; none of an empty table."""
-    return [] if table.empty else [Drawing(stem, table, draw, arguments)]
-
-
-def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str] | None = None) -> list[Path]:
-    """Write each drawing as CSV, PDF and PNG and return their paths; files of an unchanged figure stay.
+def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: dict[str, str]) -> list[Path]:
+    """Write each drawing as CSV, PDF and PNG, and `index.md`; return their paths.
 
     Args:
         drawings: taken one by one.
         folder: where the files go.
-        skipped: takes the reasons of figures that their numbers do not allow; None raises them.
+        skipped: takes the figures that cannot be drawn, with the reason.
 
     Raises:
         RecordError: a folder that cannot be written.
     """
-    known = _known(folder)
-    marks: dict[str, dict[str, Any]] = dict(known)
     paths: list[Path] = []
+    drawn: list[Drawing] = []
     for drawing in tqdm(drawings, "figures", unit="", leave=False, disable=None):
-        mark = drawing.mark()
-        files = _unchanged(known.get(drawing.stem), mark, folder) or _written(drawing, folder, noted(skipped))
-        if files:
-            marks[drawing.stem] = {"mark": mark, "files": {path.name: _digest(path) for path in files}}
-        paths += files
-    kept = {stem: mark for stem, mark in marks.items() if all((folder / name).is_file() for name in mark["files"])}
-    write_files("figures", folder, {MARKS: json.dumps(kept, indent=0, sort_keys=True) + "\n"})
-    return paths
+        try:
+            paths += save(drawing.figure(), drawing.table, folder, drawing.stem)
+            drawn.append(drawing)
+        except KvqError:
+            raise  # of the folder
+        except Exception as error:
+            skipped[f"figure {drawing.stem}"] = line(error)
+    return paths + write_files("figures", folder, {INDEX: _index(drawn)})
 
 
-def _written(drawing: Drawing, folder: Path, skip: Callable[[object, str], None]) -> list[Path]:
-    """The files of a drawing; `skip` takes what its numbers do not allow: some lines or methods of it, or all."""
-    try:
-        return _saved(drawing, folder)
-    except (OSError, KvqError):
-        raise  # of the folder
-    except Exception as error:
-        reasons: list[str] = []
-        if (sound := _sound(drawing, reasons)) is None:
-            reasons = [f"figure {drawing.stem}: cannot be drawn, {why(error)}"]
-    for reason in reasons:
-        skip(None, reason)
-    return [] if sound is None else _saved(sound, folder)
-
-
-def _saved(drawing: Drawing, folder: Path) -> list[Path]:
-    numbers = drawing.numbers()
-    return save(drawing.draw and drawing.draw(numbers, *drawing.arguments), numbers, folder, drawing.stem)
-
-
-def _sound(drawing: Drawing, reasons: list[str]) -> Drawing | None:
-    """Leave out the rows or methods that cannot be drawn and name them in `reasons`; None where nothing is left."""
-    column = next((name for name in ("method", "variant") if name in drawing.table), None)
-    if column is None or drawing.table.empty:
-        return None
-    odd = pd.Series(False, index=drawing.table.index)  # a text or a list where most lines hold a number, or the reverse
-    for name in (name for name, kind in drawing.table.dtypes.items() if kind.kind == "O"):
-        kinds = drawing.table[name].map(lambda one: "number" if isinstance(one, int | float) else type(one).__name__)
-        odd |= kinds != kinds.mode()[0]
-    rest = drawing.table[~odd]
-
-    def part_of(names: list[str]) -> Drawing:
-        part = replace(drawing, table=rest[rest[column].isin(names)].infer_objects())
-        if (made := part.figure()) is not None:
-            png_of(made)
-        return part
-
-    what = f"figure {drawing.stem}: "
-    names = list(dict.fromkeys(rest[column]))
-    sound = made_of(names, part_of, lambda name: f"{what}{name}", "drawing", noted(reasons))
-    if odd.any():
-        whose = ", ".join(dict.fromkeys(drawing.table[column][odd]))
-        reasons.append(f"{what}{whose}: {odd.sum()} lines hold no number where the others do")
-    return sound
-
-
-def _unchanged(known: Any, mark: str, folder: Path) -> list[Path]:
-    """The files of a figure whose mark is known, if they are there as they were written; else none."""
-    with suppress(KeyError, TypeError, AttributeError, OSError):
-        files = {folder / Path(name).name: digest for name, digest in known["files"].items()}
-        if known["mark"] != mark or any(_digest(path) != digest for path, digest in files.items()):
-            return []
-        for path in files:
-            os.utime(path)  # newer than the records, as a figure that is drawn again
-        return list(files)
-    return []
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _known(folder: Path) -> dict[str, dict[str, Any]]:
-    try:
-        found = json.loads((folder / MARKS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    marks = found.items() if isinstance(found, dict) else ()
-    return {stem: mark for stem, mark in marks if isinstance(mark, dict) and isinstance(mark.get("files"), dict)}
+def _index(drawings: Sequence[Drawing]) -> str:
+    lines = ["# Figures", "", *_BEGIN]
+    for kind in KINDS:
+        drawn = sorted((drawing for drawing in drawings if drawing.kind is kind), key=lambda one: one.stem)
+        if not drawn:
+            continue
+        lines += ["", f"## {kind.name}", "", *([kind.note, ""] if kind.note else [])]
+        for drawing in drawn:
+            endings = ("csv",) if kind.draw is None else ("png", "pdf", "csv")
+            files = ", ".join(f"[{ending.upper()}]({drawing.stem}.{ending})" for ending in endings)
+            lines.append(f"- {escape_markdown(drawing.title)} (`{drawing.stem}`): {files}")
+    return "\n".join(lines) + "\n"
 
 
 def drawn_figures(folder: Path) -> list[str]:
@@ -211,68 +158,20 @@ def drawn_figures(folder: Path) -> list[str]:
         return []
 
 
-def kinds() -> tuple[str, ...]:
-    """The prefixes of figures' names, in the order of the page."""
-    return tuple(_KINDS)
-
-
-class Noted:
-    """Passes drawings on one by one and keeps their names and titles for the index."""
-
-    def __init__(self, drawings: Iterable[Drawing]) -> None:
-        self._drawings = drawings
-        self.titles: dict[str, tuple[str, bool]] = {}
-
-    def __iter__(self) -> Iterator[Drawing]:
-        for drawing in self._drawings:
-            self.titles[drawing.stem] = drawing.title, drawing.draw is not None
-            yield drawing
-
-    def write(self, folder: Path) -> Path:
-        """Write the index and return its path.
-
-        Raises:
-            RecordError: a folder that cannot be written.
-        """
-        # One that could not be drawn has no files.
-        self.titles = {stem: title for stem, title in self.titles.items() if (folder / f"{stem}.csv").is_file()}
-        return write_files("figures", folder, {INDEX: self._page()})[0]
-
-    def _page(self) -> str:
-        lines = ["# Figures", "", *_BEGIN]
-        by_kind: dict[str, list[str]] = {kind: [] for kind in (*_KINDS, "")}
-        for stem in sorted(self.titles):
-            by_kind[next(kind for kind in by_kind if stem.startswith(kind))].append(stem)
-        for kind, stems in by_kind.items():
-            if not stems:
-                continue
-            lines += ["", f"## {_KINDS.get(kind, 'Others')}", ""]
-            if kind in _RULES:
-                lines += [_RULES[kind], ""]
-            for stem in stems:
-                title, drawn = self.titles[stem]
-                kinds = ("png", "pdf", "csv") if drawn else ("csv",)
-                files = ", ".join(f"[{suffix.upper()}]({stem}.{suffix})" for suffix in kinds)
-                lines.append(f"- {escape_markdown(title)} (`{stem}`): {files}")
-        return "\n".join(lines) + "\n"
-
-
 GREY = "#999999"
 _CHARACTERS_PER_INCH = 16
 """Of a title, on average."""
-Draw = Callable[..., "Figure"]
-Names = Mapping[Any, str]
 
 
 def titled(draw: Draw) -> Draw:
-    """`draw` in the style of all figures; the last argument of what is returned is a title, which stands above."""
+    """Make of a function of numbers one of numbers and a title, in the style of all figures and with plain names."""
 
     @functools.wraps(draw)
-    def made(*arguments: Any) -> Figure:
+    def made(numbers: pd.DataFrame, title: str) -> Figure:
         with style():
-            found = draw(*arguments[:-1])
+            found = draw(drawable(numbers))
             across = int(_CHARACTERS_PER_INCH * found.get_figwidth())
-            lines = [line for part in arguments[-1].split("\n") for line in textwrap.wrap(part, across)]
+            lines = [line for part in title.split("\n") for line in textwrap.wrap(plain_text(part), across)]
             found.suptitle("\n".join(lines), fontsize=8)
         return found
 
@@ -310,8 +209,8 @@ def multiples(
         The figure, its axes (rows, columns), and each panel with its two values and the lines that hold both.
     """
     made, axes = panels(2, height, len(rows[1]), len(columns[1]), squeeze=False, **options)
-    for line, name in zip(axes, rows[1].values(), strict=True):
-        line[0].set_ylabel(name)
+    for row, name in zip(axes, rows[1].values(), strict=True):
+        row[0].set_ylabel(name)
     for top, bottom, name in zip(axes[0], axes[-1], columns[1].values(), strict=True):
         top.set_title(name)
         bottom.set_xlabel(x)

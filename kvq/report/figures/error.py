@@ -1,7 +1,8 @@
-"""Figures of errors: by stage, layer and position, on synthetic keys, on states that are known, of single layers."""
+"""Figures of errors: by stage, layer and position, on synthetic keys, on states that are known."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvq.report.figures.drawing import GREY, bare, below, dress, heat, level, panels, points, titled, wrapped
-from kvq.report.figures.style import colour, figure, legend_columns, lines_of, powers_of_ten
+from kvq.report.figures.drawing import GREY, bare, below, dress, heat, level, panels, register_figure, wrapped
+from kvq.report.figures.style import colour, figure, legend_columns, lines_of
 from kvq.report.labels import named
 from kvq.results import Record, Store
 
@@ -67,7 +68,7 @@ def steps_table(record: Record, store: Store) -> pd.DataFrame:
     return rows.groupby([*_ARM, "complete"], sort=False)[[*_PANELS]].mean().reset_index()
 
 
-@titled
+@register_figure("error-steps-{run}", "{run} bits on {model}: error by stages", steps_table, of="each", task="error")
 def steps_figure(table: pd.DataFrame) -> Figure:
     """Bars for every choice of stages: error of keys and values, of the weights and of the output."""
     shown = table[table["side"] != "both"]
@@ -110,7 +111,7 @@ def places_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["method", "side", "rope", "by", "place", "rel_mse"])
 
 
-@titled
+@register_figure("error-places", "Errors on {where}", places_table, task="error")
 def places_figure(table: pd.DataFrame) -> Figure:
     """Keys above, values below; by layer left, by position right; dashed: keys quantized before RoPE."""
     made, axes = panels(2, 4.2, 2, 2, sharey="row")
@@ -131,17 +132,17 @@ def places_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
-def plane_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """Errors by lowness of sinks and size of outlier channels, one line per run and pair."""
-    return labelled_rows(records, store, "plane")
+def plane_table(records: Sequence[Record], store: Store, quantity: str) -> pd.DataFrame:
+    """One quantity by lowness of sinks and size of outlier channels, one line per run and pair; empty without it."""
+    rows = labelled_rows(records, store, "plane")
+    return rows[["method", "lowness", "outliers", quantity]] if quantity in rows else pd.DataFrame()
 
 
-@titled
-def plane_figure(table: pd.DataFrame, quantity: str) -> Figure:
+def planes(table: pd.DataFrame) -> Figure:
     """One panel per method: error over sink lowness (right: lower) and the size of outlier channels (up: larger)."""
     from matplotlib.colors import LogNorm
 
-    methods = list(dict.fromkeys(table["method"]))
+    quantity, methods = table.columns[-1], list(dict.fromkeys(table["method"]))
     columns = min(_PLANES_ACROSS, len(methods))
     lines = math.ceil(len(methods) / columns)
     scale = LogNorm(max(float(table[quantity].min()), 1e-4), max(float(table[quantity].max()), 2e-4))
@@ -165,9 +166,20 @@ def plane_figure(table: pd.DataFrame, quantity: str) -> Figure:
     made.supxlabel("sink's norm: times smaller", fontsize=8)
     made.supylabel("outlier channels: mean / deviation", fontsize=8)
     size = min(1.0, 3 / (1.1 * lines))
-    bar = made.colorbar(image, ax=list(made.axes), label="relative squared error per token", shrink=size)
-    powers_of_ten(bar.ax.yaxis)
+    made.colorbar(image, ax=list(made.axes), label="relative squared error per token", shrink=size)
     return made
+
+
+for _quantity, _title in (
+    ("neighbour_apart_error", "Error of a sink's neighbours, relative to what sets keys apart"),
+    ("sink_error", "Error of the sinks, relative to their norm"),
+):
+    register_figure(
+        f"synthetic-{_quantity}",
+        f"{_title}; sinks {{sinks}} outlier channels",
+        functools.partial(plane_table, quantity=_quantity),
+        task="synthetic",
+    )(planes)
 
 
 def bars_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -188,8 +200,7 @@ def bars_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["method", "bits_per_element", "quantity", "mean", "min", "max"])
 
 
-@titled
-def bars_figure(table: pd.DataFrame) -> Figure:
+def bars(table: pd.DataFrame) -> Figure:
     """A bar for each run, a panel for each quantity, with whiskers: the least and the most, or the standard error."""
     bits = table.drop_duplicates("method").set_index("method")["bits_per_element"]
     methods, quantities = list(bits.index), list(dict.fromkeys(table["quantity"]))
@@ -214,6 +225,9 @@ def bars_figure(table: pd.DataFrame) -> Figure:
     return made
 
 
+bars_figure = register_figure("states-drawn", "Drawn states: {states}", bars_table, task="random_states")(bars)
+
+
 def layers_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     """One line per run and layer: by what percent its errors are below those of `task.against`; empty for one layer.
 
@@ -229,7 +243,7 @@ def layers_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return found.assign(**{name: 100 * found[name] for name in columns}).reset_index(drop=True)
 
 
-@titled
+@register_figure("states-layers", "Errors on a block of states: {block}", layers_table, of="all", task="model_states")
 def layers_figure(table: pd.DataFrame) -> Figure:
     """Bars by layer, one for each run; a panel for each quantity, keys by the ranking query and by held-out queries."""
     columns = [name for name in _REDUCTIONS if name in table]
@@ -262,72 +276,3 @@ def compared_with(task: Mapping[str, Any]) -> list[str]:
         return []
     bits = f" at {task['against_bits']} bits" if task.get("against_bits") else ""
     return [f"beside {task['against']}{bits}"]
-
-
-_LEAST = 1e-6
-"""KL below which a colour tells nothing apart."""
-_DECADES = 4
-
-
-def costs_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """One line per run, side (or head of it) and layer: KL when it alone is quantized, in nats per token."""
-    lines = []
-    for record in records:
-        for row in store.samples_of(record):
-            if "side" in row:
-                lines.append((named(record), f"{row['side']}s", row["layer"], row["kl_mean"]))
-            elif "head" in row:
-                side, layer = row["of"]
-                lines.append((named(record), f"{side}s, head {row['head']}", layer, row["kl_mean"]))
-    return pd.DataFrame(lines, columns=["method", "side", "layer", "kl"])
-
-
-@titled
-def costs_figure(table: pd.DataFrame) -> Figure:
-    """A line of cells for the keys, one for the values of each run and one for each head; layers from left to right."""
-    from matplotlib.colors import LogNorm
-
-    sides = sorted(table["side"].unique(), key=lambda side: (side.partition(",")[0], len(side), side))
-    rows = [(method, side) for method in dict.fromkeys(table["method"]) for side in sides]
-    once = table.drop_duplicates(["method", "side", "layer"])  # of two runs with one label, the first
-    grid = once.pivot(index=["method", "side"], columns="layer", values="kl").reindex(rows)
-    most = max(float(table["kl"].max()), 10 * _LEAST)
-    scale = LogNorm(max(min(float(table["kl"].min()), most / 10), most / 10**_DECADES, _LEAST), most)
-    made, axis = panels(2, 0.9 + 0.17 * len(rows))
-    image = heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis")
-    axis.set_yticks(range(len(rows)), [f"{method}, {side}" for method, side in rows], fontsize=6)
-    step = max(1, grid.shape[1] // 15)
-    axis.set_xticks(range(0, grid.shape[1], step), [str(layer) for layer in grid.columns[::step]])
-    bare(axis)
-    axis.set_xlabel("layer")
-    powers_of_ten(made.colorbar(image, ax=axis, label="KL (nats/token)", extend="min", pad=0.01).ax.yaxis)
-    return made
-
-
-def sums_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """One line per run and set of sides and layers: the sum of the KL of its parts, and its own."""
-    lines = []
-    for record in records:
-        rows = store.samples_of(record)
-        single = {(row["side"], row["layer"]): row["kl_mean"] for row in rows if "side" in row}
-        for row in rows:
-            if "layers" in row:
-                parts = [single[side, layer] for side, layers in row["layers"].items() for layer in layers]
-                own = {"set": row["item"], "places": len(parts), "sum": sum(parts), "kl": row["kl_mean"]}
-                lines.append({"method": named(record), **own})
-    return pd.DataFrame(lines, columns=["method", "set", "places", "sum", "kl"])
-
-
-@titled
-def sums_figure(table: pd.DataFrame) -> Figure:
-    """A point for each set of layers: the sum of its parts' KL along x, its own KL along y; equal on the line."""
-    made, axis = panels(2, 3.2)
-    for index, (method, part) in enumerate(table.groupby("method", sort=False)):
-        points(axis, part["sum"], part["kl"], index, str(method))
-    low, high = (getattr(table[["sum", "kl"]].to_numpy(), kind)() for kind in ("min", "max"))
-    axis.plot([low, high], [low, high], color=GREY, linewidth=0.8, zorder=0)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    dress(axis, "sum of the KL of the parts (nats/token)", "KL of the set (nats/token)", "both")
-    below(made, axis, 2)
-    return made

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
 from kvq.report.comparisons import effective_bits, measured_bits
-from kvq.report.figures.drawing import GREY, dress, handle, panels, powers_of_two, rows_named, titled
+from kvq.report.figures.drawing import GREY, dress, handle, panels, powers_of_two, register_figure, rows_named
 from kvq.report.figures.perplexity import run_name
 from kvq.report.figures.style import colour, figure, legend_columns, lines_of, marker, symlog
 from kvq.report.labels import ENGINES, by_bits, colour_of, engine_of, method_of
-from kvq.report.tables.layout import Row, Table
-from kvq.results import Record
+from kvq.report.tables.layout import Row, Table, is_of_texts
+from kvq.results import Record, Store
 from kvq.results.metrics import METRICS
+from kvq.results.noise import FRONTIER_RULE, NOISE_RULE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,6 +51,7 @@ MEASURED = Size("bits_per_element", _WORDS, measured_bits, len(_USUAL), lambda r
 """With it, the axis of formats of engines, which have no residual, is that of the rates that papers name."""
 
 
+RULES = f"{FRONTIER_RULE} {NOISE_RULE}"
 LIMIT = "limit of Gaussian coding"
 """The method's name of the lines that are points of the limit's curve (`task=limit`)."""
 
@@ -71,7 +73,7 @@ def pareto_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:
 def runs_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:
     """One line per run of a perplexity protocol: bits, losses, whether it is on the frontier, or a variant."""
     lines: list[dict[str, Any]] = []
-    for row in table.rows:
+    for row in () if is_of_texts(table) else table.rows:
         metrics, bits = row.record.metrics, size.of(row.record)
         if row.record.status == "done" and not row.baseline and bits is not None and "delta_nll" in metrics:
             losses = {name: metrics.get(name) for name in _LOSSES}
@@ -89,7 +91,13 @@ def engines_table(table: Table) -> pd.DataFrame | None:
     return None if found.empty else found
 
 
-@titled
+@register_figure(
+    "pareto",
+    "Loss and bits: {where}",
+    lambda table, _: found if len(found := pareto_table(table)) > 1 else None,
+    of="table",
+    note=RULES,
+)
 def pareto_figure(numbers: pd.DataFrame) -> Figure:
     """Two panels, ΔNLL and KL by effective bits: a few methods in their colours, the others grey, variants hollow.
 
@@ -99,7 +107,13 @@ def pareto_figure(numbers: pd.DataFrame) -> Figure:
     return _losses(numbers, EFFECTIVE)
 
 
-@titled
+@register_figure(
+    "engines",
+    "Engines' formats beside papers' methods: {where}",
+    lambda table, _: engines_table(table),
+    of="table",
+    note=RULES,
+)
 def engines_figure(numbers: pd.DataFrame) -> Figure:
     """As `pareto_figure`, over measured bits, of an `engines_table`."""
     return _losses(numbers, MEASURED)
@@ -231,8 +245,11 @@ _SIDES = ((-6.0, -5.0), (-6.0, 5.0), (-6.0, -12.0), (6.0, 7.0), (-6.0, 12.0), (6
 _NAME, _PANEL = 5.5, (200, 155)
 
 
-def variants(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Variants of one method, (method, numbers), at every width at which there are three or more."""
+def variants(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.DataFrame]:
+    """Variants of each method, by its name (twice), at every width at which there are three or more."""
+    found: dict[tuple[str, str], pd.DataFrame] = {}
+    if is_of_texts(table):
+        return found
     groups: dict[str, dict[str, list[Row]]] = {}
     for row in table.rows:
         if row.record.status == "done" and not row.baseline and "delta_nll" in row.record.metrics:
@@ -247,10 +264,11 @@ def variants(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
             if len(widths[bits]) >= _FEWEST
         ]
         if lines:
-            yield method, pd.DataFrame(lines)
+            found[method, method] = pd.DataFrame(lines)
+    return found
 
 
-@titled
+@register_figure("variants-{name}", "Variants of {what}: {where}", variants, of="table")
 def variants_figure(numbers: pd.DataFrame) -> Figure:
     """Bars of ΔNLL with standard errors, a panel for each width, the best on top."""
     parts = [(bits, part.head(_MOST_BARS)) for bits, part in numbers.groupby("bits", sort=False)][:_MOST_PANELS]
@@ -268,19 +286,18 @@ def variants_figure(numbers: pd.DataFrame) -> Figure:
     return made
 
 
-def families(table: Table) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Methods whose variants differ in measured bits, (method, numbers), with the methods that are compared first."""
-    numbers = runs_table(table, MEASURED)
-    if numbers.empty:
-        return
+def families(table: Table, _: Store | None = None) -> dict[tuple[str, str], pd.DataFrame]:
+    """Methods whose variants differ in measured bits, by name (twice), with the methods that are compared first."""
+    numbers, found = runs_table(table, MEASURED), {}
     own = numbers["method"].map(method_of)
     for method in sorted(set(own) - set(_FIRST_COMPARED)):
         part = numbers[own == method]
         if part["method"].nunique() >= _FEWEST and part[MEASURED.column].round(1).nunique() >= _RATES:
-            yield method, numbers[(own == method) | numbers["method"].isin(_FIRST_COMPARED)]
+            found[method, method] = numbers[(own == method) | numbers["method"].isin(_FIRST_COMPARED)]
+    return found
 
 
-@titled
+@register_figure("measured-{name}", "Variants of {what} over measured bits: {where}", families, of="table")
 def family_figure(numbers: pd.DataFrame) -> Figure:
     """ΔNLL with standard errors by measured bits: a marker for each variant, lines of the methods compared first."""
     known = numbers[numbers["delta_nll"].notna()].sort_values(MEASURED.column, kind="stable")

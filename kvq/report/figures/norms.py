@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvq.report.figures.drawing import GREY, dress, handle, heat, level, multiples, panels, titled
+from kvq.report.figures.drawing import GREY, dress, handle, heat, level, multiples, panels, register_figure
 from kvq.report.figures.error import rows_of
-from kvq.report.figures.style import colour, evenly_spread, marker, powers_of_ten
+from kvq.report.figures.style import colour, evenly_spread, marker
 from kvq.results import Record, Store
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def norms_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["side", "layer", "head", "position", "norm", "relative_norm", "attention"])
 
 
-@titled
+@register_figure("tni-boxes", "Token norms over layers and heads: {where}", norms_table, of="first", task="tni")
 def boxes_figure(table: pd.DataFrame) -> Figure:
     """Boxes over all layers and heads of the norm over its head's median, at the first and some later positions."""
     made, axes = panels(2, 4.4, 3, 1, sharex=True)
@@ -65,7 +65,7 @@ def _by_side_and_layer(table: pd.DataFrame, layers: Sequence[int]) -> tuple[Figu
     return found
 
 
-@titled
+@register_figure("tni-layers", "Token norms by layer, a box over heads: {where}", norms_table, of="first", task="tni")
 def layers_figure(table: pd.DataFrame) -> Figure:
     """Norms as they are, a column per layer: each token a box over its heads, as OScaR's figure 3 draws them."""
     chosen = _positions(table, 8, 4)
@@ -99,7 +99,7 @@ def _boxes(axis: Any, part: pd.DataFrame, quantity: str, positions: list[int]) -
             line.set_color(colour(0))
 
 
-@titled
+@register_figure("tni-heat", "Where tokens are low in norm: {where}", norms_table, of="first", task="tni")
 def heat_figure(table: pd.DataFrame) -> Figure:
     """Layer by position: relative norms (median over heads) of queries, keys and values, and the attention received."""
     from matplotlib.colors import LogNorm
@@ -111,7 +111,7 @@ def heat_figure(table: pd.DataFrame) -> Figure:
         grid = part.groupby(["layer", "position"])["attention" if attention else "relative_norm"].first().unstack()
         if attention:
             image = heat(axis, grid.to_numpy().clip(1e-4), norm=LogNorm(1e-4, 1), cmap="cividis")
-            powers_of_ten(made.colorbar(image, ax=axis, label="mean weight received").ax.yaxis)
+            made.colorbar(image, ax=axis, label="mean weight received")
         else:
             image = heat(axis, grid, vmin=0, vmax=2, cmap="PuOr")
             made.colorbar(image, ax=axis, label="norm / median", extend="max")
@@ -132,7 +132,9 @@ def groups_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.concat([part for part in found if not part.empty], ignore_index=True)
 
 
-@titled
+@register_figure(
+    "tni-groups-{run}", "{run} bits on {model}: ranges, bounds and errors", groups_table, of="each", task="tni"
+)
 def groups_figure(table: pd.DataFrame) -> Figure:
     """Ranges through the stages; error of key groups by bound and norm spread; the sinks' groups without them."""
     made, axes = panels(2, 4.6, 2, 2)
@@ -200,7 +202,13 @@ def modality_tokens_table(record: Record, store: Store) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-@titled
+@register_figure(
+    "modality-tokens",
+    "Token norms by modality, from the least to the largest head: {where}",
+    modality_tokens_table,
+    of="first",
+    task="modality",
+)
 def modality_tokens_figure(table: pd.DataFrame) -> Figure:
     """Norms of every token, a column per layer, in the modality's colour, over heads (OScaR, Figures 19-21).
 
@@ -230,7 +238,9 @@ def modality_layers_table(record: Record, store: Store) -> pd.DataFrame:
     return rows.groupby(["side", "layer", "modality"], sort=False)[kept].mean().reset_index()
 
 
-@titled
+@register_figure(
+    "modality-layers", "Spread of norms by modality: {where}", modality_layers_table, of="first", task="modality"
+)
 def modality_layers_figure(table: pd.DataFrame) -> Figure:
     """By layer and modality: spread of norms, median norm over that of all tokens, largest norm over the median."""
     made, axes = panels(2, 4.6, len(_SPREADS), 3, sharex=True, sharey="row", squeeze=False)

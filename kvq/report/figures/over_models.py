@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import pandas as pd
 import scipy.stats
 
 from kvq.config.limits import DISTRIBUTION, EMBEDDED
-from kvq.report.figures.drawing import dress, handle, multiples, panels, titled
+from kvq.report.figures.drawing import dress, handle, multiples, panels, register_figure, register_numbers
 from kvq.report.figures.style import Line, cut, lines_of, marker, symlog
 from kvq.report.labels import FIRST, begins_otherwise, label, named
 from kvq.results import Record, run_key
@@ -93,8 +93,9 @@ def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
 
     A model is one point, the mean over its texts.
     """
-    lines = []
-    for (method, bits, protocol), runs in table.groupby(["method", "bits", "protocol"], sort=True):
+    lines: list[dict[str, Any]] = []
+    groups = table.groupby(["method", "bits", "protocol"], sort=True) if len(table) else ()
+    for (method, bits, protocol), runs in groups:
         part = runs.groupby("weights")[[*_SPREADS, "delta_perplexity"]].mean()
         for name in _SPREADS:
             found = spearman(part[name].tolist(), part["delta_perplexity"].tolist())
@@ -102,12 +103,19 @@ def dispersion_correlations(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def scatters(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Numbers of each scatter with its name and title: the main methods and nsn's arms at one width.
+register_numbers("dispersion-pairs", lambda records, _: dispersion_table(records))
+register_numbers("dispersion-spearman", lambda records, _: dispersion_correlations(dispersion_table(records)))
+
+
+def scatters(table: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
+    """Numbers of each scatter by its name and title: the main methods and nsn's arms at one width.
 
     A point is a model, the mean over its texts; embedded models, which are stand-ins, have figures of their own. Of a
     method's protocols the one with most models is drawn.
     """
+    scattered: dict[tuple[str, str], pd.DataFrame] = {}
+    if table.empty:
+        return scattered
     wanted = table[table["method"].isin(list(FIRST)) | table["method"].str.startswith(_ARMS)]
     for (small, bits, measured), runs in wanted.groupby(["stand_in", "bits", "measured"], sort=True):
         parts = [_points(part, str(method)) for method, part in runs.groupby("method", sort=True)]
@@ -115,8 +123,9 @@ def scatters(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
         if found:
             key, _, words = str(measured).partition(": ")
             over = "embedded models" if small else "models"
-            title = f"Spread of token norms in layer 0 and loss at {bits} bits, over {over}: {words}".rstrip(": ")
-            yield f"dispersion-scatter-{over.split()[0]}-{bits}-{key}", title, pd.concat(found, ignore_index=True)
+            title = f"{bits} bits, over {over}: {words}".rstrip(": ")
+            scattered[f"{over.split()[0]}-{bits}-{key}", title] = pd.concat(found, ignore_index=True)
+    return scattered
 
 
 def _points(runs: pd.DataFrame, method: str) -> pd.DataFrame:
@@ -132,7 +141,12 @@ def _points(runs: pd.DataFrame, method: str) -> pd.DataFrame:
     return points
 
 
-@titled
+@register_figure(
+    "dispersion-scatter-{name}",
+    "Spread of token norms in layer 0 and loss at {what}",
+    lambda records, _: scatters(dispersion_table(records)),
+    of="records",
+)
 def scatter_figure(table: pd.DataFrame) -> Figure:
     """Δ perplexity over the spread of keys' and of values' norms: a colour for each method, a marker for each model."""
     made, axes = panels(2, 4, 1, 2, sharey=True)
@@ -249,7 +263,12 @@ def _correlated(pairs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-@titled
+@register_figure(
+    "stand-ins",
+    "Losses on a real model and on the embedded ones: one mark per method and bits",
+    lambda records, _: stand_in_table(records),
+    of="records",
+)
 def stand_in_figure(table: pd.DataFrame) -> Figure:
     """Loss on the real model over loss on each embedded one, a row of panels per scoring; the farthest are named."""
     from matplotlib.ticker import LogLocator

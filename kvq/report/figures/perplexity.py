@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from kvq.report.comparisons import Comparisons, loss_change
-from kvq.report.figures.drawing import GREY, below, dress, handle, level, panels, rows_named, titled
-from kvq.report.figures.style import MOST_LINES, colour, legend_columns, lines_of, marker, style, symlog
-from kvq.report.labels import label, method_of
-from kvq.report.tables.experiment_files import Filled
-from kvq.report.tables.experiments import Shown
+from kvq.report.figures.drawing import (
+    below,
+    dress,
+    handle,
+    level,
+    panels,
+    register_figure,
+    rows_named,
+    titled,
+)
+from kvq.report.figures.style import MOST_LINES, colour, legend_columns, lines_of, marker, symlog
+from kvq.report.labels import label, method_of, model_name
 from kvq.report.tables.layout import Table
 from kvq.results import Record, Store, run_key
 from kvq.results.metrics import METRICS
+from kvq.results.noise import NOISE_RULE
+from kvq.results.presets import part_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,7 +84,7 @@ def agreement_table(table: Table) -> pd.DataFrame | None:
     return pd.DataFrame(lines, columns=["method", "bits", *KINDS]) if lines else None
 
 
-@titled
+@register_figure("agreement", "Engine and preset: {where}", lambda table, _: agreement_table(table), of="table")
 def agreement_figure(numbers: pd.DataFrame) -> Figure:
     """A row per method, a mark per kind of KL, on a logarithmic axis; what is 0 there stands at the left edge."""
     made, axis = panels(1, 1.2 + 0.22 * len(numbers))
@@ -93,7 +101,8 @@ def agreement_figure(numbers: pd.DataFrame) -> Figure:
     return made
 
 
-def _places(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame | None:
+def places_table(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame | None:
+    """One line per run and value of a part's `index`, such as a stretch of positions; None: no run has any."""
     place, lines = re.compile(rf"{metric}\[{index}=(\d+)\]"), []
     for row in table.rows:
         metrics = row.record.metrics
@@ -103,15 +112,7 @@ def _places(table: Table, index: str, metric: str = "delta_nll") -> pd.DataFrame
     return pd.DataFrame(lines) if lines else None
 
 
-positions_table = functools.partial(_places, index="position")
-"""One line per run and stretch of positions of `task.stretch`; None: no run has any."""
-turns_table = functools.partial(_places, index="turn")
-"""One line per run and turn of `task=conversation`; None: no run has any."""
-parts_table = functools.partial(_places, index="part", metric="kl_mean")
-"""One line per run and part of the texts of `task=drift`; None: no run has any."""
-
-
-def _places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
+def places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Figure:
     """A line per method with standard errors."""
     [metric] = set(numbers.columns) & {"delta_nll", "kl_mean"}
     runs = {run_name(*run): part for run, part in numbers.groupby(["method", "bits"], sort=False)}
@@ -130,12 +131,10 @@ def _places_figure(numbers: pd.DataFrame, words: str, whole: bool = False) -> Fi
     return made
 
 
-positions_figure = titled(functools.partial(_places_figure, words="first position of the stretch (token)"))
-"""A line per method with standard errors, each stretch at its first position."""
-turns_figure = titled(functools.partial(_places_figure, words="turn", whole=True))
-"""A line per method with standard errors over conversations, by turn."""
-parts_figure = titled(functools.partial(_places_figure, words="tokens written up to the end of the part"))
-"""A line per method with standard errors over texts, each part at its last token; KL by powers of ten."""
+@register_figure("positions", "Loss by position: {where}", lambda table, _: places_table(table, "position"), of="table")
+def positions_figure(numbers: pd.DataFrame) -> Figure:
+    """A line per method with standard errors, each stretch at its first position."""
+    return places_figure(numbers, "first position of the stretch (token)")
 
 
 def valley_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
@@ -165,7 +164,8 @@ def widths_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
     return table if not table.empty and table["bits"].nunique() >= _FEWEST_WIDTHS else pd.DataFrame()
 
 
-def valley_figure(table: pd.DataFrame, title: str) -> Figure:
+@register_figure("widths", "More bits, less loss? {where}", widths_table, of="all", task="ppl", note=NOISE_RULE)
+def valley_figure(table: pd.DataFrame) -> Figure:
     """ΔNLL by bits on a scale that is linear near 0; rings: higher than at one bit less, beyond noise.
 
     The `MOST_LINES` best methods are drawn; the CSV has all.
@@ -176,20 +176,19 @@ def valley_figure(table: pd.DataFrame, title: str) -> Figure:
     wide = 1 if len(looks) <= _FEW else 2
     columns = legend_columns(list(looks), wide)
     ring: dict[str, Any] = {"markersize": 9, "markerfacecolor": "none", "color": "black"}
-    with style():
-        made, axis = panels(wide, 2.4 + 0.15 * math.ceil(len(looks) / columns))
-        for place, (method, part) in enumerate(table.groupby("method", sort=False)):
-            aside = _ASIDE * (place - (len(looks) - 1) / 2) / len(looks)  # so that bars of one width can be told apart
-            look = {**looks[str(method)]._asdict(), "elinewidth": 0.6, "capsize": 1.2, "markersize": 3}
-            error = part["delta_nll_se"].fillna(0)
-            axis.errorbar(part["bits"] + aside, part["delta_nll"], error, label=str(method), **look)
-            worse = part[part["valley"]]
-            axis.plot(worse["bits"] + aside, worse["delta_nll"], "o", **ring)
-        symlog(axis, table["delta_nll"])
-        level(axis)
-        words = ("bits (ring: worse than one bit less, beyond noise)", METRICS["delta_nll"].title)
-        dress(axis, *words, grid="both", title=title, whole=True)
-        below(made, axis, columns, handlelength=2.6)
+    made, axis = panels(wide, 2.4 + 0.15 * math.ceil(len(looks) / columns))
+    for place, (method, part) in enumerate(table.groupby("method", sort=False)):
+        aside = _ASIDE * (place - (len(looks) - 1) / 2) / len(looks)  # so that bars of one width can be told apart
+        look = {**looks[str(method)]._asdict(), "elinewidth": 0.6, "capsize": 1.2, "markersize": 3}
+        error = part["delta_nll_se"].fillna(0)
+        axis.errorbar(part["bits"] + aside, part["delta_nll"], error, label=str(method), **look)
+        worse = part[part["valley"]]
+        axis.plot(worse["bits"] + aside, worse["delta_nll"], "o", **ring)
+    symlog(axis, table["delta_nll"])
+    level(axis)
+    words = ("bits (ring: worse than one bit less, beyond noise)", METRICS["delta_nll"].title)
+    dress(axis, *words, grid="both", whole=True)
+    below(made, axis, columns, handlelength=2.6)
     return made
 
 
@@ -250,7 +249,20 @@ def _place(record: Record) -> str:
     return run_key({name: record.config.get(name) for name in ("model", "dataset", "task", "seed")})
 
 
-@titled
+def shifts(records: Sequence[Record], store: Store) -> dict[tuple[str, str], pd.DataFrame]:
+    """`shift_table` of each model and protocol, by what tells the figures apart."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[run_key({name: record.config.get(name) for name in ("task", "model", "seed")})].append(record)
+    found = {}
+    for key, group in groups.items():
+        scoring = part_of(group[0].config, "task").get("scoring")
+        protocol = ", scoring ".join(filter(None, [model_name(group[0].model), scoring and str(scoring)]))
+        found[f"{group[0].model}-{key[:6]}", protocol] = shift_table(group, store)
+    return found
+
+
+@register_figure("calibration-shift-{name}", "Calibrated on another text (hollow): {what}", shifts, of="records")
 def shift_figure(table: pd.DataFrame) -> Figure:
     """ΔNLL of each method, a panel for each text: a mark per text that it was calibrated on, hollow: not the tested.
 
@@ -280,70 +292,3 @@ def shift_figure(table: pd.DataFrame) -> Figure:
     ]
     made.legend(handles=handles, loc="outside lower center", ncols=len(texts))
     return made
-
-
-_COLUMNS = ("model", "stand_in", "dataset", "method", "published", "measured", "stale")
-_FULL = ("FP16", "BF16", "16-bit")
-
-
-def published_table(filled: Filled, model: str) -> pd.DataFrame:
-    """One line per text and method of a paper's model, and of each stand-in that was run: both numbers, or one.
-
-    `measured` is empty where there is no record, `published` of every stand-in.
-    """
-    own = [cell for cell in filled.cells if cell.asked.labels.get("model") == model]
-    lines = list(_lines(own, model, ""))
-    for name, cells in filled.stand_ins.items():
-        lines += _lines([cell for cell in cells if cell.value is not None], name, name)
-    return pd.DataFrame(lines, columns=list(_COLUMNS))
-
-
-def _lines(cells: Iterable[Shown], model: str, stand_in: str) -> Iterator[tuple[Any, ...]]:
-    for cell in cells:
-        if cell.published is None and cell.value is None:
-            continue
-        labels = cell.asked.labels
-        dataset = labels.get("dataset", "")
-        if stand_in:  # the text of its run, which is not the one that the paper's label names
-            words = [word.partition("=") for run in cell.asked.runs for word in run.command.split()]
-            dataset = next((text for name, _, text in words if name == "dataset"), "")
-        printed = None if cell.published is None else cell.published.value
-        yield model, stand_in, dataset, labels.get("method", ""), printed, cell.value, cell.stale
-
-
-@titled
-def published_figure(table: pd.DataFrame, source: str) -> Figure:
-    """A panel for each model and text: perplexity by method, hollow as `source` prints it, filled as measured here."""
-    groups = list(table.groupby(["stand_in", "model", "dataset"], sort=False))
-    rows, methods = (len(groups) + 1) // 2, list(dict.fromkeys(table["method"]))
-    made, axes = panels(2, 0.9 + rows * (0.5 + 0.16 * len(methods)), rows, 2, sharey=True, squeeze=False)
-    for axis, ((stand_in, model, dataset), part) in zip(axes.flat, groups, strict=False):
-        _panel(axis, part, methods)
-        axis.set_title(f"{model}{' (stand-in)' if stand_in else ''}, {dataset}")
-    for axis in axes.flat[len(groups) :]:
-        axis.set_axis_off()
-    for axis in axes.flat[max(len(groups) - 2, 0) : len(groups)]:
-        axis.set_xlabel("perplexity (dashed: full precision)")
-    hollow = {"marker": "D", "fillstyle": "none", "linestyle": ""}
-    shown = [handle(f"published: {source}", color=colour(0), **hollow)]
-    if table["measured"].notna().any():
-        shown.append(handle("measured here", color=colour(5), marker="o", linestyle=""))
-    made.legend(handles=shown, loc="outside lower right", ncols=2)
-    return made
-
-
-def _panel(axis: Any, part: pd.DataFrame, methods: Sequence[str]) -> None:
-    places = {method: -place for place, method in enumerate(methods)}
-    height = part["method"].map(places)
-    axis.set_xscale("log")
-    axis.scatter(part["published"], height, s=28, marker="D", facecolors="none", edgecolors=colour(0), linewidths=1)
-    axis.scatter(part["measured"], height, s=14, marker="o", color=colour(5))
-    full = part[part["method"].isin(_FULL)]
-    for value in full["measured"].fillna(full["published"]):
-        axis.axvline(value, color=GREY, linewidth=0.8, linestyle="--")
-    axis.set_yticks(list(places.values()), list(places))
-    low, high = part[["published", "measured"]].min().min(), part[["published", "measured"]].max().max()
-    ticks = [tick for tick in (5, 6, 8, 10, 15, 20, 30, 50, 100, 200, 500, 1000) if low * 0.95 <= tick <= high * 1.05]
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.minorticks_off()
-    axis.grid(axis="y", color="#EEEEEE", linewidth=0.6)

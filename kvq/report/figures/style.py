@@ -7,7 +7,7 @@ import io
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,11 +30,10 @@ MOST_LINES = 16
 """Most lines of a figure; its CSV has all."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
-_DPI = 200
-# Of 9. The usual 6 takes a tenth of a figure's time more, for files that are hardly smaller.
-_COMPRESS = 3
+_DPI = 160
 # No dates and versions, so that the same records give the same bytes.
-_METADATA: Any = {"CreationDate": None, "Producer": None}
+_METADATA: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
+_LONGEST_NAME = 60
 
 
 @contextmanager
@@ -99,7 +98,7 @@ def lines_of(labels: Iterable[str]) -> dict[str, Line]:
     for name in names:
         method = method_of(name)
         hue = colour_of(method)
-        found[name] = Line(hue, dash(dashes[method]), MARKERS[used[hue] % len(MARKERS)])
+        found[name] = Line(hue, dash(dashes[method]), marker(used[hue]))
         used[hue] += 1
     return found
 
@@ -116,40 +115,6 @@ def symlog(axis: Any, losses: pd.Series, along: str = "y") -> None:
         # A power of ten, so that the ticks of the linear part are those of the logarithmic one.
         small = max(float(sizes[sizes > 0].min()), 1e-4)
         getattr(axis, f"set_{along}scale")("symlog", linthresh=10.0 ** math.floor(math.log10(small)))
-        powers_of_ten(getattr(axis, f"{along}axis"))
-
-
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def powers_of_ten(axis: Any) -> None:
-    """Label the ticks of a logarithmic axis as text; matplotlib's own formatter writes formulas."""
-    from matplotlib.ticker import Formatter, LogFormatter, NullFormatter
-
-    class Between(LogFormatter):
-        """Labels where matplotlib has them: between powers of an axis that spans few."""
-
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            return f"{x:g}" if super().__call__(x, pos) else ""
-
-    class Powers(Formatter):
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            power = math.log10(abs(x)) if x else math.nan
-            if not math.isclose(power, round(power) if x else 0, abs_tol=1e-6):
-                return f"{x:g}"
-            return ("−" if x < 0 else "") + "10" + str(round(power)).translate(_RAISED)
-
-    axis.set_major_formatter(Powers())
-    axis.set_minor_formatter(Between() if axis.get_scale() == "log" else NullFormatter())
-
-
-def _without_formulas(made: Figure) -> None:
-    """Label logarithmic axes as text wherever matplotlib's own formatter was left."""
-    from matplotlib.ticker import LogFormatterMathtext
-
-    for axis in (axis for axes in made.axes for axis in (axes.xaxis, axes.yaxis)):
-        if axis.get_scale() == "log" and isinstance(axis.get_major_formatter(), LogFormatterMathtext):
-            powers_of_ten(axis)
 
 
 def evenly_spread(items: Sequence[int], count: int) -> list[int]:
@@ -159,63 +124,19 @@ def evenly_spread(items: Sequence[int], count: int) -> list[int]:
     return list(dict.fromkeys(items[int(i)] for i in np.linspace(0, len(items) - 1, count)))
 
 
-def _without_control_characters(made: Figure) -> None:
-    """Put a replacement character where a text of records has a control character, for which no font has a glyph."""
-    from matplotlib.text import Text
-
-    def printable(text: str) -> str:
-        return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
-
-    _rename(made, printable)
-    texts = [*made.texts]
-    for axes in made.axes:
-        # Not the ticks: asking for them makes them, hundreds in a figure that may show none.
-        texts += [child for child in axes.get_children() if isinstance(child, Text)]
-        texts += [axes.xaxis.label, axes.yaxis.label]
-    for text in texts:
-        text.set_text(printable(text.get_text()))
+def plain_text(text: str) -> str:
+    """Text of records as figures show it: no formula, and no character without a glyph."""
+    shown = "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+    return shown.replace("$", r"\$")
 
 
-def _rename(made: Figure, change: Callable[[str], str]) -> None:
-    """Change the names in legends, and at ticks that have labels of their own; what stays the same is not touched."""
-    from matplotlib.ticker import FuncFormatter  # what `set_xticks` makes of labels
+def drawable(table: pd.DataFrame) -> pd.DataFrame:
+    """Numbers with the names in them as figures show them; those of more than `_LONGEST_NAME` characters are cut."""
 
-    for legend in (*made.legends, *(axes.legend_ for axes in made.axes if axes.legend_)):
-        for text in legend.get_texts():
-            text.set_text(change(text.get_text()))
-    for axis in (axis for axes in made.axes for axis in (axes.xaxis, axes.yaxis)):
-        if not isinstance(axis.get_major_formatter(), FuncFormatter):
-            continue
-        names = [text.get_text() for text in axis.get_majorticklabels()]
-        if (changed := [change(name) for name in names]) != names:
-            axis.set_ticklabels(changed)
+    def shown(value: Any) -> Any:
+        return plain_text(cut(value, _LONGEST_NAME)) if isinstance(value, str) else value
 
-
-# Characters of a name, tried in turn while names leave the axes no room; None: all of them.
-_NAME_LENGTHS = (None, 60, 36, 20)
-# The least share of a figure's width that its axes have, all panels of a line together.
-_LEAST_SHARE = 0.35
-
-
-def _lay_out(made: Figure) -> None:
-    """Place everything; names that leave axes no room are cut in the middle (the figure's CSV has them whole)."""
-    engine = made.get_layout_engine()
-    for most in _NAME_LENGTHS:
-        if engine is None:
-            return
-        if most is not None:
-            _rename(made, functools.partial(cut, most=most))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=r"constrained_layout not applied")
-            try:
-                engine.execute(made)
-            except UserWarning:
-                continue
-        places = [(axes.get_subplotspec(), axes.get_position().width) for axes in made.axes]
-        shares = [width * place.get_gridspec().ncols for place, width in places if place is not None]
-        if max(shares, default=1.0) >= _LEAST_SHARE:
-            break
-    made.set_layout_engine("none")
+    return table.assign(**{str(name): table[name].map(shown) for name in table.select_dtypes(exclude="number")})
 
 
 def cut(name: str, most: int) -> str:
@@ -223,37 +144,18 @@ def cut(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[: 2 * most // 3]}…{name[-(most // 3) :]}"
 
 
-def png_of(made: Figure) -> bytes:
-    """A figure as the bytes of a PNG file."""
-    return _rendered(made, ("png",))["png"]
-
-
-def _rendered(made: Figure, kinds: Sequence[str] = ("pdf", "png")) -> dict[str, bytes]:
-    """The bytes of the files. The canvas writes them, because `savefig` draws each figure twice."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_pdf import FigureCanvasPdf
-    from PIL import Image
-
-    files = {kind: io.BytesIO() for kind in kinds}
-    _without_control_characters(made)
-    _without_formulas(made)
-    with style():
-        made.dpi = _DPI
-        canvas = FigureCanvasAgg(made)
-        # Laid out once for both files, and by the renderer that draws next: it has measured the texts already.
-        _lay_out(made)
-        canvas.draw()
-        opaque = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
-        # A palette of 256 takes a third of the bytes, and less time to compress than it takes to find.
-        picture = Image.fromarray(opaque).quantize(method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-        picture.save(files["png"], format="png", dpi=(_DPI, _DPI), compress_level=_COMPRESS)
-        if "pdf" in files:
-            FigureCanvasPdf(made).print_pdf(files["pdf"], metadata=_METADATA)
-    return {kind: file.getvalue() for kind, file in files.items()}
+def image_of(made: Figure, kind: str = "png") -> bytes:
+    """A figure as the bytes of a PNG or PDF file; the same figure gives the same bytes."""
+    file = io.BytesIO()
+    with style(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")  # names that leave axes no room
+        made.savefig(file, format=kind, dpi=_DPI, metadata=_METADATA[kind])
+    made.set_layout_engine("none")  # laid out once for all its files
+    return file.getvalue()
 
 
 def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) -> list[Path]:
-    """Write `stem`.csv and, of a figure, .pdf and .png and return their paths; the same records give the same bytes.
+    """Write `stem`.csv and, of a figure, .pdf and .png and return their paths.
 
     Raises:
         RecordError: a folder that cannot be written.
@@ -263,5 +165,5 @@ def save(made: Figure | None, numbers: pd.DataFrame, folder: Path, stem: str) ->
         plain[name] = plain[name].map(plain_cell)
     files = {"csv": plain.to_csv(index=False, lineterminator="\n").encode()}
     if made is not None:
-        files |= _rendered(made)
+        files |= {kind: image_of(made, kind) for kind in ("pdf", "png")}
     return write_files("figures", folder, {f"{stem}.{kind}": content for kind, content in files.items()})

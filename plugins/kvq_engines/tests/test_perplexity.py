@@ -64,7 +64,12 @@ def test_bits_and_groups_of_mlx():
             ("value.stages.hadamard.block=32",),
             "the engine rotates values otherwise",
         ),
-        ("engine/llamacpp_q4_0", "llamacpp", ("+full_precision_layers.key=[0]",), "keeps layers in full precision; needs all layers"),
+        (
+            "engine/llamacpp_q4_0",
+            "llamacpp",
+            ("+full_precision_layers.key=[0]",),
+            "keeps layers in full precision; needs all layers",
+        ),
         ("h2o", "llamacpp", (), "eviction of h2o evicts tokens; needs codecs"),
     ],
 )

@@ -12,7 +12,7 @@ from kvq.cache.contents import bytes_together
 from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models.inputs import Inputs
-from kvq.report.figures.every import table_drawings
+from kvq.report.figures.every import drawings
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import columns_of
 from kvq.results import Record, Store
@@ -182,10 +182,10 @@ def test_table_and_figure(made: tuple[Store, dict[str, Record]]) -> None:
     (table,) = tables.tables
     titles = [column.title for column in columns_of(table)]
     assert titles[-3:] == [f"ΔNLL (nats/token), turn {turn}" for turn in (1, 2, 3)]
-    drawings = {drawing.stem.partition("-")[0]: drawing for drawing in table_drawings(tables, made[0])}
-    numbers = drawings["turns"].table
+    drawn = {one.stem.partition("-")[0]: one for one in drawings([], made[0], tables.tables)}
+    numbers = drawn["turns"].table
     assert numbers["first"].tolist() == [1, 2, 3] * 3
-    (axis,) = drawings["turns"].figure().axes
+    (axis,) = drawn["turns"].figure().axes
     assert axis.get_xlabel() == "turn"
     assert len(axis.containers) == 3
 

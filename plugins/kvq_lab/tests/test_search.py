@@ -18,9 +18,9 @@ pytest.importorskip("optuna")
 
 from kvq.cli import main
 from kvq.errors import ConfigError
-from kvq.report.figures.cost import search_figure, search_table, searches
 from kvq.results import Store
 from kvq.results.statistics import dominated, hypervolume
+from kvq_lab.figures import search_figure, search_table, searches
 from kvq_lab.search import Search, Settings, Space, Trial
 
 POINTS = st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), max_size=6)
@@ -124,7 +124,7 @@ def test_the_figure(tmp_path: Path) -> None:
     table = search_table(found)
     assert len(table) == 24
     assert table["frontier"].dropna().astype(bool).any()
-    assert len(search_figure(table, "kl_mean,effective_bits", "a title").get_axes()) == 2
+    assert len(search_figure(table, "a title").get_axes()) == 2
     (tmp_path / "searches" / "torn.json").write_text("{")
     assert len(searches(Store(tmp_path))) == 1
 

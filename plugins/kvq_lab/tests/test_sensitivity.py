@@ -14,10 +14,10 @@ from kvq.config.identity import canonical
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import method_of
 from kvq.models.inputs import Inputs
-from kvq.report.figures.error import costs_figure, costs_table, sums_figure, sums_table
 from kvq.results import Record, Store
 from kvq.results.files import Journal
 from kvq.runs import Prepared, run
+from kvq_lab.figures import costs_figure, costs_table, sums_figure, sums_table
 from kvq_lab.sensitivity import check, measure, random_sets
 
 WINDOWS = "task.windows=2 task.context=96".split()

@@ -13,10 +13,10 @@ from kvq.config import compose, resolve
 from kvq.errors import ConfigError, DataError
 from kvq.models.inputs import Inputs
 from kvq.report.figures.over_models import text_order_table
-from kvq.report.figures.texts import survival_figure, survival_table
 from kvq.results import Record, Store
 from kvq.results.files import Journal
 from kvq.runs import Prepared, run
+from kvq_lab.figures import survival_figure, survival_table
 from kvq_lab.trajectory import Draws, TrajectoryConfig, drift, first_difference, measure, passages
 from tests.results import made as made_by_hand
 

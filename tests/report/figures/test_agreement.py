@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvq.report.figures.every import table_drawings
+from kvq.report.figures.every import drawings
 from kvq.report.figures.perplexity import KINDS, agreement_figure, agreement_table
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, markdown
@@ -62,4 +62,4 @@ def test_tables_without_engines_have_none(tmp_path):
     tables = build_tables(store)
     assert agreement_table(tables.tables[0]) is None
     assert "KL p99.9" not in markdown(tables.tables[0])
-    assert not [one for one in table_drawings(tables, store) if one.stem.startswith("agreement")]
+    assert not [one for one in drawings([], store, tables.tables) if one.stem.startswith("agreement")]

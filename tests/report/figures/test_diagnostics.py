@@ -36,7 +36,7 @@ from kvq.report.figures.error import (
     states_of,
     steps_table,
 )
-from kvq.report.figures.every import diagnostic_drawings, embedding_drawings
+from kvq.report.figures.every import drawings
 from kvq.report.figures.every import main as figures_main
 from kvq.report.figures.over_models import dispersion_correlations, dispersion_table, scatter_figure, scatters
 from kvq.report.figures.perplexity import valley_table
@@ -67,12 +67,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.mark.long
 def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) -> None:
     records = store.scan()[0]
-    drawings = [*diagnostic_drawings(records, store), *embedding_drawings(records, store)]
-    stems = {drawing.stem: drawing for drawing in drawings}
-    assert len(stems) == len(drawings)
+    found = list(drawings(records, store))
+    stems = {drawing.stem: drawing for drawing in found}
+    assert len(stems) == len(found)
     # One of each function as files; the others, of further methods and texts, are made alone.
-    one_each = {drawing.draw: drawing.stem for drawing in drawings}.values()
-    paths = write_drawings([stems[stem] for stem in one_each], tmp_path)
+    one_each = {drawing.kind.draw: drawing.stem for drawing in found}.values()
+    paths = write_drawings([stems[stem] for stem in one_each], tmp_path, {})
     for drawing in (stems[stem] for stem in stems.keys() - one_each):
         assert len(drawing.table) > 0
         assert drawing.figure() is not None
@@ -99,7 +99,7 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
     )
     for kind in kinds:
         assert any(stem.startswith(kind) for stem in stems), kind
-    assert {path.stem for path in paths} == set(one_each)
+    assert {path.stem for path in paths} == {*one_each, "index"}
     for stem in one_each:
         assert {path.suffix for path in paths if path.stem == stem} == {".csv", ".pdf", ".png"}
         assert len(pd.read_csv(tmp_path / f"{stem}.csv")) > 0
@@ -151,8 +151,7 @@ def test_ranges_of_channels_are_drawn_head_after_head(tmp_path: Path) -> None:
     assert "keys" in keys.get_ylabel()
     assert "values" in values.get_ylabel()
     assert len(keys.collections[0].get_segments()) == 2 * 32
-    drawings = diagnostic_drawings(store.scan()[0], store)
-    assert any(drawing.stem.startswith("distribution-ranges") for drawing in drawings)
+    assert any(one.stem.startswith("distribution-ranges") for one in drawings(store.scan()[0], store))
 
 
 def test_throughput_by_batch(tmp_path: Path) -> None:
@@ -220,9 +219,9 @@ def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
     assert found.loc["value_cv_layer0", "rho"] == pytest.approx(1)
     assert found.loc["key_cv", "rho"] == pytest.approx(-1)
     assert pd.isna(found.loc["key_cv_layer0", "rho"])
-    ((stem, title, points),) = scatters(table)
-    assert stem.startswith("dispersion-scatter-models-3-")
-    assert title == "Spread of token norms in layer 0 and loss at 3 bits, over models"
+    (((stem, title), points),) = scatters(table).items()
+    assert stem.startswith("models-3-")
+    assert title == "3 bits, over models"
     assert sorted(points["value_cv_layer0"]) == [0.1, 0.2, 0.3, 0.4]
     assert points["value_cv_layer0_p"].tolist() == pytest.approx(4 * [2 / 24])  # two of the 24 orders are as extreme
     figure = scatter_figure(points, title)
@@ -231,7 +230,7 @@ def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
     points["key_cv_layer0_rho"], points["key_cv_layer0_p"] = -0.8, 1 / 3
     said = [text.get_text() for text in scatter_figure(points, title).legends[0].get_texts()]
     assert said[-1] == "nsn: -0.80, 1.00 (p = 0.33, 0.083)"
-    assert list(scatters(table[table["model"] != "m0"].iloc[:2])) == []
+    assert not scatters(table[table["model"] != "m0"].iloc[:2])
 
 
 def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,6 +321,6 @@ def test_runs_beside_a_method_at_their_own_bits_share_a_figure(tmp_path: Path) -
         settings = made.config("rtn", bits, task, dataset={"fingerprint": f"drawn states, against {bits}"})
         record = made.record("rtn", bits, settings=settings, task="random_states", baseline_key="b" * 64)
         store.put(record, [{"kind": "states", "place": 0, "key_mse": 0.1}])
-    [drawing] = diagnostic_drawings(store.scan()[0], store)
+    [drawing] = drawings(store.scan()[0], store)
     assert drawing.stem.startswith("states-drawn-tiny-pydocs-")
     assert len(drawing.table) == 2

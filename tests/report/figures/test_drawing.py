@@ -1,88 +1,37 @@
-"""Drawings: drawn once, and again where something changed."""
+"""Drawings: names of records in them, their files and index, and what cannot be drawn."""
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from kvq.report.figures import style
+from kvq.errors import RecordError
+from kvq.report.figures import drawing, every, style
 from kvq.report.figures.cost import memory_figure
-from kvq.report.figures.drawing import MARKS, Drawing, Noted, write_drawings
-from kvq.report.figures.error import places_figure, plane_figure
-from kvq.report.figures.every import CHARTS
+from kvq.report.figures.drawing import Drawing, Kind, panels, titled, write_drawings
+from kvq.report.figures.error import planes
 from kvq.report.figures.loss import pareto_figure
 from kvq.report.labels import colour_of
+from kvq.results import Store
 from tests.presets import METHODS
+from tests.results import made
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3.0, 1.0, 2.0]})
 
 
-def line(table: pd.DataFrame, title: str) -> Figure:
-    with style.style():
-        made = style.figure(1, 2.0)
-        axis = made.subplots()
-        axis.plot(table["x"], table["y"])
-        axis.set_title(title)
+def line(table: pd.DataFrame) -> Figure:
+    made, axis = panels(1, 2.0)
+    axis.plot(table["x"], table["y"])
     return made
 
 
-def doubled(table: pd.DataFrame) -> pd.DataFrame:
-    return table * 2
-
-
-def test_what_did_not_change_is_not_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[str] = []
-    rendered = style._rendered
-    monkeypatch.setattr(style, "_rendered", lambda made: drawn.append("one") or rendered(made))
-    drawings = [Drawing("a", TABLE, line, ("one",)), Drawing("b", TABLE, line, ("two",)), Drawing("c", TABLE, None)]
-    first = write_drawings(drawings, tmp_path)
-    assert [path.name for path in first] == ["a.csv", "a.pdf", "a.png", "b.csv", "b.pdf", "b.png", "c.csv"]
-    assert len(drawn) == 2
-    before = {path: path.read_bytes() for path in first}
-    assert write_drawings(drawings, tmp_path) == first
-    assert len(drawn) == 2
-    for changed in (
-        replace(drawings[0], arguments=("another",)),
-        replace(drawings[0], table=TABLE + 1),
-        replace(drawings[0], derive=doubled),
-    ):
-        drawn.clear()
-        write_drawings([changed, *drawings[1:]], tmp_path)
-        assert len(drawn) == 1
-    write_drawings(drawings, tmp_path)
-    assert {path: path.read_bytes() for path in first} == before
-
-
-@pytest.mark.parametrize("damage", ["file", "gone", "marks", "no marks", "odd marks"])
-def test_a_damaged_file_or_record_of_files_is_drawn_again(tmp_path: Path, damage: str) -> None:
-    drawing = Drawing("a", TABLE, line, ("one",))
-    paths = write_drawings([drawing], tmp_path)
-    before = [path.read_bytes() for path in paths]
-    marks = tmp_path / MARKS
-    if damage == "file":
-        paths[1].write_bytes(b"%PDF")
-    elif damage == "gone":
-        paths[2].unlink()
-    elif damage == "no marks":
-        marks.unlink()
-    else:
-        content = {"a": {"mark": drawing.mark(), "files": []}, "b": 3} if damage == "odd marks" else "{"
-        marks.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    assert write_drawings([drawing], tmp_path) == paths
-    assert [path.read_bytes() for path in paths] == before
-
-
-def test_a_dollar_sign_of_a_record_is_no_formula() -> None:
-    files = style._rendered(line(TABLE, "a $x_{ b$"))  # as a formula it does not parse
-    assert files["png"].startswith(b"\x89PNG")
-    assert len(files["pdf"]) < 60_000
+def kind(stem: str, draw: Callable[..., Figure] | None = line) -> Kind:
+    return Kind(stem, "", len, draw and titled(draw), "records", "", "", each_alone=True)
 
 
 def test_families_share_a_colour_and_no_two_methods_look_alike() -> None:
@@ -121,8 +70,8 @@ def test_eight_methods_have_colours_and_the_frontier_is_named_however_many_there
     ]
     numbers = pd.concat([pd.DataFrame(rows), best], ignore_index=True)
     numbers["kl_mean"], numbers["delta_nll_se"] = numbers["delta_nll"], 0.0001
-    made = pareto_figure(numbers, "title")
-    (legend,) = made.legends
+    shown = pareto_figure(numbers, "title")
+    (legend,) = shown.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert names == [
         "kivi",
@@ -132,10 +81,10 @@ def test_eight_methods_have_colours_and_the_frontier_is_named_however_many_there
         "variants and ablations",
         "frontier",
     ]
-    assert [text.get_text() for text in made.axes[0].texts] == ["low 1"]
-    coloured = {line.get_color() for line in made.axes[1].lines}
+    assert [text.get_text() for text in shown.axes[0].texts] == ["low 1"]
+    coloured = {line.get_color() for line in shown.axes[1].lines}
     assert {colour_of("kivi"), colour_of("low")} < coloured
-    drawn = sum(len(line.get_xdata()) for line in made.axes[1].lines)
+    drawn = sum(len(line.get_xdata()) for line in shown.axes[1].lines)
     assert drawn == 33  # those without a line are grey points
 
 
@@ -160,12 +109,18 @@ def test_a_legend_names_what_is_drawn_alone() -> None:
     assert methods[:2] == ["kivi 2", "nsn 2"]
 
 
-def test_the_index_names_every_figure_under_its_kind(tmp_path: Path) -> None:
-    noted = Noted([Drawing("pareto-x", TABLE, line, ("Loss | <b>",)), Drawing("zzz", TABLE, None)])
-    write_drawings(noted, tmp_path)
-    text = noted.write(tmp_path).read_text(encoding="utf-8")
+def test_the_index_names_every_figure_under_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [kind("pareto"), kind("zzz", None)]
+    monkeypatch.setattr(drawing, "KINDS", kinds)
+    drawings = [Drawing("zzz", "", TABLE, kinds[1]), Drawing("pareto-x", "Loss | <b>", TABLE, kinds[0])]
+    paths = write_drawings(drawings, tmp_path, {})
+    assert [path.name for path in paths] == ["zzz.csv", "pareto-x.csv", "pareto-x.pdf", "pareto-x.png", "index.md"]
+    before = [path.read_bytes() for path in paths]
+    write_drawings(drawings, tmp_path, {})
+    assert [path.read_bytes() for path in paths] == before
+    text = paths[-1].read_text(encoding="utf-8")
     assert "Loss \\| &lt;b&gt; (`pareto-x`): [PNG](pareto-x.png), [PDF](pareto-x.pdf), [CSV](pareto-x.csv)" in text
-    assert text.index("frontier") < text.index("## Others")
+    assert text.index("## pareto") < text.index("## zzz")
     for link in re.findall(r"\]\(([^)/]+)\)", text):
         assert (tmp_path / link).is_file()
 
@@ -178,7 +133,7 @@ def test_planes_have_a_panel_for_each_method_and_labels_below_the_lowest() -> No
         for lowness, outliers in cells
         if (index, lowness, outliers) != (3, 10, 5)
     )
-    made = plane_figure(table, "sink_error", "title")
+    made = titled(planes)(table, "title")
     *panels, bar = made.axes
     assert [axis.get_title(loc="left") for axis in panels] == [f"m{index} 2 bits" for index in range(4)]
     assert [text.get_text() for text in panels[0].texts] == [".10", "1.00", ".60", "1.50"]
@@ -188,68 +143,53 @@ def test_planes_have_a_panel_for_each_method_and_labels_below_the_lowest() -> No
     assert bar.get_ylabel() == "relative squared error per token"
 
 
-@pytest.mark.parametrize("length", [30, 110, 300])
-def test_long_names_leave_room_for_the_axes(length: int) -> None:
-    """`filterwarnings = error`: matplotlib warns where it gives up."""
-    name = "a variant " * 30
-    table = pd.DataFrame(
-        {"method": [name[:length], "kivi 2"], "side": "key", "rope": "after", "by": "layer", "place": 0.0}
-        | {"rel_mse": [0.1, 0.2]}
-    )
-    made = places_figure(pd.concat([table, table.assign(side="value"), table.assign(by="position")]), "title")
-    style.png_of(made)
-    assert min(axes.get_position().width for axes in made.axes) > 0.15
-    shown = [text.get_text() for text in made.legends[0].get_texts()]
-    assert shown[1] == "kivi 2"
-    assert (shown[0] == name[:length]) == (length == 30)
-    assert shown[0].startswith(name[:13])
+def test_names_of_records_are_drawn_plainly_and_cut_in_the_middle() -> None:
+    """`filterwarnings = error`: matplotlib warns of a glyph that its font lacks, and raises for a torn formula."""
 
-
-def test_a_method_that_breaks_a_figure_is_left_out_and_named(tmp_path: Path) -> None:
     def bars(table: pd.DataFrame) -> Figure:
-        made = style.figure(1, 2.0)
-        made.subplots().barh(table["method"], [float(value) for value in table["value"]])
+        made, axis = panels(1, 2.0)
+        axis.barh(table["method"], table["value"])
         return made
 
-    def bars_of_known(table: pd.DataFrame) -> Figure:
-        if table["value"].isna().any():
-            raise ValueError("unknown")
-        return bars(table)
-
-    table = pd.DataFrame({"method": ["a", "a", "b", "c"], "value": [1, {"a": 1}, 2, 3]})
-    reasons: list[str] = []
-    paths = write_drawings([Drawing("some", table, bars)], tmp_path, skipped=reasons)
-    assert [path.name for path in paths] == ["some.csv", "some.pdf", "some.png"]
-    assert list(pd.read_csv(paths[0])["method"]) == ["a", "b", "c"]
-    assert reasons == ["figure some: a: 1 lines hold no number where the others do"]
-    reasons.clear()
-    lost = table.assign(value=[1, 2, None, 3])
-    assert len(write_drawings([Drawing("lost", lost, bars_of_known)], tmp_path, skipped=reasons)) == 3
-    assert [reason.partition(", ")[0] for reason in reasons] == ["figure lost: b: drawing: cannot be made of it"]
-    reasons.clear()
-    assert write_drawings([Drawing("none", table[1:2], bars)], tmp_path, skipped=reasons) == []
-    assert len(reasons) == 1
-    assert reasons[0].startswith("figure none: cannot be drawn, TypeError: ")
+    table = pd.DataFrame({"method": ["a\0b", "a $x_{ b$", f"begin{'x' * 300}end"], "value": [1, 2, 3]})
+    made = titled(bars)(table, "\u202ename of $x_{$\nsecond line")
+    assert style.image_of(made).startswith(b"\x89PNG")
+    assert len(style.image_of(made, "pdf")) < 60_000
+    names = [text.get_text() for text in made.axes[0].get_yticklabels()]
+    assert names[:2] == ["a�b", r"a \$x_{ b\$"]
+    assert names[2].startswith("beginx")
+    assert names[2].endswith("xend")
+    assert len(names[2]) == 61
+    assert made.get_suptitle() == "�name of \\$x_{\\$\nsecond line"
 
 
-def test_control_characters_are_shown_as_such() -> None:
-    """`filterwarnings = error`: matplotlib warns of a glyph that its font lacks."""
-    with style.style():
-        made = style.figure(1, 2.0)
-        axis = made.subplots()
-        axis.barh([0, 1], [1, 2], label="a\0b")
-        axis.set_yticks([0, 1], ["\x07", "sound"])
-        made.legend()
-        made.suptitle("\u202ename\nsecond line")
-    style.png_of(made)
-    assert [text.get_text() for text in axis.get_yticklabels()] == ["�", "sound"]
-    assert made.legends[0].get_texts()[0].get_text() == "a�b"
-    assert made._suptitle.get_text() == "�name\nsecond line"
+def test_a_figure_that_cannot_be_drawn_is_named_and_the_rest_drawn(tmp_path: Path) -> None:
+    def broken(table: pd.DataFrame) -> Figure:
+        raise ValueError("unknown")
+
+    skipped: dict[str, str] = {}
+    drawings = [Drawing("some", "title", TABLE, kind("some", broken)), Drawing("other", "title", TABLE, kind("other"))]
+    names = {path.name for path in write_drawings(drawings, tmp_path, skipped)}
+    assert names == {"other.csv", "other.pdf", "other.png", "index.md"}
+    assert skipped == {"figure some": "cannot be made of it, ValueError: unknown"}
 
 
-def test_charts_name_what_is_there() -> None:
-    for charts in CHARTS.values():
-        for chart in charts.values():
-            module, name = (chart.table or chart.figure).split(".")
-            assert callable(chart.draw)
-            assert callable(getattr(import_module(f"kvq.report.figures.{module}"), f"{name}_table"))
+def test_a_run_that_cannot_be_read_is_named_once_and_the_others_drawn(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    task = {"name": "random_states", "states": "gaussian", "tokens": 8, "head_dim": 4, "against": "nsn"}
+    keys = {}
+    for method, rows in (("rtn", [{"key_mse": 0.1}]), ("kivi", [{"key_mse": {"a": 1}}]), ("nsn", [{"key_mse": 0.2}])):
+        settings = made.config(method, "2", task)
+        record = made.record(method, "2", settings=settings, task="random_states", baseline_key="b" * 64)
+        keys[method] = store.put(record, rows).key
+    skipped: dict[str, str] = {}
+    (found,) = every.drawings(store.scan()[0], store, skipped=skipped)
+    assert sorted(found.table["method"]) == ["nsn 2", "rtn 2"]
+    assert list(skipped) == [f"run {keys['kivi'][:12]}"]
+    with pytest.raises(RecordError, match=f"^run {keys['kivi'][:12]}: "):
+        list(every.drawings(store.scan()[0], store))
+
+
+def test_every_kind_is_named_once() -> None:
+    kinds = every.kinds()
+    assert len({one.stem for one in kinds}) == len(kinds) > 35

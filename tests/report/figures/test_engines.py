@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvq.report.figures import style
-from kvq.report.figures.every import table_drawings
+from kvq.report.figures.every import drawings
 from kvq.report.figures.loss import engines_figure, engines_table, pareto_table
 from kvq.report.labels import colour_of, engine_of, method_of
 from kvq.report.tables.build import build_tables
@@ -83,11 +83,13 @@ def test_engines_have_marks_of_their_own_and_the_legend_names_them(store: Store)
 
 
 def test_a_table_of_engines_has_the_figure_and_another_has_not(store: Store, tmp_path: Path) -> None:
-    names = [drawing.stem.partition("-")[0] for drawing in table_drawings(build_tables(store), store)]
+    names = [drawing.stem.partition("-")[0] for drawing in drawings([], store, build_tables(store).tables)]
     assert names == ["pareto", "engines"]
     other = Store(tmp_path / "other")
     sweeps.sweep(other)
-    assert "engines" not in {drawing.stem.partition("-")[0] for drawing in table_drawings(build_tables(other), other)}
+    assert "engines" not in {
+        drawing.stem.partition("-")[0] for drawing in drawings([], other, build_tables(other).tables)
+    }
 
 
 def test_every_engine_is_known_and_has_one_colour_that_no_method_has() -> None:

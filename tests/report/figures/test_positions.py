@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvq.report.figures.perplexity import positions_figure, positions_table
+from kvq.report.figures.perplexity import places_table, positions_figure
 from kvq.report.tables.build import build_tables
 from kvq.results import Store
 from tests.report import sweeps
@@ -21,7 +21,7 @@ def table(tmp_path):
 
 
 def test_a_line_for_each_run_that_has_positions(table):
-    numbers = positions_table(table)
+    numbers = places_table(table, "position")
     assert numbers[["method", "first", "delta_nll"]].values.tolist() == [["kivi", 0, 0.2], ["kivi", 1024, 0.3]]
     (axis,) = positions_figure(numbers, "title").axes
     assert axis.containers[0].lines[0].get_xdata().tolist() == [0, 1024]
@@ -30,4 +30,4 @@ def test_a_line_for_each_run_that_has_positions(table):
 def test_none_without(tmp_path):
     store = Store(tmp_path)
     sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 16.0)
-    assert all(positions_table(table) is None for table in build_tables(store).tables)
+    assert all(places_table(table, "position") is None for table in build_tables(store).tables)

@@ -9,7 +9,7 @@ import pytest
 
 from kvq.report.__main__ import main
 from kvq.report.figures.every import main as figures_main
-from kvq.report.figures.texts import heat_map, needle_grid
+from kvq.report.figures.needles import heat_map, needle_grid
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.formats import csv, latex, markdown
 from kvq.report.tables.layout import Row, Table, columns_of
@@ -135,7 +135,7 @@ def test_the_heat_map_is_the_samples(store: Store, tmp_path: Path, capsys: pytes
     assert [axis.get_ylabel() for axis in panels] == ["kivi", "", "nsn", ""]
     assert [len(axis.images) for axis in panels] == [1, 1, 1, 0]  # nsn 4 was not measured
     assert [[text.get_text() for text in axis.texts] for axis in panels] == [[], [], [], ["–"]]
-    assert "full precision finds 100.0%" in figure.get_suptitle()
+    assert "full precision finds 100.0%" in figure.get_supxlabel()
     folder = tmp_path / "results"
     assert figures_main(["--results", str(folder)]) == 0
     figures = {path.suffix: path.read_bytes() for path in (folder / "figures").glob("niah-*")}

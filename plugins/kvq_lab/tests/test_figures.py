@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvq.report.figures.error import bars_figure
-from kvq.report.figures.texts import shares_table
 from kvq.results import Store
+from kvq_lab.figures import shares_table
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 

@@ -1,0 +1,288 @@
+"""Figures of the tasks of this plugin: texts, shares, costs of single layers, drift, turns, searches."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from kvq.report.figures.drawing import GREY, bare, below, dress, heat, panels, points, register_figure
+from kvq.report.figures.error import bars
+from kvq.report.figures.perplexity import places_figure, places_table
+from kvq.report.figures.style import colour, dash, lines_of
+from kvq.report.labels import named
+from kvq.results import Record, Store, run_key
+from kvq.results.metrics import metric_of
+from kvq.results.presets import said
+from kvq.results.statistics import dominated
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+_LEVEL = 0.95
+_MARKED = 8  # tokens between two markers of a line
+
+
+def survival_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """One line per run and number of tokens.
+
+    `share` of texts that are full precision's so far, by Kaplan and Meier (a text that ends without a difference is
+    censored there), `low` and `high` its 95% interval (log-log), `kl` the mean distance of the step after so many
+    tokens, in nats.
+    """
+    found = [_survival(record, store.samples_of(record)) for record in records]
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+
+
+def _survival(record: Record, rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    from scipy.stats import CensoredData, ecdf
+
+    left = [row["first"] + 1 for row in rows if row["first"] is not None]
+    kept = [len(row["same"]) for row in rows if row["first"] is None]
+    places = np.arange(max(len(row["same"]) for row in rows) + 1)
+    survival = ecdf(CensoredData(uncensored=left, right=kept)).sf
+    share = survival.evaluate(places)
+    low, high = share, share
+    if left:
+        with warnings.catch_warnings(action="ignore"):  # where all or none are left, there is no interval
+            interval = survival.confidence_interval(_LEVEL, method="log-log")
+        low, high = (np.nan_to_num(side.evaluate(places), nan=1.0) for side in (interval.low, interval.high))
+    distances = [[row["kl"][place] for row in rows if place < len(row["kl"])] for place in places]
+    kl = [float(np.mean(here)) if here else float("nan") for here in distances]
+    return pd.DataFrame({"method": named(record), "tokens": places, "share": share, "low": low, "high": high, "kl": kl})
+
+
+@register_figure("trajectory", "Greedy texts beside full precision's: {where}", survival_table, task="trajectory")
+def survival_figure(table: pd.DataFrame) -> Figure:
+    """Two panels: the share of texts by tokens, with its interval, and the distance by step, a mean over 8 steps."""
+    made, axes = panels(2, 3.2, 1, 2)
+    looks = lines_of(table["method"])
+    for method, part in table.groupby("method", sort=False):
+        look: dict[str, Any] = {**looks[str(method)]._asdict(), "markersize": 3, "markevery": _MARKED}
+        part = part.reset_index(drop=True)
+        axes[0].step(part["tokens"], part["share"], where="post", label=method, **look)
+        tint = {"color": look["color"], "alpha": 0.06, "linewidth": 0}
+        axes[0].fill_between(part["tokens"], part["low"], part["high"], step="post", **tint)
+        axes[1].plot(part["tokens"], part["kl"].rolling(8, min_periods=1).mean(), **look)
+    axes[0].set_ylim(0, 1.02)
+    axes[1].set_yscale("log")
+    dress(axes[0], "tokens written", "texts that are full precision's", "y")
+    dress(axes[1], "tokens of full precision's text", "KL of the next token (nats)", "y")
+    below(made, axes[0], 4)
+    return made
+
+
+# By task: what a figure of its runs shows, in words.
+_SHARES = {
+    "tools": {
+        "valid_json": "answers that\nare JSON",
+        "schema_valid": "arguments that\nfit the schema",
+        "accuracy": "right calls",
+        "same_answers": "full precision's\nanswers",
+    },
+    "speculate": {
+        "acceptance": "drafted tokens\nthat are kept",
+        "tokens_per_forward": "tokens per forward\nof the target",
+    },
+    "reuse": {
+        "sent_bits": "bits per element,\npacked",
+        "zstd_bits": "bits per element,\nafter zstd",
+        "delta_nll": "loss\n(nats/token)",
+    },
+}
+
+
+def shares_table(records: Sequence[Record], _: Store) -> pd.DataFrame:
+    """As `error.bars_table`: a line per run and quantity that its task's figure shows, from minus to plus its error.
+
+    NaN where a run lacks what others have.
+    """
+    lines = []
+    for record in records:
+        found = record.metrics
+        for name, words in _SHARES.get(record.task, {}).items():
+            if any(name in other.metrics for other in records):
+                mean, error = found.get(name, float("nan")), found.get(f"{name}_se", 0.0)
+                values = {"mean": mean, "min": mean - error, "max": mean + error}
+                bits = found.get("bits_per_element", float("nan"))
+                lines.append({"method": named(record), "bits_per_element": bits, "quantity": words, **values})
+    return pd.DataFrame(lines, columns=["method", "bits_per_element", "quantity", "mean", "min", "max"])
+
+
+for _task, _title in (
+    ("tools", "Tool calls"),
+    ("speculate", "Drafts from a method's cache"),
+    ("reuse", "A prefix that is stored and sent"),
+):
+    register_figure(_task, f"{_title}: {{where}}", shares_table, of="all", task=_task)(bars)
+
+
+@register_figure(
+    "drift", "Distance by tokens written: {where}", lambda table, _: places_table(table, "part", "kl_mean"), of="table"
+)
+def parts_figure(numbers: pd.DataFrame) -> Figure:
+    """A line per method with standard errors over texts, each part at its last token; KL by powers of ten."""
+    return places_figure(numbers, "tokens written up to the end of the part")
+
+
+@register_figure("turns", "Loss by turn: {where}", lambda table, _: places_table(table, "turn"), of="table")
+def turns_figure(numbers: pd.DataFrame) -> Figure:
+    """A line per method with standard errors over conversations, by turn."""
+    return places_figure(numbers, "turn", whole=True)
+
+
+_LEAST = 1e-6
+"""KL below which a colour tells nothing apart."""
+_DECADES = 4
+
+
+def costs_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """One line per run, side (or head of it) and layer: KL when it alone is quantized, in nats per token."""
+    lines = []
+    for record in records:
+        for row in store.samples_of(record):
+            if "side" in row:
+                lines.append((named(record), f"{row['side']}s", row["layer"], row["kl_mean"]))
+            elif "head" in row:
+                side, layer = row["of"]
+                lines.append((named(record), f"{side}s, head {row['head']}", layer, row["kl_mean"]))
+    return pd.DataFrame(lines, columns=["method", "side", "layer", "kl"])
+
+
+@register_figure("sensitivity", "Quantized alone: {where}", costs_table, task="sensitivity")
+def costs_figure(table: pd.DataFrame) -> Figure:
+    """A line of cells for the keys, one for the values of each run and one for each head; layers from left to right."""
+    from matplotlib.colors import LogNorm
+
+    sides = sorted(table["side"].unique(), key=lambda side: (side.partition(",")[0], len(side), side))
+    rows = [(method, side) for method in dict.fromkeys(table["method"]) for side in sides]
+    once = table.drop_duplicates(["method", "side", "layer"])  # of two runs with one label, the first
+    grid = once.pivot(index=["method", "side"], columns="layer", values="kl").reindex(rows)
+    most = max(float(table["kl"].max()), 10 * _LEAST)
+    scale = LogNorm(max(min(float(table["kl"].min()), most / 10), most / 10**_DECADES, _LEAST), most)
+    made, axis = panels(2, 0.9 + 0.17 * len(rows))
+    image = heat(axis, grid.clip(lower=scale.vmin), norm=scale, cmap="viridis")
+    axis.set_yticks(range(len(rows)), [f"{method}, {side}" for method, side in rows], fontsize=6)
+    step = max(1, grid.shape[1] // 15)
+    axis.set_xticks(range(0, grid.shape[1], step), [str(layer) for layer in grid.columns[::step]])
+    bare(axis)
+    axis.set_xlabel("layer")
+    made.colorbar(image, ax=axis, label="KL (nats/token)", extend="min", pad=0.01)
+    return made
+
+
+def sums_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
+    """One line per run and set of sides and layers: the sum of the KL of its parts, and its own."""
+    lines = []
+    for record in records:
+        rows = store.samples_of(record)
+        single = {(row["side"], row["layer"]): row["kl_mean"] for row in rows if "side" in row}
+        for row in rows:
+            if "layers" in row:
+                parts = [single[side, layer] for side, layers in row["layers"].items() for layer in layers]
+                own = {"set": row["item"], "places": len(parts), "sum": sum(parts), "kl": row["kl_mean"]}
+                lines.append({"method": named(record), **own})
+    return pd.DataFrame(lines, columns=["method", "set", "places", "sum", "kl"])
+
+
+@register_figure("sums", "Do costs of layers add up? {where}", sums_table, task="sensitivity")
+def sums_figure(table: pd.DataFrame) -> Figure:
+    """A point for each set of layers: the sum of its parts' KL along x, its own KL along y; equal on the line."""
+    made, axis = panels(2, 3.2)
+    for index, (method, part) in enumerate(table.groupby("method", sort=False)):
+        points(axis, part["sum"], part["kl"], index, str(method))
+    low, high = (getattr(table[["sum", "kl"]].to_numpy(), kind)() for kind in ("min", "max"))
+    axis.plot([low, high], [low, high], color=GREY, linewidth=0.8, zorder=0)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    dress(axis, "sum of the KL of the parts (nats/token)", "KL of the set (nats/token)", "both")
+    below(made, axis, 2)
+    return made
+
+
+_OF_TRIALS = ("sampler", "seed", "trial", "hypervolume", "words", "frontier")
+_APART = ("sampler", "seed", "verdict", "winners")
+"""What searches of one figure may differ in: what measures their winners afterwards changes no trial."""
+
+
+def searches(store: Store) -> dict[str, list[Mapping[str, Any]]]:
+    """Searches of a results folder with the same trials to choose from, by a digest of what they share."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for path in sorted((store.root / "searches").glob("*.json")):
+        one = _read(path)
+        if one is not None:
+            settings = {name: value for name, value in one["settings"].items() if name not in _APART}
+            shared = {"axes": one["axes"], "fixed": one["fixed"], "settings": settings}
+            found.setdefault(run_key(shared)[:8], []).append(one)
+    return found
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        return found if {"axes", "fixed", "settings", "trials", "hypervolume"} <= found.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def search_table(found: list[Mapping[str, Any]]) -> pd.DataFrame:
+    """One line per trial: sampler, seed, its number, its values, whether it is on the frontier of all, hypervolume."""
+    lines = []
+    for search in found:
+        settings = search["settings"]
+        for number, (trial, volume) in enumerate(zip(search["trials"], search["hypervolume"], strict=True), 1):
+            values = dict(zip(settings["objectives"], trial["values"] or [], strict=False))
+            own = {"sampler": settings["sampler"], "seed": settings["seed"], "trial": number, "hypervolume": volume}
+            lines.append({**own, "words": " ".join(trial["words"]), **values})
+    table = pd.DataFrame(lines)
+    objectives = found[0]["settings"]["objectives"]
+    done = table.dropna(subset=objectives)
+    table.loc[done.index, "frontier"] = [not beaten for beaten in dominated(done[objectives].to_numpy().tolist())]
+    return table
+
+
+def search_title(search: Mapping[str, Any]) -> str:
+    """What the trials of a search share: model, text and settings of the task."""
+    fixed = dict(word.partition("=")[::2] for word in search["fixed"])
+    asked = {name.removeprefix("task."): value for name, value in fixed.items() if name.startswith("task.")}
+    words = [said(name, value) for name, value in asked.items() if name != "batch_size"]
+    text = " on ".join(value for name in ("model", "dataset") if (value := fixed.get(name)))
+    return ", ".join(["Searches", *([text] if text else []), *words])
+
+
+def search_tables(_: Sequence[Record], store: Store) -> dict[tuple[str, str], pd.DataFrame]:
+    """The trials of searches that differ only in sampler and seed, of two objectives or more."""
+    tables = {}
+    for name, found in searches(store).items():
+        objectives, numbers = found[0]["settings"]["objectives"], search_table(found)
+        if len(objectives) > 1 and not numbers.dropna(subset=objectives).empty:
+            tables[name, search_title(found[0])] = numbers
+    return tables
+
+
+@register_figure("search-{name}", "{what}", search_tables, of="records")
+def search_figure(table: pd.DataFrame) -> Figure:
+    """Trials and the frontier of all of them on the left; on the right hypervolume, a line for each seed."""
+    first, second = [name for name in table.columns if name not in _OF_TRIALS][:2]
+    made, axes = panels(2, 3.0, 1, 2)
+    done = table.dropna(subset=[first, second])
+    for index, (sampler, part) in enumerate(table.groupby("sampler", sort=True)):
+        own = part.dropna(subset=[first, second])
+        points(axes[0], own[second], own[first], index, str(sampler), s=14)
+        for place, (_, line) in enumerate(part.groupby("seed")):
+            look = {"color": colour(index), "linestyle": dash(index), "linewidth": 0.9}
+            label = str(sampler) if place == 0 else None
+            axes[1].step(line["trial"], line["hypervolume"], where="post", label=label, **look)
+    free = done[done["frontier"].astype(bool)].drop_duplicates([first, second]).sort_values(second)
+    axes[0].plot(free[second], free[first], color="black", linewidth=0.7, zorder=0)
+    axes[0].set_yscale("log")
+    dress(axes[0], metric_of(second).title, metric_of(first).title, "both")
+    dress(axes[1], "trials", "hypervolume (share of the box)", "y", whole=True)
+    below(made, axes[1], 4)
+    return made
