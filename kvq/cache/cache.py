@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from kvq.cache import files
 from kvq.cache.chunk_masks import SourceColumns
@@ -150,7 +149,6 @@ class KVCache(PaddableCache, WatchfulCache):
             self._share_tables()
             self._own[0].check_rotations(self._own)
 
-    @override
     @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -203,7 +201,6 @@ class KVCache(PaddableCache, WatchfulCache):
         for layer in self.kv_layers:
             layer.token_by_token = value
 
-    @override
     @isolated()
     def before_attention(self, module: nn.Module, arguments: dict[str, Any], hidden: Tensor) -> SourceColumns | None:
         index, tokens = layer_number(module, arguments), hidden.shape[1]
@@ -230,7 +227,6 @@ class KVCache(PaddableCache, WatchfulCache):
         found: Layer = self.layers[index]  # type: ignore[assignment]
         return found
 
-    @override
     def activate_past_recording(self) -> None:
         """From now on `crop` can undo the last forward exactly; transformers calls this before assisted generation.
 
@@ -272,7 +268,6 @@ class KVCache(PaddableCache, WatchfulCache):
             self._record(False)
         self._candidates = None if told is None else told - 1
 
-    @override
     @isolated()
     def receive_tokens(self, input_ids: Tensor | None, padding: Sequence[int] | None, logits_to_keep: Any) -> None:
         if padding != self.padding:
@@ -284,17 +279,14 @@ class KVCache(PaddableCache, WatchfulCache):
         for layer in self._own:
             layer.receive_tokens(input_ids)
 
-    @override
     @isolated()
     def receive_hidden(self, index: int, hidden: Tensor) -> None:
         if index in self._held:
             self._layer(index).receive_hidden(hidden)
 
-    @override
     def observes(self, index: int) -> bool:
         return index in self._held and self._layer(index).observes
 
-    @override
     @isolated()
     def observe(self, index: int, attended: Attended) -> None:
         self._layer(index).observe(attended)

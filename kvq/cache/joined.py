@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.layer import KVCacheLayer, Read
@@ -89,34 +88,28 @@ class JoinedLayer(KVCacheLayer):
         super().__init__(side, side, quantized_prefill, window)
         self.value = ValuesOfKeys(side)
 
-    @override
     def _each(
         self, call: Callable[[CacheSide, Tensor], Read], key_states: Tensor, value_states: Tensor
     ) -> tuple[Read, Read]:
         found, heads = call(self.key, torch.cat([key_states, value_states], 1)), key_states.shape[1]
         return _heads(found, slice(heads)), _heads(found, slice(heads, None))
 
-    @override
     def _record(self, key_states: Tensor, value_states: Tensor) -> int:
         both = torch.cat([key_states, value_states], 1)
         return super()._record(both, both)
 
-    @override
     def _leave(self) -> None:
         if self._hidden:
             drop((self.key,), self._hidden)
 
-    @override
     def read(self, given: Reader) -> None:
         given.sizes["most_heads"] *= 2
         super().read(given)
 
-    @override
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         self.value = ValuesOfKeys(self.key)
 
-    @override
     def fork(self) -> JoinedLayer:
         other = super().fork()
         assert isinstance(other, JoinedLayer)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
-from typing_extensions import override
 
 from kvq.cache.chunk_masks import SourceColumns, Transitions, columns_of
 from kvq.cache.observe import Attended
@@ -45,7 +44,6 @@ class Layer(CacheLayerMixin):
     key: Any
     value: Any
 
-    @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store dtype and device; the first append allocates storage."""
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -115,7 +113,6 @@ class Layer(CacheLayerMixin):
         """Sequences in the cache, -1 before the first update (transformers asks before reusing a cache)."""
         return self.key.batch_size
 
-    @override
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
@@ -179,16 +176,13 @@ class KVCacheLayer(Layer):
         self._candidates: int | None = None
         self._recorded: Recorded | None = None
 
-    @override
     def receive_tokens(self, tokens: Tensor | None) -> None:
         self.key.receive_tokens(tokens)
 
-    @override
     def receive_hidden(self, hidden: Tensor) -> None:
         self.key.receive_hidden(hidden)
         self.value.receive_hidden(hidden)
 
-    @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append states `[batch, heads, tokens, head_dim]`; return what attention reads, oldest token first."""
         if not self.is_initialized:
@@ -228,11 +222,9 @@ class KVCacheLayer(Layer):
         if self._hidden:
             drop((self.key, self.value), self._hidden)
 
-    @override
     def get_seq_length(self) -> int:
         return super().get_seq_length() + self.key.dropped
 
-    @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         length, offset = super().get_mask_sizes(query_length)
         return length - self._hidden, offset + self.key.dropped + self._hidden
@@ -244,12 +236,10 @@ class KVCacheLayer(Layer):
         label = self.key.label.removesuffix(" and values").removesuffix(" keys")
         return Unsupported(f"model: {label} attends in a way that kvq cannot follow")
 
-    @override
     def record(self, on: bool) -> None:
         super().record(on)
         self._candidates = self._recorded = None
 
-    @override
     def expect(self, candidates: int) -> None:
         self._candidates = candidates
 
@@ -273,7 +263,6 @@ class KVCacheLayer(Layer):
             raise self._not_followed()
         return _joined(columns, *read, hidden)
 
-    @override
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         self._columns = None
         moves = self._moves(queries)
@@ -297,7 +286,6 @@ class KVCacheLayer(Layer):
         keys, values = (side.moves_then_steps(head, queries, self.quantized_prefill) for side in (self.key, self.value))
         return clipped(keys, self._hidden), clipped(values, self._hidden)
 
-    @override
     def write(self, out: Writer) -> None:
         for name, side in (("key", self.key), ("value", self.value)):
             side.write(out.part(name))
@@ -305,7 +293,6 @@ class KVCacheLayer(Layer):
             out.tree["dropped"] = self.key.dropped
         out.fields(self, self.saved)
 
-    @override
     def read(self, given: Reader) -> None:
         if self.window is not None:
             self.key.dropped = self.value.dropped = given.count("dropped")
@@ -328,13 +315,11 @@ class KVCacheLayer(Layer):
         self.evicted = 0
         self.record(False)
 
-    @override
     def batch_select_indices(self, indices: Tensor) -> None:
         self.key.select(indices)
         self.value.select(indices)
         self._recorded = None
 
-    @override
     def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ConfigError(f"crop({tokens_to_remove}): give a negative number of tokens to remove")
@@ -369,7 +354,6 @@ class KVCacheLayer(Layer):
                 side.crop(remove)
         self._leave()
 
-    @override
     def fork(self) -> KVCacheLayer:
         other = copy.copy(self)
         other.key, other.value = self.key.fork(), self.value.fork()

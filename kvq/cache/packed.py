@@ -19,7 +19,6 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from typing_extensions import override
 
 from kvq.cache.hooks import attentions
 from kvq.cache.joined import JoinedLayer
@@ -58,7 +57,6 @@ class PackedKeys(SelfAttending):
     states: PackedStates
     hidden: int = 0
 
-    @override
     def attend(
         self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, given: dict[str, Any]
     ) -> Float[Tensor, "batch one heads dim"]:
@@ -109,7 +107,6 @@ class PackedLayer(KVCacheLayer):
     key: PackedSide
     value: PackedSide
 
-    @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As `KVCacheLayer.update`; for a single token, returns keys and values in stored form."""
         if key_states.shape[2] != 1:
@@ -128,7 +125,6 @@ class PackedLayer(KVCacheLayer):
 class PackedJoinedLayer(PackedLayer, JoinedLayer):
     """A `PackedLayer` whose keys and values one transform has put into the same components."""
 
-    @override
     def _append_packed(self, key_states: Tensor, value_states: Tensor) -> tuple[PackedStates, PackedStates]:
         heads, both = key_states.shape[1], self.key.append_packed(torch.cat([key_states, value_states], 1))
         return both.of_heads(slice(0, heads)), both.of_heads(slice(heads, 2 * heads))
@@ -209,7 +205,6 @@ class DenseStates(SelfAttending):
 
     states: Float[Tensor, "batch heads tokens head_dim"]
 
-    @override
     def attend(
         self, module: nn.Module, query: Tensor, values: Any, mask: Tensor | None, given: dict[str, Any]
     ) -> Float[Tensor, "batch one heads dim"]:
@@ -232,7 +227,6 @@ class PreallocatedLayer(CacheLayerMixin):
         super().__init__()
         self.room, self.held = room, 0
 
-    @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = (
@@ -240,7 +234,6 @@ class PreallocatedLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
-    @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

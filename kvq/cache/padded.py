@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache.chunk_masks import SourceColumns
 from kvq.cache.contents import CountedCache, StateLayer, placed
@@ -78,48 +77,39 @@ class PaddedLayer(Layer):
         return found
 
     @property
-    @override
     def padding(self) -> list[int]:  # type: ignore[override]
         found = {row: part.padding for part in self.parts for row in part.rows}
         return [found[row] for row in sorted(found)]
 
     @property
-    @override
     def of_sequences(self) -> list[Layer]:
         return [part.layer for part in self.parts]
 
     @property
-    @override
     def shuffled(self) -> bool:
         return any(part.layer.shuffled for part in self.parts)
 
     @property
-    @override
     def batch_size(self) -> int:
         return sum(len(part.rows) for part in self.parts)
 
-    @override
     def get_seq_length(self) -> int:
         """Columns seen, padding included."""
         return self._seen
 
-    @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Those of a batch without padding that has as many columns."""
         hidden = outside(self._seen, self.window)
         return self._seen - hidden + query_length, hidden
 
-    @override
     def receive_tokens(self, tokens: Tensor | None) -> None:
         for part in self.parts:
             part.layer.receive_tokens(None if tokens is None else part.own(tokens, self._seen))
 
-    @override
     def receive_hidden(self, hidden: Tensor) -> None:
         for part in self.parts:
             part.layer.receive_hidden(part.own(hidden, self._seen))
 
-    @override
     def receive_rotations(self, tokens: int, given: tuple[Tensor, Tensor] | None, like: Tensor) -> None:
         for part in self.parts:
             cos, sin = (None, None) if given is None else (part.own(one, self._seen) for one in given)
@@ -127,7 +117,6 @@ class PaddedLayer(Layer):
             count = tokens - max(part.padding - self._seen, 0)
             part.layer.receive_rotations(count, table, like)
 
-    @override
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         """None: each token once, as it is.
 
@@ -142,7 +131,6 @@ class PaddedLayer(Layer):
                 )
         return None
 
-    @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append states `[batch, heads, columns, head_dim]`, and return what attention reads, padding as zeros."""
         if not self.is_initialized:
@@ -163,7 +151,6 @@ class PaddedLayer(Layer):
         for part in self.parts:
             part.layer.reset()
 
-    @override
     def batch_select_indices(self, indices: Tensor) -> None:
         chosen, parts = indices.tolist(), []
         for part in self.parts:
@@ -174,7 +161,6 @@ class PaddedLayer(Layer):
                 parts.append(replace(part, rows=rows))
         self.parts = parts
 
-    @override
     def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise Unsupported(f"crop({tokens_to_remove}): a padded batch; crop a batch of prompts of equal length")
@@ -183,7 +169,6 @@ class PaddedLayer(Layer):
         """Raises: Unsupported: tokens to remove."""
         self.check_crop(tokens_to_remove)
 
-    @override
     def fork(self) -> PaddedLayer:
         other = copy.copy(self)
         other.parts = [replace(part, rows=list(part.rows), layer=part.layer.fork()) for part in self.parts]
@@ -208,7 +193,6 @@ class PaddableCache(CountedCache, abc.ABC):
         return [self.layers[index] for index in self._held]
 
     @property
-    @override
     def kv_layers(self) -> list[Any]:
         return [one for layer in self._own for one in layer.of_sequences]
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.block_formats import in_groups, times_scale
 from kvq.codecs.levels import looked_up
@@ -84,7 +83,6 @@ class BlockFloatQuantizer(CodeQuantizer):
         if four_over_six and self.scale is not BlockScale.e4m3:
             raise ConfigError(f"four_over_six=true: with scale=e4m3; given scale={self.scale.name}")
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes (`codes.0`) and `scale` `[..., heads, tokens, groups]`, one byte each."""
         groups = in_groups(x, self.group_size)
@@ -108,7 +106,6 @@ class BlockFloatQuantizer(CodeQuantizer):
         codes = _codes(groups, scale, self.rounding).flatten(-2)[..., : x.shape[-1]]
         return pack_parts(codes, self.bits) | {"scale": stored.squeeze(-1)}
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * number`."""
         scale = parts["scale"].to(dtype)

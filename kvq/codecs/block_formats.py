@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.levels import looked_up, nearest_level
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
@@ -67,7 +66,6 @@ class SignedMaxQuantizer(CodeQuantizer):
         self.bits, self.group_size = bits, group_size
         self._middle = 2 ** (bits - 1)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes (`codes.<plane>`) and `scale` `[..., heads, tokens, groups]`, signed, in fp16."""
         groups = in_groups(x, self.group_size)
@@ -77,7 +75,6 @@ class SignedMaxQuantizer(CodeQuantizer):
         codes = codes.clamp_(0, 2**self.bits - 1).flatten(-2)[..., : x.shape[-1]]
         return pack_parts(codes, self.bits) | {"scale": to_stored(scale.squeeze(-1), torch.float16)}
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * (code - 2^(b-1))`, from the stored scale."""
         steps = unpack_parts(parts, self.bits, shape[-2]).to(dtype).sub(self._middle)
@@ -130,12 +127,10 @@ class TurboMindQuantizer(UniformQuantizer):
         super().__init__(bits, Axis.per_token)
 
     @property
-    @override
     def is_affine(self) -> bool:
         """No: the dtype of the scales is not always fp16."""
         return False
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes (`codes.<plane>`), `scale` and `zero_point` `[..., heads, tokens, 1]` in the states' 16 bits."""
         own = dtype if dtype is torch.bfloat16 else torch.float16
@@ -215,7 +210,6 @@ class Float8Quantizer(Quantizer):
         """None where a block shares a scale, else 1."""
         return None if self.scale is FloatScale.block else 1
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`values` in the format's dtype, as `x`, and `scale`: `[..., 1, 1, 1]` or `[..., heads, tokens, groups]`."""
         limit = torch.finfo(self.format.torch).max
@@ -232,7 +226,6 @@ class Float8Quantizer(Quantizer):
         values = values.clamp(-limit, limit) if self.saturate else values
         return {"values": values.to(self.format.torch), **side}
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * value`, from the stored scale."""
         values = parts["values"].to(dtype)
@@ -271,7 +264,6 @@ class LevelsQuantizer(CodeQuantizer):
         self.levels, self.group_size, self.refit, self.least = tuple(map(float, levels)), group_size, refit, least
         self.bits = (len(levels) - 1).bit_length()
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         groups = in_groups(x, self.group_size)
         levels = groups.new_tensor(self.levels)
@@ -287,7 +279,6 @@ class LevelsQuantizer(CodeQuantizer):
         stored = {"scale": to_stored(scale.squeeze(-1), torch.float16)}
         return pack_parts(codes.flatten(-2)[..., : x.shape[-1]], self.bits) | stored
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * level`, from the stored scale."""
         codes = unpack_parts(parts, self.bits, shape[-2])
@@ -323,7 +314,6 @@ class RmsLevelsQuantizer(LevelsQuantizer):
         require(one > 0, "one", one, "above 0")
         self.per_rms, self.one = per_rms, one
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes (`codes.<plane>`) and `scale` `[..., heads, tokens, groups]` in fp16."""
         groups = in_groups(x, self.group_size)
@@ -336,7 +326,6 @@ class RmsLevelsQuantizer(LevelsQuantizer):
         stored = {"scale": to_stored(scale.squeeze(-1), torch.float16)}
         return pack_parts(codes.flatten(-2)[..., : x.shape[-1]], self.bits) | stored
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * level / one`, from the stored scale."""
         return super().decode(parts, shape, dtype) / self.one

@@ -10,7 +10,6 @@ from typing import ClassVar, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.codec import Codec
 from kvq.codecs.quantizers import Quantizer, prefixed, under
@@ -181,14 +180,12 @@ class JointTransform(Calibrated, Stage):
         """Channels `some`, of all heads in a row, of states `like` these less their mean; only the first m components,
         those that are stored, are read."""
 
-    @override
     def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
         flat = x.transpose(-3, -2).flatten(-2) - self.table("mean", x)
         found = self._components(flat, x)
         found = torch.nn.functional.pad(found, (0, flat.shape[-1] - found.shape[-1]))
         return found.unflatten(-1, (x.shape[-3], -1)).transpose(-3, -2), {}
 
-    @override
     def inverse(
         self, y: Float[Tensor, "*lead heads tokens dim"], side: Side, heads: slice | None = None
     ) -> Float[Tensor, "*lead _heads tokens dim"]:
@@ -221,16 +218,13 @@ class LayerScale(Calibrated, Stage):
         require(divisor > 0, "divisor", divisor, "above 0")
         self.divisor, self.per_head = divisor, per_head
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """`scale` of the states' largest magnitude."""
         largest = x.abs().amax((1, 2) if self.per_head else (0, 1, 2)).float().view(-1, 1, 1)
         return {"scale": (largest / self.divisor).masked_fill(largest == 0, 1)}
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         return x / self.table("scale", x), {}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return y * self.table("scale", y)

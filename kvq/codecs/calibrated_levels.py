@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float, Int
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.levels import levels_1d, looked_up, nearest_level
@@ -84,7 +83,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         return TOGETHER if self.ragged else 1
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         return {} if self.ragged else {"codes": self.bits}
 
@@ -100,7 +98,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             raise Unsupported(f"{width} channels of all KV heads: the index of an outlier has 16 bits")
         return max(1, round(self.outliers / 2 * width))
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """`levels` and `decoded` `[2^bits]`; per channel also `center` and `reach` `[heads, 1, dim]`."""
         x = x.float()
@@ -144,7 +141,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
         center, reach = _range(low, high)
         return center.unsqueeze(-3), reach.unsqueeze(-3), mask
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         parts: Parts = {}
         levels, mask = self.table("levels", x), None
@@ -179,7 +175,6 @@ class NonUniformQuantizer(Calibrated, Quantizer):
             parts["outlier.count"] = count.to(torch.int16)
         return {name: part.unsqueeze(-3) for name, part in parts.items()}
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`level * reach + center`, with the outliers in their places."""
         codes = unpack_parts(parts, self.bits, shape[-2])
@@ -273,12 +268,10 @@ class SpectralQuantizer(Calibrated, Quantizer):
         require(1 <= bits <= _MOST, "bits", bits, f"a mean of 1 to {_MOST}")
         self.bits, self.water_filling = bits, water_filling
 
-    @override
     def check(self, head_dim: int) -> None:
         require(head_dim >= 2, "head_dim", head_dim, "no coordinates but semantic ones", Unsupported)
         super().check(head_dim)
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """Tables of coordinates that are in the order of their energy."""
         dim, found = x.shape[-1], []
@@ -315,7 +308,6 @@ class SpectralQuantizer(Calibrated, Quantizer):
                 if width:
                     yield head, width, (own == width).nonzero()[:, 0]
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`<head>.<bits>.<plane>` for the coordinates of a head with equal bits."""
         levels, parts = self._codebooks(x), Parts()
@@ -326,7 +318,6 @@ class SpectralQuantizer(Calibrated, Quantizer):
             parts |= pack_parts(own, width, f"{head}.{width}")
         return parts
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         codes = torch.zeros(shape, dtype=torch.long, device=next(iter(parts.values())).device)
         for head, width, places in self._planes(torch.empty(shape, dtype=dtype, device=codes.device)):

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.quantizers import choice
@@ -31,7 +30,6 @@ class _TableRotation(Calibrated, Stage):
     orthogonal = True
     token_group = 1
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a head dim without a Hadamard matrix, or not that of the calibration."""
         if not has_hadamard(head_dim):
@@ -43,11 +41,9 @@ class _TableRotation(Calibrated, Stage):
             return per_block(x, rotation.view(rotation.shape[-2:]))
         return per_head(x, rotation)
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         return self._turned(x, self.table("rotation", x)), {}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return self._turned(y, self.table("rotation", y).mT)
 
@@ -148,11 +144,9 @@ class GroupedHadamard(Stage):
         joined = x.unflatten(-3, (-1, count)).transpose(-3, -2).flatten(-2)
         return per_block(joined.contiguous(), matrix).unflatten(-1, (count, -1)).transpose(-3, -2).flatten(-4, -3)
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         return self._apply(x, self._matrix(x)), {}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return self._apply(y, self._matrix(y).mT)
 
@@ -169,7 +163,6 @@ class ChannelOrder(Calibrated, Stage):
     token_group = 1
     rotates_tokens = True
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """`order`: indices of the channels, that with the smallest sum first."""
         return {"order": x.double().sum(-2).flatten().argsort(stable=True).int()}
@@ -182,11 +175,9 @@ class ChannelOrder(Calibrated, Stage):
         flat = x.transpose(-3, -2).flatten(-2).index_select(-1, order)
         return flat.unflatten(-1, (x.shape[-3], x.shape[-1])).transpose(-3, -2).contiguous()
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         return self._moved(x, self._order(x)), {}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return self._moved(y, self._order(y).argsort())
 
@@ -236,7 +227,6 @@ class CovarianceRotation(_TableRotation):
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
         assert moments is not None
         return {"rotation": covariance_rotation(moments.mean(0, keepdim=True) if self.shared else moments).float()}
@@ -252,11 +242,9 @@ class EigenRotation(_TableRotation):
 
     version: ClassVar[int] = 1
 
-    @override
     def check(self, head_dim: int) -> None:
         Calibrated.check(self, head_dim)
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         wide = x.double()
         return {"rotation": eigenvectors(wide.mT @ wide / wide.shape[1])[1].flip(-1).float()}
@@ -282,12 +270,10 @@ class RankClip(Stage):
         require(0 < share <= 1, "share", share, "above 0, at most 1")
         self.share = share
 
-    @override
     def forward(self, x: Float[Tensor, "*lead tokens dim"]) -> tuple[Tensor, Side]:
         dim = x.shape[-1]
         limit = x.abs().kthvalue(min(int(self.share * dim), dim - 1) + 1, -1, keepdim=True).values
         return torch.minimum(torch.maximum(x, -limit), limit), {}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return y

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.codec import Codec, check_nested
@@ -43,7 +42,6 @@ class ChannelGroups(Calibrated, Quantizer):
         self.codecs = dict(codecs)
         self._channels: dict[torch.device, list[dict[str, Int[Tensor, " size"]]]] = {}
 
-    @override
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
         other = super().bound(tables, heads, head_dim)
         assert isinstance(other, ChannelGroups)
@@ -76,7 +74,6 @@ class ChannelGroups(Calibrated, Quantizer):
             for name, channels in groups.items():
                 yield head, f"{head}.{name}.", channels, self.codecs[name]
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`<head>.<group>.<name>` for every part of every codec."""
         parts: Parts = {}
@@ -85,7 +82,6 @@ class ChannelGroups(Calibrated, Quantizer):
             parts |= prefixed(codec.encode_block(own, dtype=dtype), prefix)
         return parts
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         out = torch.empty(shape, dtype=dtype, device=next(iter(parts.values())).device)
         for head, prefix, channels, codec in self._each(out):
@@ -125,13 +121,11 @@ class PairWidths(ChannelGroups):
         super().__init__({f"bits{width}": codec.with_more_bits(width - 1, most) for width in range(1, most + 1)})
         self.bits, self.most = bits, most
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: an odd head dim, or another than that of the calibration."""
         require(head_dim % 2 == 0, "head_dim", head_dim, "an odd number of channels has no pairs", Unsupported)
         super().check(head_dim)
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
         """`group` `[heads, 1, dim]`: the bits of a channel, less 1."""
         assert moments is not None
@@ -186,7 +180,6 @@ class _TwoChannelGroups(TwoWaySplit):
         """1 for each outlier channel, `[..., heads, 1, dim]`."""
         raise NotImplementedError
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a group without channels, or one whose number a codec cannot work on."""
         outliers = self.count(head_dim)
@@ -198,17 +191,14 @@ class _TwoChannelGroups(TwoWaySplit):
             except Unsupported as error:
                 raise Unsupported(f"{name} ({channels} of {head_dim} channels): {error}") from error
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         return self._encode_mask(x, self._mask(x), self.count(x.shape[-1]), dtype)
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         like = torch.empty(*shape[:-2], 0, shape[-1], dtype=dtype, device=next(iter(parts.values())).device)
         return self._decode_mask(parts, self._mask(like), self.count(shape[-1]), shape, dtype)
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         """Those of both groups, which have the tokens of the block."""
         groups = self.codecs.items()
@@ -253,11 +243,9 @@ class ChannelSplit(_TwoChannelGroups):
             raise ConfigError(f"outliers={outliers}: at most {_BYTE} with stored=byte")
         self.bits = low.quantizer.bits if hasattr(low.quantizer, "bits") else None
 
-    @override
     def count(self, head_dim: int) -> int:
         return self.outliers
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`mask` `[..., heads, 1, ceil(dim / 8)]`, or `place` `[..., heads, 1, dim]`, and the parts of both codecs."""
         by_energy = self.criterion is Criterion.energy
@@ -271,7 +259,6 @@ class ChannelSplit(_TwoChannelGroups):
             kept = {"place": place.to(torch.uint8)}
         return kept | self._encode_mask(x, mask, self.outliers, dtype)
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         if self.stored is Choice.mask:
             mask = unpack([parts["mask"].mT], 1, shape[-1]).mT
@@ -306,24 +293,20 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
         super().__init__(high, low)
         self.outliers, self.differences = outliers, differences
 
-    @override
     def count(self, head_dim: int) -> int:
         return head_dim // 4 if self.outliers is None else self.outliers
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a group that cannot be, or another head dim than that of the calibration."""
         _TwoChannelGroups.check(self, head_dim)
         super().check(head_dim)
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """`mask` `[heads, 1, dim]`: 1 for an outlier channel."""
         spread = x.double().diff(dim=1) if self.differences and x.shape[1] > 1 else x.double()
         chosen = spread.var(1, correction=0, keepdim=True).topk(self.count(x.shape[-1]), -1).indices
         return {"mask": torch.zeros_like(x[:, :1], dtype=torch.uint8).scatter_(-1, chosen, 1)}
 
-    @override
     def _mask(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> Tensor:
         return self.table("mask", like).expand(*like.shape[:-2], 1, -1)
 
@@ -350,11 +333,9 @@ class LeadingChannels(_TwoChannelGroups):
         super().__init__(high, low)
         self.first, self.token_group = first, 1 if {high.token_group, low.token_group} == {1} else None
 
-    @override
     def count(self, head_dim: int) -> int:
         return self.first
 
-    @override
     def _mask(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> Tensor:
         mask = torch.arange(like.shape[-1], device=like.device) < self.first
         return mask.to(torch.uint8).expand(*like.shape[:-2], 1, -1)

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.packed import UNIT, BlockRun, Packed
 from kvq.codecs.quantizers import Gain, Parts, Passthrough, Quantizer, shared_group, to_stored, under
@@ -224,15 +223,12 @@ class StoredWithKeys(Codec):
     def __init__(self) -> None:
         super().__init__({}, [], Passthrough())
 
-    @override
     def rebuilt(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
         return self
 
-    @override
     def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
         raise Unsupported("values are stored with the keys, by the codec of these")
 
-    @override
     def decode_block(self, parts: Parts, shape: Size, dtype: torch.dtype, rope: Rope | None = None) -> Blocks:
         raise Unsupported("values are stored with the keys, by the codec of these")
 

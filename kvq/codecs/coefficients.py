@@ -14,7 +14,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float, Integer
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, JointTransform, Tables
 from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
@@ -73,7 +72,6 @@ class PrincipalComponents(JointTransform):
         return self.layers is Layers.all
 
     @property
-    @override
     def multiplications(self) -> int:
         return self.tables["basis"].numel()
 
@@ -92,11 +90,9 @@ class PrincipalComponents(JointTransform):
             basis = eigenvectors(covariance)[1].flip(1)
         return {"mean": mean.float()[None], "basis": basis.float().contiguous()}
 
-    @override
     def _components(self, rows: Float[Tensor, "*lead tokens n"], like: Tensor) -> Float[Tensor, "*lead tokens m"]:
         return per_block(rows, self.table("basis", like))
 
-    @override
     def _states(
         self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
     ) -> Float[Tensor, "*lead tokens channels"]:
@@ -230,7 +226,6 @@ class CoefficientQuantizer(Calibrated, Quantizer):
         """The tables of groups."""
         return {"sizes": torch.tensor(groups.sizes).int(), "kinds": torch.tensor(groups.kinds).to(torch.uint8)}
 
-    @override
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
         other = super().bound(tables, heads, head_dim)
         assert isinstance(other, CoefficientQuantizer)
@@ -245,7 +240,6 @@ class CoefficientQuantizer(Calibrated, Quantizer):
             self._groups = Groups(*(tuple(self._tables[name].tolist()) for name in ("sizes", "kinds")))
         return self._groups
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         groups = self.groups(x)
         flat = x.transpose(-3, -2).flatten(-2)
@@ -258,7 +252,6 @@ class CoefficientQuantizer(Calibrated, Quantizer):
         string = write(codes, groups.layout).unsqueeze(-3)
         return {"string": string, "scale": scales[0].unsqueeze(-3), "shift": scales[1].unsqueeze(-3)}
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         string = parts["string"].squeeze(-3)
         groups = self.groups(torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=string.device))

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs import trellis
 from kvq.codecs.calibrated import Calibrated, Tables
@@ -119,7 +118,6 @@ class ComponentQuantizer(Calibrated, Quantizer):
         tables = {"widths": widths, "weights": spectrum.float()}
         return tables | ({"unshrunk": torch.zeros(1, dtype=torch.uint8)} if self.chooses else {})
 
-    @override
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
         other = super().bound(tables, heads, head_dim)
         assert isinstance(other, ComponentQuantizer)
@@ -142,7 +140,6 @@ class ComponentQuantizer(Calibrated, Quantizer):
         """`[..., heads or 1, tokens, components of a string]`."""
         return x if self.widths is Widths.equal else x.transpose(-3, -2).flatten(-2).unsqueeze(-3)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`string`."""
         layout, rows = self._layout(x), self._rows(x / self._scale(x.shape[-1]))
@@ -153,7 +150,6 @@ class ComponentQuantizer(Calibrated, Quantizer):
         flat = rows.reshape(-1, rows.shape[-1]).clamp(-_FARTHEST, _FARTHEST)
         return {"string": self.strings(flat, weights, layout).view(*rows.shape[:-1], -1)}
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         strings = parts["string"]
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=strings.device)
@@ -213,11 +209,9 @@ class ScalarQuantizer(ComponentQuantizer):
         self.fitted = fitted
 
     @property
-    @override
     def errors(self) -> tuple[float, ...]:
         return scalar_errors()
 
-    @override
     def shared_out(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
         """The tables, once the bits are shared out; levels of N(0, 1) until they are fitted."""
         tables = super().shared_out(spectrum, widths)
@@ -236,7 +230,6 @@ class ScalarQuantizer(ComponentQuantizer):
             self._cast[key] = out.to(device, dtype)
         return self._cast[key]
 
-    @override
     def strings(self, x: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
         widths, books = torch.tensor(layout.widths, device=x.device), self._books(x.dtype, x.device)
@@ -247,7 +240,6 @@ class ScalarQuantizer(ComponentQuantizer):
             codes.index_copy_(-1, places, found.to(torch.uint8))
         return write(codes, layout)
 
-    @override
     def levels(self, strings: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
         return values_of(strings, layout, layout.widths, self._books(dtype, strings.device))
 
@@ -287,20 +279,16 @@ class TrellisQuantizer(ComponentQuantizer):
         super().__init__(bits, widths, deviation, unshrunk)
 
     @property
-    @override
     def widest(self) -> int:
         return min(WIDEST, self.memory)
 
     @property
-    @override
     def errors(self) -> tuple[float, ...]:
         return (1.0, *trellis.errors(self.memory))
 
-    @override
     def strings(self, x: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         return trellis.encode(x, weights, layout, self.memory)
 
-    @override
     def levels(self, strings: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
         return trellis.decode(strings, layout, self.memory, dtype)
 

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import UInt8
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.codec import Codec, States
 from kvq.codecs.packed import BlockRun, Packed
@@ -61,18 +60,15 @@ class DeflateCodec(CodedBlocks):
         kind = type(self.quantizer).__name__
         return Unsupported(f"DeflateCodec: the bytes of a {kind} follow the values; use kvq.codecs.Codec")
 
-    @override
     def rebuilt(self, stages: Iterable[tuple[str, Stage]], quantizer: Quantizer | None = None) -> Codec:
         chain = list(stages)
         return type(self)(dict(chain), [name for name, _ in chain], quantizer or self.quantizer, self.tokens)
 
     @property
-    @override
     def token_group(self) -> int | None:
         """Tokens that leave a sliding residual together: `tokens`, or more where those share statistics."""
         return shared_group([super().token_group, self.tokens])
 
-    @override
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
         packed = super().encode(x, block, rope)
         by_sequence: list[list[bytes]] = [[] for _ in range(packed.batch)]
@@ -89,7 +85,6 @@ class DeflateCodec(CodedBlocks):
         }
         return replace(packed, parts=parts, runs=tuple(replace(run, rows={SIZE: 1}) for run in packed.runs))
 
-    @override
     def planes(self, packed: Packed) -> Packed:
         stream, size = packed.parts[STREAM], packed.parts[SIZE]
         both = zip(stream[:, 0, :, 0].cpu().numpy(), size[:, 0, :, 0].cpu().numpy(), strict=True)

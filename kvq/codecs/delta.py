@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Bool, Float
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.codec import Codec, check_nested
 from kvq.codecs.packed import pack, together, unpack
@@ -58,7 +57,6 @@ class DeltaQuantizer(Quantizer):
         """The number of anchors depends on the block."""
         return self.anchor_threshold > 0
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: deltas whose error grows from token to token."""
         self.codec.check(head_dim)
@@ -80,7 +78,6 @@ class DeltaQuantizer(Quantizer):
         """Whether each token is an anchor, whatever the states are."""
         return [token % (self.anchor_every or tokens) == 0 for token in range(tokens)]
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         anchors, steps, far = [], [], []
         decoded = x[..., :1, :]
@@ -114,7 +111,6 @@ class DeltaQuantizer(Quantizer):
             parts = {name: part[..., :0, :] for name, part in one.items()}
         return prefixed(parts, "delta.")
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         regular = self._anchors(shape[-2])
         rest = Size((*shape[:-2], regular.count(False), shape[-1]))

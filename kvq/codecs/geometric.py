@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
@@ -82,7 +81,6 @@ class PolarQuantizer(Quantizer):
         self.angle_bits = tuple(angle_bits)
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         return {f"codes.{level}": bits for level, bits in enumerate(self.angle_bits, 1)}
 
@@ -91,7 +89,6 @@ class PolarQuantizer(Quantizer):
         """Channels that share a radius."""
         return int(2 ** len(self.angle_bits))
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: head dims that are no multiple of the channels that share a radius."""
         if head_dim % self.channels:
@@ -99,7 +96,6 @@ class PolarQuantizer(Quantizer):
                 f"head_dim={head_dim}: {len(self.angle_bits)} levels take {self.channels} channels at a time"
             )
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         self.check(x.shape[-1])
         parts: Parts = {}
@@ -114,7 +110,6 @@ class PolarQuantizer(Quantizer):
             radius = torch.hypot(first, second)
         return parts | {"radius": to_stored(radius, torch.float16)}
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         radius = parts["radius"].to(dtype)
         for level in range(len(self.angle_bits), 0, -1):

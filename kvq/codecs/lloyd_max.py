@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from scipy import special
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
@@ -187,7 +186,6 @@ class CodebookQuantizer(CodeQuantizer):
         made, given = self._start
         return made, (self.bits, *given)
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: fewer than 3 channels, where the density of a coordinate of the sphere has no peak."""
         if head_dim < 3:
@@ -197,14 +195,12 @@ class CodebookQuantizer(CodeQuantizer):
         """All levels for `dim` channels, ascending."""
         return _tables(*self._made, dim, dtype, torch.device("cpu"))[0]
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`codes.<plane>`: index of the nearest level."""
         self.check(x.shape[-1])
         _, middles = _tables(*self._made, x.shape[-1], x.dtype, x.device)
         return pack_parts(nearest_level(x, middles - torch.finfo(dtype).eps * _TIE), self.bits)
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         codes = unpack_parts(parts, self.bits, shape[-2])
         x = looked_up(_tables(*self._made, shape[-1], dtype, codes.device)[0], codes)
@@ -249,11 +245,9 @@ class LloydMaxQuantizer(CodebookQuantizer):
         self.marginal = choice(Marginal, marginal, "marginal")
         super().__init__(bits, gain, codebook, (self.marginal,), unit)
 
-    @override
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
         return more_bits(self, extra, most)
 
-    @override
     def check(self, head_dim: int) -> None:
         if self.marginal is Marginal.sphere:
             super().check(head_dim)

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables, bind_codec, calibrated_parts, fit_codec
 from kvq.codecs.codec import Codec, check_nested
@@ -81,19 +80,15 @@ class LowRankCorrection(Calibrated, Quantizer):
         self.bits = base.quantizer.bits if hasattr(base.quantizer, "bits") else None
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         return {f"{_PREFIX}{name}": bits for name, bits in self.base.quantizer.indices.items()}
 
-    @override
     def check(self, head_dim: int) -> None:
         self.base.check(head_dim)
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
         return fit_codec(self.base, x, gradients, None, seed, moments)
 
-    @override
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
         other = super().bound(tables, heads, head_dim)
         assert isinstance(other, LowRankCorrection)
@@ -106,13 +101,11 @@ class LowRankCorrection(Calibrated, Quantizer):
             return exact_svd(rest, rank)
         return randomized_svd(rest, rank, self.oversample, self.iterations, self.seed)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         found = self.base.encode_block(x, dtype=dtype)
         rest = x - self.base.decode_block(found, x.shape, x.dtype)
         return prefixed(found, _PREFIX) | stored_factors(self._factors(rest.flatten(0, -3)), x.shape)
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         return self.base.decode_block(under(parts, _PREFIX), shape, dtype) + product(parts, shape, dtype)
 
@@ -221,11 +214,9 @@ class SparseLowRank(Quantizer):
         self.bits = backbone.bits
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         return self.backbone.indices
 
-    @override
     def check(self, head_dim: int) -> None:
         self.backbone.check(head_dim)
 
@@ -255,7 +246,6 @@ class SparseLowRank(Quantizer):
         order = vectors.sort(dim=dim, stable=True).indices  # stable: distinct indices also in a constant vector
         return torch.cat([order.narrow(dim, 0, count), order.narrow(dim, length - count, count)], dim)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         dim = -2 if self._per_channel else -1
         vectors = self._vectors(x)
@@ -274,7 +264,6 @@ class SparseLowRank(Quantizer):
         factors = power_iteration(rest.reshape(-1, *rest.shape[-2:]), rank, self.iterations, self.seed)
         return parts | stored_factors(factors, x.shape)
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         out = self.backbone.decode(parts, shape, dtype)
         if "left" in parts:

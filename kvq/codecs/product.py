@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 import torch
 from jaxtyping import Float, Integer
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.codec import Codec
@@ -105,18 +104,15 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
         self.channels, self.code_bits, self.iterations = channels, code_bits, iterations
         self.wants_gradients, self.centroids = weighted, centroids
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a head dim that is no multiple of `channels`, or not that of the calibration."""
         self.check_groups(head_dim)
         super().check(head_dim)
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         return {"codes": self.code_bits}
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
         """`centroids` `[heads, groups, 2^code_bits, channels]`; of float8 also `scale`, `[heads, groups, 1, 1]`."""
         points = self.grouped(x.float()).flatten(0, 1).contiguous()
@@ -134,11 +130,9 @@ class CoupledQuantizer(GroupedIndices, Calibrated, Quantizer):
         found = self.table("centroids", like)
         return found if self.centroids == "float16" else found * self.table("scale", like)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         return pack_parts(self.indices_of(x, self._centroids(x)), self.code_bits)
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         codes = unpack_parts(parts, self.code_bits, shape[-2])
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=codes.device)
@@ -184,7 +178,6 @@ class ProductQuantizer(GroupedIndices, Quantizer):
         self.iterations, self.rows, self.seed = iterations, rows, seed
         self._book: Float[Tensor, "batch groups count channels"] | None = None
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a head dim that is no multiple of `channels`."""
         self.check_groups(head_dim)
@@ -214,13 +207,11 @@ class ProductQuantizer(GroupedIndices, Quantizer):
             raise Unsupported("ProductQuantizer: its codebooks belong to a sequence; use kvq.codecs.PrefillCodec")
         return [book.to(dtype).expand(heads, -1, -1, -1) for book in self._book]
 
-    @override
     def encode(self, x: Float[Tensor, "batch blocks heads tokens dim"], dtype: torch.dtype) -> Parts:
         books = self._centroids(x.shape[-3], x.dtype)
         codes = torch.stack([self.indices_of(own, book) for own, book in zip(x, books, strict=True)])
         return pack_parts(codes, self.code_bits)
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "batch blocks heads tokens dim"]:
         codes, books = unpack_parts(parts, self.code_bits, shape[-2]), self._centroids(shape[-3], dtype)
         return torch.stack([self.centroids_of(own, book) for own, book in zip(codes, books, strict=True)])
@@ -258,7 +249,6 @@ class PrefillCodec(Codec):
                 )
 
     @property
-    @override
     def token_group(self) -> int | None:
         """None: the first block has the codebooks."""
         return None
@@ -266,18 +256,15 @@ class PrefillCodec(Codec):
     def _by(self, book: Tensor) -> Codec:
         return Codec(dict(self.stages), [name for name, _ in self.stages], self._product.with_codebooks(book))
 
-    @override
     def for_later_tokens(self, stored: Packed | None) -> Codec:
         return self if stored is None else self._by(stored.parts[_BOOK])
 
-    @override
     def encode(self, x: BatchStates, block: int | None = None, rope: Rope | None = None) -> Packed:
         self._check_rope(rope, x.shape[2])
         book = self._product.fit(self.staged(x, rope))
         packed = self._by(book).encode(x, block, rope)
         return replace(packed, parts=packed.parts | {_BOOK: book})
 
-    @override
     def decode(self, packed: Packed, rope: Rope | None = None) -> BatchStates:
         parts = {name: part for name, part in packed.parts.items() if name != _BOOK}
         return self._by(packed.parts[_BOOK]).decode(replace(packed, parts=parts), rope)

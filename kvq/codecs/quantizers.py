@@ -11,7 +11,6 @@ from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.errors import ConfigError, Unsupported, did_you_mean, require
 
@@ -119,7 +118,6 @@ class CodeQuantizer(Quantizer):
     bits: int
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         return {"codes": self.bits}
 
@@ -143,11 +141,9 @@ class Passthrough(Quantizer):
     version: ClassVar[int] = 1
     token_group = 1
 
-    @override
     def encode(self, x: Tensor, dtype: torch.dtype) -> Parts:
         return {"values": x.to(dtype, copy=True)}  # copies: stored values must not change when a caller's tensor does
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return parts["values"].to(dtype, copy=True)
 
@@ -158,11 +154,9 @@ class Zero(Quantizer):
     version: ClassVar[int] = 1
     token_group = 1
 
-    @override
     def encode(self, x: Tensor, dtype: torch.dtype) -> Parts:
         # A tensor with zero rows: it keeps the device and has no bytes.
         return {"nothing": x.new_empty(*x.shape[:-2], 0, 1)}
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=parts["nothing"].device)

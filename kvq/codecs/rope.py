@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.stages import Side, Stage
 
@@ -90,11 +89,9 @@ class _RopeStage(Stage):
         keys, values = x.chunk(2, -3)
         return torch.cat([rope.rotate(keys, back), values], -3)
 
-    @override
     def forward(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Side]:
         return self._turned(x, rope, self.back), {}
 
-    @override
     def inverse(self, y: Tensor, side: Side, rope: Rope | None = None) -> Tensor:
         return self._turned(y, rope, not self.back)
 

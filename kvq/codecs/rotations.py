@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float
 from scipy import linalg
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.quantizers import choice
 from kvq.codecs.stages import Side, Stage
@@ -81,11 +80,9 @@ class Rotation(Stage):
         """The matrix for `head_dim` channels, on the device and in the dtype of `like`."""
         raise NotImplementedError
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         return per_block(x, self.matrix(x.shape[-1], x)), {}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return per_block(y, self.matrix(y.shape[-1], y).mT)
 
@@ -146,7 +143,6 @@ class Hadamard(Rotation):
             return head_dim & -head_dim
         return head_dim if self.block is None else self.block
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: orders that are no power of two, nor one times 12, 20 or 28; blocks that do not fit."""
         size = self.block_size(head_dim)
@@ -159,14 +155,12 @@ class Hadamard(Rotation):
                 "here; powers of two, and 12, 20 and 28 times one, have one"
             )
 
-    @override
     def matrix(self, head_dim: int, like: Tensor) -> Tensor:
         self.check(head_dim)
         return _hadamard(
             head_dim, self.block_size(head_dim), self.interleaved, self.normalized, like.dtype, like.device
         )
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         x = super().inverse(y, side)
         return x if self.normalized else x / self.block_size(y.shape[-1])
@@ -205,7 +199,6 @@ class RandomizedHadamard(Hadamard):
         super().__init__(block, interleaved, normalized)
         self.seed, self.draw = seed, choice(Draw, draw, "draw")
 
-    @override
     def matrix(self, head_dim: int, like: Tensor) -> Tensor:
         return _signs(head_dim, self.seed, self.draw, like.dtype, like.device) * super().matrix(head_dim, like)
 
@@ -218,7 +211,6 @@ class RandomRotation(Rotation):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    @override
     def matrix(self, head_dim: int, like: Tensor) -> Tensor:
         return rotation(head_dim, self.seed, like.dtype, like.device)
 

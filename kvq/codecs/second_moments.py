@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated import JointTransform, Tables
 from kvq.codecs.quantizers import choice, to_stored
@@ -225,7 +224,6 @@ class FisherTransform(JointTransform):
         return out | {"order": kept.int()[None]}
 
     @property
-    @override
     def multiplications(self) -> int:
         return sum(table.numel() for name, table in self.tables.items() if name.endswith("inverse"))
 
@@ -233,7 +231,6 @@ class FisherTransform(JointTransform):
         """Those of all groups, the first heads' first."""
         return [own for prefix in _prefixes(self.tables) for own in self.table(prefix + name, like)]
 
-    @override
     def _components(self, rows: Float[Tensor, "*lead tokens n"], like: Tensor) -> Float[Tensor, "*lead tokens m"]:
         order, matrices = self.table("order", like)[0].long(), self._matrices("forward", like)
         parts = rows.split([len(own) for own in matrices], -1)
@@ -247,7 +244,6 @@ class FisherTransform(JointTransform):
             found = [per_block(torch.cat(first, -1), self.table("across_forward", like)[0]), *rest]
         return torch.cat(found, -1).index_select(-1, order)
 
-    @override
     def _states(
         self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
     ) -> Float[Tensor, "*lead tokens channels"]:

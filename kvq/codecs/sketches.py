@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.lloyd_max import MAX_BITS, LloydMaxQuantizer, Marginal
 from kvq.codecs.packed import pack, unpack
@@ -73,20 +72,16 @@ class InnerProductQuantizer(Quantizer):
         self._codes = LloydMaxQuantizer(self.bits - 1, marginal=marginal)
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         return self._codes.indices
 
-    @override
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
         bits = more_bits(self, extra, most).bits
         return InnerProductQuantizer(bits, self.sketch, self.seed, marginal=self._codes.marginal)
 
-    @override
     def check(self, head_dim: int) -> None:
         self._codes.check(head_dim)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`codes.<plane>`, `signs` and `rest` `[..., heads, tokens, 1]`."""
         parts = self._codes.encode(x, dtype)
@@ -98,7 +93,6 @@ class InnerProductQuantizer(Quantizer):
             negative = per_block(rest, sketch_matrix(self.sketch, x.shape[-1], self.seed, x.dtype, x.device).mT) < 0
         return parts | {"signs": pack(negative.to(torch.uint8), 1)[0], "rest": to_stored(norm, torch.float16)}
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         x = self._codes.decode({k: part for k, part in parts.items() if k.startswith("codes.")}, shape, dtype)
         signs = unpack([parts["signs"]], 1, shape[-2]).to(dtype).mul_(-2).add_(1)
@@ -182,7 +176,6 @@ class SketchQuantizer(Quantizer):
         """The tokens that share a choice of outlier channels."""
         return self.group_size if self.outliers else 1
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: no channels but outliers, or more channels than a byte can name."""
         if self.outliers >= head_dim:
@@ -213,7 +206,6 @@ class SketchQuantizer(Quantizer):
         per_group.scatter_(-1, channels.long(), True)
         return per_group.repeat_interleave(self.group_size or shape[-2], -2)[..., : shape[-2], :]
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         self.check(x.shape[-1])
         norm = _norm(x)
@@ -227,7 +219,6 @@ class SketchQuantizer(Quantizer):
         out = {"signs": self._signs(x.masked_fill(mask, 0), False), "norm": norm, "channels": channels}
         return out | {"outlier_signs": self._signs(apart, True), "outlier_norm": _norm(apart)}
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """The linear estimators of both groups on their channels, which give QJL's inner products with a query."""
         norm = parts["norm"].to(dtype)

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated import calibrated_parts
 from kvq.codecs.codec import Blocks, Codec, check_nested
@@ -37,7 +36,6 @@ class Split(Quantizer):
             check_nested(codec, "split")
         self.codecs = dict(codecs)
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a codec that cannot work on the head dim."""
         for codec in self.codecs.values():
@@ -152,13 +150,11 @@ class TokenSplit(TwoWaySplit):
         mask[torch.arange(count, device=x.device) * tokens // max(count, 1)] = True
         return mask.expand(*x.shape[:-3], x.shape[-3] if self.per_head else 1, tokens)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`mask` `[..., heads or 1, ceil(tokens / 8), 1]` and the parts of both codecs."""
         mask = (self._spread(x) if self.mask is None else self.mask).unsqueeze(-1)
         return {"mask": pack(mask.to(torch.uint8), 1)[0]} | self._encode_mask(x, mask, self.count(x.shape[-2]), dtype)
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         mask = unpack([parts["mask"]], 1, shape[-2])
         return self._decode_mask(parts, mask, self.count(shape[-2]), shape, dtype)
@@ -196,14 +192,12 @@ class TokenTiers(Split):
         tiers = torch.arange(tokens, device=x.device) % len(self.codecs)
         return tiers[None, :, None].to(torch.uint8), tiers.bincount(minlength=len(self.codecs)).tolist()
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """`tier` `[..., 1, ceil(tokens / 4), 1]` and the parts of all codecs."""
         tiers, sizes = self._evenly(x, x.shape[-2])
         stored = pack(tiers.expand(*x.shape[:-3], 1, -1, 1), TIER_BITS)[0]
         return {"tier": stored} | self._encode_groups(x, tiers, sizes, dtype)
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         tiers = unpack([parts["tier"]], TIER_BITS, shape[-2])
         _, sizes = self._evenly(tiers, shape[-2])
@@ -227,7 +221,6 @@ class PlannedCodec(Codec):
         finally:
             self._mask = None
 
-    @override
     def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
         if self._mask is None or not isinstance(self.quantizer, TokenSplit):
             return super().encode_block(blocks, rope, dtype)
@@ -273,26 +266,21 @@ class HeadsCodec(Codec):
         super().__init__(dict(first.stages), [name for name, _ in first.stages], first.quantizer)
 
     @property
-    @override
     def uses_rope(self) -> bool:
         return any(codec.uses_rope for codec in self._own)
 
     @property
-    @override
     def token_group(self) -> int | None:
         return shared_group([codec.token_group for codec in self._own])
 
-    @override
     def with_more_bits(self, extra: int, most: int) -> Codec:
         raised = {id(codec): codec.with_more_bits(extra, most) for codec in self._own}
         return HeadsCodec([None if codec is None else raised[id(codec)] for codec in self.codecs])
 
-    @override
     def check(self, head_dim: int) -> None:
         for codec in self._own:
             codec.check(head_dim)
 
-    @override
     def encode_block(self, blocks: Blocks, rope: Rope | None = None, dtype: torch.dtype | None = None) -> Parts:
         *pieces, whole = self._split(blocks)
         parts = Parts()
@@ -300,7 +288,6 @@ class HeadsCodec(Codec):
             parts |= prefixed(codec.encode_block(piece, rope, dtype), f"heads{i}.")
         return {**parts, _WHOLE: whole.to(dtype or blocks.dtype, copy=True)} if whole.shape[-3] else parts
 
-    @override
     def decode_block(self, parts: Parts, shape: Size, dtype: torch.dtype, rope: Rope | None = None) -> Blocks:
         out = []
         for i, codec in enumerate(self._own):

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, Parts, check_group, choice, to_stored
@@ -168,7 +167,6 @@ class TokenNorm(Stage):
         """1, or None where double quantization gives the norms of a block a common scale."""
         return 1 if self.double_quant is None else None
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         over = (-1,) if self.scope is Scope.head else (-3, -1)
         norm = torch.linalg.vector_norm(x, dim=over, keepdim=True)
@@ -179,11 +177,9 @@ class TokenNorm(Stage):
         norm = restored("scale", side, self.double_quant, x.shape[-2], 1, x.dtype)
         return x / norm.masked_fill(norm == 0, 1), side
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return y * restored("scale", side, self.double_quant, y.shape[-2], 1, y.dtype)
 
-    @override
     def absorb(self, side: Side, factor: Tensor) -> Side:
         return {"scale": side["scale"] * factor}
 
@@ -233,7 +229,6 @@ class ChannelShift(Stage):
         self.center = choice(Center, center, "center")
         self.double_quant = double_quant
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         offset = x.mean(-2, keepdim=True)
         if self.center is Center.median:
@@ -242,7 +237,6 @@ class ChannelShift(Stage):
         offset = restored("offset", side, self.double_quant, 1, x.shape[-1], x.dtype)
         return x - offset, side
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return y + restored("offset", side, self.double_quant, 1, y.shape[-1], y.dtype)
 
@@ -269,13 +263,11 @@ class ChannelScale(Stage):
 
     version: ClassVar[int] = 1
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         free = max(x.shape[-2] - 1, 1)
         deviation = ((x - x.mean(-2, keepdim=True)).square().sum(-2, keepdim=True) / free).sqrt()
         return x / deviation.masked_fill(deviation == 0, 1), {"scale": deviation}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return y * side["scale"]
 
@@ -285,12 +277,10 @@ class ChannelRoot(Stage):
 
     version: ClassVar[int] = 1
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         scale = x.abs().amax(-2, keepdim=True).sqrt()
         return x / scale.masked_fill(scale == 0, 1), {"scale": scale}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return y * side["scale"]
 
@@ -368,12 +358,10 @@ class VarianceBalance(Stage):
             ratios = [ratio.square() for ratio in ratios]
         return ratios[0] + ratios[1]
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         scale = self.scales(x)
         return x / scale, {"scale": scale}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return y * side["scale"]
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, CodeQuantizer, Gain, Parts, Quantizer, check_group, choice, more_bits, to_stored
@@ -222,7 +221,6 @@ class UniformQuantizer(CodeQuantizer):
         """Per channel, the tokens of a group; per token, 1."""
         return self.group_size if self.axis is Axis.per_channel else 1
 
-    @override
     def with_more_bits(self, extra: int, most: int) -> Quantizer:
         """Raises: Unsupported: a subclass, whose grid follows from its bits."""
         if type(self) is not UniformQuantizer:
@@ -249,7 +247,6 @@ class UniformQuantizer(CodeQuantizer):
     def _ungroup(self, grouped: Tensor, length: int) -> Tensor:
         return grouped.flatten(self._dim - 1, self._dim).narrow(self._dim, 0, length)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         """Codes (`codes.<plane>`), `scale` and, when asymmetric, `zero_point` (integer zero points: int16)."""
         groups = self._grouped(x)
@@ -325,7 +322,6 @@ class UniformQuantizer(CodeQuantizer):
             offset = zero.squeeze(self._dim).to(torch.int16)
         return {"scale": self._side(scale), "zero_point": offset}, codes
 
-    @override
     def decode(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         """`scale * code + lo`, or `scale * (code - zero)`, from the stored statistics."""
         groups = self._grouped(unpack_parts(parts, self.bits, shape[-2]).to(dtype))
@@ -391,6 +387,5 @@ class ClippedQuantizer(UniformQuantizer):
             )
 
     @property
-    @override
     def _divisor(self) -> int:
         return self.bits**2 - 1 if self.step is Step.squared_bits else super()._divisor

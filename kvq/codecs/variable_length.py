@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated_levels import INDICES
 from kvq.codecs.codec import Codec, States
@@ -33,7 +32,6 @@ class SparseCodec(Codec):
     version: ClassVar[int] = 1
     stores_lists = True
 
-    @override
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
         tokens = x.shape[2]
         self._check_rope(rope, tokens)  # of all tokens: pieces of a longer table would pass
@@ -65,7 +63,6 @@ class SparseCodec(Codec):
         runs = [replace(run, rows={n: rows for n, rows in run.rows.items() if n not in _LISTS}) for run in packed.runs]
         return replace(packed, parts=parts, runs=tuple(runs))
 
-    @override
     def decode(self, packed: Packed, rope: Rope | None = None) -> States:
         if "outlier.count" not in packed.parts:
             return super().decode(packed, rope)
@@ -117,7 +114,6 @@ class CodedBlocks(Codec, abc.ABC):
     def planes(self, packed: Packed) -> Packed:
         """The same blocks as `Codec` stores them."""
 
-    @override
     def decode(self, packed: Packed, rope: Rope | None = None) -> States:
         return super().decode(self.planes(packed), rope)
 
@@ -153,12 +149,10 @@ class HuffmanCodec(CodedBlocks):
                 raise Unsupported(f"HuffmanCodec: '{name}' has {bits} bits; indices of 1 to {MAX_BITS} bits are coded")
 
     @property
-    @override
     def token_group(self) -> int | None:
         """None: the tokens of a block share its code."""
         return None
 
-    @override
     def encode(self, x: States, block: int | None = None, rope: Rope | None = None) -> Packed:
         packed = super().encode(x, block, rope)
         parts = {name: part for name, part in packed.parts.items() if not self._is_plane(name)}
@@ -171,7 +165,6 @@ class HuffmanCodec(CodedBlocks):
                 run.rows.update({f"{name}.{_LENGTHS}": 1, f"{name}.{SIZE}": 1})
         return replace(packed, parts=parts, runs=tuple(runs))
 
-    @override
     def planes(self, packed: Packed) -> Packed:
         own = tuple(f"{name}.{kind}" for name in self.quantizer.indices for kind in (STREAM, _LENGTHS, SIZE))
         parts = {name: part for name, part in packed.parts.items() if name not in own}

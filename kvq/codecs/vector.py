@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from safetensors import safe_open
 from torch import Size, Tensor, dtype
-from typing_extensions import override
 
 from kvq.codecs.levels import looked_up
 from kvq.codecs.quantizers import Gain, Parts, Quantizer, choice
@@ -61,7 +60,6 @@ class PlainCodebook(Codebook):
         # A ninth channel of ones brings -|c|²/2 into the product.
         self._scoring = torch.cat([entries, entries.square().sum(-1, keepdim=True) / -2], -1).T.contiguous()
 
-    @override
     def search(self, vectors: Float[Tensor, "groups rows 8"]) -> Codes:
         """`argmin |v - c|²` as `argmax v·c - |c|²/2`, without all scores at once."""
         out = torch.empty(vectors.shape[:2], dtype=torch.uint8, device=vectors.device)
@@ -72,11 +70,9 @@ class PlainCodebook(Codebook):
             out[tile] = scores.max(-1).indices
         return [out]
 
-    @override
     def lookup(self, codes: list[Tensor]) -> Tensor:
         return looked_up(self.entries, codes[0])
 
-    @override
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.entries, torch.zeros(256, DIM, dtype=torch.int32), torch.zeros(256, DIM)
 
@@ -92,17 +88,14 @@ class SignedCodebook(Codebook):
         self._weights = 2 ** torch.arange(DIM, dtype=entries.dtype, device=entries.device)
         self._signs = 1 - 2 * _bits(entries.device).to(entries.dtype)
 
-    @override
     def search(self, vectors: Float[Tensor, "groups rows 8"]) -> Codes:
         """Index of the pattern, then the sign bits (1 = negative, channel i in bit i)."""
         signs = ((vectors < 0).to(vectors.dtype) @ self._weights).to(torch.uint8)
         return [*self._patterns.search(vectors.abs()), signs]
 
-    @override
     def lookup(self, codes: list[Tensor]) -> Tensor:
         return self._patterns.lookup(codes[:1]).mul_(looked_up(self._signs, codes[1]))
 
-    @override
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._patterns.entries, _flips(self._signs), torch.zeros(256, DIM)
 
@@ -123,7 +116,6 @@ class E8PCodebook(Codebook):
         self._signs = 1 - 2 * _bits(patterns.device).to(patterns.dtype)
         self._weights = 2 ** torch.arange(DIM - 1, dtype=torch.long, device=patterns.device)
 
-    @override
     def search(self, vectors: Float[Tensor, "groups rows 8"]) -> Codes:
         """Exact search: for each shift the best pattern, with the cost of the one sign that parity may force."""
         codes = [torch.empty(vectors.shape[:2], dtype=torch.uint8, device=vectors.device) for _ in range(2)]
@@ -165,7 +157,6 @@ class E8PCodebook(Codebook):
         wins = paid == score[row]
         pattern[row[wins]] = column[wins]
 
-    @override
     def lookup(self, codes: list[Tensor]) -> Tensor:
         pattern, signs = codes[0].long(), codes[1].long()
         out = self.patterns[pattern] * self._signs[signs & 127]
@@ -174,7 +165,6 @@ class E8PCodebook(Codebook):
         shift = self._signs[signs, DIM - 1, None] / 4
         return (out + shift) / self.scale
 
-    @override
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """An odd pattern's last entry is negative, so that the parity of the signs alone flips it."""
         entries = self.patterns / self.scale
@@ -280,11 +270,9 @@ class VectorQuantizer(Quantizer):
         self.gain = choice(Gain, gain, "gain")
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         return {"codes": 8 * self.bits}
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: head dims that are not a multiple of 8."""
         if head_dim % DIM:
@@ -297,7 +285,6 @@ class VectorQuantizer(Quantizer):
     def _book(self, like: Tensor, kind: dtype) -> Codebook:
         return codebook_for(self.codebook, self.bits, kind, like.device)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: dtype) -> Parts:
         self.check(x.shape[-1])
         vectors = x.reshape(-1, x.shape[-2] * (x.shape[-1] // DIM), DIM)
@@ -305,7 +292,6 @@ class VectorQuantizer(Quantizer):
         shape = (*x.shape[:-1], x.shape[-1] // DIM)
         return {f"codes.{i}": code.view(shape) for i, code in enumerate(codes)}
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         codes = [part for name, part in sorted(parts.items()) if name.startswith("codes.")]
         return self._book(codes[0], dtype).lookup(codes).view(shape)

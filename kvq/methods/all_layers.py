@@ -15,7 +15,6 @@ from typing import cast
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache.layer import KVCacheLayer, Layer
 from kvq.cache.serialize import Reader, Writer
@@ -110,7 +109,6 @@ class LayerShare(BlockStore):
         self._tokens = 0
 
     @property
-    @override
     def tokens(self) -> int:
         return self._tokens
 
@@ -119,32 +117,26 @@ class LayerShare(BlockStore):
         return None if self.place else self.joined.store
 
     @property
-    @override
     def nbytes(self) -> int:
         return 0 if self._held is None else self._held.nbytes
 
     @property
-    @override
     def packed(self) -> list[Packed]:
         return [] if self._held is None else self._held.packed
 
-    @override
     def add(self, states: States, block: int | None, rope: Rope | None, decoded: bool = False) -> States | None:
         start, self._tokens = self._tokens, self._tokens + states.shape[2]
         self.joined.encode(self.place, states, self._tokens, block, rope)
         return self.joined.of(self.place, start, self._tokens, rope) if decoded else None
 
-    @override
     def past(self, rope: Rope | None) -> States:
         return self.joined.of(self.place, 0, self._tokens, rope)
 
-    @override
     def write(self, out: Writer) -> None:
         out.tree["joined"] = self._tokens
         if self._held is not None:
             self._held.write(out)
 
-    @override
     def read(self, given: Reader) -> None:
         self._tokens = given.count("joined") if "joined" in given.tree else 0
         if self.place:
@@ -162,16 +154,13 @@ class LayerShare(BlockStore):
             if self.joined.store.tokens != self._tokens:
                 raise given.error(f"joined is {self._tokens}; its blocks hold {self.joined.store.tokens} tokens")
 
-    @override
     def check_read(self, given: Reader, rope: Rope | None) -> None:
         if self._held is not None:
             self._held.check_read(given, rope)
 
-    @override
     def fork(self) -> LayerShare:
         return copy.copy(self)  # `link` follows
 
-    @override
     def select(self, index: Tensor) -> None:
         if self._held is not None:
             self._held.select(index)
@@ -202,19 +191,16 @@ class JoinedSide(SinkSide):
                 "or block with residual.size of at least 1, and no task.scoring=parallel"
             )
 
-    @override
     def reset(self) -> None:
         super().reset()
         if self.joined is not None:
             self.joined.reset()
 
-    @override
     def _receive(self, states: Tensor) -> bool:
         self.device = states.device
         return super()._receive(states)
 
     @property
-    @override
     def bits_per_element(self) -> float:
         assert self.joined is not None
         return self.joined.bits_per_element if self.packed_tokens else super().bits_per_element
@@ -223,12 +209,10 @@ class JoinedSide(SinkSide):
         """An empty store of the tokens of all layers."""
         return super()._new_store(codec)
 
-    @override
     def _new_store(self, codec: Codec) -> BlockStore:
         assert self.joined is not None
         return LayerShare(self.joined, self.place)
 
-    @override
     def _flush(self, first: bool, decoded: bool = False) -> Tensor | None:
         """As `CacheSide`. Raises: Unsupported: a query reads a token decoded that has come in the same forward."""
         assert self.joined is not None
@@ -250,11 +234,9 @@ class LayerOfAll(KVCacheLayer):
     irreversible = "tokens of all layers are encoded together"
     no_padding_reason = "encodes all layers together"
 
-    @override
     def link(self, layers: Sequence[Layer]) -> None:
         _link(layers)
 
-    @override
     def check_rotations(self, layers: Sequence[Layer]) -> None:
         for side in (self.key, self.value):
             joined = side.joined if isinstance(side, JoinedSide) and side.uses_rope else None

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache.side import CacheSide, States
 from kvq.errors import require
@@ -44,7 +43,6 @@ class SinkDetection(Policy):
         energy = hidden.double().square()
         return energy.amax(-1) > self.share * energy.sum(-1)
 
-    @override
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
         return DetectedSide(like, self)
 
@@ -62,11 +60,9 @@ class DetectedSide(KeptRows):
         self._detection = detection
         super().__init__(like.codec, like.residual, like.label, like.keep_decoded)
 
-    @override
     def receive_hidden(self, hidden: Tensor) -> None:
         self.note(self._detection.sinks(hidden))
 
-    @override
     def _coded(self, states: States, chosen: Chosen, block: int | None) -> States:
         size = block or states.shape[2]
         if size == 1 or not bool(chosen.any()):

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
@@ -51,25 +50,21 @@ class AttendedLayer(KVCacheLayer):
         """How many tokens have a sum: those in full precision; tokens that are evicted or packed have none."""
         return self.key.residual_tokens
 
-    @override
     def read(self, given: Reader) -> None:
         super().read(given)
         summed = self._summed
         if self._received is not None and self._received.shape[-1] != summed:
             raise given.error(f"_received is of {self._received.shape[-1]} tokens; the method has sums of {summed}")
 
-    @override
     def reset(self) -> None:
         super().reset()
         self._received = None
 
-    @override
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         if self._received is not None:
             self._received = self._received.index_select(0, indices.to(self._received.device))
 
-    @override
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raises: Unsupported: always; the sums before an update are not kept."""
         raise Unsupported(f"{self.setting}: {self.irreversible} (fork() the cache before)")
@@ -151,7 +146,6 @@ class Eviction(Policy, abc.ABC):
         """Number of the newest of `queries` queries whose attention weights are summed; None: all."""
         return None
 
-    @override
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         """A layer that evicts.
 
@@ -199,7 +193,6 @@ class StreamingLLM(Eviction):
         self._needs(sinks + 1, "sinks")
         self.sinks = sinks
 
-    @override
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
         scores, tokens = seen.scores, seen.scores.shape[-1]
         return torch.cat([_range(scores, 0, self.sinks), _range(scores, tokens - allowed + self.sinks, tokens)], -1)
@@ -224,7 +217,6 @@ class HeavyHitters(Eviction):
         require(0 <= recent <= 1, "recent", recent, "a share, 0 to 1")
         self.recent = recent
 
-    @override
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
         scores, tokens = seen.scores, seen.scores.shape[-1]
         newest = int(self.recent * allowed)
@@ -261,11 +253,9 @@ class SnapKV(Eviction):
         self._needs(window + 1, "the window's")
         self.window, self.kernel, self.pool = window, kernel, choice(Pool, pool, "pool")
 
-    @override
     def recent_rows(self, queries: int) -> int | None:
         return min(self.window, queries)
 
-    @override
     def keep(self, seen: Seen, allowed: int) -> Int[Tensor, "batch kv_heads kept"]:
         scores, tokens = seen.scores, seen.scores.shape[-1]
         before = scores[..., : tokens - self.window]
@@ -294,11 +284,9 @@ class EvictingLayer(AttendedLayer):
         self._prompt: tuple[Tensor, Tensor] | None = None
 
     @property
-    @override
     def observes(self) -> bool:
         return self.eviction.observes and (self.eviction.when is When.always or not self.get_seq_length())
 
-    @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`; tokens are evicted after the attention that reads the result.
 
@@ -322,7 +310,6 @@ class EvictingLayer(AttendedLayer):
             self._settle()
         return key_states, value_states
 
-    @override
     def observe(self, attended: Attended) -> None:
         rows = self.eviction.recent_rows(attended.query.shape[2])
         if rows is None:
@@ -368,7 +355,6 @@ class EvictingLayer(AttendedLayer):
         for side, given in zip((self.key, self.value), states, strict=True):
             side.append(given if kept is None else _rows(given, kept), self.quantized_prefill)
 
-    @override
     def reset(self) -> None:
         super().reset()
         self._prompt = None

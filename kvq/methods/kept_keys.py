@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.packed import PackedSide, packed_side
@@ -41,7 +40,6 @@ class SinkSide(CacheSide):
         self.most_sinks = sinks
         super().__init__(codec, residual, label, keep_decoded)
 
-    @override
     def reset(self) -> None:
         super().reset()
         self._first: Growable | None = None
@@ -51,18 +49,15 @@ class SinkSide(CacheSide):
         return 0 if self._first is None else self._first.rows
 
     @property
-    @override
     def tokens(self) -> int:
         return super().tokens + self.sink_tokens
 
     @property
-    @override
     def residual_bytes(self) -> int:
         first = 0 if self._first is None else self._first.view.nbytes
         return super().residual_bytes + first
 
     @property
-    @override
     def bits_per_element(self) -> float:
         if self.packed_tokens:
             return super().bits_per_element
@@ -70,17 +65,14 @@ class SinkSide(CacheSide):
         return 8 * self.residual_bytes / elements if elements else 0.0
 
     @property
-    @override
     def _turns(self) -> Rope | None:
         rope = super()._turns
         return None if rope is None else rope.narrow(self.sink_tokens, rope.tokens - self.sink_tokens)
 
-    @override
     def append(self, states: States, quantized_prefill: bool = False) -> States:
         rest = self._keep(states)
         return self._after_sinks(None if rest is None else super().append(rest, quantized_prefill))
 
-    @override
     def moves(self, queries: int) -> Transitions:
         sinks = min(self.most_sinks - self.sink_tokens, queries)
         start = self.sink_tokens + sinks
@@ -89,7 +81,6 @@ class SinkSide(CacheSide):
         found = super().moves(queries - sinks)
         return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
 
-    @override
     def moves_then_steps(self, head: int, queries: int, quantized_prefill: bool) -> Transitions:
         room = self.most_sinks - self.sink_tokens
         sinks = min(room, head + queries)
@@ -102,7 +93,6 @@ class SinkSide(CacheSide):
             found = super().moves(head + queries - sinks)
         return Transitions(found.start + start, tuple(query + sinks for query in found.queries))
 
-    @override
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
         rest = self._keep(states)
         if rest is None:
@@ -120,7 +110,6 @@ class SinkSide(CacheSide):
         self._first = grown(self._first, first.clone() if self._first is None else first)
         return states[:, :, count:] if states.shape[2] > count else None
 
-    @override
     def _receive(self, states: Tensor) -> bool:
         super()._receive(states)
         return not self.packed_tokens and not self.residual_tokens
@@ -131,20 +120,17 @@ class SinkSide(CacheSide):
             return states
         return self._first.view if states is None else torch.cat([self._first.view, states], 2)
 
-    @override
     def _check_read(self, given: Reader, packed: int) -> None:
         others = packed + self.residual_tokens
         if self.sink_tokens > self.most_sinks or (others and self.sink_tokens < self.most_sinks):
             raise given.error(f"{self.sink_tokens} sinks before {others} tokens; the method keeps {self.most_sinks}")
         super()._check_read(given, packed)
 
-    @override
     def check_finite(self) -> None:
         if self._first is not None:
             self._check_finite(self._first.view)
         super().check_finite()
 
-    @override
     def select(self, index: Tensor) -> None:
         super().select(index)
         if self._first is not None:
@@ -154,12 +140,10 @@ class SinkSide(CacheSide):
 class PackedSinkSide(SinkSide, PackedSide):
     """A side with first tokens in full precision that can return its tokens in stored form."""
 
-    @override
     def append_packed(self, states: States) -> PackedStates:
         rest = self._keep(states)
         return self._stored() if rest is None else super().append_packed(rest)
 
-    @override
     def _stored(self) -> PackedStates:
         found = super()._stored()
         full = self._after_sinks(found.full)
@@ -202,7 +186,6 @@ class KeptRows(CacheSide):
         "_rows": Field("rows", "heads kept head_dim"),
     }
 
-    @override
     def reset(self) -> None:
         super().reset()
         self._chosen: Chosen | None = None
@@ -219,13 +202,11 @@ class KeptRows(CacheSide):
         return states
 
     @property
-    @override
     def packed_bytes(self) -> int:
         if self._rows is None or self._at is None:
             return super().packed_bytes
         return super().packed_bytes + self._rows.view.nbytes + self._at.shape[1] * _POSITION_BYTES
 
-    @override
     def _check_read(self, given: Reader, packed: int) -> None:
         super()._check_read(given, packed)
         batch = self.batch_size
@@ -238,7 +219,6 @@ class KeptRows(CacheSide):
         if not inside or at.shape[1] != rows or rows != int(kept.sum()) or not bool(kept[at[0], at[1]].all()):
             raise given.error("_at does not name the packed tokens that are kept")
 
-    @override
     def append_then_steps(self, states: States, head: int, quantized_prefill: bool) -> tuple[States, States | None]:
         self._check_noted(states)
         self._in_parts = True
@@ -247,7 +227,6 @@ class KeptRows(CacheSide):
         finally:
             self._in_parts = False
 
-    @override
     def _receive(self, states: Tensor) -> bool:
         if not self._in_parts:
             self._check_noted(states)
@@ -257,7 +236,6 @@ class KeptRows(CacheSide):
         if self._chosen is None or self._chosen.shape != (states.shape[0], self.tokens + states.shape[2]):
             raise Unsupported(f"{self.label}: {self.missing}; reset() the cache")
 
-    @override
     def _encode(self, states: Tensor, block: int | None, decoded: bool = False) -> Tensor | None:
         start = self.packed_tokens
         assert self._chosen is not None
@@ -271,12 +249,10 @@ class KeptRows(CacheSide):
             self._rows = grown(self._rows, rows)
         return None if out is None else _placed(out, at, rows)
 
-    @override
     def _past(self) -> Tensor:
         past = super()._past()
         return past if self._at is None or self._rows is None else _placed(past, self._at, self._rows.view)
 
-    @override
     def select(self, index: Tensor) -> None:
         super().select(index)
         if self._chosen is not None:
@@ -288,7 +264,6 @@ class KeptRows(CacheSide):
             self._at = torch.stack([entries, self._at[1, which]])
             self._rows = Growable(self._rows.view.index_select(-2, which))
 
-    @override
     def forget(self, tokens: int) -> None:
         if self._chosen is not None:
             self._chosen = self._chosen[:, :tokens]
@@ -330,12 +305,10 @@ class KeptKeys(Policy):
         """Whether layer `layer` of `layers` keeps them."""
         return layer in numbered(self.layers, layers)
 
-    @override
     def bound(self, tokenizer: Any) -> KeptKeys:
         """The same with the ids of the tokens. Raises: ConfigError: a text that is not one token."""
         return replace(self, ids=token_ids(self.texts, tokenizer))
 
-    @override
     def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
         """Raises: ConfigError: the ids of the tokens are not known."""
         if side != "key" or not self.holds(layer, layers):
@@ -377,7 +350,6 @@ class KeptSide(KeptRows):
         self._ids = torch.tensor(ids)
         super().__init__(codec, residual, label, keep_decoded)
 
-    @override
     def receive_tokens(self, tokens: Int[Tensor, "batch tokens"] | None) -> None:
         """Receive the ids of the next tokens before their keys. Raises: Unsupported: there are no ids."""
         if tokens is None:

@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
-from typing_extensions import override
 
 from kvq.cache.rotary import styles_of
 from kvq.codecs import Codec, Hadamard, RandomizedHadamard
@@ -79,7 +78,6 @@ class MergedRotation(Policy):
             if hasattr(text, _MARK):
                 delattr(text, _MARK)
 
-    @override
     def for_model(self, method: Any, config: Any) -> Any:
         """The method. Raises: Unsupported: the model's weights do not rotate the sides now."""
         for side in self.rotations:
@@ -243,7 +241,6 @@ class GqaCompensation(Policy):
             bits += 1
         return bits
 
-    @override
     def for_model(self, method: Any, config: Any) -> Any:
         """The method with the bits of its codecs raised in every layer, and without this policy."""
         extra = self.extra(config)

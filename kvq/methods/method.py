@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache.joined import JoinedLayer
 from kvq.cache.layer import KVCacheLayer, Layer
@@ -44,7 +43,6 @@ class FirstLayers(Policy):
     does = "gives the first layers other codecs"
     excludes = frozenset({"same_stages", "two_codecs", "packed_attention"})
 
-    @override
     def codec(self, codec: Codec | None, side: str, layer: int) -> Codec | None:
         return (getattr(self, side) if layer < self.count else None) or codec
 

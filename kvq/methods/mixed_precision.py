@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache.chunk_masks import Transitions
 from kvq.cache.layer import KVCacheLayer
@@ -41,7 +40,6 @@ class MixedPrecision(Policy):
         *("own_window", "sides_apart"),
     }
 
-    @override
     def check_residual(self, name: str, residual: Residual) -> None:
         """Raise `ConfigError` where keys and values do not leave full precision together."""
         key = residual.key
@@ -76,13 +74,11 @@ class OutlierTokens(MixedPrecision):
         at_least("exempt_layers", exempt_layers, 0)
         self.pool, self.exempt_layers = pool, exempt_layers
 
-    @override
     def check_residual(self, name: str, residual: Residual) -> None:
         super().check_residual(name, residual)
         if self.pool >= residual.key.size:
             raise ConfigError(f"method.token_policy.pool={self.pool}: below residual.size ({residual.key.size})")
 
-    @override
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         return like if layer < self.exempt_layers else PoolLayer(like, self)
 
@@ -134,7 +130,6 @@ class Saliency(MixedPrecision):
         self.divide_by = choice(Divisor, divide_by, "divide_by")
         self.decoding = choice(Decoding, decoding, "decoding")
 
-    @override
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         return SaliencyLayer(like, self)
 
@@ -176,12 +171,10 @@ class PoolSide(CacheSide):
         self.orders: list[Int[Tensor, "batch heads tokens"]] = []
         super().__init__(like.codec, like.residual, like.label, like.keep_decoded)
 
-    @override
     def reset(self) -> None:
         super().reset()
         self.pooled = 0
 
-    @override
     def moves(self, queries: int) -> Transitions:
         fresh = self.residual_tokens - self.pooled
         groups = 0 if self.codec is None else (fresh + queries - 1) // self._group
@@ -198,7 +191,6 @@ class PoolSide(CacheSide):
         self.orders.append(order)
         return order
 
-    @override
     def _flush(self, first: bool, decoded: bool = False) -> Tensor | None:
         count = (self.residual_tokens - self.pooled) // self._group
         if self.codec is None or self._full is None or not count:
@@ -215,13 +207,11 @@ class PoolSide(CacheSide):
         self.pooled = self.pool
         return None
 
-    @override
     def _check_read(self, given: Reader, packed: int) -> None:
         super()._check_read(given, packed)
         if self.pooled != (self.pool if packed else 0) or self.pooled > self.residual_tokens:
             raise given.error(f"pooled is {self.pooled}; the method keeps {self.pool} once tokens are packed")
 
-    @override
     def check_crop(self, remove: int) -> None:
         super().check_crop(remove + self.pooled if remove else 0)
 
@@ -233,7 +223,6 @@ class PoolLayer(KVCacheLayer):
     irreversible = "tokens have changed places with those of a pool"
 
     @property
-    @override
     def shuffled(self) -> bool:
         return bool(self.key.packed_tokens)
 
@@ -241,13 +230,11 @@ class PoolLayer(KVCacheLayer):
         key = PoolSide(like.key, policy.pool)
         super().__init__(key, PoolSide(like.value, policy.pool, key), False)
 
-    @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`. Raises: Unsupported: one by one, beyond the end of a block."""
         refuse_moves(self, key_states.shape[2])
         return super().update(key_states, value_states, *args, **kwargs)
 
-    @override
     def fork(self) -> PoolLayer:
         other = super().fork()
         assert isinstance(other, PoolLayer)
@@ -268,13 +255,11 @@ def refuse_moves(layer: KVCacheLayer, queries: int) -> None:
 class DeferredSide(CacheSide):
     """Holds new states until `settle`, which is called after the attention that reads them."""
 
-    @override
     def append(self, states: States, quantized_prefill: bool = False) -> States:
         self.begins = self._receive(states)
         self._hold(states)
         return self._visible()
 
-    @override
     def append_in_steps(self, states: States) -> tuple[States, States | None]:
         return self.append(states), None
 
@@ -299,11 +284,9 @@ class PlannedLayer(AttendedLayer):
     setting = "method.token_policy"
 
     @property
-    @override
     def observes(self) -> bool:
         return True
 
-    @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `KVCacheLayer.update`; blocks are encoded in `observe`."""
         refuse_moves(self, key_states.shape[2])
@@ -335,7 +318,6 @@ class SaliencyLayer(PlannedLayer):
         if start < held:
             yield start, size
 
-    @override
     def observe(self, attended: Attended) -> None:
         side, queries = self.key, attended.query.shape[2]
         held, packed = side.residual_tokens, side.packed_tokens

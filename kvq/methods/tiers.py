@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache.layer import KVCacheLayer
 from kvq.cache.observe import Attended
@@ -62,7 +61,6 @@ class AdaptiveTiers(MixedPrecision):
             raise ConfigError(f"thresholds={list(thresholds)}: positive and falling, one less than there are tiers")
         self.decay, self.thresholds, self.relative, self.hysteresis = decay, list(thresholds), relative, hysteresis
 
-    @override
     def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
         return TierLayer(like, self)
 
@@ -107,17 +105,14 @@ class TierStore(BlockStore):
         self.moves, self.lost, self.energy = 0, 0.0, 0.0
 
     @property
-    @override
     def tokens(self) -> int:
         return self._tokens
 
     @property
-    @override
     def nbytes(self) -> int:
         return sum(held.nbytes for held in self.packed) + (0 if self._index is None else self._index.numel())
 
     @property
-    @override
     def packed(self) -> list[Packed]:
         """The lists of all tiers that have tokens, as one head of one sequence each."""
         return [held for held in self._lists if held is not None]
@@ -171,7 +166,6 @@ class TierStore(BlockStore):
         joined = {name: torch.cat([rows[name] for _, rows in pieces], 2)[:, :, order] for name in pieces[0][1]}
         return _listed(joined, widths, len(order), given)
 
-    @override
     def past(self, rope: Rope | None) -> States:
         if self._decoded is not None:
             return self._decoded.view
@@ -183,7 +177,6 @@ class TierStore(BlockStore):
                 out[tiers == number] = codec.decode(held)[0, 0]
         return out
 
-    @override
     def write(self, out: Writer) -> None:
         if self._index is None:
             return
@@ -194,7 +187,6 @@ class TierStore(BlockStore):
             if held is not None:
                 inner.packed(f"tier{number}", held)
 
-    @override
     def read(self, given: Reader) -> None:
         if "tiers" not in given.tree:
             return
@@ -214,14 +206,12 @@ class TierStore(BlockStore):
         if found != wanted or any(len(held.runs) != 1 or held.runs[0].count != 1 for held in self.packed):
             raise inner.error(f"its lists have {found} tokens, its tiers {wanted}")
 
-    @override
     def check_read(self, given: Reader, rope: Rope | None) -> None:
         for codec, held in zip(self._codecs, self._lists, strict=True):
             if held is not None:
                 given.decoded(held, codec, None)
         self._decoded = Growable(self.past(None)) if self.keep_decoded else None
 
-    @override
     def select(self, index: Tensor) -> None:
         assert self._like is not None
         before = self.tiers
@@ -245,7 +235,6 @@ class TierStore(BlockStore):
         if self._decoded is not None:
             self._decoded = self._decoded.select(index)
 
-    @override
     def fork(self) -> TierStore:
         """A copy that grows independently; lists are replaced, never changed."""
         other = copy.copy(self)
@@ -272,12 +261,10 @@ class TierSide(DeferredSide):
         assert isinstance(self._store, TierStore)
         return self._store
 
-    @override
     def _new_store(self, codec: Codec) -> TierStore:
         return TierStore(codec, self.keep_decoded)
 
     @property
-    @override
     def recompression(self) -> Recompression | None:
         return None if self._store is None else Recompression(self.store.moves, self.store.lost, self.store.energy)
 
@@ -311,11 +298,9 @@ class TierLayer(PlannedLayer):
         self.policy = policy
 
     @property
-    @override
     def _summed(self) -> int:
         return self.key.tokens
 
-    @override
     def read(self, given: Reader) -> None:
         super().read(given)
         assert isinstance(self.key, TierSide)
@@ -326,7 +311,6 @@ class TierLayer(PlannedLayer):
         if self.value.packed_tokens != packed or (packed and not self.key.store.tiers.equal(self.value.store.tiers)):
             raise given.error("keys and values have other tiers")
 
-    @override
     def observe(self, attended: Attended) -> None:
         decay = self.policy.decay
         for weights in attended.chunks():

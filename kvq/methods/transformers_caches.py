@@ -17,7 +17,6 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQuantizedLayer
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
-from typing_extensions import override
 
 from kvq.cache.chunk_masks import SourceColumns, Transitions
 from kvq.cache.layer import Layer
@@ -172,7 +171,6 @@ class TransformersLayer(Layer):
     def _see(self) -> None:
         self.key, self.value = TransformersSide(self, "keys"), TransformersSide(self, "values")
 
-    @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         heads, dim, group = key_states.shape[1], key_states.shape[3], self.backend.group_size
@@ -186,7 +184,6 @@ class TransformersLayer(Layer):
         self.held = [kind(**settings, residual_length=self.residual.size) for _ in range(key_states.shape[0])]
         self.is_initialized = True
 
-    @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, heads, tokens, head_dim]` states and return those that attention reads, oldest token first.
 
@@ -212,11 +209,9 @@ class TransformersLayer(Layer):
         rows = [held.update(key_states[i : i + 1], value_states[i : i + 1]) for i, held in enumerate(self.held)]
         return torch.cat([keys for keys, _ in rows]), torch.cat([values for _, values in rows])
 
-    @override
     def write(self, out: Writer) -> None:
         raise Unsupported(f"method={self.backend.name}: the state of transformers' own caches has no form in a file")
 
-    @override
     def columns_for(self, queries: int, device: torch.device, known: SourceColumns | None) -> SourceColumns | None:
         """None: chunks end where the layer flushes, so each token is read in one form."""
         return None
@@ -226,13 +221,11 @@ class TransformersLayer(Layer):
         self.elements_per_token = 0
         self.is_initialized = False
 
-    @override
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.held:
             self.elements_per_token = self.elements_per_token // len(self.held) * int(indices.numel())
             self.held = [copy.copy(self.held[index]) for index in indices.tolist()]
 
-    @override
     def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ConfigError(f"crop({tokens_to_remove}): give a negative number of tokens to remove")
@@ -256,7 +249,6 @@ class TransformersLayer(Layer):
             held.keys, held.values = held.keys[:, :, :left], held.values[:, :, :left]  # type: ignore[index]
             held.cumulative_length += tokens_to_remove
 
-    @override
     def fork(self) -> TransformersLayer:
         """A copy that shares the cached tokens: transformers' layer replaces its tensors, it writes into none."""
         other = copy.copy(self)

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.cache import KVCache
 from kvq.codecs import Codec, Packed, Rope, TokenNorm
@@ -44,7 +43,6 @@ class PerHeadCodec(Codec):
     def __init__(self, codec: Codec) -> None:
         self.stages, self.quantizer = codec.stages, codec.quantizer
 
-    @override
     def decode(self, packed: Packed, rope: Rope | None = None) -> Float[Tensor, "batch heads tokens head_dim"]:
         decode = super().decode
         sequences = []
@@ -66,7 +64,6 @@ class CompiledCodec(Codec):
         self.stages, self.quantizer = codec.stages, codec.quantizer
         self._decode: Callable[..., Tensor] = torch.compile(super().decode_block, dynamic=True)
 
-    @override
     def decode_block(
         self, parts: Parts, shape: torch.Size, dtype: torch.dtype, rope: Rope | None = None
     ) -> Float[Tensor, "*lead heads tokens head_dim"]:

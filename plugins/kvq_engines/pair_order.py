@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.quantizers import choice
 from kvq.codecs.stages import Side, Stage
@@ -60,17 +59,14 @@ class PairOrder(Stage):
     def __init__(self, order: Order | str = Order.gguf) -> None:
         self.order = choice(Order, order, "order")
 
-    @override
     def check(self, head_dim: int) -> None:
         if head_dim % 2:
             raise Unsupported(f"head_dim={head_dim}: an odd number of channels has no pairs to put into an order")
 
     @property
-    @override
     def depends_on_model(self) -> bool:
         return self.order is Order.gguf
 
-    @override
     def for_model(self, config: Any) -> PairOrder:
         """`gguf` replaced by what it is for a model; any other order as it is."""
         if self.order is not Order.gguf:
@@ -81,10 +77,8 @@ class PairOrder(Stage):
         """The permutation as a matrix, which attention on packed codes applies to queries."""
         return self.forward(torch.eye(head_dim, dtype=like.dtype, device=like.device))[0]
 
-    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Side]:
         return (x.unflatten(-1, (2, -1)).mT.flatten(-2) if self.order is Order.interleaved else x), {}
 
-    @override
     def inverse(self, y: Tensor, side: Side) -> Tensor:
         return y.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.order is Order.interleaved else y

@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs import Codec, Rope, VectorQuantizer
 from kvq.codecs.quantizers import Parts
@@ -62,7 +61,6 @@ class FusedCodec(Codec):
         self.stages, self.quantizer = codec.stages, codec.quantizer
         self.chain = uniform_chain_of(codec)
 
-    @override
     def encode_block(
         self,
         blocks: Float[Tensor, "*lead heads tokens head_dim"],
@@ -77,7 +75,6 @@ class FusedCodec(Codec):
             return super().encode_block(blocks, rope, dtype)
         return in_slices(super().encode_block, blocks, rope)
 
-    @override
     def _coded(self, y: Tensor, dtype: torch.dtype) -> tuple[Parts, Float[Tensor, "*lead tokens 1"] | None]:
         search = searcher_for(self, y)
         if search is None:

@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
 from kvq.codecs.quantizers import Axis, Parts
@@ -41,7 +40,6 @@ class QueryTransform(Calibrated, Stage):
         at_least("group", group, 1)
         self.group = group
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int, *, moments: Moments) -> Tables:  # type: ignore[override]
         """The tables, from the states of a layer and the moments of its queries."""
         wide = x.double()
@@ -57,11 +55,9 @@ class QueryTransform(Calibrated, Stage):
         forward, inverse = (torch.stack(part) for part in zip(*found, strict=True))
         return {"mean": mean.float(), "forward": forward[..., order].float(), "inverse": inverse[:, order].float()}
 
-    @override
     def forward(self, x: Float[Tensor, "*lead heads tokens dim"]) -> tuple[Tensor, Side]:
         return per_head(x - self.table("mean", x), self.table("forward", x)), {}
 
-    @override
     def inverse(self, y: Float[Tensor, "*lead heads tokens dim"], side: Side) -> Tensor:
         return per_head(y, self.table("inverse", y)) + self.table("mean", y)
 
@@ -106,7 +102,6 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
         require(weight > 0, "weight", weight, "above 0")
         self.channels, self.rank, self.weight, self.rows = channels, rank, weight, rows
 
-    @override
     def check(self, head_dim: int) -> None:
         require(head_dim >= 2, "head_dim", head_dim, "no channel behind the first ones", Unsupported)
         super().check(head_dim)
@@ -116,7 +111,6 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
         size = self.channels or -(-dim // 2)
         return list(range(size, dim, size))
 
-    @override
     def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
         assert moments is not None
         dim = moments.shape[-1]
@@ -131,7 +125,6 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
             start = end
         return {"carry": carry.float()}
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         moved, carry, start = x.clone(), self.table("carry", x), 0
         for end in self._ends(x.shape[-1]):

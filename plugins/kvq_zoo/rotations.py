@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import override
 
 from kvq.codecs.rotations import Rotation
 from kvq.errors import ConfigError, require
@@ -40,7 +39,6 @@ class BlockRotation(Rotation):
             raise ConfigError(f"one_sided=true: with size=4, not {size}")
         self.size, self.seed, self.one_sided = size, seed, one_sided
 
-    @override
     def matrix(self, head_dim: int, like: Tensor) -> Tensor:
         return _block_rotation(head_dim, self.size, self.seed, self.one_sided, like.dtype, like.device)
 

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from scipy import special
 from scipy.interpolate import CubicSpline
 from torch import Size, Tensor
-from typing_extensions import override
 
 from kvq.codecs.levels import Array, fixed_point, looked_up, nearest_level
 from kvq.codecs.packed import pack_parts, unpack_parts
@@ -134,12 +133,10 @@ class OctahedralQuantizer(Quantizer):
         self.bits = bits
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         widths = {"xi": self.bits + 1, "eta": self.bits + 1, "norm": self.bits - 1}
         return {name: width for name, width in widths.items() if width}
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: fewer than 4 channels."""
         require(head_dim >= 4, "head_dim", head_dim, "OctahedralQuantizer takes 4 channels and more", Unsupported)
@@ -148,7 +145,6 @@ class OctahedralQuantizer(Quantizer):
         levels = square_levels(self.bits + 1), norm_levels(self.bits - 1, dim)
         return tuple(_levels_and_middles(own, dtype, device) for own in levels)
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         self.check(x.shape[-1])
         (levels, middles), (_, between) = self._tables(x.shape[-1], x.dtype, x.device)
@@ -170,7 +166,6 @@ class OctahedralQuantizer(Quantizer):
             out |= pack_parts(parts[name], width, name)
         return out
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         found = {name: unpack_parts(parts, width, shape[-2], name) for name, width in self.indices.items()}
         (levels, _), (norms, _) = self._tables(shape[-1], dtype, found["xi"].device)
@@ -219,12 +214,10 @@ class LatticeQuantizer(Quantizer):
         return int(2**self.bits + 1)
 
     @property
-    @override
     def indices(self) -> dict[str, int]:
         widths = [min(_CHUNK, self.point_bits - start) for start in range(0, self.point_bits, _CHUNK)]
         return {f"codes.{place}": width for place, width in enumerate(widths)}
 
-    @override
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a head dim that is no multiple of 8."""
         require(head_dim % DIM == 0, "head_dim", head_dim, f"lattice points are of {DIM} channels", Unsupported)
@@ -239,7 +232,6 @@ class LatticeQuantizer(Quantizer):
         whole = torch.where(odd, whole.scatter_add(-1, worst, step), whole)
         return whole, (x - 0.5).round() + 0.5
 
-    @override
     def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
         self.check(x.shape[-1])
         top = 2 ** (self.bits - 1)
@@ -258,7 +250,6 @@ class LatticeQuantizer(Quantizer):
             parts |= pack_parts((number >> (_CHUNK * place)) & ((1 << width) - 1), width, name)
         return parts
 
-    @override
     def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
         chunks = [unpack_parts(parts, width, shape[-2], name).long() for name, width in self.indices.items()]
         number = sum((chunk << (_CHUNK * place) for place, chunk in enumerate(chunks)), torch.zeros_like(chunks[0]))
