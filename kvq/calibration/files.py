@@ -149,7 +149,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
 
 
 FOLDER = "calibration"
-_NOT_FITTED = ("sink_tokens", "kept_keys", "sink_detection")
+_NOT_FITTED = ("sink_tokens", "kept_keys", "sink_detection", "policies")
 _FORMAT = "kvq-calibration-2"
 
 

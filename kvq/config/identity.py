@@ -91,6 +91,7 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
             eviction=method.eviction,
             token_policy=method.token_policy,
             sink_detection=method.sink_detection if quantized else None,
+            policies={name: one for name, one in method.policies.items() if one is not None} if quantized else None,
         )
     )
     return dict(with_names(found, earlier_names()))

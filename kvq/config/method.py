@@ -192,7 +192,8 @@ class MethodConfig:
     of a KV head, up to 8. `merge_rotation`: the model's weights rotate values, in the place of the first stage of their
     codec; `merge_key_rotation`: keys and queries too, without rotary embeddings. `sink_tokens`: first tokens that stay
     in full precision; `kept_keys`: and keys of these, in some layers; `sink_detection`: or those that this finds
-    anywhere. `latent_only`: a format of the latent of multi-head latent attention, refused where another is cached.
+    anywhere. `policies`: further ones by name, such as a plugin's. `latent_only`: a format of the latent of multi-head
+    latent attention, refused where another is cached.
     """
 
     name: Text = MISSING
@@ -219,6 +220,7 @@ class MethodConfig:
     sink_detection: Any = None
     eviction: Any = None
     token_policy: Any = None
+    policies: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_limits("method", self)

@@ -114,6 +114,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     _check_token_groups(method.name, codecs, effective)
     policies = (
         *(_part(method.name, f"method.{kind.setting}", getattr(method, kind.setting), kind) for kind in _KINDS),
+        *(_part(method.name, f"method.policies.{name}", one, Policy) for name, one in method.policies.items()),
         *(_kept_keys(method, codecs["key"]), _first_layers(method, head_dim), _gqa(method, codecs), merged),
     )
     built = Method(

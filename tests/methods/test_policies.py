@@ -2,14 +2,17 @@
 
 import itertools
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
-from kvq.codecs import StoredWithKeys
+from kvq.codecs import Codec, StoredWithKeys
+from kvq.config import compose, resolve
+from kvq.config.identity import canonical
 from kvq.errors import KvqError, Unsupported
 from kvq.methods.build import build_method
-from kvq.methods.policies import NEEDED, Capability
+from kvq.methods.policies import NEEDED, Capability, Policy
+from kvq.results.versions import versions_of_method
 
 CHOSEN = "codecs_alone own_tokens packed_attention"
 ATTENDED = f"{CHOSEN} two_codecs all_at_once latent expanded_latent own_window sides_apart"
@@ -93,3 +96,33 @@ def test_waterfill_kv_takes_one_width() -> None:
     with pytest.raises(Unsupported, match="needs keys and values of the same bits and residual"):
         build_method("waterfill_kv", "k3v2", 64)
     assert isinstance(build_method("waterfill_kv", 2, 64).value, StoredWithKeys)
+
+
+class EveryOther(Policy):
+    """A policy outside the package: only every other layer is quantized."""
+
+    setting = "every_other"
+    does = "quantizes every other layer"
+    excludes = frozenset({"all_layers"})
+
+    def codec(self, codec: Codec | None, side: str, layer: int) -> Codec | None:
+        return codec if layer % 2 else None
+
+
+def test_a_policy_of_a_plugin_is_one_class_and_a_setting() -> None:
+    given = f"policies.every_other={{_target_: {EveryOther.__module__}.EveryOther}}"
+    method = build_method("rtn", 2, 64, [f"+{given}"])
+    assert [method.codec("key", layer, 4) is None for layer in range(4)] == [True, False, True, False]
+    with pytest.raises(Unsupported, match=r"^task=x: every_other of rtn quantizes every other layer; needs all layers"):
+        method.check_needs("task=x", "all_layers")
+    with pytest.raises(KvqError, match=r"method\.policies\.odd of rtn: .* expected a kvq\.methods\.policies\.Policy"):
+        build_method("rtn", 2, 64, ["+policies.odd={_target_: kvq.codecs.Hadamard}"])
+
+    def settings(*words: str) -> Any:
+        return canonical(resolve(compose(["method=rtn", *words])), "", "")["method"]
+
+    own = settings(f"+method.{given}")
+    assert {name: item for name, item in own.items() if name != "policies"} == settings()
+    assert any(name.endswith(".EveryOther") for name in versions_of_method(own))
+    assert "policies" not in settings(f"+method.{given}", "method.policies.every_other=null")
+    assert "policies" not in settings(f"+method.{given}", "method.key=null", "method.value=null")
