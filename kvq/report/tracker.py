@@ -24,9 +24,9 @@ from kvq.report.figures.every import run_figures
 from kvq.report.figures.style import image_of
 from kvq.report.labels import label, model_name, protocol, protocol_departures
 from kvq.results import Record, Store
-from kvq.results.files import cause, loose_samples, read_samples, write_file
+from kvq.results.files import loose_samples, read_samples
 from kvq.results.metrics import METRICS, metric_of
-from kvq.results.record import dump_record, words_of
+from kvq.results.record import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,10 +42,9 @@ _IN_CONFIG = (
 
 
 class Entry(NamedTuple):
-    """A run as a tracker names it; `id` follows from the record's key, `digest` from all of the record."""
+    """A run as a tracker names it; `id` follows from the record's key."""
 
     id: str
-    digest: str
     name: str
     group: str | None
     job_type: str
@@ -68,7 +67,6 @@ def entry_of(record: Record, group: str | None = None) -> Entry:
     task = f"{record.task} ({words})" if words else record.task
     return Entry(
         id=record.key[:32],
-        digest=hashlib.sha256(dump_record(record)).hexdigest(),
         name=f"{name} · {model} · {record.dataset} · {task}"[:128],
         group=group if group is not None else sweep_of(record.provenance.command),
         job_type=record.task[:64],
@@ -143,37 +141,42 @@ class Tracker:
             raise CannotTrack(
                 "not logged in to Weights & Biases (wandb login, or WANDB_API_KEY; WANDB_MODE=offline needs none)"
             )
-        project = f"{settings.entity or ''}/{settings.project}"
-        self._pushed = Pushed(self.folder, project if settings.mode is WandbMode.online else f"offline {project}")
 
     @property
     def folder(self) -> Path:
         """Where the client keeps its files."""
         return self._store.root / "wandb"
 
-    def push(self, record: Record, again: bool = False) -> bool:
-        """Send a record unless it was sent as it is; whether it was sent now. Sent twice, it is the same run there.
+    def present(self) -> set[str]:
+        """Ids of the runs that the project has; offline of those that wait in the folder.
 
         Raises:
             CannotTrack: the server does not answer or refuses.
-            RecordError: the folder cannot be written.
         """
-        entry = entry_of(record, self._settings.group)
-        if not again and self._pushed.has(entry.id, entry.digest) and self._still_there(entry):
-            return False
+        known = self._settings
+        if known.mode is WandbMode.offline:
+            return {path.name.rpartition("-")[2] for path in self.folder.glob("offline-run-*")}
+        try:
+            api = self._wandb.Api(timeout=known.timeout)
+            return {run.id for run in api.runs(f"{known.entity or api.default_entity}/{known.project}")}
+        except ValueError:  # no such project yet
+            return set()
+        except Exception as error:
+            raise CannotTrack(f"{type(error).__name__}: {_one_line(error)}") from error
+
+    def push(self, record: Record) -> None:
+        """Send a record. Sent twice, it is the same run there.
+
+        Raises:
+            CannotTrack: the server does not answer or refuses.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._send(record, entry)
+            self._send(record, entry_of(record, self._settings.group))
         except KvqError:
             raise
         except Exception as error:
             raise CannotTrack(f"{type(error).__name__}: {_one_line(error)}") from error
-        self._pushed.add(entry.id, entry.digest)
-        return True
-
-    def _still_there(self, entry: Entry) -> bool:
-        online = self._settings.mode is WandbMode.online
-        return online or any(self.folder.glob(f"offline-run-*-{entry.id}"))
 
     def _send(self, record: Record, entry: Entry) -> None:
         known = self._settings
@@ -216,9 +219,7 @@ class Tracker:
 
     def _artifact(self, record: Record, entry: Entry) -> Any:
         """The files of the record, as they lie under `runs/`."""
-        artifact = self._wandb.Artifact(
-            f"record-{entry.id}", type="record", metadata={"key": record.key, "sha256": entry.digest}
-        )
+        artifact = self._wandb.Artifact(f"record-{entry.id}", type="record", metadata={"key": record.key})
         path = self._store.record_path(record.key)
         artifact.add_file(str(path), name=path.name)
         samples = loose_samples(path)
@@ -262,41 +263,6 @@ def _quiet() -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
-
-
-class Pushed:
-    """Digests of the records that were sent, by project and id, in one file under the results folder.
-
-    Where the file is lost or another process has replaced it, records are sent again; the project stays the same.
-    """
-
-    def __init__(self, folder: Path, project: str) -> None:
-        self._path = folder / "pushed.json"
-        self._project = project
-
-    def has(self, identifier: str, digest: str) -> bool:
-        """Whether a record was sent in its present form."""
-        return self._read().get(self._project, {}).get(identifier) == digest
-
-    def add(self, identifier: str, digest: str) -> None:
-        """Keep that a record was sent.
-
-        Raises:
-            RecordError: the folder cannot be written.
-        """
-        known = self._read()
-        known.setdefault(self._project, {})[identifier] = digest
-        try:
-            write_file(self._path, (json.dumps(known, indent=1, sort_keys=True) + "\n").encode())
-        except OSError as error:
-            raise RecordError(f"results_dir: cannot write '{self._path}': {cause(error)}") from error
-
-    def _read(self) -> dict[str, dict[str, str]]:
-        try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return {name: ids for name, ids in found.items() if isinstance(ids, dict)} if isinstance(found, dict) else {}
 
 
 NAME = "kvq"

@@ -24,6 +24,8 @@ from kvq.report.labels import labelled
 from kvq.results import Record, Store
 
 _given_up: set[str] = set()
+_sent: set[str] = set()
+"""Keys of the records that this process has sent."""
 
 
 def track(settings: Logger | None, store: Store, record: Record) -> None:
@@ -39,8 +41,9 @@ def track(settings: Logger | None, store: Store, record: Record) -> None:
         tracker = Tracker(settings, store)
         baseline = None if record.baseline_key is None else store.get(record.baseline_key)
         for run in (baseline, record):
-            if run is not None:
+            if run is not None and run.key not in _sent:
                 tracker.push(run)
+                _sent.add(run.key)
     except KvqError as error:
         _give_up(str(error))
     except Exception as error:
@@ -70,9 +73,12 @@ def _send(given: argparse.Namespace) -> int:
     command.say_skipped(broken)
     tracker = Tracker(settings, store)
     finished = [record for record in records if record.status != "failed"]
-    bar = tqdm(finished, desc="wandb", unit="run", disable=None, leave=False)
-    sent = sum(tracker.push(record, again=given.again) for record in bar)
-    print(f"{sent} sent, {len(finished) - sent} there already, {len(records) - len(finished)} failed and left out")
+    present = set() if given.again else tracker.present()
+    wanted = [record for record in finished if record.key[:32] not in present]
+    for record in tqdm(wanted, desc="wandb", unit="run", disable=None, leave=False):
+        tracker.push(record)
+    there, failed = len(finished) - len(wanted), len(records) - len(finished)
+    print(f"{len(wanted)} sent, {there} there already, {failed} failed and left out")
     if given.workspace:
         print(save_workspace(settings, finished))
     return 0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from kvq.config import plugins
 from kvq.results import Broken, Record
 from kvq.results.metrics import AT_LENGTH, METRICS, Metric, length_of, metric_of
 
@@ -233,8 +234,18 @@ def _at_length(metric: Metric) -> Column:
 
 # What every table begins with.
 _RUN = COLUMNS[:4]
-# What tables show, as `columns.yaml` lists it.
-LISTED: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "columns.yaml").read_text(encoding="utf-8"))
+
+
+def _listed() -> dict[str, Any]:
+    """What tables show: `columns.yaml` here, with what the files of that name in plugins' packages add to its lists."""
+    found: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "columns.yaml").read_text(encoding="utf-8"))
+    for path in (folder / "columns.yaml" for folder in plugins.packages()):
+        for name, more in yaml.safe_load(path.read_text(encoding="utf-8")).items() if path.is_file() else ():
+            found[name] = found[name] | more if isinstance(more, dict) else [*found[name], *more]
+    return found
+
+
+LISTED = _listed()
 # Most columns of parts (lengths, subsets, tasks) that a table shows; more stand in its CSV.
 _SHOWN_PARTS = 8
 _PART = re.compile(r"(?P<name>\w+)\[(?P<part>length|subset|task|bucket|turn)=(?P<value>.+)\]")
@@ -274,8 +285,8 @@ def columns_of(table: Table) -> tuple[Column, ...]:
     names = {name for row in table.rows for name in row.record.metrics}
     task = table.rows[0].record.task if table.rows else ""
 
-    def known(listed: str) -> list[Column]:
-        return [_column(name) for name in LISTED[listed] if name in names]
+    def known(listed: str, of: str = "") -> list[Column]:
+        return [_column(name) for name in (LISTED[listed][of] if of else LISTED[listed]) if name in names]
 
     if table.is_of_memory:
         lengths = {name.rpartition("_")[0] for name in names}
@@ -284,8 +295,8 @@ def columns_of(table: Table) -> tuple[Column, ...]:
         return (*COLUMNS[:2], *measured(table)[:_SHOWN_PARTS])
     if is_of_texts(table):
         return (*_RUN, *(_column(name, _spread(METRICS[name])) for name in LISTED["written"][task]))
-    if task == "conversation":
-        return (*_RUN, _column("nll"), _DELTA_NLL, *known("continued"), *_parts(names, "delta_nll"))
+    if task in LISTED["continued"]:
+        return (*_RUN, _column("nll"), _DELTA_NLL, *known("continued", task), *_parts(names, "delta_nll"))
     if not is_of_items(table):
         off = Column("Preset's NLL − engine's ± SE", "Off ± SE", _difference(METRICS["preset_off"]))
         compared = [off, *known("agreement")] if "preset_off" in names else []

@@ -8,7 +8,7 @@ import pytest
 
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
-from kvq.report.tracker import Pushed, entry_of, sample_table, sweep_of
+from kvq.report.tracker import entry_of, sample_table, sweep_of
 from kvq.results import Store
 from tests.report import sweeps
 from tests.results import made
@@ -26,7 +26,6 @@ def test_an_entry_is_the_record_under_a_stable_name(tmp_path: Path) -> None:
     assert entry.tags == ("good", "tiny", "pydocs", "done")
     other = record.model_copy(update={"metrics": record.metrics | {"nll": 9.0}})
     assert entry_of(other).id == entry.id
-    assert entry_of(other).digest != entry.digest
 
 
 @pytest.mark.parametrize(
@@ -61,20 +60,6 @@ def test_samples_as_a_table() -> None:
     rows = [{"a": 1, "b": [1, 2]}, {"a": None, "c": "x"}, {"a": 3}]
     assert sample_table(rows, 2) == (["a", "b", "c"], [[1, "[1, 2]", None], [None, None, "x"]])
     assert sample_table(rows, 0) == ([], [])
-
-
-def test_what_was_sent_is_kept_by_project(tmp_path: Path) -> None:
-    pushed = Pushed(tmp_path, "me/kvq")
-    assert not pushed.has("a", "1")
-    pushed.add("a", "1")
-    assert Pushed(tmp_path, "me/kvq").has("a", "1")
-    assert not pushed.has("a", "2")
-    assert not Pushed(tmp_path, "me/other").has("a", "1")
-    for broken in ("", "[]", '{"me/kvq": 3}', "{"):
-        (tmp_path / "pushed.json").write_text(broken, encoding="utf-8")
-        assert not pushed.has("a", "1")
-    pushed.add("a", "1")
-    assert pushed.has("a", "1")
 
 
 def test_a_logger_is_no_part_of_a_run() -> None:
