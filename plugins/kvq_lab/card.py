@@ -73,7 +73,7 @@ def certainty(choosing: Choosing) -> str:
     """How sure the answer is, in a sentence or two."""
     race = choosing.state
     pairs = choosing.open_pairs()
-    said = f"{race.rounds} rounds, {race.windows} windows of {choosing.window:,} tokens"
+    said = f"{race.rounds} round{'s' * (race.rounds > 1)}, {race.windows} windows of {choosing.window:,} tokens"
     chance = "the chance that a format which belongs among these was dropped is at most 5%"
     if not pairs:
         return f"{said}; decided: each choice is better beyond noise than the next one; {chance}"

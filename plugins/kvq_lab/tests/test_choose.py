@@ -19,6 +19,7 @@ from tests.random_models import save_random_model
 
 ROOT = Path(__file__).parents[3]
 LEVELS = runpy.run_path(str(ROOT / "experiments" / "bench" / "race_levels.py"))
+TABLE = ROOT / "results" / "bench" / "race_levels.md"
 
 
 def closed_test(differences: np.ndarray, level: float) -> list[bool]:
@@ -63,6 +64,14 @@ def test_a_format_is_dropped_only_for_one_of_at_most_its_bytes() -> None:
     assert race.ladder() == [0, 2]
 
 
+def test_a_race_that_one_wins_at_once_and_a_race_of_none() -> None:
+    losses = np.random.default_rng(0).normal(0, 0.01, (3, 8)) + np.array([[0.0], [1.0], [2.0]])
+    race = run_race([losses, losses], [4, 5, 6])
+    assert (race.left, race.rounds, race.ladder()) == ([0], 1, [0])
+    alone = run_race([losses[:1], losses[:1]], [4])
+    assert (alone.left, alone.undecided, alone.dropped) == ([0], [], {})
+
+
 def test_equal_formats_stay_and_what_is_not_measured_is_not_tested() -> None:
     equal = run_race([np.ones((3, 8)), np.ones((3, 8))], [4, 4, 8])
     assert (equal.dropped, equal.ladder(), len(equal.undecided)) == ({}, [0], 3)
@@ -74,6 +83,14 @@ def test_few_races_have_a_false_drop() -> None:
     found = [case for case in LEVELS["levels"](12) if case[1] == "normal"]
     assert sum(12 * false for _, _, false, _, _ in found) <= 8  # of 60 races; 3 are expected at most, at 5%
     assert {name: right for name, _, _, right, _ in found}["a ladder, half of it worse"] > 0.9
+
+
+def test_the_committed_table_keeps_the_level() -> None:
+    rows = [re.split(r" *\| *", line.strip("| ")) for line in TABLE.read_text(encoding="utf-8").splitlines()[4:]]
+    assert {(row[0], row[1]) for row in rows} == set(itertools.product(LEVELS["LOSSES"], LEVELS["NOISES"]))
+    # What the rule is exact for, and windows on record; a standard error of 250 races is 1.4.
+    level = {"normal": 5.0, "heavy-tailed": 5.0, "errors like losses": 5.0, "measured": 7.0}
+    assert [row for row in rows if float(row[2]) > level.get(row[1], 100.0)] == []
 
 
 @pytest.fixture(scope="module")
