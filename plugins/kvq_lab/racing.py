@@ -11,8 +11,11 @@ loss; the chance that any of these is dropped in the whole race is at most `alph
 - Round r spends `alpha / (r (r + 1))`, which sums to `alpha` however many rounds there will be (Lan and DeMets, 1983,
   "Discrete sequential boundaries for clinical trials", with the union bound in place of the joint distribution).
 - A round tests the formats that are left. Which are left follows from earlier windows, which the bounds above do not
-  cover. `experiments/bench/race_levels.py` measures what remains, and what differences that are not symmetric cost: with
-  windows on record at most 6%, with a strong skew (a chi-square of three degrees) and formats of equal loss 22%.
+  cover. `experiments/bench/race_levels.py` measures what remains, and what skewed differences cost: with windows on
+  record at most 6%, with a strong skew (a chi-square of three degrees) and formats of equal loss 22%.
+
+Whether a larger format is worth its bytes decides nothing but the answer. It is tested among the formats that no other
+of at most their bytes undercuts: among all pairs, a correction for their number would leave few differences standing.
 """
 
 from __future__ import annotations
@@ -139,7 +142,8 @@ def run_race(
         for (a, b), is_better in zip(dearer, better, strict=True):
             if is_better and b not in race.dropped:
                 race.dropped[b] = (a, number)
-        strict = [(a, b) for a, b in dearer if sizes[a] < sizes[b]]
+        undercut = {b for a, b in dearer if race.means[a] < race.means[b]}
+        strict = [pair for pair in dearer if sizes[pair[0]] < sizes[pair[1]] and not undercut & set(pair)]
         worse = positive(np.array([losses[a] - losses[b] for a, b in strict]).reshape(-1, race.windows), level)
         race.worth |= {(b, a) for (a, b), is_worse in zip(strict, worse, strict=True) if is_worse}
         if not race.undecided:
