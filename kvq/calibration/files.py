@@ -149,7 +149,7 @@ def bind(method: Method, calibration: Calibration, model: str, head_dims: Sequen
 
 
 FOLDER = "calibration"
-_NOT_FITTED = ("sink_tokens", "kept_keys", "sink_detection", "policies")
+_NOT_FITTED = ("sink_tokens", "kept_keys")
 _FORMAT = "kvq-calibration-2"
 
 
@@ -169,8 +169,9 @@ def file_of(inputs: Inputs) -> Path:
 
     The name includes a hash of the fitting code, so tables of an earlier version of the code are never read.
     """
+    outside_codecs = (*_NOT_FITTED, *inputs.config.method.policies)
     whole = canonical(inputs.config, inputs.model_fingerprint, "", fingerprint_of(inputs))
-    method = {name: item for name, item in whole["method"].items() if name not in _NOT_FITTED}
+    method = {name: item for name, item in whole["method"].items() if name not in outside_codecs}
     # Sinks and kept keys do not change the tables, so methods with equal codecs share them.
     outside = {
         name: version for name, version in versions_of_parts(whole["method"]).items() if isinstance(version, str)

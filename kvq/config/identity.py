@@ -90,9 +90,8 @@ def canonical_method(method: MethodConfig) -> dict[str, Any]:
             merge_key_rotation=method.merge_key_rotation,
             eviction=method.eviction,
             token_policy=method.token_policy,
-            sink_detection=method.sink_detection if quantized else None,
-            policies={name: one for name, one in method.policies.items() if one is not None} if quantized else None,
         )
+        | (_said(**method.policies) if quantized else {})
     )
     return dict(with_names(found, earlier_names()))
 

@@ -191,8 +191,8 @@ class MethodConfig:
     which are then null (a `BackendConfig` once checked). `gqa_compensation`: ceil(log4 g) bits more for g query heads
     of a KV head, up to 8. `merge_rotation`: the model's weights rotate values, in the place of the first stage of their
     codec; `merge_key_rotation`: keys and queries too, without rotary embeddings. `sink_tokens`: first tokens that stay
-    in full precision; `kept_keys`: and keys of these, in some layers; `sink_detection`: or those that this finds
-    anywhere. `policies`: further ones by name, such as a plugin's. `latent_only`: a format of the latent of multi-head
+    in full precision; `kept_keys`: and keys of these, in some layers.
+    `policies`: further ones by name, such as a plugin's. `latent_only`: a format of the latent of multi-head
     latent attention, refused where another is cached.
     """
 
@@ -217,7 +217,6 @@ class MethodConfig:
     merge_rotation: bool = False
     merge_key_rotation: bool = False
     kept_keys: KeptKeysConfig = field(default_factory=KeptKeysConfig)
-    sink_detection: Any = None
     eviction: Any = None
     token_policy: Any = None
     policies: dict[str, Any] = field(default_factory=dict)
@@ -226,6 +225,10 @@ class MethodConfig:
         check_limits("method", self)
         self.key, self.value = (_with_orders(with_names(codec, current_names())) for codec in (self.key, self.value))
         self.token_policy = with_names(self.token_policy, current_names())
+        self.policies = with_names(self.policies, current_names())
+        for name in self.policies:
+            if name in {entry.name for entry in fields(self)}:
+                raise ConfigError(f"method.policies.{name}: the name of a setting of the method")
         for side in self.full_precision_layers:
             if side not in ("key", "value"):
                 raise ConfigError(f"method.full_precision_layers.{side}: key or value")

@@ -23,7 +23,6 @@ from kvq.config.identity import canonical_method
 from kvq.config.residual import Residual, ResidualConfig, effective_residual
 from kvq.config.run import Mla
 from kvq.errors import ConfigError, KvqError, Unsupported, did_you_mean
-from kvq.methods.detected import SinkDetection
 from kvq.methods.eviction import Eviction
 from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.merged import GqaCompensation, MergedRotation, merged_rotation
@@ -32,7 +31,7 @@ from kvq.methods.mixed_precision import MixedPrecision
 from kvq.methods.policies import Policy
 from kvq.methods.transformers_caches import check_backend
 
-_KINDS: tuple[type[Policy], ...] = (Eviction, MixedPrecision, SinkDetection)
+_KINDS: tuple[type[Policy], ...] = (Eviction, MixedPrecision)
 """Policies that a setting of their name gives as a mapping with `_target_`."""
 _Part = TypeVar("_Part")
 _ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)

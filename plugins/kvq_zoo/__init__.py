@@ -10,6 +10,7 @@ _MOVED = {
 """Module -> its classes that were in `kvq.codecs` when their first records were made."""
 PLUGIN = Plugin(
     "kvq_zoo",
-    renamed={f"kvq.codecs.{name}": f"kvq_zoo.{module}.{name}" for module, names in _MOVED.items() for name in names},
+    renamed={f"kvq.codecs.{name}": f"kvq_zoo.{module}.{name}" for module, names in _MOVED.items() for name in names}
+    | {"kvq.methods.detected.SinkDetection": "kvq_zoo.detected.SinkDetection"},
     has_versions=True,
 )

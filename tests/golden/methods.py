@@ -88,7 +88,7 @@ def fitting(name: str) -> list[str]:
     if family == "qjl" and name != "qjl/one_sketch":
         return ["method.first_layers.count=1"]
     if name.endswith("/kvsink"):  # no token of a random model is as extreme as a sink
-        return ["method.sink_detection.share=0.15"]
+        return ["method.policies.sink_detection.share=0.15"]
     if family == "oscar_covariance":  # 64 sinks and a window of 256 would hold all tokens
         return ["method.sink_tokens=8", "residual.size=32"]
     if family == "kvarn":

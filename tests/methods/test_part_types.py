@@ -91,9 +91,9 @@ def test_what_a_parameter_does_not_take_is_refused(target: str, name: str) -> No
 
 
 PARTS = [
-    {"_target_": "kvq.methods.detected.SinkDetection"},
+    {"_target_": "kvq.methods.tiers.AdaptiveTiers"},
     [{"_target_": "kvq.codecs.Hadamard"}],
-    {"a": {"_target_": "kvq.methods.detected.SinkDetection"}},
+    {"a": {"_target_": "kvq.methods.tiers.AdaptiveTiers"}},
 ]
 
 

@@ -28,7 +28,6 @@ LACKS = {
     "rtn residual=none": "no_prompt chunked_prompt",
     "rtn residual.key.size=48": "sides_alike",
     "rtn kept_keys.texts=[a]": f"{CHOSEN} expanded_latent",
-    "kivi/kvsink": f"{CHOSEN} sides_alike",
     "qjl": "sides_alike same_stages two_codecs packed_attention",
     "kvquant_plus_plus/gqa": "codecs_alone fixed_bits",
     "oscar merge_rotation=true": "codecs_alone expanded_latent sides_apart",
@@ -64,19 +63,17 @@ def test_what_a_method_lacks(given: str) -> None:
     assert lacking == set(LACKS[given].split())
 
 
-KVSINK = "sink_detection={_target_: kvq.methods.detected.SinkDetection}"
 H2O = "eviction={_target_: kvq.methods.eviction.HeavyHitters}"
 OTT = "token_policy={_target_: kvq.methods.mixed_precision.OutlierTokens}"
 CHOOSERS = {
     "sink_tokens": "sink_tokens=3",
     "kept_keys": "kept_keys.texts=[a]",
-    "sink_detection": KVSINK,
     "eviction": H2O,
     "token_policy": OTT,
 }
 TOGETHER = [
     *(("rtn", pair) for pair in itertools.combinations(CHOOSERS.values(), 2)),
-    *(("kvtc/all_layers", (one,)) for one in ("full_precision_layers.value=[0]", "bits_by_layer.key=[2,3]", KVSINK)),
+    *(("kvtc/all_layers", (one,)) for one in ("full_precision_layers.value=[0]", "bits_by_layer.key=[2,3]", H2O)),
     *(("waterfill_kv", (one,)) for one in ("full_precision_layers.value=[0]", "bits_by_layer.key=[2,3]")),
     *(("waterfill_kv", (one,)) for one in ("residual.key.size=48", "first_layers.count=1")),
     ("waterfill_kv", ("sink_tokens=0", "kept_keys.texts=[a]")),
@@ -122,7 +119,7 @@ def test_a_policy_of_a_plugin_is_one_class_and_a_setting() -> None:
         return canonical(resolve(compose(["method=rtn", *words])), "", "")["method"]
 
     own = settings(f"+method.{given}")
-    assert {name: item for name, item in own.items() if name != "policies"} == settings()
+    assert {name: item for name, item in own.items() if name != "every_other"} == settings()
     assert any(name.endswith(".EveryOther") for name in versions_of_method(own))
-    assert "policies" not in settings(f"+method.{given}", "method.policies.every_other=null")
-    assert "policies" not in settings(f"+method.{given}", "method.key=null", "method.value=null")
+    assert "every_other" not in settings(f"+method.{given}", "method.policies.every_other=null")
+    assert "every_other" not in settings(f"+method.{given}", "method.key=null", "method.value=null")

@@ -85,7 +85,7 @@ def test_it_is_named_by_its_path_and_described(name):
         "calibration",
         "sink_tokens",
         "kept_keys",
-        "sink_detection",
+        "policies",
         "gqa_compensation",
         "merge_rotation",
         "merge_key_rotation",

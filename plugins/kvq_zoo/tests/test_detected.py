@@ -15,7 +15,7 @@ from kvq.config import compose, resolve
 from kvq.config.identity import canonical
 from kvq.errors import ConfigError, KvqError, Unsupported
 from kvq.methods.build import build_method
-from kvq.methods.detected import SinkDetection
+from kvq_zoo.detected import SinkDetection
 from tests.random_models import llama, token_ids
 
 SINK = 5
@@ -131,7 +131,7 @@ def test_without_sinks_it_is_the_method_itself() -> None:
     model, logits = llama(layers=2), []
     for name in ("kivi", "kivi/kvsink"):
         method = build_method(
-            name, bits=2, overrides=[*BLOCKS, *(["sink_detection.share=0.99"] if "/" in name else [])]
+            name, bits=2, overrides=[*BLOCKS, *(["policies.sink_detection.share=0.99"] if "/" in name else [])]
         )
         cache = KVCache(model, method)
         model(input_ids=tokens()[:, :70], past_key_values=cache)
@@ -161,7 +161,7 @@ def test_states_must_be_seen() -> None:
     cache = KVCache(llama(), build_method("kivi/kvsink"))
     x = torch.zeros(1, 2, 4, 128)
     with pytest.raises(
-        Unsupported, match=r"^layer 0 keys: method.sink_detection needs the states that enter the layer"
+        Unsupported, match=r"^layer 0 keys: method.policies.sink_detection needs the states that enter the layer"
     ):
         cache.layers[0].update(x, x)
 
@@ -169,8 +169,14 @@ def test_states_must_be_seen() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["sink_detection.share=0"], "method.sink_detection of kivi/kvsink: share=0: above 0, below 1"),
-        (["sink_detection.share=1"], "method.sink_detection of kivi/kvsink: share=1: above 0, below 1"),
+        (
+            ["policies.sink_detection.share=0"],
+            "method.policies.sink_detection of kivi/kvsink: share=0: above 0, below 1",
+        ),
+        (
+            ["policies.sink_detection.share=1"],
+            "method.policies.sink_detection of kivi/kvsink: share=1: above 0, below 1",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(overrides: list[str], says: str) -> None:
@@ -194,5 +200,5 @@ def test_the_key_has_it_where_something_is_quantized() -> None:
 
 
 def test_a_part_is_a_detection() -> None:
-    with pytest.raises(ConfigError, match=r"expected a kvq.methods.detected.SinkDetection"):
-        build_method("kivi", overrides=["sink_detection={_target_: kvq.codecs.Hadamard}"])
+    with pytest.raises(ConfigError, match=r"expected a kvq.methods.policies.Policy"):
+        build_method("kivi", overrides=["+policies.sink_detection={_target_: kvq.codecs.Hadamard}"])

@@ -54,7 +54,7 @@ class DetectedSide(KeptRows):
     """
 
     wants_hidden = True
-    missing = "method.sink_detection needs the states that enter the layer, which the model did not show"
+    missing = "method.policies.sink_detection needs the states that enter the layer, which the model did not show"
 
     def __init__(self, like: CacheSide, detection: SinkDetection) -> None:
         self._detection = detection
