@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from kvq.config import plugins
@@ -129,7 +130,7 @@ def _sound(records: Iterable[Record], read: Callable[[Record], Any], skipped: Sk
         else:
             for name, kind in found[key][1].items():
                 columns[name].append(kind)
-    usual = {name: max(set(held), key=held.count) for name, held in columns.items()}
+    usual = {name: max(held, key=lambda kind: (held.count(kind), kind == "numbers")) for name, held in columns.items()}
     for key, (_, held) in list(found.items()):
         odd = next((name for name, kind in held.items() if kind != usual[name]), None)
         if odd is not None:
@@ -145,11 +146,15 @@ def _column_kinds(numbers: Any) -> dict[str, str]:
         if pd.api.types.is_numeric_dtype(column):
             found[str(name)] = "numbers"
             continue
-        held = {"numbers" if isinstance(value, int | float) else type(value).__name__ for value in column.dropna()}
+        held = {_value_kind(value) for value in column.dropna()}
         if len(held) > 1:
-            raise RecordError(f"{name}: both {' and '.join(sorted(held))}")
+            raise RecordError(f"{name} holds {' and '.join(sorted(held))}")
         found |= {str(name): kind for kind in held}
     return found
+
+
+def _value_kind(value: object) -> str:
+    return "numbers" if isinstance(value, int | float | np.number | np.bool_) else type(value).__name__
 
 
 def _skip(record: Record, reason: str, skipped: Skipped | None) -> None:
