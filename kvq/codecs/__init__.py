@@ -5,7 +5,6 @@ from kvq.codecs.block_formats import (
     Float8Quantizer,
     HalfAwayQuantizer,
     LevelsQuantizer,
-    RmsLevelsQuantizer,
     SignedMaxQuantizer,
     TurboMindQuantizer,
 )
@@ -18,21 +17,17 @@ from kvq.codecs.calibrated import (
     calibrated_parts,
     fit_codec,
 )
-from kvq.codecs.calibrated_levels import NonUniformQuantizer, SpectralQuantizer
+from kvq.codecs.calibrated_levels import NonUniformQuantizer
 from kvq.codecs.calibrated_rotations import (
     ChannelOrder,
-    CovarianceRotation,
-    EigenRotation,
     GroupedHadamard,
     LearnedRotation,
-    RankClip,
     cayley_step,
 )
-from kvq.codecs.channel_groups import CalibratedChannelSplit, ChannelGroups, ChannelSplit, LeadingChannels, PairWidths
+from kvq.codecs.channel_groups import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.codec import Codec, StoredWithKeys, gain_factor
 from kvq.codecs.coefficients import Budget, CoefficientQuantizer, Groups, PrincipalComponents
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
-from kvq.codecs.deflate import DeflateCodec
 from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.geometric import PolarQuantizer, angle_levels
 from kvq.codecs.lloyd_max import LloydMaxQuantizer, StartingCodebook, optimal_levels
@@ -51,11 +46,9 @@ from kvq.codecs.stages import (
     ChannelScale,
     ChannelShift,
     DoubleQuant,
-    Imbalance,
     Scope,
     Stage,
     TokenNorm,
-    VarianceBalance,
 )
 from kvq.codecs.uniform import ClippedQuantizer, UniformQuantizer, ZeroPoint
 from kvq.codecs.variable_length import CodedBlocks, HuffmanCodec, Rate, SparseCodec

@@ -1,14 +1,13 @@
-"""Scalar codebooks fitted to a calibration: KVQuant's with sparse outliers, and SpectralQuant's by coordinate."""
+"""Scalar codebooks fitted to a calibration: KVQuant's, with sparse outliers."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Size, Tensor
+from jaxtyping import Float
+from torch import Tensor
 
 from kvq.codecs.calibrated import Calibrated, States, Tables
 from kvq.codecs.levels import levels_1d, looked_up, nearest_level
@@ -230,122 +229,14 @@ def quantiles(x: Float[Tensor, "*lead n"], share: float) -> tuple[Tensor, Tensor
     return first, last
 
 
-_MOST = 8
 _STEPS = 200  # of Lloyd at most
 _STILL = 1e-6  # a change of no level above this ends them
-
-
-class SpectralQuantizer(Calibrated, Quantizer):
-    """Rounds each coordinate of a head to the nearest level of its codebook; nothing but codes is stored.
-
-    Of coordinates by energy λ (mean square), the first s = round((Σ λ)² / Σ λ²) are semantic (1 to dim - 1), the others
-    are the tail. Bits h >= l, 1 to 8, are those whose s h + (dim - s) l is nearest to dim `bits`; of equally near pairs
-    that with the larger h, then l. A coordinate of the tail has l bits, and they share one codebook. The semantic ones
-    have s h bits together, each next one for the largest λ / 4^b of less than 8 (`water_filling`), and a codebook each;
-    with 0 bits a coordinate is its mean. Else each has h, and they share a codebook.
-
-    A codebook is fitted to the calibration: Lloyd's steps from even levels between its extremes, at most 200; an empty
-    cell keeps its level.
-
-    Args:
-        bits: mean bits of a coordinate.
-        water_filling: version 2; else version 1.
-
-    Tables: `widths` `[heads, 1, dim]`; `book` `[heads, 1, dim]`, a row of `levels` `[heads, books, 2^b]` in fp32, in
-    which unused ones are infinite. Row 0 is the tail's.
-
-    Raises:
-        ConfigError: `bits` outside of 1 to 8.
-        Unsupported: one channel, or another number than that of the calibration.
-
-    Source: SpectralQuant's released `nonuniform_quantization.py` and `waterfill.py`.
-    """
-
-    version: ClassVar[int] = 1
-    token_group = 1
-
-    def __init__(self, bits: float | int, water_filling: bool = True) -> None:
-        require(1 <= bits <= _MOST, "bits", bits, f"a mean of 1 to {_MOST}")
-        self.bits, self.water_filling = bits, water_filling
-
-    def check(self, head_dim: int) -> None:
-        require(head_dim >= 2, "head_dim", head_dim, "no coordinates but semantic ones", Unsupported)
-        super().check(head_dim)
-
-    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
-        """Tables of coordinates that are in the order of their energy."""
-        dim, found = x.shape[-1], []
-        for head in x.double():
-            energies = head.square().mean(0)
-            ratio = energies.sum() ** 2 / energies.square().sum().clamp(min=torch.finfo(energies.dtype).tiny)
-            split = min(max(round(float(ratio)), 1), dim - 1)
-            high, low = pair_of_bits(split, dim, self.bits)
-            widths = water_filled(energies[:split].tolist(), high * split) if self.water_filling else [high] * split
-            books = [lloyd_levels(head[:, split:], low)]
-            if self.water_filling:
-                books += [lloyd_levels(head[:, i], width) for i, width in enumerate(widths)]
-            else:
-                books.append(lloyd_levels(head[:, :split], high))
-            rows = list(range(1, split + 1)) if self.water_filling else [1] * split
-            found.append((widths + [low] * (dim - split), rows + [0] * (dim - split), books))
-        longest = max(len(book) for *_, books in found for book in books)
-        levels = torch.full((len(found), max(len(books) for *_, books in found), longest), torch.inf)
-        for own, (*_, books) in zip(levels, found, strict=True):
-            for row, book in zip(own, books, strict=False):
-                row[: len(book)] = book
-        tables = {"widths": [widths for widths, *_ in found], "book": [rows for _, rows, _ in found]}
-        return {name: torch.tensor(rows)[:, None].to(torch.int16) for name, rows in tables.items()} | {"levels": levels}
-
-    def _codebooks(self, like: Tensor) -> Float[Tensor, "heads dim levels"]:
-        levels = self.table("levels", like)
-        book = self.table("book", like)[:, 0].long()
-        return levels.gather(1, book[..., None].expand(-1, -1, levels.shape[-1]))
-
-    def _planes(self, like: Tensor) -> Iterator[tuple[int, int, Int[Tensor, " size"]]]:
-        """Head, bits and the coordinates that have them; those without bits are left out."""
-        for head, (own,) in enumerate(self.table("widths", like).long()):
-            for width in own.unique().tolist():
-                if width:
-                    yield head, width, (own == width).nonzero()[:, 0]
-
-    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`<head>.<bits>.<plane>` for the coordinates of a head with equal bits."""
-        levels, parts = self._codebooks(x), Parts()
-        middles = (levels[..., 1:] + levels[..., :-1]) / 2
-        codes = torch.searchsorted(middles.expand(*x.shape[:-3], -1, -1, -1).contiguous(), x.mT.contiguous()).mT
-        for head, width, places in self._planes(x):
-            own = codes.narrow(-3, head, 1).index_select(-1, places)
-            parts |= pack_parts(own, width, f"{head}.{width}")
-        return parts
-
-    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        codes = torch.zeros(shape, dtype=torch.long, device=next(iter(parts.values())).device)
-        for head, width, places in self._planes(torch.empty(shape, dtype=dtype, device=codes.device)):
-            own = unpack_parts(parts, width, shape[-2], f"{head}.{width}").long()
-            codes.narrow(-3, head, 1).index_copy_(-1, places, own)
-        levels = self._codebooks(torch.empty(shape, dtype=dtype, device=codes.device))
-        return levels.expand(*shape[:-3], -1, -1, -1).gather(-1, codes.mT).mT
-
-
-def pair_of_bits(split: int, dim: int, mean: float | int) -> tuple[int, int]:
-    """Bits of the semantic coordinates and of the tail."""
-    pairs = [(high, low) for high in range(_MOST, 0, -1) for low in range(high, 0, -1)]
-    return min(pairs, key=lambda pair: abs(split * pair[0] + (dim - split) * pair[1] - mean * dim))
-
-
-def water_filled(energies: list[float], total: int) -> list[int]:
-    """Bits of each energy, `total` together."""
-    widths = [0] * len(energies)
-    for _ in range(total):
-        open_ones = [i for i, width in enumerate(widths) if width < _MOST]
-        widths[max(open_ones, key=lambda i: max(energies[i], 1e-12) / 4.0 ** widths[i])] += 1
-    return widths
 
 
 def lloyd_levels(
     values: Float[Tensor, "*shape"], bits: int, start: Float[Tensor, " levels"] | None = None
 ) -> Float[Tensor, " levels"]:
-    """2^bits levels for all values, ascending, in fp64: see `SpectralQuantizer`; Lloyd's steps begin at `start`."""
+    """2^bits levels for all values, ascending, in fp64: at most 200 of Lloyd's steps from `start`."""
     values = values.flatten().double().sort().values
     sums = torch.nn.functional.pad(values.cumsum(0), (1, 0))
     if not bits:

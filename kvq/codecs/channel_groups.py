@@ -1,148 +1,20 @@
-"""Channels in groups with a codec each: outliers of a block or of a calibration, the first ones, or groups by head."""
+"""Channels in groups with a codec each: outliers of a block or of a calibration."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Size, Tensor
 
-from kvq.codecs.calibrated import Calibrated, Moments, States, Tables
-from kvq.codecs.codec import Codec, check_nested
-from kvq.codecs.lloyd_max import MAX_BITS
+from kvq.codecs.calibrated import Calibrated, States, Tables
+from kvq.codecs.codec import Codec
 from kvq.codecs.packed import pack, unpack
-from kvq.codecs.quantizers import Parts, Quantizer, choice, prefixed, shared_group, under
+from kvq.codecs.quantizers import Parts, choice
 from kvq.codecs.split import TwoWaySplit
-from kvq.errors import ConfigError, Unsupported, at_least, require, within
-
-
-class ChannelGroups(Calibrated, Quantizer):
-    """Each channel of a KV head belongs to a group, and each group has a codec.
-
-    Which channel belongs to which is a table of the calibration (`group` `[heads, 1, dim]`: numbers of groups, in the
-    order of `codecs`) and takes no bits. Heads may have groups of other sizes, and none of some, so each head has parts
-    of its own, `<head>.<group>.<name>` with one head. Subclasses fit the table. Where all heads have two groups of the
-    same sizes, `CalibratedChannelSplit` does the same on all heads at once.
-
-    Args:
-        codecs: codec by the name of its group.
-
-    Raises:
-        Unsupported: a codec that needs token positions, stores lists or is calibrated.
-    """
-
-    version: ClassVar[int] = 1
-
-    def __init__(self, codecs: Mapping[str, Codec]) -> None:
-        for codec in codecs.values():
-            check_nested(codec, "group of channels")
-        self.codecs = dict(codecs)
-        self._channels: dict[torch.device, list[dict[str, Int[Tensor, " size"]]]] = {}
-
-    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
-        other = super().bound(tables, heads, head_dim)
-        assert isinstance(other, ChannelGroups)
-        other._channels = {}
-        return other
-
-    @property
-    def token_group(self) -> int | None:  # type: ignore[override]
-        """Tokens that share side information in some group."""
-        return shared_group(codec.token_group for codec in self.codecs.values())
-
-    def channels(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> list[dict[str, Int[Tensor, " size"]]]:
-        """For each head, the channels of its groups, ascending; a group without channels is left out.
-
-        Raises:
-            Unsupported: as `table`.
-        """
-        group = self.table("group", like)
-        if like.device not in self._channels:
-            names = list(self.codecs)
-            self._channels[like.device] = [
-                {names[int(number)]: (head == number).nonzero()[:, 0] for number in head.unique()}
-                for head in group[:, 0]
-            ]
-        return self._channels[like.device]
-
-    def _each(self, like: Tensor) -> Iterator[tuple[int, str, Int[Tensor, " size"], Codec]]:
-        """Head, prefix of the parts, channels and codec of each group of each head."""
-        for head, groups in enumerate(self.channels(like)):
-            for name, channels in groups.items():
-                yield head, f"{head}.{name}.", channels, self.codecs[name]
-
-    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """`<head>.<group>.<name>` for every part of every codec."""
-        parts: Parts = {}
-        for head, prefix, channels, codec in self._each(x):
-            own = x.narrow(-3, head, 1).index_select(-1, channels)
-            parts |= prefixed(codec.encode_block(own, dtype=dtype), prefix)
-        return parts
-
-    def decode(self, parts: Parts, shape: Size, dtype: torch.dtype) -> Float[Tensor, "*lead heads tokens dim"]:
-        out = torch.empty(shape, dtype=dtype, device=next(iter(parts.values())).device)
-        for head, prefix, channels, codec in self._each(out):
-            size = Size((*shape[:-3], 1, shape[-2], len(channels)))
-            own = codec.decode_block(under(parts, prefix), size, dtype)
-            out.narrow(-3, head, 1).index_copy_(-1, channels, own)
-        return out
-
-
-class PairWidths(ChannelGroups):
-    """Pairs of channels (i, i + head_dim/2) in groups by the bits that each is given for its energy.
-
-    The energy of a pair is the mean of |q_i|² and |k_i|² over the calibration tokens, and for queries over the query
-    heads of the KV head; a rotary embedding of these pairs does not change it, so the diagonal of the queries' second
-    moments after RoPE is enough. Every pair begins with 1 bit. The next bit goes to the pair of largest energy / 4^bits
-    with less than `most`, until the mean is reached.
-
-    Args:
-        codec: of pairs with 1 bit; those of b bits are encoded by this codec with b - 1 bits more.
-        bits: mean bits of a channel's codes.
-        most: bits of a pair at most.
-
-    Raises:
-        ConfigError: `most` outside of 1 to 8, `bits` outside of 1 to `most`.
-        Unsupported: an odd head dim; as `ChannelGroups`.
-
-    Source: Block-GTQ (arXiv 2606.24033), section 3, and its code (allocator.py, freq_analysis.py).
-    """
-
-    version: ClassVar[int] = 1
-    wants_moments = True
-    wants_pairs = True
-
-    def __init__(self, codec: Codec, bits: float | int, most: int = MAX_BITS) -> None:
-        within("most", most, 1, MAX_BITS)
-        require(1 <= bits <= most, "bits", bits, f"a mean of at least 1 and at most {most} (most)")
-        super().__init__({f"bits{width}": codec.with_more_bits(width - 1, most) for width in range(1, most + 1)})
-        self.bits, self.most = bits, most
-
-    def check(self, head_dim: int) -> None:
-        """Raises: Unsupported: an odd head dim, or another than that of the calibration."""
-        require(head_dim % 2 == 0, "head_dim", head_dim, "an odd number of channels has no pairs", Unsupported)
-        super().check(head_dim)
-
-    def fit(self, x: States, gradients: States | None, seed: int, moments: Moments | None = None) -> Tables:
-        """`group` `[heads, 1, dim]`: the bits of a channel, less 1."""
-        assert moments is not None
-        means = (x.double().square().mean(1) + moments.diagonal(dim1=-2, dim2=-1)) / 2
-        low, high = means.chunk(2, -1)
-        widths = torch.tensor([allocated(head, self.bits, self.most) for head in (low + high).tolist()])
-        return {"group": (widths.repeat(1, 2)[:, None] - 1).to(torch.uint8)}
-
-
-def allocated(energies: Sequence[float], mean: float | int, most: int) -> list[int]:
-    """Bits of each pair, of which the pair of largest energy / 4^bits gets the next; of equal ones, the first."""
-    widths = [1] * len(energies)
-    for _ in range(int(len(energies) * mean) - len(energies)):
-        _, pair = max((energies[i] / 4.0 ** widths[i], -i) for i in range(len(energies)) if widths[i] < most)
-        widths[-pair] += 1
-    return widths
-
+from kvq.errors import ConfigError, Unsupported, at_least
 
 _BYTE = 255
 
@@ -164,7 +36,7 @@ class Choice(enum.Enum):
     byte = "byte"
 
 
-class _TwoChannelGroups(TwoWaySplit):
+class TwoChannelGroups(TwoWaySplit):
     """`high` encodes the outlier channels, of which a head has `count`, and `low` the others.
 
     Subclasses whose outlier channels follow from the layer and the head dim say which they are (`_mask`).
@@ -205,7 +77,7 @@ class _TwoChannelGroups(TwoWaySplit):
         return {f"{group}.{name}": bits for group, codec in groups for name, bits in codec.quantizer.indices.items()}
 
 
-class ChannelSplit(_TwoChannelGroups):
+class ChannelSplit(TwoChannelGroups):
     """Two codecs: one for the outlier channels of a block, one for the others.
 
     Outliers are the `outliers` largest channels, chosen per head and block. The choice is stored and counted.
@@ -267,7 +139,7 @@ class ChannelSplit(_TwoChannelGroups):
         return self._decode_mask(parts, mask, self.outliers, shape, dtype)
 
 
-class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
+class CalibratedChannelSplit(Calibrated, TwoChannelGroups):
     """As `ChannelSplit`, with the channels of largest variance on the calibration text, per layer and head.
 
     The choice is a table of the calibration and takes no bits.
@@ -298,7 +170,7 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
 
     def check(self, head_dim: int) -> None:
         """Raises: Unsupported: a group that cannot be, or another head dim than that of the calibration."""
-        _TwoChannelGroups.check(self, head_dim)
+        TwoChannelGroups.check(self, head_dim)
         super().check(head_dim)
 
     def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
@@ -309,33 +181,3 @@ class CalibratedChannelSplit(Calibrated, _TwoChannelGroups):
 
     def _mask(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> Tensor:
         return self.table("mask", like).expand(*like.shape[:-2], 1, -1)
-
-
-class LeadingChannels(_TwoChannelGroups):
-    """Two codecs: one for the first channels of a head, one for the others.
-
-    Args:
-        first: channels per head in the first group.
-        high: codec of the first channels.
-        low: codec of the others.
-
-    Raises:
-        ConfigError: no channel in the first group.
-        Unsupported: a codec that needs token positions or stores lists.
-
-    Source: rocm_octave.py in vLLM's pull request 59774, whose channels with rotary embeddings have a bit more.
-    """
-
-    version: ClassVar[int] = 1
-
-    def __init__(self, first: int, high: Codec, low: Codec) -> None:
-        at_least("first", first, 1)
-        super().__init__(high, low)
-        self.first, self.token_group = first, 1 if {high.token_group, low.token_group} == {1} else None
-
-    def count(self, head_dim: int) -> int:
-        return self.first
-
-    def _mask(self, like: Shaped[Tensor, "*lead heads tokens dim"]) -> Tensor:
-        mask = torch.arange(like.shape[-1], device=like.device) < self.first
-        return mask.to(torch.uint8).expand(*like.shape[:-2], 1, -1)

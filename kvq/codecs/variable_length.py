@@ -114,6 +114,10 @@ class CodedBlocks(Codec, abc.ABC):
     def planes(self, packed: Packed) -> Packed:
         """The same blocks as `Codec` stores them."""
 
+    def uncoded_bytes(self, packed: Packed) -> int | None:
+        """The bytes of the same blocks as `Codec` stores them; None: the measured bits of indices say it."""
+        return None
+
     def decode(self, packed: Packed, rope: Rope | None = None) -> States:
         return super().decode(self.planes(packed), rope)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvq.cache import KVCache
-from kvq.codecs import DeflateCodec, HuffmanCodec
+from kvq.codecs import CodedBlocks, HuffmanCodec
 from kvq.config import Loader, TaskConfig
 from kvq.config.tasks import is_timed
 from kvq.errors import ConfigError
@@ -205,9 +205,15 @@ def storage_metrics(cache: KVCache, sequences: int) -> dict[str, float]:
     if indices := sum(rate.indices for rate in rates):
         stored["index_bits"] = sum(rate.coded for rate in rates) / indices
         stored["index_entropy"] = sum(rate.entropy for rate in rates) / indices
-    coded = [(codec, part) for codec, side in sides if isinstance(codec, DeflateCodec) for part in side.packed]
-    if elements := sum(part.batch * part.heads * part.tokens * part.head_dim for _, part in coded):
-        stored["uncoded_bits"] = 8 * sum(codec.plain_bytes(part) for codec, part in coded) / elements
+    sizes = [
+        (part, codec.uncoded_bytes(part))
+        for codec, side in sides
+        if isinstance(codec, CodedBlocks)
+        for part in side.packed
+    ]
+    coded = [(part, size) for part, size in sizes if size is not None]
+    if elements := sum(part.batch * part.heads * part.tokens * part.head_dim for part, _ in coded):
+        stored["uncoded_bits"] = 8 * sum(size for _, size in coded) / elements
     if (latent := cache.latent_bits) is not None:
         stored |= {"expanded_bits": cache.effective_bits, "effective_bits": latent}
     if cache.state_bytes:

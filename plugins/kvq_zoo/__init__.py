@@ -3,8 +3,14 @@
 from kvq.config.plugins import Plugin
 
 _MOVED = {
+    "balance": ("VarianceBalance",),
+    "channel_groups": ("PairWidths",),
+    "covariance": ("CovarianceRotation", "RankClip"),
+    "deflate": ("DeflateCodec",),
+    "octave": ("LeadingChannels", "RmsLevelsQuantizer"),
     "query_moments": ("QueryTransform", "SubspaceQuantizer"),
     "rotations": ("BlockRotation",),
+    "spectral": ("EigenRotation", "SpectralQuantizer"),
     "triplets": ("LatticeQuantizer", "OctahedralQuantizer"),
 }
 """Module -> its classes that were in `kvq.codecs` when their first records were made."""

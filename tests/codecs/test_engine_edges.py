@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from kvq_zoo.octave import RmsLevelsQuantizer
 
-from kvq.codecs import BlockFloatQuantizer, RmsLevelsQuantizer, unpack
+from kvq.codecs import BlockFloatQuantizer, unpack
 from kvq.methods.build import build_method
 from tests.calibrated import build
 from tests.codecs.test_engines import DIM, states

@@ -5,15 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from kvq_zoo.octave import LeadingChannels, RmsLevelsQuantizer
 
 from kvq.cache import KVCache
 from kvq.codecs import (
     Float8Quantizer,
     Hadamard,
     LayerScale,
-    LeadingChannels,
     RandomizedHadamard,
-    RmsLevelsQuantizer,
     UniformQuantizer,
     optimal_levels,
     unpack,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvq_zoo.spectral import SpectralQuantizer
 from kvq_zoo.triplets import LatticeQuantizer, OctahedralQuantizer
 
 import kvq
@@ -24,7 +25,6 @@ from kvq.codecs import (
     LloydMaxQuantizer,
     LowRankCorrection,
     Passthrough,
-    SpectralQuantizer,
     UniformQuantizer,
     plane_widths,
     rope_table,

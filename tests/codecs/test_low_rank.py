@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvq_zoo.covariance import CovarianceRotation
 
 import kvq
 from kvq.codecs import (
     CalibratedChannelSplit,
     Codec,
-    CovarianceRotation,
     HuffmanCodec,
     LearnedRotation,
     LloydMaxQuantizer,

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from kvq_zoo.balance import VarianceBalance
 
-from kvq.codecs import ChannelSplit, Codec, Passthrough, UniformQuantizer, VarianceBalance, Zero, unpack
+from kvq.codecs import ChannelSplit, Codec, Passthrough, UniformQuantizer, Zero, unpack
 from kvq.errors import ConfigError
 from kvq.methods.build import build_method
 from tests.codecs import rival_oracles as by

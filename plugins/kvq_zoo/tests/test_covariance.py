@@ -12,12 +12,12 @@ from kvq.cache import KVCache
 from kvq.calibration.collect import LayerStates, collect
 from kvq.calibration.files import bind
 from kvq.calibration.fit import calibrate, weights_name
-from kvq.codecs import Codec, CovarianceRotation, Hadamard, RankClip, UniformQuantizer, fit_codec
-from kvq.codecs.calibrated_rotations import bit_reversal, covariance_rotation
+from kvq.codecs import Codec, Hadamard, UniformQuantizer, fit_codec
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
 from kvq.models import LoadedModel
+from kvq_zoo.covariance import CovarianceRotation, RankClip, bit_reversal, covariance_rotation
 from tests.calibrated import build, random_states
 from tests.random_models import llama, token_ids
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import kvq
 from kvq.codecs import (
     Codec,
-    DeflateCodec,
     DeltaQuantizer,
     LloydMaxQuantizer,
     PackedStore,
@@ -32,6 +31,7 @@ from kvq.methods.method import Method
 from kvq.results.metrics import METRICS
 from kvq.tasks.measurement import STORED, storage_metrics
 from kvq.tasks.memory import layout
+from kvq_zoo.deflate import DeflateCodec
 from tests.cache.test_saved import filled, goes_on, method_of, same
 from tests.calibrated import build
 from tests.properties import examples
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_zlib(side: str, bits: float) -> None:
             sizes.append([zlibs(raw_of(piece.parts, sequence)) + 1 for piece in pieces])
         assert packed.nbytes == 2 * max(map(sum, sizes)) + 4 * 2 * len(pieces)
         assert packed.parts["size"][:, 0, :-1, 0].tolist() == [own[:-1] for own in sizes]
-        assert coded.plain_bytes(packed) == before.nbytes
+        assert coded.uncoded_bytes(packed) == before.nbytes
         assert torch.equal(coded.decode(packed, rope), plain.decode(before, rope))
 
 
@@ -121,7 +121,7 @@ def test_decoded_bit_for_bit(data: Any) -> None:
     planes = coded.planes(packed)
     assert planes.runs == before.runs
     assert all(torch.equal(planes.parts[name], part) for name, part in before.parts.items())
-    assert coded.plain_bytes(packed) == before.nbytes
+    assert coded.uncoded_bytes(packed) == before.nbytes
     store, same = PackedStore(packed), PackedStore(before)
     store.append(coded.encode(x.flip(2), block))
     same.append(plain.encode(x.flip(2), block))

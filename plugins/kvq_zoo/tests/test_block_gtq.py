@@ -5,11 +5,9 @@ import pytest
 import torch
 
 from kvq.codecs import (
-    ChannelGroups,
     Codec,
     Hadamard,
     LloydMaxQuantizer,
-    PairWidths,
     Passthrough,
     RandomRotation,
     UndoRope,
@@ -19,9 +17,9 @@ from kvq.codecs import (
     rope_table,
     unpack,
 )
-from kvq.codecs.channel_groups import allocated
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.build import build_method
+from kvq_zoo.channel_groups import ChannelGroups, PairWidths, allocated
 from tests.codecs import rival_oracles as by
 from tests.codecs.test_rope import turned
 

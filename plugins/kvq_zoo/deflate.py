@@ -101,8 +101,7 @@ class DeflateCodec(CodedBlocks):
         joined = {name: torch.cat([parts[name] for parts in found], 2) for name in found[0]}
         return replace(packed, parts=joined, runs=tuple(runs))
 
-    def plain_bytes(self, packed: Packed) -> int:
-        """The bytes of the same blocks as `Codec` stores them."""
+    def uncoded_bytes(self, packed: Packed) -> int:
         of_runs = (run.count * sum(f.nbytes for f in self._forms(packed, run.tokens).values()) for run in packed.runs)
         return packed.batch * sum(of_runs)
 
