@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import networkx
 import pytest
+
+from kvq.config.choices import Choice, choices_in
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvq"
@@ -102,6 +105,34 @@ def test_the_core_names_no_plugin() -> None:
         others = names - {plugin.name}
         sources = [path for path in plugin.rglob("*.py") if "tests" not in path.relative_to(plugin).parts]
         assert not [path.name for path in sources if any(name in path.read_text(encoding="utf-8") for name in others)]
+
+
+def test_the_core_asks_for_nothing_of_a_plugin() -> None:
+    """No method, task or class of a plugin is named by the core's code or configurations."""
+    presets = {choice.name for choice in plugins_choices("method")}
+    classes = {name for plugin in PLUGINS for path in plugin.glob("*.py") for name in classes_of(path)}
+    classes = {name for name in classes if re.search("[a-z][A-Z]", name)}  # others are words
+    classes -= {name for path in sources() for name in classes_of(path)}
+    asked = re.compile(
+        r"(?:method=|/method/)(?:" + "|".join(sorted(map(re.escape, presets), key=len, reverse=True)) + r")(?![\w])"
+        r"|\bengine/\w|task=(?:" + "|".join(sorted(choice.name for choice in plugins_choices("task"))) + r")\b"
+        r"|\b(?:" + "|".join(sorted(classes)) + r")\b"
+    )
+    texts = [*PACKAGE.rglob("*.py"), *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "kvq").rglob("*.yaml")]
+    found = {str(path.relative_to(ROOT)): asked.findall(path.read_text(encoding="utf-8")) for path in texts}
+    assert not {name: words for name, words in found.items() if words}
+
+
+def plugins_choices(group: str) -> list[Choice]:
+    """The choices of a group that plugins have."""
+    folders = [plugin / "conf" for plugin in PLUGINS if (plugin / "conf").is_dir()]
+    return [choice for folder in folders for choice in choices_in(folder) if choice.group == group]
+
+
+def classes_of(path: Path) -> set[str]:
+    """The public classes that a file defines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
 
 
 def test_the_core_stands_without_plugins() -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from kvq.config import plugins
 from kvq.config.method import TEST_TEXT
 from kvq.errors import RecordError
 from kvq.report.command import line
@@ -139,7 +141,21 @@ def main_model(records: Iterable[Record]) -> str | None:
     )
 
 
-_PALETTE = yaml.safe_load((Path(__file__).parent / "palette.yaml").read_text(encoding="utf-8"))
+_OWN = ("#E15759", "#4E79A7", "#F28E2B", "#76B7B2", "#59A14F", "#B07AA1", "#9C755F", "#86785F")
+"""Colours of methods that no palette names, by a hash of their names."""
+
+
+def _palette() -> dict[str, dict[str, Any]]:
+    """The colours of `palette.yaml`, and those of each plugin that has such a file."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for folder in (Path(__file__).parent, *plugins.packages()):
+        if (file := folder / "palette.yaml").is_file():
+            for part, colours in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+                found[part] |= colours
+    return found
+
+
+_PALETTE = _palette()
 FIRST: dict[str, str] = _PALETTE["first"]
 """Methods that most figures show; their lines are solid."""
 ENGINES = "engine"
@@ -157,7 +173,7 @@ def method_of(label: str) -> str:
 
 
 def engine_of(label: str) -> str | None:
-    """The engine whose cache format a label names: "llama.cpp" of `engine/llamacpp_q4_0`; None of other methods."""
+    """The engine whose cache format a label names, by the first word of a preset in the folder `engine`; else None."""
     method = method_of(label)
     if not method.startswith(f"{ENGINES}/"):
         return None
@@ -171,5 +187,5 @@ def colour_of(label: str) -> str:
     engines = dict(BY_ENGINE.values())
     if (engine := engine_of(method)) in engines:
         return engines[engine]
-    own = _PALETTE["own"][zlib.crc32(method.encode()) % len(_PALETTE["own"])]
+    own = _OWN[zlib.crc32(method.encode()) % len(_OWN)]
     return FIRST.get(method) or _PALETTE["others"].get(method, own)
