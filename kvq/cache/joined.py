@@ -20,7 +20,7 @@ class ValuesOfKeys:
     """The values of a `JoinedLayer`: its keys' side stores them, and they count there."""
 
     codec = None
-    uses_rope = False
+    uses_rope = wants_hidden = False
     packed_bytes = residual_bytes = elements_per_token = 0
     bits_per_element = 0.0
     recompression = None
