@@ -44,6 +44,8 @@ class Plugin:
         name: of the package, as it is imported. Its folder `conf/`, if there is one, holds choices of configuration
             groups.
         tasks: name of a task -> module that defines it as `TASK`, or in `TASKS` by name.
+        settings: module whose `SCHEMAS` has the dataclass of each task's settings by its name, so that composing
+            imports no task; None: each is next to its task.
         commands: word after `kvq` -> module whose `main()` runs the command.
         modules: extension point (`figures`, `kernels`, ...) -> modules that register something there when imported.
         renamed: earlier import path of a class, which keys and records keep -> its path now.
@@ -53,6 +55,7 @@ class Plugin:
 
     name: str
     tasks: Mapping[str, str] = field(default_factory=dict)
+    settings: str | None = None
     commands: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -208,7 +211,7 @@ def register_tasks(folder: Path | None) -> None:
     """
     for plugin in installed().values():
         for name, module in plugin.tasks.items():
-            _store(_TaskSchema(name, module, None))
+            _store(_TaskSchema(name, module, None, plugin.settings))
     if folder is None or not folder.is_dir():
         return
     make_importable(folder)
@@ -226,12 +229,14 @@ def _store(schema: _TaskSchema) -> None:
 class _TaskSchema(ConfigNode):
     """A task's schema in Hydra's ConfigStore; its module is imported when Hydra reads it."""
 
-    def __init__(self, task: str, module: str, file: Path | None) -> None:
-        self.task, self.module, self.file = task, module, file
+    def __init__(self, task: str, module: str, file: Path | None, settings: str | None = None) -> None:
+        self.task, self.module, self.file, self.settings = task, module, file, settings
         self.name, self.group, self.package, self.provider = f"{task}_schema.yaml", "task", None, "kvq"
 
     @property
     def node(self) -> DictConfig:
+        if self.settings is not None:
+            return OmegaConf.structured(importlib.import_module(self.settings).SCHEMAS[self.task])
         module = _import_task(self.task, self.module, self.file)
         return OmegaConf.structured(_settings_of(self.task, module))
 
@@ -279,10 +284,22 @@ def settings_of_task(task: str) -> type[TaskConfig]:
     Raises:
         ConfigError: no plugin has the task, or it cannot be imported.
     """
-    module = next((plugin.tasks[task] for plugin in installed().values() if task in plugin.tasks), None)
-    if module is None:
+    plugin = next((plugin for plugin in installed().values() if task in plugin.tasks), None)
+    if plugin is None:
         raise ConfigError(why_not(task, None))
-    return _settings_of(task, _import_task(task, module, None))
+    if plugin.settings is not None:
+        found: type[TaskConfig] = importlib.import_module(plugin.settings).SCHEMAS[task]
+        return found
+    return _settings_of(task, _import_task(task, plugin.tasks[task], None))
+
+
+def module_of_task(settings: TaskConfig) -> str:
+    """Module of the task of these settings: that of their class, or the one that the class's plugin names.
+
+    A process that was handed settings, as a launcher's workers are, finds the task only by them.
+    """
+    home = type(settings).__module__
+    return next((one.tasks[settings.name] for one in installed().values() if one.settings == home), home)
 
 
 def _settings_of(task: str, module: ModuleType) -> type[TaskConfig]:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from kvq.cache import KVCache
 from kvq.codecs import CodedBlocks, HuffmanCodec
 from kvq.config import Loader, TaskConfig
+from kvq.config.plugins import module_of_task
 from kvq.config.tasks import is_timed
 from kvq.errors import ConfigError
 
@@ -111,14 +112,12 @@ _HOMES = {
 
 
 def task_of(settings: TaskConfig) -> Task:
-    """The task of these settings: in the module of its name in this package, or outside it in the one of its settings.
-
-    So a process that was handed settings, as a launcher's workers are, finds the task only by them.
+    """The task of these settings: in the module of its name in this package, or outside it as `module_of_task` says.
 
     Raises:
         ConfigError: a package that the task needs is not installed.
     """
-    name, home = settings.name, type(settings).__module__
+    name, home = settings.name, module_of_task(settings)
     try:
         found = importlib.import_module(f"kvq.tasks.{_HOMES.get(name, name)}" if home.startswith("kvq.") else home)
     except ModuleNotFoundError as error:

@@ -5,6 +5,7 @@ from kvq.config.plugins import Plugin
 PLUGIN = Plugin(
     "kvq_lab",
     has_versions=True,
+    settings="kvq_lab.settings",
     commands={
         "allocate": "kvq_lab.allocate",
         "choose": "kvq_lab.choose",

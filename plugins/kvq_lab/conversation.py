@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -19,9 +18,6 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.cache.contents import bytes_together
-from kvq.config.limits import Count, Natural, Several
-from kvq.config.task import ReadingConfig
-from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
@@ -31,45 +27,7 @@ from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, stor
 from kvq.tasks.reader import Reader, check_prefill
 from kvq.tasks.scoring import log_probabilities, without_codecs
 from kvq.tasks.windows import cut_windows, divergence, evenly
-
-
-@dataclass
-class ConversationConfig(ReadingConfig):
-    """Conversations of several turns on one cache, and continuations that share a first turn.
-
-    Attributes:
-        conversations: passages of the text, spread evenly over it.
-        turns: of each; a turn is `user` tokens that are read as a prompt, then `answer` tokens that are scored one by
-            one, as if the model wrote them.
-        branches: last turns of other conversations that continue each first turn, forked and read anew; 0: none.
-    """
-
-    name: str = "conversation"
-    version: ClassVar[int] = 1
-    conversations: Several = 8
-    turns: Count = 5
-    user: Several = 128
-    answer: Count = 64
-    branches: Natural = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.branches >= self.conversations:
-            raise ConfigError(
-                f"task.branches={self.branches}: each is of another conversation, of which there are "
-                f"task.conversations={self.conversations}; give at most {self.conversations - 1}"
-            )
-
-    @property
-    def turn(self) -> int:
-        """Tokens of a turn."""
-        return self.user + self.answer
-
-    @property
-    def context(self) -> int:
-        """Tokens of a conversation."""
-        return self.turns * self.turn
-
+from kvq_lab.settings import ConversationConfig
 
 Row = dict[str, Any]
 

@@ -12,9 +12,8 @@ import statistics
 import tempfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +23,6 @@ from scipy.stats import entropy
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.config.limits import Count, Several, between
-from kvq.config.task import ReadingConfig
 from kvq.errors import ConfigError, Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
@@ -36,29 +33,7 @@ from kvq.results.statistics import delta_nll_of_samples
 from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
 from kvq.tasks.reader import Reader, check_prefill
 from kvq.tasks.windows import Window, cut_windows
-
-
-@dataclass
-class ReuseConfig(ReadingConfig):
-    """Prefixes whose caches are stored in a file, compressed, read again and continued.
-
-    Attributes:
-        windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.
-        level: of zstd, 1 to 22.
-    """
-
-    name: str = "reuse"
-    version: ClassVar[int] = 2
-    windows: Count = 8
-    prefix: Several = 768
-    scored: Count = 256
-    level: Annotated[int, between(1, 22)] = 3
-
-    @property
-    def context(self) -> int:
-        """Tokens of a window."""
-        return self.prefix + self.scored
-
+from kvq_lab.settings import ReuseConfig
 
 Row = dict[str, Any]
 

@@ -12,20 +12,13 @@ import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 from scipy.stats import spearmanr
 
 from kvq.codecs import HeadsCodec, check_single_heads
-from kvq.config.limits import (
-    Count,
-    Natural,
-    Seed,
-    Several,
-)
-from kvq.config.task import TaskConfig
-from kvq.config.tasks import PplConfig, Scoring, Windows
-from kvq.errors import ConfigError, Unsupported
+from kvq.config.tasks import PplConfig, Windows
+from kvq.errors import Unsupported
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.models.layers import kv_layers_of
@@ -34,37 +27,7 @@ from kvq.results.metrics import units_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, journaled
 from kvq.tasks.ppl import check_scoring, ppl_windows, reference_of, run_ppl, window_texts
 from kvq.tasks.scoring import without_codecs
-
-
-@dataclass
-class SensitivityConfig(TaskConfig):
-    """Each side of each layer quantized alone, on `windows` disjoint windows of `context` tokens.
-
-    Attributes:
-        scoring: as `task=ppl` has it.
-        bos: as `task=ppl` has it.
-        maps: random sets of sides and layers whose cost is compared with the sum of their parts.
-        heads: also each KV head of each side of each layer alone.
-        seed: of these sets.
-    """
-
-    later: ClassVar[tuple[str, ...]] = ("heads",)
-    name: str = "sensitivity"
-    version: ClassVar[int] = 1
-    context: Several = 512
-    windows: Count = 8
-    bos: bool | None = None
-    scoring: Scoring = Scoring.parallel
-    batch_size: Count = 4
-    maps: Natural = 20
-    heads: bool = False
-    seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scoring is Scoring.continuation:
-            raise ConfigError("task.scoring=continuation: task=sensitivity does generation or parallel")
-
+from kvq_lab.settings import SensitivityConfig
 
 SIDES = ("key", "value")
 

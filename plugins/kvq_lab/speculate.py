@@ -7,16 +7,13 @@ keeps those that it would have written, and one of its own. The text is the targ
 
 from __future__ import annotations
 
-import enum
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
 from kvq.cache import KVCache
-from kvq.config.limits import Count, Several
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
@@ -24,26 +21,8 @@ from kvq.results.metrics import units_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, storage_metrics
 from kvq.tasks.reader import Ends, Reader, shared
 from kvq.tasks.scoring import without_codecs
-from kvq_lab.trajectory import PassagesConfig, Row, check, passages, standard_error
-
-Drafts = enum.StrEnum("Drafts", "method full")
-"""Which model drafts: the one with a method's cache for one in full precision, or the other way round."""
-
-
-@dataclass
-class SpeculateConfig(PassagesConfig):
-    """Speculative decoding with one model as draft and target, one of which reads a quantized cache.
-
-    Attributes:
-        length: tokens drafted before the target reads them.
-        drafts: who drafts.
-    """
-
-    name: str = "speculate"
-    version: ClassVar[int] = 1
-    prompts: Several = 8
-    length: Count = 4
-    drafts: Drafts = Drafts.method
+from kvq_lab.settings import Drafts, SpeculateConfig
+from kvq_lab.trajectory import Row, check, passages, standard_error
 
 
 @dataclass

@@ -14,18 +14,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jsonschema
 import numpy as np
 
-from kvq.config.limits import (
-    Count,
-    Natural,
-    PathName,
-    Seed,
-)
-from kvq.config.tasks import ItemsConfig
 from kvq.data.text import around_message, begun, encode, random_piece
 from kvq.errors import ConfigError, DataError
 from kvq.methods.method import Method
@@ -47,48 +40,7 @@ from kvq.tasks.measurement import Baseline, Measurement, Task, items_fingerprint
 from kvq.tasks.reader import Ends, Reader, answer_text, check_prefill
 from kvq_lab.calls import Request, Schema, read_bfcl, written
 from kvq_lab.functions import FAMILIES, DrawnRequest, draw_requests, draw_shots
-
-
-@dataclass
-class ToolsConfig(ItemsConfig):
-    """Requests that are answered by a call of a function, written as JSON.
-
-    Attributes:
-        items: requests; of a file at most so many, in its order.
-        shots: answered requests in front, each with a function of its own that is not offered.
-        shown: whether one of the shots is another request for the function that is asked for.
-        functions: offered with a request; a file has its own.
-        padding: tokens of the dataset's text between functions and request.
-        path: a file of requests of the Berkeley Function Calling Leaderboard; None: they are drawn.
-        answers: the file of its answers (`possible_answer`).
-        max_new_tokens: longest answer; it ends earlier after its first JSON object.
-        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
-        seed: of requests, shots and places in the text.
-    """
-
-    name: str = "tools"
-    version: ClassVar[int] = 1
-    items: Count = 76
-    shots: Natural = 4
-    shown: bool = False
-    functions: Count = 4
-    padding: Natural = 256
-    path: PathName | None = None
-    answers: PathName | None = None
-    max_new_tokens: Count = 96
-    chat_template: bool = False
-    seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.path is None) != (self.answers is None):
-            given, other = ("path", "answers") if self.answers is None else ("answers", "path")
-            raise ConfigError(
-                f"task.{given}={getattr(self, given)}: needs task.{other} too, of requests and of answers"
-            )
-        if self.shown and (self.path is not None or not self.shots):
-            raise ConfigError("task.shown=true: one of task.shots=1 or more, of drawn requests, not of a task.path")
-
+from kvq_lab.settings import ToolsConfig
 
 CHECKS = ("valid_json", "schema_valid", "right_function", "right_arguments")
 """What is said of each answer, true or false."""

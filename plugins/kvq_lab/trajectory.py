@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.config.limits import Count, Positive, Seed, Several
-from kvq.config.task import ReadingConfig
-from kvq.errors import ConfigError
 from kvq.methods.method import Method
 from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
@@ -33,64 +30,7 @@ from kvq.tasks.measurement import Baseline, Measurement, Task, scored_rows, stor
 from kvq.tasks.reader import Ends, Pick, Reader, check_prefill, shared
 from kvq.tasks.scoring import log_probabilities, without_codecs
 from kvq.tasks.windows import cut_windows, divergence, evenly
-
-
-@dataclass
-class PassagesConfig(ReadingConfig):
-    """Settings of every task that continues passages of a text.
-
-    Attributes:
-        prompts: passages, spread evenly over the text.
-        context: tokens of each.
-        new_tokens: longest continuation; it ends earlier at the model's end of text.
-    """
-
-    prompts: Several = 16
-    context: Several = 512
-    new_tokens: Count = 64
-
-
-@dataclass
-class TrajectoryConfig(PassagesConfig):
-    """Greedy continuations of passages of a text, compared with those of full precision.
-
-    Attributes:
-        temperature: of sampling, from uniform numbers that all methods share; None: greedy.
-        free: the method also writes texts of its own; without, it reads only full precision's, in a fifth of the time,
-            and leaves it at the first step at which it would choose another token.
-        draw: seed of the uniform numbers.
-    """
-
-    name: str = "trajectory"
-    version: ClassVar[int] = 1
-    later: ClassVar[tuple[str, ...]] = ("temperature", "draw", "free")
-    of_methods: ClassVar[tuple[str, ...]] = ("free",)
-    temperature: Positive | None = None
-    free: bool = True
-    draw: Seed = 0
-
-
-@dataclass
-class DriftConfig(TrajectoryConfig):
-    """Long sampled continuations of a few passages: whether the distance to full precision grows with what is written.
-
-    Attributes:
-        new_tokens: long enough to be cut into `parts`.
-        parts: of each text, in which distances are averaged.
-    """
-
-    name: str = "drift"
-    version: ClassVar[int] = 1
-    prompts: Several = 4
-    new_tokens: Several = 1024
-    temperature: Positive | None = 1.0
-    parts: Several = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.new_tokens < self.parts:
-            raise ConfigError(f"task.parts={self.parts}: of texts of task.new_tokens={self.new_tokens}")
-
+from kvq_lab.settings import DriftConfig, TrajectoryConfig
 
 _TOGETHER = 8  # passages that full precision continues in one batch, to see what another order of sums changes
 

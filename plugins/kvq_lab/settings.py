@@ -1,0 +1,234 @@
+"""The settings of this package's tasks. No torch here: composing a configuration needs them, and no task."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from kvq.config.limits import Count, Natural, PathName, Positive, Seed, Several, between
+from kvq.config.task import ReadingConfig, TaskConfig
+from kvq.config.tasks import ItemsConfig, Scoring
+from kvq.errors import ConfigError
+
+
+@dataclass
+class ConversationConfig(ReadingConfig):
+    """Conversations of several turns on one cache, and continuations that share a first turn.
+
+    Attributes:
+        conversations: passages of the text, spread evenly over it.
+        turns: of each; a turn is `user` tokens that are read as a prompt, then `answer` tokens that are scored one by
+            one, as if the model wrote them.
+        branches: last turns of other conversations that continue each first turn, forked and read anew; 0: none.
+    """
+
+    name: str = "conversation"
+    version: ClassVar[int] = 1
+    conversations: Several = 8
+    turns: Count = 5
+    user: Several = 128
+    answer: Count = 64
+    branches: Natural = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.branches >= self.conversations:
+            raise ConfigError(
+                f"task.branches={self.branches}: each is of another conversation, of which there are "
+                f"task.conversations={self.conversations}; give at most {self.conversations - 1}"
+            )
+
+    @property
+    def turn(self) -> int:
+        """Tokens of a turn."""
+        return self.user + self.answer
+
+    @property
+    def context(self) -> int:
+        """Tokens of a conversation."""
+        return self.turns * self.turn
+
+
+@dataclass
+class PassagesConfig(ReadingConfig):
+    """Settings of every task that continues passages of a text.
+
+    Attributes:
+        prompts: passages, spread evenly over the text.
+        context: tokens of each.
+        new_tokens: longest continuation; it ends earlier at the model's end of text.
+    """
+
+    prompts: Several = 16
+    context: Several = 512
+    new_tokens: Count = 64
+
+
+@dataclass
+class TrajectoryConfig(PassagesConfig):
+    """Greedy continuations of passages of a text, compared with those of full precision.
+
+    Attributes:
+        temperature: of sampling, from uniform numbers that all methods share; None: greedy.
+        free: the method also writes texts of its own; without, it reads only full precision's, in a fifth of the time,
+            and leaves it at the first step at which it would choose another token.
+        draw: seed of the uniform numbers.
+    """
+
+    name: str = "trajectory"
+    version: ClassVar[int] = 1
+    later: ClassVar[tuple[str, ...]] = ("temperature", "draw", "free")
+    of_methods: ClassVar[tuple[str, ...]] = ("free",)
+    temperature: Positive | None = None
+    free: bool = True
+    draw: Seed = 0
+
+
+@dataclass
+class DriftConfig(TrajectoryConfig):
+    """Long sampled continuations of a few passages: whether the distance to full precision grows with what is written.
+
+    Attributes:
+        new_tokens: long enough to be cut into `parts`.
+        parts: of each text, in which distances are averaged.
+    """
+
+    name: str = "drift"
+    version: ClassVar[int] = 1
+    prompts: Several = 4
+    new_tokens: Several = 1024
+    temperature: Positive | None = 1.0
+    parts: Several = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.new_tokens < self.parts:
+            raise ConfigError(f"task.parts={self.parts}: of texts of task.new_tokens={self.new_tokens}")
+
+
+@dataclass
+class ReuseConfig(ReadingConfig):
+    """Prefixes whose caches are stored in a file, compressed, read again and continued.
+
+    Attributes:
+        windows: of the text, disjoint; `prefix` tokens of each are stored, the loss of `scored` tokens after is taken.
+        level: of zstd, 1 to 22.
+    """
+
+    name: str = "reuse"
+    version: ClassVar[int] = 2
+    windows: Count = 8
+    prefix: Several = 768
+    scored: Count = 256
+    level: Annotated[int, between(1, 22)] = 3
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window."""
+        return self.prefix + self.scored
+
+
+@dataclass
+class SensitivityConfig(TaskConfig):
+    """Each side of each layer quantized alone, on `windows` disjoint windows of `context` tokens.
+
+    Attributes:
+        scoring: as `task=ppl` has it.
+        bos: as `task=ppl` has it.
+        maps: random sets of sides and layers whose cost is compared with the sum of their parts.
+        heads: also each KV head of each side of each layer alone.
+        seed: of these sets.
+    """
+
+    later: ClassVar[tuple[str, ...]] = ("heads",)
+    name: str = "sensitivity"
+    version: ClassVar[int] = 1
+    context: Several = 512
+    windows: Count = 8
+    bos: bool | None = None
+    scoring: Scoring = Scoring.parallel
+    batch_size: Count = 4
+    maps: Natural = 20
+    heads: bool = False
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scoring is Scoring.continuation:
+            raise ConfigError("task.scoring=continuation: task=sensitivity does generation or parallel")
+
+
+Drafts = enum.StrEnum("Drafts", "method full")
+"""Which model drafts: the one with a method's cache for one in full precision, or the other way round."""
+
+
+@dataclass
+class SpeculateConfig(PassagesConfig):
+    """Speculative decoding with one model as draft and target, one of which reads a quantized cache.
+
+    Attributes:
+        length: tokens drafted before the target reads them.
+        drafts: who drafts.
+    """
+
+    name: str = "speculate"
+    version: ClassVar[int] = 1
+    prompts: Several = 8
+    length: Count = 4
+    drafts: Drafts = Drafts.method
+
+
+@dataclass
+class ToolsConfig(ItemsConfig):
+    """Requests that are answered by a call of a function, written as JSON.
+
+    Attributes:
+        items: requests; of a file at most so many, in its order.
+        shots: answered requests in front, each with a function of its own that is not offered.
+        shown: whether one of the shots is another request for the function that is asked for.
+        functions: offered with a request; a file has its own.
+        padding: tokens of the dataset's text between functions and request.
+        path: a file of requests of the Berkeley Function Calling Leaderboard; None: they are drawn.
+        answers: the file of its answers (`possible_answer`).
+        max_new_tokens: longest answer; it ends earlier after its first JSON object.
+        chat_template: whether the prompt is a user's message in the tokenizer's chat template.
+        seed: of requests, shots and places in the text.
+    """
+
+    name: str = "tools"
+    version: ClassVar[int] = 1
+    items: Count = 76
+    shots: Natural = 4
+    shown: bool = False
+    functions: Count = 4
+    padding: Natural = 256
+    path: PathName | None = None
+    answers: PathName | None = None
+    max_new_tokens: Count = 96
+    chat_template: bool = False
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.path is None) != (self.answers is None):
+            given, other = ("path", "answers") if self.answers is None else ("answers", "path")
+            raise ConfigError(
+                f"task.{given}={getattr(self, given)}: needs task.{other} too, of requests and of answers"
+            )
+        if self.shown and (self.path is not None or not self.shots):
+            raise ConfigError("task.shown=true: one of task.shots=1 or more, of drawn requests, not of a task.path")
+
+
+SCHEMAS: dict[str, type[TaskConfig]] = {
+    kind.name: kind
+    for kind in (
+        ConversationConfig,
+        DriftConfig,
+        ReuseConfig,
+        SensitivityConfig,
+        SpeculateConfig,
+        ToolsConfig,
+        TrajectoryConfig,
+    )
+}
