@@ -74,7 +74,10 @@ def certainty(choosing: Choosing) -> str:
     race = choosing.state
     pairs = choosing.open_pairs()
     said = f"{race.rounds} round{'s' * (race.rounds > 1)}, {race.windows} windows of {choosing.window:,} tokens"
-    chance = "the chance that a format which belongs among these was dropped is at most 5%"
+    chance = (
+        "the chance that a format which belongs among these was dropped is at most 5% if windows are independent and "
+        "differences symmetric"
+    )
     if not pairs:
         return f"{said}; decided: each choice is better beyond noise than the next one; {chance}"
     smaller, larger = (choosing.formats[at].name for at in pairs[0])
