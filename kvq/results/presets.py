@@ -334,10 +334,20 @@ def _of_protocol(run: Record) -> list[str]:
         part, known = part_of(run.config, group), preset(group, getattr(run, group))
         if known is None:
             continue
+        if group == "task" and not set(part) <= set(known):
+            known = {**_added_by_variants(run.task), **known}
         ours, theirs = (_leaves(settings, _PROTOCOL.get(group)) for settings in (part, known))
         out += [said(name, value or "null") for name, value in sorted(ours.items()) if theirs.get(name) != value]
     seed = run.config.get("seed")
     return [*out, *_by_model(run), *([f"seed {seed}"] if seed else [])]
+
+
+def _added_by_variants(task: str) -> Settings:
+    """Settings of the choices that are variants of a task and record its name, without the names that tell variants."""
+    found = (preset("task", choice) for choice in _choices(plugins.folder_in_use())["task"])
+    added = [settings for settings in found if settings is not None and settings.get("name") == task]
+    sections = {name: part for settings in added for name, part in settings.items() if isinstance(part, Mapping)}
+    return {name: {key: value for key, value in part.items() if key != "name"} for name, part in sections.items()}
 
 
 def cache_dtype(run: Record) -> str:

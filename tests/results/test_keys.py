@@ -39,6 +39,7 @@ SETTINGS = (
     "method.calibration.path=",
     "method.calibration.samples=",
     "method.bits_by_layer",
+    "method.sink_tokens=",
     "stages.transform.tables=",
     "hydra/sweeper=kvq_search",
 )
