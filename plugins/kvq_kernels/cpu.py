@@ -40,7 +40,6 @@ from kvq.kernels.linear_chain import (
     is_per_channel,
     linear_chain_of,
 )
-from kvq_kernels import cpu_integers
 from kvq_kernels.cpu_loops import Grid, loops_for
 from kvq_kernels.cpu_stored import (
     Flat,
@@ -101,7 +100,7 @@ def attend(
         Unsupported: stages or quantizers that these loops do not support; `eager` supports more.
     """
     (batch, heads, dim), out_dim = keys.shape, values.shape[2]
-    key_side, value_side = (_Side.of(side, query.dtype.itemsize == 2) for side in (keys, values))
+    key_side, value_side = (_Side.of(side) for side in (keys, values))
     q = query.float().reshape(batch, heads, -1, dim) * scaling
     group, tokens = q.shape[2], keys.tokens
     plain, rotated = q.numpy(), key_side.chain.rotate(q).contiguous().numpy()
@@ -178,13 +177,13 @@ class _Side:
     full: tuple[Segment, tuple[Callable[..., Any], Callable[..., Any]]] | None
 
     @staticmethod
-    def of(states: PackedStates, integers: bool = False) -> _Side:
+    def of(states: PackedStates) -> _Side:
         reason = unfit(states)
         if reason is not None:
             raise Unsupported(f"cache.attention=packed: {reason}")
         assert states.codec is not None
         quantizer, chain, dim = states.codec.quantizer, linear_chain_of(states.codec), states.shape[2]
-        loops, tables = _loops(quantizer, dim, integers)
+        loops, tables = _loops(quantizer, dim)
         segments = list(_segments(states, quantizer))
         return _Side(chain, stored_of(states), segments, loops, tables, dim, _full(states))
 
@@ -224,7 +223,7 @@ def _full(states: PackedStates) -> tuple[Segment, tuple[Callable[..., Any], Call
 
 @functools.lru_cache(maxsize=64)
 def _loops(
-    quantizer: Quantizer, dim: int, integers: bool
+    quantizer: Quantizer, dim: int
 ) -> tuple[tuple[Callable[..., Any], Callable[..., Any]], tuple[Any, ...] | None]:
     """Loops of scores and of weighted sums, and the tables that the codes index."""
     if isinstance(quantizer, LloydMaxQuantizer):
@@ -236,8 +235,6 @@ def _loops(
         books = book_loops(dim, quantizer.bits == 2, bool(shifts.any()))
         return (books.scores, books.mix), (entries, masks, shifts)
     grid, per_channel = _grid(quantizer, dim)
-    if integers and cpu_integers.fits(dim, grid.channels):
-        grid = dataclasses.replace(grid, integers=True)
     loops = loops_for(grid)
     if per_channel:
         return (loops.scores_per_channel, loops.mix_per_channel), None

@@ -1,7 +1,7 @@
 """The inner loops of attention on packed codes on a CPU, compiled by numba for one head dim and one kind of grid.
 
-Codes are multiplied with queries and weights as they are read from their bytes (`cpu_vectors` in fp32, `cpu_integers`
-in integers) and are never written to memory. Steps of groups of tokens are folded into the queries or applied after a
+Codes are multiplied with queries and weights as they are read from their bytes (`cpu_vectors`) and are never written
+to memory. Steps of groups of tokens are folded into the queries or applied after a
 sum, those of a token into its score or weight. The loops are written so that a compiler vectorizes them: constant
 bounds, contiguous numbers, independent sums.
 """
@@ -16,8 +16,8 @@ from typing import Any, no_type_check
 import numpy as np
 
 from kvq.codecs.machine_code import compiled
-from kvq_kernels import cpu_integers, cpu_vectors
-from kvq_kernels.cpu_vectors import OPTIONS, TILE, largest, plane_of
+from kvq_kernels import cpu_vectors
+from kvq_kernels.cpu_vectors import OPTIONS, TILE, plane_of
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Grid:
     """The parameters that loops are compiled for: channels, plane widths, and how a group's lowest value is stored.
 
     `channels`: of a group whose statistics are per token; a divisor of `dim`. `low`: `float` (fp16), `integer` (a zero
-    point in int16) or `symmetric` (`top` steps below zero). `integers`: queries and weights are rounded to 16-bit
-    integers (`cpu_integers`).
+    point in int16) or `symmetric` (`top` steps below zero).
     """
 
     dim: int
@@ -34,7 +33,6 @@ class Grid:
     widths: tuple[int, ...]
     low: str
     top: int
-    integers: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ def by_rows(make):
 def _planes(grid, span):
     """Products and weighted sums over all planes of some tokens, for `span` channels from one on.
 
-    `found` and `raw` are buffers `[rows, TILE]`, `ready` is one of `_columns`. Weights past `count` are zero, and the
-    others at most `tops[row] * most` (of no concern in fp32).
+    `found`, `raw` and `ready` are buffers `[rows, TILE]`. Weights past `count` are zero.
     """
     number, last = len(grid.widths), len(grid.widths) - 1
     indices = [min(index, last) for index in range(3)]
@@ -109,14 +106,14 @@ def _planes(grid, span):
             add(raw, f2, count, found)
 
     @compiled(OPTIONS)
-    def mixed(weights, tops, most, planes, first, channel, count, ready, out):
-        weigh0(weights, tops, most, ready)
+    def mixed(weights, planes, first, channel, count, ready, out):
+        weigh0(weights, ready)
         sums0(ready, planes[0], channel, first, count, out)
         if number > 1:
-            weigh1(weights, tops, most, ready)
+            weigh1(weights, ready)
             sums1(ready, planes[1 if number > 1 else 0], channel, first, count, out)
         if number > 2:
-            weigh2(weights, tops, most, ready)
+            weigh2(weights, ready)
             sums2(ready, planes[2 if number > 2 else 0], channel, first, count, out)
 
     return products, mixed
@@ -124,61 +121,19 @@ def _planes(grid, span):
 
 @no_type_check
 def _plane(grid, index, span):
-    """One plane's products and sums, and what puts weights into the form that its sums read."""
-    width, step = grid.widths[index], cpu_integers if grid.integers else cpu_vectors
-    dots, sums = (by_rows(functools.partial(make, width, span)) for make in (step.dots, step.sums))
-    if grid.integers:
-        return dots, sums, rounded(TILE, width, float(2 ** sum(grid.widths[:index])))
+    """One plane's products and sums, and what multiplies weights by the factors of its masked codes."""
+    width = grid.widths[index]
+    dots, sums = (by_rows(functools.partial(make, width, span)) for make in (cpu_vectors.dots, cpu_vectors.sums))
     factors = cpu_vectors.factors(grid.widths, index, TILE)
 
     @compiled(OPTIONS)
-    def weigh(weights, tops, most, ready):
+    def weigh(weights, ready):
         for h in range(weights.shape[0]):
             line, out = weights[h], ready[h]
             for i in range(TILE):
                 out[i] = line[i] * factors[i]
 
     return dots, sums, weigh
-
-
-def _columns(grid: Grid, count: int) -> int:
-    """Numbers of fp32 in a row of a buffer for `count` queries' channels or weights, in the form that a step reads."""
-    return cpu_integers.words(count) if grid.integers else count
-
-
-@no_type_check
-def rounded(count, width=None, factor=1.0):
-    """Rows of `count` numbers, at most `tops[row] * most`, as `cpu_integers.digits`.
-
-    These are queries, or (`width`) weights of the codes of a plane.
-    """
-    digits = cpu_integers.digits(count, width, factor)
-
-    @compiled(OPTIONS)
-    def round_rows(numbers, tops, most, ready):
-        for h in range(numbers.shape[0]):
-            digits(numbers, h, tops[h] * most, ready)
-
-    return round_rows
-
-
-@no_type_check
-def _queries(grid, span):
-    """What puts `span` channels of queries into the form that products read, and what picks that form."""
-
-    @compiled(OPTIONS)
-    def fill(queries, tops, most, ready):
-        pass
-
-    @compiled(OPTIONS)
-    def rounded_ones(queries, ready):
-        return ready
-
-    @compiled(OPTIONS)
-    def themselves(queries, ready):
-        return queries
-
-    return (rounded(span), rounded_ones) if grid.integers else (fill, themselves)
 
 
 @functools.cache
@@ -229,16 +184,14 @@ def _over_heads(loop):
 def _channel_scores(grid):
     """Scores of a segment whose groups are `size` tokens of one channel."""
     dim, read, (products, _) = grid.dim, statistics_loop(grid.low, grid.top, 1), _planes(grid, grid.dim)
-    (fill, pick), columns = _queries(grid, dim), _columns(grid, dim)
 
     @compiled(OPTIONS)
     def scores(query, planes, scale, low, size, norms, start, tokens, out):
         rows = out.shape[0]
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
         folded, least = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
-        floats, buffer = np.empty((2, 1, dim), np.float32), np.empty((rows, columns), np.float32)
-        steps, lows, tops, most = floats[0, 0], floats[1, 0], np.empty(rows, np.float32), np.empty(1, np.float32)
-        largest(query, tops)
+        floats = np.empty((2, 1, dim), np.float32)
+        steps, lows = floats[0, 0], floats[1, 0]
         for group in range((tokens + size - 1) // size):
             read(scale, low, group * dim, dim, floats)
             for h in range(rows):
@@ -247,12 +200,10 @@ def _channel_scores(grid):
                     folded[h, c] = query[h, c] * steps[c]
                     part += query[h, c] * lows[c]
                 least[h] = part
-            largest(floats[0], most)
-            fill(folded, tops, most[0], buffer)
             end = min((group + 1) * size, tokens)
             for token in range(group * size, end, TILE):
                 count = min(TILE, end - token)
-                products(pick(folded, buffer), planes, token, 0, count, raw, found)
+                products(folded, planes, token, 0, count, raw, found)
                 near = norms[start + token : start + token + count]
                 for h in range(rows):
                     line, here, lowest = out[h, start + token : start + token + count], found[h], least[h]
@@ -266,14 +217,13 @@ def _channel_scores(grid):
 def _channel_mix(grid):
     """Weighted sums of such a segment, added to `out`."""
     dim, read, (_, mixed) = grid.dim, statistics_loop(grid.low, grid.top, 1), _planes(grid, grid.dim)
-    columns = _columns(grid, TILE)
 
     @compiled(OPTIONS)
     def mix(weights, planes, scale, low, size, norms, start, tokens, out):
         rows = weights.shape[0]
-        near, ready = np.zeros((rows, TILE), np.float32), np.zeros((rows, columns), np.float32)
+        near, ready = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
         part, total = np.empty((rows, dim), np.float32), np.empty(rows, np.float32)
-        floats, tops = np.empty((2, 1, dim), np.float32), np.empty(rows, np.float32)
+        floats = np.empty((2, 1, dim), np.float32)
         steps, lows = floats[0, 0], floats[1, 0]
         for group in range((tokens + size - 1) // size):
             read(scale, low, group * dim, dim, floats)
@@ -290,8 +240,7 @@ def _channel_mix(grid):
                         here[t] = line[t] * norm[t]
                         all_of += here[t]
                     total[h] += all_of
-                largest(near, tops)
-                mixed(near, tops, np.float32(1), planes, token, 0, count, ready, part)
+                mixed(near, planes, token, 0, count, ready, part)
             for h in range(rows):
                 for c in range(dim):
                     out[h, c] += part[h, c] * steps[c] + total[h] * lows[c]
@@ -304,28 +253,21 @@ def _token_scores(grid):
     """Scores of a segment whose groups are `grid.channels` channels of one token."""
     dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
     read, (products, _) = statistics_loop(grid.low, grid.top, groups), _planes(grid, span)
-    (fill, pick), columns = _queries(grid, span), _columns(grid, span)
 
     @compiled(OPTIONS)
     def scores(query, planes, scale, low, size, norms, start, tokens, out):
         rows = out.shape[0]
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
         whole, floats = np.zeros((rows, groups), np.float32), np.empty((2, groups, TILE), np.float32)
-        buffers, tops = np.empty((groups, rows, columns), np.float32), np.empty(rows, np.float32)
         for h in range(rows):
             for c in range(dim):
                 whole[h, c // span] += query[h, c]
-        for group in range(groups):
-            part = query[:, group * span : (group + 1) * span]
-            largest(part, tops)
-            fill(part, tops, np.float32(1), buffers[group])
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
             read(scale, low, token * groups, count, floats)
             near = norms[start + token : start + token + count]
             for group in range(groups):
-                ready = pick(query[:, group * span : (group + 1) * span], buffers[group])
-                products(ready, planes, token, group * span, count, raw, found)
+                products(query[:, group * span : (group + 1) * span], planes, token, group * span, count, raw, found)
                 for h in range(rows):
                     line, here, sum_of = out[h, start + token : start + token + count], found[h], whole[h, group]
                     steps, lows = floats[0, group], floats[1, group]
@@ -341,15 +283,14 @@ def _token_scores(grid):
 def _token_mix(grid):
     """Weighted sums of such a segment, added to `out`; the steps of a token are folded into its weights."""
     span, groups = grid.channels, grid.dim // grid.channels
-    read, (_, mixed), columns = statistics_loop(grid.low, grid.top, groups), _planes(grid, span), _columns(grid, TILE)
+    read, (_, mixed) = statistics_loop(grid.low, grid.top, groups), _planes(grid, span)
 
     @compiled(OPTIONS)
     def mix(weights, planes, scale, low, size, norms, start, tokens, out):
         rows = weights.shape[0]
         near, stepped = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
-        ready, least = np.zeros((rows, columns), np.float32), np.zeros((groups, rows, TILE), np.float32)
-        floats, tops = np.zeros((2, groups, TILE), np.float32), np.empty(rows, np.float32)
-        most = np.empty(groups, np.float32)
+        ready, least = np.zeros((rows, TILE), np.float32), np.zeros((groups, rows, TILE), np.float32)
+        floats = np.zeros((2, groups, TILE), np.float32)
         for token in range(0, tokens, TILE):
             count = min(TILE, tokens - token)
             read(scale, low, token * groups, count, floats)
@@ -359,8 +300,6 @@ def _token_mix(grid):
                 here[count:] = 0
                 for t in range(count):
                     here[t] = line[t] * norm[t]
-            largest(near, tops)
-            largest(floats[0], most)
             for group in range(groups):
                 steps, lows = floats[0, group], floats[1, group]
                 for h in range(rows):
@@ -368,7 +307,7 @@ def _token_mix(grid):
                     for i in range(TILE):
                         line[i] = here[i] * steps[i]
                         lowest[i] += here[i] * lows[i]
-                mixed(stepped, tops, most[group], planes, token, group * span, count, ready, out)
+                mixed(stepped, planes, token, group * span, count, ready, out)
         for h in range(rows):
             for group in range(groups):
                 total = least[group, h].sum()

@@ -3,7 +3,7 @@
 A step takes some rows (queries, or weights) and the bytes of one plane. A code is not shifted to the low end of its
 byte: masked in place it is `2^k` times its value, and the factor of its token divides by `2^k` (`factors`). Vectors
 have 16 lanes, or fewer where a group has fewer channels; a machine with narrower vectors uses several instructions.
-Below them, loops over rows of numbers: the numerators of a softmax, and largest magnitudes.
+Below them, loops over rows of numbers: the numerators of a softmax.
 """
 
 from __future__ import annotations
@@ -141,10 +141,11 @@ class Step:
 
     def lane_sums(self, vectors):
         """The sum over the lanes of each vector, in order, in the lanes of as few as hold them."""
-        add = self.builder.fadd if vectors[0].type == self.vector else self.builder.add
         for _ in range(self.lanes.bit_length() - 1):
             pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], vectors[0])]
-            vectors = [add(*(self._every_other(one, two, start) for start in (0, 1))) for one, two in pairs]
+            vectors = [
+                self.builder.fadd(*(self._every_other(one, two, start) for start in (0, 1))) for one, two in pairs
+            ]
         return vectors
 
     def add_dots(self, totals, rows, channel, values):
@@ -155,16 +156,13 @@ class Step:
                 place = len(values) * row + index
                 totals[place] = self.add_product(query, value, totals[place])
 
-    def store_sums(self, totals, array, tokens, token, units=None):
-        """Sums over lanes of `totals`, `tokens` for each row, into `array[row, token ...]`; integers times `units`."""
+    def store_sums(self, totals, array, tokens, token):
+        """Sums over lanes of `totals`, `tokens` for each row, into `array[row, token ...]`."""
         sums = self.lane_sums(totals)
         kind = ir.VectorType(FLOAT, min(tokens, self.lanes))
         for place in range(0, len(totals), kind.count):
             lanes = list(range(place % self.lanes, place % self.lanes + kind.count))
             part = self.shuffled(sums[place // self.lanes], sums[place // self.lanes], lanes)
-            if units is not None:
-                unit = units[place // tokens]
-                part = self.builder.fmul(self.builder.sitofp(part, kind), self.shuffled(unit, unit, [0] * kind.count))
             at = self.builder.add(token, self.size(place % tokens))
             self.builder.store(part, self.pointer(array, kind, self.size(place // tokens), at)).align = 4
 
@@ -369,14 +367,3 @@ def plane_of(planes, places, index, head):
     """Rows of bytes of one head; `places[index]`: bytes from head to head, rows, and columns of a plane."""
     step, rows, columns = places[index]
     return planes[index][head * step : head * step + rows * columns].reshape(rows, columns)
-
-
-@compiled(OPTIONS)
-@no_type_check
-def largest(numbers, found):
-    """The largest magnitude of each row."""
-    for h in range(numbers.shape[0]):
-        bits, most = numbers[h].view(np.int32), np.int32(0)
-        for i in range(bits.shape[0]):
-            most = max(most, bits[i] & np.int32(0x7FFFFFFF))
-        found.view(np.int32)[h] = most

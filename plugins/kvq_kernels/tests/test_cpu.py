@@ -37,7 +37,7 @@ QUICK = [
     ("kivi", 3, 64, torch.float16),
     *((name, bits, dim, torch.float32) for name, bits, dim in (("nsn", 2, 64), ("oscar", 3, 128), ("quarot", 8, 64))),
 ]
-"""Two planes along both axes in integers; one plane, two and a whole byte in fp32. Each compiles loops for seconds."""
+"""Two planes along both axes for 16-bit queries; one, two and a whole byte for fp32 ones. Each compiles for seconds."""
 METHODS = [*(("kivi", bits) for bits in (1, 3, 4)), ("nsn", 2), ("nsn", 7), ("oscar", 2), ("oscar", 3), ("quarot", 8)]
 MORE = [(name, bits, 128, dtype) for name, bits in METHODS for dtype in TOLERANCE]
 
