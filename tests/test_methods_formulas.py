@@ -33,10 +33,11 @@ CLOSED = [name for name in METHODS if name not in (*EVICTING, *BY_DATA, *BY_CALI
 
 def measured(name, bits, fitted, x, block):
     """Bits per element of keys and of values `x` in blocks, by the method fitted to `fitted`."""
-    if "StoredWithKeys" in str(config(name).method.value):
+    if name.startswith("waterfill"):
         heads, dim = x.shape[1], x.shape[3]
-        # At least as many tokens as channels of keys and values: components without variance get no bits.
+        # At least as many tokens as channels of all heads: components without variance get no bits.
         fitted = torch.randn(1, heads, 3 * heads * dim, dim, generator=torch.Generator().manual_seed(1))
+    if "StoredWithKeys" in str(config(name).method.value):
         fitted, x = (torch.cat([keys, keys.flip(2)], 1) for keys in (fitted, x))
     method = build(name, fitted, bits)
     if method.backend is not None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -21,6 +21,7 @@ from kvq.kernels.linear_chain import PackedStates
 _WATCH: ContextVar[eager.Step | None] = ContextVar("_WATCH", default=None)
 
 
+@runtime_checkable
 class Kernels(Protocol):
     """A module that a plugin registers for the extension point `kernels`: fused attention and encoding."""
 
