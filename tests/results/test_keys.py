@@ -119,7 +119,7 @@ def key_of(record: Record) -> str:
     given += [f"{name}={quoted(value)}" for name, value in task] + own_settings(record)
     given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
     given += own_calibration(record) + own_tables(record)
-    given += re.findall(r"\bmethod\.sink_tokens=\d+", record.provenance.command)
+    given += re.findall(r"\bmethod\.sink_tokens=\d+(?!\S)", record.provenance.command)
     given += ["method.merge_rotation=true"] * bool(record.config["method"].get("merge_rotation"))
     if rounded := record.config["model"].get("round_weights"):
         given.append(f"model.round_weights={rounded}")
