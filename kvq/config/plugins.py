@@ -211,7 +211,7 @@ def register_tasks(folder: Path | None) -> None:
     """
     for plugin in installed().values():
         for name, module in plugin.tasks.items():
-            _store(_TaskSchema(name, module, None, plugin.settings))
+            _store(_TaskSchema(name, module, None))
     if folder is None or not folder.is_dir():
         return
     make_importable(folder)
@@ -229,14 +229,14 @@ def _store(schema: _TaskSchema) -> None:
 class _TaskSchema(ConfigNode):
     """A task's schema in Hydra's ConfigStore; its module is imported when Hydra reads it."""
 
-    def __init__(self, task: str, module: str, file: Path | None, settings: str | None = None) -> None:
-        self.task, self.module, self.file, self.settings = task, module, file, settings
+    def __init__(self, task: str, module: str, file: Path | None) -> None:
+        self.task, self.module, self.file = task, module, file
         self.name, self.group, self.package, self.provider = f"{task}_schema.yaml", "task", None, "kvq"
 
     @property
     def node(self) -> DictConfig:
-        if self.settings is not None:
-            return OmegaConf.structured(importlib.import_module(self.settings).SCHEMAS[self.task])
+        if self.file is None:
+            return OmegaConf.structured(settings_of_task(self.task))
         module = _import_task(self.task, self.module, self.file)
         return OmegaConf.structured(_settings_of(self.task, module))
 

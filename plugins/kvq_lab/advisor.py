@@ -129,11 +129,6 @@ class Advisor:
         if longest is not None and question.context > longest:
             raise ConfigError(f"context={question.context}: model={self.model.name} takes at most {longest} tokens")
 
-    @property
-    def full_bytes(self) -> float:
-        """Bytes of the cache in fp16."""
-        return (bytes_of(self.shape, "fp16", "", self.question.context) or 0.0) * self.question.batch
-
     def choices(self) -> list[Recommendation]:
         """At most `MOST` formats, the cheapest first, or the best first where only memory is bounded.
 
@@ -234,6 +229,11 @@ def bytes_of(shape: CacheShape, name: str, bits: str, context: int) -> float | N
         return None
 
 
+def full_bytes(shape: CacheShape, context: int, batch: int) -> float:
+    """Bytes of the cache of `batch` sequences of `context` tokens in fp16."""
+    return (bytes_of(shape, "fp16", "", context) or 0.0) * batch
+
+
 def shown(choice: Recommendation, place: int, full: float) -> str:
     """The text of a recommendation, in four lines."""
     metrics, record = choice.row.record.metrics, choice.row.record
@@ -264,7 +264,7 @@ def readable(size: float) -> str:
 def _answer(words: list[str]) -> int:
     question = question_of(words)
     advisor = Advisor(question)
-    found, full = advisor.choices(), advisor.full_bytes
+    found, full = advisor.choices(), full_bytes(advisor.shape, question.context, question.batch)
     about = f"{advisor.model.name}, {question.batch} x {question.context:,} tokens, fp16 {readable(full)}"
     if not found:
         print(f"{about}: nothing on record fits; more memory, a shorter context or a larger loss is needed")

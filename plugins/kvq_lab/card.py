@@ -16,7 +16,8 @@ from jinja2 import Environment, StrictUndefined
 from kvq import __version__
 from kvq.report.command import write_files
 from kvq.report.labels import BY_ENGINE
-from kvq_lab.advisor import MOST, bytes_of, readable
+from kvq.results.statistics import ALPHA
+from kvq_lab.advisor import MOST, full_bytes, readable
 from kvq_lab.choosing import Choosing, Format
 from kvq_lab.racing import positive
 
@@ -64,7 +65,7 @@ def noise_free(formats: Sequence[Format]) -> set[str]:
     groups = ([one for one in measured if len(one.losses) == rounds] for rounds in range(1, longest + 1))
     found: set[str] = set()
     for group in filter(None, groups):
-        worse = positive(np.array([np.concatenate(one.losses) for one in group]), 0.05 / longest)
+        worse = positive(np.array([np.concatenate(one.losses) for one in group]), ALPHA / longest)
         found |= {one.name for one, is_worse in zip(group, worse, strict=True) if is_worse}
     return found
 
@@ -94,7 +95,7 @@ def loss_text(one: Format) -> str:
 
 def answer_of(choosing: Choosing) -> str:
     """The answer as text."""
-    race, plain = choosing.state, full_bytes(choosing)
+    race, plain = choosing.state, full_bytes(choosing.shape, choosing.context, choosing.question.batch)
     if not race.rounds:
         done = sum(bool(one.losses) for one in choosing.formats)
         return (
@@ -120,11 +121,6 @@ def answer_of(choosing: Choosing) -> str:
     return "\n".join([*lines, *choosing.warnings, certainty(choosing)])
 
 
-def full_bytes(choosing: Choosing) -> float:
-    """Bytes of the cache in fp16."""
-    return (bytes_of(choosing.shape, "fp16", "", choosing.context) or 0.0) * choosing.question.batch
-
-
 def write_card(choosing: Choosing) -> Path:
     """Write the card next to the records and return its path."""
     source = resources.files("kvq_lab").joinpath("card.html.j2").read_text(encoding="utf-8")
@@ -139,7 +135,7 @@ def write_card(choosing: Choosing) -> Path:
         choices=choices_of(choosing),
         bars=bars,
         ticks=ticks,
-        full=full_bytes(choosing),
+        full=full_bytes(choosing.shape, choosing.context, question.batch),
         worse=noise_free(choosing.formats),
         readable=readable,
         loss_text=loss_text,

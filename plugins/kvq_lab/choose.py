@@ -96,14 +96,10 @@ class _Bar(_TimeLeft):
         return ProgressBar(total=whole, completed=whole - (self._choosing.ends - time.monotonic()), width=32)
 
 
-class _Lines(io.StringIO):
-    """Standard error while the bar is on the screen: no terminal, so that bars of libraries stay away."""
-
-
 @contextmanager
 def _progress(choosing: Choosing, console: Console) -> Iterator[Progress]:
     columns = TextColumn("{task.description}"), _Bar(choosing), _TimeLeft(choosing)
-    kept = _Lines()
+    kept = io.StringIO()  # no terminal, so that bars of libraries stay away while this one is on the screen
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         with redirect_stderr(kept):
             yield progress

@@ -34,15 +34,18 @@ from kvq_lab.racing import Race, round_sizes, run_race
 Say = Callable[[str], None]
 
 DEFAULT = (
-    *("engine/vllm_fp8", "engine/vllm_int4_per_token_head", "engine/vllm_turboquant_3bit_nc"),
-    *(
-        "engine/llamacpp_q8_0",
-        "engine/llamacpp_q5_0",
-        "engine/llamacpp_q4_0",
-        "engine/lmdeploy_4",
-        "engine/lmdeploy_42",
-    ),
-    *("engine/mlx_4", "kivi bits=2", "kivi bits=4", "nsnquant bits=2"),
+    "engine/vllm_fp8",
+    "engine/vllm_int4_per_token_head",
+    "engine/vllm_turboquant_3bit_nc",
+    "engine/llamacpp_q8_0",
+    "engine/llamacpp_q5_0",
+    "engine/llamacpp_q4_0",
+    "engine/lmdeploy_4",
+    "engine/lmdeploy_42",
+    "engine/mlx_4",
+    "kivi bits=2",
+    "kivi bits=4",
+    "nsnquant bits=2",
 )
 """What is raced where no engine is given."""
 CANARIES = ("identity", "zero")
@@ -135,7 +138,7 @@ class Choosing:
         self.inputs = Inputs(self._config(("method=fp16",)))
         self.passages = self._passages()
         self.sizes = list(round_sizes(len(self.passages)))
-        self.states: list[Race] = [Race([one.bytes for one in self.formats])]
+        self.state = Race([one.bytes for one in self.formats])  # what is decided so far
         self.warnings: list[str] = []
         self.window_seconds = 0.0
 
@@ -255,11 +258,6 @@ class Choosing:
             write_files("choose", self.folder, {path.name: "\n".join(rows) + "\n"})
         return path
 
-    @property
-    def state(self) -> Race:
-        """What is decided so far."""
-        return self.states[-1]
-
     def plan(self) -> str:
         """What will be done, in two lines."""
         shown = f"{len(self.formats)} formats of {self.question.engine or 'several engines'}"
@@ -345,7 +343,7 @@ class Choosing:
         for place, size in enumerate(self.sizes[:number]):
             rows = [one.losses[place] if place < len(one.losses) else np.full(size, np.nan) for one in self.formats]
             rounds.append(np.array(rows))
-        self.states.append(run_race(rounds, [one.bytes for one in self.formats]))
+        self.state = run_race(rounds, self.state.sizes)
         out = [self.formats[at].name for at, (_, when) in self.state.dropped.items() if when == number]
         say(
             f"round {number}, {self.state.windows} windows: {len(self.state.left)} left"
