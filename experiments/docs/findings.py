@@ -8,10 +8,10 @@ is the mean of a column of the run's samples, over the rows that `row.side=key` 
 tables test it. Where several runs fit, the one that departs least from presets is read. `a minus b`, `a over b` and `a
 paired b` (difference by windows ± standard error) join two places; `b` begins with the words of `a`, but for
 its own settings of the method.
-`{{stand-in tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a model and a scoring, and
-`{{texts tiny_hard rho}}` one of the order of methods by loss and by texts; `{{search smollm2_135m tpe 0}}` is the
-hypervolume that a search with a seed ended at, `mean` that of all its seeds. Lines of their own, which the page does
-not have:
+`{{stand-in smollm2_135m tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a real model, an
+embedded one and a scoring, and `{{texts tiny_hard rho}}` one of the order of methods by loss and by texts;
+`{{search smollm2_135m tpe 0}}` is the hypervolume that a search with a seed ended at, `mean` that of all its seeds.
+Lines of their own, which the page does not have:
 
     <!-- alias: outliers = model=tiny_outliers -->
     <!-- use: task=ppl metric=delta_nll as=.3f -->     words of every place until the next such line
@@ -130,12 +130,13 @@ class Findings:
             return value
         return value / self._read(second) if join == "over" else value - self._read(second)
 
-    def _stand_in(self, model: str, scoring: str, column: str) -> float:
+    def _stand_in(self, real: str, model: str, scoring: str, column: str) -> float:
         if self._pairs is None:
             self._pairs = stand_in_table(self._records)
-        found = self._pairs[(self._pairs["model_stand_in"] == model) & (self._pairs["scoring"] == scoring)]
+        pairs = self._pairs[["model", "model_stand_in", "scoring"]]
+        found = self._pairs[(pairs == [real, model, scoring]).all(axis=1)]
         if found.empty:
-            raise NotMeasured(f"{STAND_IN} {model} {scoring}: no pairs of methods")
+            raise NotMeasured(f"{STAND_IN} {real} {model} {scoring}: no pairs of methods")
         return float(found.iloc[0][column])
 
     def _hypervolume(self, model: str, sampler: str, seed: str) -> float:

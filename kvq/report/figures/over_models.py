@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -265,23 +266,28 @@ def _correlated(pairs: pd.DataFrame) -> pd.DataFrame:
 
 @register_figure(
     "stand-ins",
-    "Losses on a real model and on the embedded ones: one mark per method and bits",
+    "Losses on real models and on the embedded ones: one mark per method and bits",
     lambda records, _: stand_in_table(records),
     of="records",
 )
 def stand_in_figure(table: pd.DataFrame) -> Figure:
-    """Loss on the real model over loss on each embedded one, a row of panels per scoring; the farthest are named."""
+    """Loss on a real model over loss on each embedded one, a row of panels for each real model and scoring.
+
+    The farthest methods are named.
+    """
     from matplotlib.ticker import LogLocator
 
-    scorings = set(table["scoring"])
     looks = lines_of(table["method"])
     # Losses below this are noise, and a logarithm has no place for gains.
-    drawn = table.assign(**table[["loss_stand_in", "loss"]].clip(lower=1e-3))
-    rows = {name: f"{table['model'].iloc[0]}, {words}" for name, words in _SCORINGS.items() if name in scorings}
+    drawn = table.assign(row=table["model"] + " " + table["scoring"])
+    drawn = drawn.assign(**table[["loss_stand_in", "loss"]].clip(lower=1e-3))
+    pairs = itertools.product(sorted(set(table["model"])), _SCORINGS.items())
+    rows = {f"{model} {name}": f"{model},\n{words}" for model, (name, words) in pairs}
+    rows = {row: words for row, words in rows.items() if row in set(drawn["row"])}
     columns = ("model_stand_in", dict.fromkeys(table["model_stand_in"], ""))
     height = 0.6 + 1.9 * len(rows)
-    made, _, parts = multiples(height, drawn, ("scoring", rows), columns, sharex=True, sharey=True)
-    for axis, scoring, _, part in parts:
+    made, _, parts = multiples(height, drawn, ("row", rows), columns, sharex=True, sharey=True)
+    for axis, row, _, part in parts:
         _pairs(axis, part, looks)
         axis.set(xscale="log", yscale="log")
         axis.xaxis.set_major_locator(LogLocator(numticks=6))
@@ -289,7 +295,7 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
         if len(part):
             first = part.iloc[0]
             said = f"ρ {first['rho']:.2f} [{first['low']:.2f}, {first['high']:.2f}], {first['methods']} methods"
-            above = f"{first['model_stand_in']}\n" if scoring == next(iter(rows)) else ""
+            above = f"{first['model_stand_in']}\n" if row == next(iter(rows)) else ""
             axis.set_title(above + said, fontsize=6)
     made.supxlabel("ΔNLL on the embedded model (nats/token)", fontsize=8)
     return made

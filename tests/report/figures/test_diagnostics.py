@@ -38,7 +38,13 @@ from kvq.report.figures.error import (
 )
 from kvq.report.figures.every import drawings
 from kvq.report.figures.every import main as figures_main
-from kvq.report.figures.over_models import dispersion_correlations, dispersion_table, scatter_figure, scatters
+from kvq.report.figures.over_models import (
+    dispersion_correlations,
+    dispersion_table,
+    scatter_figure,
+    scatters,
+    stand_in_figure,
+)
 from kvq.report.figures.perplexity import valley_table
 from kvq.results import Store
 from tests.report import sweeps
@@ -324,3 +330,19 @@ def test_runs_beside_a_method_at_their_own_bits_share_a_figure(tmp_path: Path) -
     [drawing] = drawings(store.scan()[0], store)
     assert drawing.stem.startswith("states-drawn-tiny-pydocs-")
     assert len(drawing.table) == 2
+
+
+def test_each_real_model_has_its_own_row_of_panels() -> None:
+    """Methods of one real model are not drawn in the row of another."""
+    pair = {"scoring": "generation", "model_stand_in": "tiny", "loss_stand_in": 0.1, "ranks": 0.0}
+    rho = {"rho": 0.5, "low": 0.0, "high": 1.0}
+    runs = [("first", 0.2, ["a", "b"]), ("second", 0.3, ["c"])]
+    lines = [
+        {**pair, **rho, "model": model, "method": method, "loss": loss, "methods": len(methods)}
+        for model, loss, methods in runs
+        for method in methods
+    ]
+    axes = stand_in_figure(pd.DataFrame(lines), "Losses").axes
+    assert [axis.get_ylabel() for axis in axes] == ["first,\ndecoding", "second,\ndecoding"]
+    assert [{float(line.get_ydata()[0]) for line in axis.lines} for axis in axes] == [{0.2}, {0.3}]
+    assert [len(axis.lines) for axis in axes] == [2, 1]
