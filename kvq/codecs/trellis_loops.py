@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
+import numba
 import numpy as np
-
-from kvq.codecs.machine_code import compiled
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 _WIDEST = 8
@@ -41,7 +40,7 @@ def _step(memory, width):
     """
     states, prefixes, choices = 1 << memory, 1 << (memory - width), 1 << width
 
-    @compiled(_OPTIONS)
+    @numba.njit(**_OPTIONS)
     def step(cost, best, least, back, book, x, weight):
         half = states >> 1
         for s in range(half):
@@ -78,7 +77,7 @@ def _search(memory):
     steps = tuple(_step(memory, min(width, memory)) for width in range(1, _WIDEST + 1))
     one, two, three, four, five, six, seven, eight = steps
 
-    @compiled(_OPTIONS, keep=True)
+    @numba.njit(**_OPTIONS)
     def search(x, widths, weights, books, codes):
         rows, components = x.shape
         cost, best = np.empty(states, np.float32), np.empty(states, np.float32)
@@ -121,7 +120,7 @@ def _search(memory):
 @functools.cache
 @no_type_check
 def _write():
-    @compiled(_OPTIONS, keep=True)
+    @numba.njit(**_OPTIONS)
     def write(codes, widths, strings):
         rows, components = codes.shape
         for row in range(rows):
@@ -149,7 +148,7 @@ def reader():
     of `books` (flat) behind `entries[i]`.
     """
 
-    @compiled(_OPTIONS, keep=True)
+    @numba.njit(**_OPTIONS)
     def read(strings, starts, shifts, masks, entries, books, out):
         rows, components = out.shape
         for row in range(rows):

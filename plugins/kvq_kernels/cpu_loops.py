@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
+import numba
 import numpy as np
 
-from kvq.codecs.machine_code import compiled
 from kvq_kernels import cpu_vectors
 from kvq_kernels.cpu_vectors import OPTIONS, TILE, plane_of
 
@@ -54,7 +54,7 @@ def by_rows(make):
     """A step's loop over any number of rows (its first and last arguments), four, two or one at a time."""
     four, two, one = (make(rows) for rows in (4, 2, 1))
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def loop(rows_in, codes, tables, first, count, rows_out):
         rows = rows_in.shape[0]
         for h in range(0, rows - 3, 4):
@@ -80,21 +80,21 @@ def _planes(grid, span):
     (dots0, sums0, weigh0), (dots1, sums1, weigh1), (dots2, sums2, weigh2) = made
     f0, f1, f2 = (cpu_vectors.factors(grid.widths, index, TILE) for index in indices)
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def put(raw, factors, count, found):
         for h in range(raw.shape[0]):
             line, out = raw[h], found[h]
             for t in range(count):
                 out[t] = line[t] * factors[t]
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def add(raw, factors, count, found):
         for h in range(raw.shape[0]):
             line, out = raw[h], found[h]
             for t in range(count):
                 out[t] += line[t] * factors[t]
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def products(queries, planes, first, channel, count, raw, found):
         dots0(queries, planes[0], channel, first, count, raw)
         put(raw, f0, count, found)
@@ -105,7 +105,7 @@ def _planes(grid, span):
             dots2(queries, planes[2 if number > 2 else 0], channel, first, count, raw)
             add(raw, f2, count, found)
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def mixed(weights, planes, first, channel, count, ready, out):
         weigh0(weights, ready)
         sums0(ready, planes[0], channel, first, count, out)
@@ -126,7 +126,7 @@ def _plane(grid, index, span):
     dots, sums = (by_rows(functools.partial(make, width, span)) for make in (cpu_vectors.dots, cpu_vectors.sums))
     factors = cpu_vectors.factors(grid.widths, index, TILE)
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def weigh(weights, ready):
         for h in range(weights.shape[0]):
             line, out = weights[h], ready[h]
@@ -145,7 +145,7 @@ def statistics_loop(low: str, top: int, groups: int):
     """
     many, one = (cpu_vectors.statistics(groups, low, top, lanes) for lanes in (cpu_vectors.LANES, 1))
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def read(scale, low, start, count, floats):
         whole = count // cpu_vectors.LANES * cpu_vectors.LANES
         for i in range(0, whole, cpu_vectors.LANES):
@@ -170,7 +170,7 @@ def _over_heads(loop):
     `norms` are those of each head, or of all. `places[3, 0]` and `places[4, 0]`: scales and lows from head to head.
     """
 
-    @compiled(OPTIONS, keep=True)
+    @numba.njit(**OPTIONS)
     def all_heads(rows, planes, places, scale, low, size, norms, start, tokens, out):
         for h in range(rows.shape[0]):
             own = (plane_of(planes, places, 0, h), plane_of(planes, places, 1, h), plane_of(planes, places, 2, h))
@@ -185,7 +185,7 @@ def _channel_scores(grid):
     """Scores of a segment whose groups are `size` tokens of one channel."""
     dim, read, (products, _) = grid.dim, statistics_loop(grid.low, grid.top, 1), _planes(grid, grid.dim)
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def scores(query, planes, scale, low, size, norms, start, tokens, out):
         rows = out.shape[0]
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
@@ -218,7 +218,7 @@ def _channel_mix(grid):
     """Weighted sums of such a segment, added to `out`."""
     dim, read, (_, mixed) = grid.dim, statistics_loop(grid.low, grid.top, 1), _planes(grid, grid.dim)
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def mix(weights, planes, scale, low, size, norms, start, tokens, out):
         rows = weights.shape[0]
         near, ready = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)
@@ -254,7 +254,7 @@ def _token_scores(grid):
     dim, span, groups = grid.dim, grid.channels, grid.dim // grid.channels
     read, (products, _) = statistics_loop(grid.low, grid.top, groups), _planes(grid, span)
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def scores(query, planes, scale, low, size, norms, start, tokens, out):
         rows = out.shape[0]
         raw, found = np.empty((rows, TILE), np.float32), np.empty((rows, TILE), np.float32)
@@ -285,7 +285,7 @@ def _token_mix(grid):
     span, groups = grid.channels, grid.dim // grid.channels
     read, (_, mixed) = statistics_loop(grid.low, grid.top, groups), _planes(grid, span)
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def mix(weights, planes, scale, low, size, norms, start, tokens, out):
         rows = weights.shape[0]
         near, stepped = np.zeros((rows, TILE), np.float32), np.zeros((rows, TILE), np.float32)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
+import numba
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import DoubleQuant, plane_widths
-from kvq.codecs.machine_code import compiled
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.quantizers import Axis
 from kvq.kernels.linear_chain import LinearChain, PackedStates
@@ -185,7 +185,7 @@ def _is_compiled(quantized: DoubleQuant, tokens: bool, length: int) -> bool:
 _halves_of = statistics_loop("symmetric", 0, 1)
 
 
-@compiled(OPTIONS, keep=True)
+@numba.njit(**OPTIONS)
 @no_type_check
 def halves(numbers, step, out):
     """fp16, held as int16, in fp32: `out[row]` from `numbers[row * step]` on."""
@@ -209,7 +209,7 @@ def restore_loop(width: int):
     """
     places, mask = 8 // width, 2**width - 1
 
-    @compiled(OPTIONS, keep=True)
+    @numba.njit(**OPTIONS)
     def restore(codes, steps, at, size, first, out):
         heads, rows, length = out.shape
         columns, groups = (length + places - 1) // places, (length + size - 1) // size
@@ -279,7 +279,7 @@ def mix_shifts(stored: Sequence[Stored], heads: Heads, own: NormsAndShifts, weig
             _mix_blocks(weights, factors, vectors, each.start, each.run.tokens, total[heads.index])
 
 
-@compiled(OPTIONS, keep=True)
+@numba.njit(**OPTIONS)
 @no_type_check
 def _mix_blocks(weights, factors, vectors, start, length, out):
     """Add to `out[head, row]` each block's vector times the sum of its weights times their factors."""
@@ -311,7 +311,7 @@ def turned_loop(pairs: int, half: bool, interleaved: bool):
     dots = by_rows(functools.partial(dots_of, kind))
     step, apart = (2, 1) if interleaved else (1, pairs)
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def turned(query, vectors, angles, factors, start, length, out):
         group, dim = query.shape
         found = np.zeros((group, TILE + 8), np.float32)
@@ -338,7 +338,7 @@ def turned_loop(pairs: int, half: bool, interleaved: bool):
                     for t in range(count):
                         line[t] += (here[t] + rest[h]) * near[t]
 
-    @compiled(OPTIONS, keep=True)
+    @numba.njit(**OPTIONS)
     def all_heads(queries, vectors, angles, factors, start, length, out):
         for h in range(out.shape[0]):
             own, near = vectors[min(h, len(vectors) - 1)], factors[min(h, len(factors) - 1)]

@@ -21,7 +21,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvq.codecs.machine_code import compiled
 from kvq_kernels.cpu_loops import by_rows
 from kvq_kernels.cpu_vectors import OPTIONS, TILE, Step, has, lanes_of, plane_of, step_tokens
 
@@ -94,7 +93,7 @@ def number_loops(dim: int, half: bool) -> Loops:
 def _loops(kind):
     dots, sums = (by_rows(functools.partial(make, kind)) for make in (dots_of, _sums))
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def scores(query, planes, tables, norms, start, tokens, out):
         rows = out.shape[0]
         found = np.empty((rows, TILE + 8), np.float32)
@@ -107,7 +106,7 @@ def _loops(kind):
                 for t in range(count):
                     line[t] = here[t] * near[t]
 
-    @compiled(OPTIONS)
+    @numba.njit(**OPTIONS)
     def mix(weights, planes, tables, norms, start, tokens, out):
         rows = weights.shape[0]
         near = np.zeros((rows, TILE + 8), np.float32)
@@ -128,7 +127,7 @@ def _loops(kind):
 def _over_heads(loop):
     """As `cpu_loops` has it."""
 
-    @compiled(OPTIONS, keep=True)
+    @numba.njit(**OPTIONS)
     def all_heads(rows, planes, places, tables, norms, start, tokens, out):
         for h in range(rows.shape[0]):
             own = plane_of(planes, places, 0, h), plane_of(planes, places, 1, h)

@@ -20,8 +20,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvq.codecs.machine_code import compiled
-
 OPTIONS = {"nogil": True, "fastmath": True, "error_model": "numpy", "boundscheck": False}
 LANES = 16
 TILE = 128
@@ -310,7 +308,7 @@ _EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009
 _EXP2_HIGH = (0.0013333558146428443, 0.00015403530393381608)
 
 
-@compiled(OPTIONS)
+@numba.njit(**OPTIONS)
 @no_type_check
 def highest(numbers):
     """The highest number: bits of floats, with those of a negative one inverted, are ordered as integers are.
@@ -326,7 +324,7 @@ def highest(numbers):
     return top.view(np.float32)[0]
 
 
-@compiled(OPTIONS, keep=True)
+@numba.njit(**OPTIONS)
 @no_type_check
 def weights_of(scores, first):
     """Softmax numerators in place, `exp(score - max)`, zero before token `first`; the sum of each row."""
@@ -361,7 +359,7 @@ def weights_of(scores, first):
     return totals
 
 
-@compiled(OPTIONS)
+@numba.njit(**OPTIONS)
 @no_type_check
 def plane_of(planes, places, index, head):
     """Rows of bytes of one head; `places[index]`: bytes from head to head, rows, and columns of a plane."""

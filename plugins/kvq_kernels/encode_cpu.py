@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
+import numba
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -20,7 +21,6 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kvq.codecs import VectorQuantizer
-from kvq.codecs.machine_code import compiled
 from kvq.codecs.quantizers import Parts, to_stored
 from kvq_kernels.cpu import pool
 from kvq_kernels.cpu_tables import GROUP
@@ -68,14 +68,14 @@ def _rotation(dim):
     """
     half, steps, root = dim // 2, dim.bit_length() - 1, np.float32(dim**-0.5)
 
-    @compiled(_EXACT)
+    @numba.njit(**_EXACT)
     def step(source, target):
         for i in range(half):
             a, b = source[i], source[i + half]
             target[2 * i] = a + b
             target[2 * i + 1] = a - b
 
-    @compiled(_EXACT, keep=True)
+    @numba.njit(**_EXACT)
     def rotate(rows, signs):
         one, two = np.empty(dim, np.float32), np.empty(dim, np.float32)
         for t in range(rows.shape[0]):
@@ -95,14 +95,14 @@ def _rotation(dim):
 
 @no_type_check
 def _norms(dim):
-    @compiled(_SUMS)
+    @numba.njit(**_SUMS)
     def squares(row):
         total = np.float32(0)
         for c in range(dim):
             total += row[c] * row[c]
         return total
 
-    @compiled(_EXACT, keep=True)
+    @numba.njit(**_EXACT)
     def normalize(rows, norms, root):
         """Divide rows by their norms over `root`, which go to `norms`."""
         for t in range(rows.shape[0]):
@@ -119,7 +119,7 @@ def _norms(dim):
 def _ranges(dim, channels):
     groups = (dim + channels - 1) // channels
 
-    @compiled(_EXACT, keep=True)
+    @numba.njit(**_EXACT)
     def channel_ranges(blocks, size, low, high):
         """Least and greatest values of groups of `size` tokens, into `[blocks, groups, dim]`."""
         for block in range(blocks.shape[0]):
@@ -134,7 +134,7 @@ def _ranges(dim, channels):
                     least[c] = x if x < least[c] else least[c]
                     most[c] = x if x > most[c] else most[c]
 
-    @compiled(_SUMS, keep=True)
+    @numba.njit(**_SUMS)
     def token_ranges(blocks, size, low, high):
         """Least and greatest values of groups of channels, into `[blocks, tokens, groups]`."""
         for block in range(blocks.shape[0]):
@@ -155,7 +155,7 @@ def _ranges(dim, channels):
 def _codes(dim, channels):
     groups = (dim + channels - 1) // channels
 
-    @compiled(_EXACT, keep=True)
+    @numba.njit(**_EXACT)
     def channel_codes(blocks, size, step, base, zero, top, codes):
         """Codes of blocks, by statistics per group of `size` tokens."""
         for block in range(blocks.shape[0]):
@@ -167,7 +167,7 @@ def _codes(dim, channels):
                     code = code if code > 0 else np.float32(0)
                     out[c] = np.uint8(np.int32(code if code < top else top))
 
-    @compiled(_EXACT, keep=True)
+    @numba.njit(**_EXACT)
     def token_codes(blocks, size, step, base, zero, top, codes):
         """Codes of blocks, by statistics per token and group of channels."""
         for block in range(blocks.shape[0]):
@@ -186,7 +186,7 @@ def _codes(dim, channels):
 
 @no_type_check
 def _packer(dim):
-    @compiled(_EXACT, keep=True)
+    @numba.njit(**_EXACT)
     def pack(codes, shift, width, plane):
         """One plane of the codes of blocks, which are padded with rows of zeros after their tokens."""
         per_byte, mask = 8 // width, np.uint8((1 << width) - 1)
@@ -204,7 +204,7 @@ def _packer(dim):
 
 @no_type_check
 def _gain(dim, channels):
-    @compiled(_SUMS)
+    @numba.njit(**_SUMS)
     def channel_gain(row, codes, low, scale, zero):
         a, b, c = np.float32(0), np.float32(0), np.float32(0)
         for d in range(dim):
@@ -212,7 +212,7 @@ def _gain(dim, channels):
             a, b, c = a + x * x, b + x * y, c + y * y
         return a, b, c
 
-    @compiled(_SUMS)
+    @numba.njit(**_SUMS)
     def token_gain(row, codes, low, scale, zero):
         a, b, c = np.float32(0), np.float32(0), np.float32(0)
         for d in range(dim):
@@ -221,7 +221,7 @@ def _gain(dim, channels):
             a, b, c = a + x * x, b + x * y, c + y * y
         return a, b, c
 
-    @compiled(_SUMS, keep=True)
+    @numba.njit(**_SUMS)
     def gains(blocks, codes, size, per_channel, low, scale, zero, found):
         """Inner products of each token with itself and with its decoded form, and of the decoded form with itself."""
         for block in range(blocks.shape[0]):
@@ -350,7 +350,7 @@ def _search(signed):
     def two(typing_context, rows, columns, codes, signs, scores, first):
         return types.void(rows, columns, codes, signs, scores, types.intp), build
 
-    @compiled(_OPTIONS, keep=True)
+    @numba.njit(**_OPTIONS)
     def loop(rows, columns, codes, signs, scores):
         for first in range(0, rows.shape[0], TOGETHER):
             two(rows, columns, codes, signs, scores, first)

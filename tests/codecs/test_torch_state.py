@@ -20,7 +20,7 @@ from tests.codecs.test_every_method import CODED, bits_range, head_dim_of
 from tests.presets import METHODS, one_of_each
 from tests.random_models import llama, token_ids
 
-COMPILED = ("machine_code", "trellis_loops")
+COMPILED = ("trellis_loops",)
 
 
 @contextlib.contextmanager
