@@ -67,7 +67,6 @@ class Calibration:
         `calibration_bits`: bytes of the tables over the elements of one sequence of the measured length;
         `calibration_bits_32k` and `calibration_bits_1m`: of one of 32,768 and of 1,048,576 tokens.
         `decode_multiplications`: of the method bound to it, per element, where tables are matrices of all heads.
-        `calibration_unshrunk`: 1 where the calibration chose to unshrink components, 0 where it chose not to.
         """
         found: dict[str, float | None] = {
             "calibration_bytes": self.nbytes,
@@ -81,8 +80,6 @@ class Calibration:
         per_token = 2 * sum(heads * dim for heads, dim in zip(self.heads, self.head_dims, strict=True))
         for name, tokens in _LENGTHS.items():
             found[f"calibration_bits_{name}"] = 8 * self.nbytes / (per_token * tokens) if per_token else None
-        choices = [int(table) for name, table in self.tensors.items() if name.endswith(".quantizer.unshrunk")]
-        found["calibration_unshrunk"] = max(choices, default=None)
         return {name: float(value) for name, value in found.items() if value is not None}
 
     def _multiplications(self, method: Method) -> float | None:

@@ -129,7 +129,7 @@ def calibrate(
     head_dims = head_dims_of(loaded.text_config)
     tensors = learn(loaded, method, windows, head_dims)
     sharing = _places(method, len(head_dims), lambda codec: joint_parts(codec) is not None)
-    shared, earlier_moments = fit_components(loaded, sharing, windows, settings, method.sink_tokens, method.joins_sides)
+    shared, earlier_moments = fit_components(loaded, sharing, windows, settings, method.joins_sides)
     tensors |= _named(shared)
     parts = [part for side in _fitted(method) for part in calibrated_parts(_codecs(method)[side]).values()]
     grouped = _places(method, len(head_dims), lambda codec: grouped_parts(codec) is not None)

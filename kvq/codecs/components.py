@@ -12,7 +12,7 @@ import enum
 import functools
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from kvq.codecs.quantizers import Parts, Quantizer, choice
 from kvq.codecs.trellis import WIDEST, Layout, values_of, write
 from kvq.errors import ConfigError, Unsupported, require, within
 
-CHOSEN = "chosen"
 _FARTHEST = 64.0  # deviations, beyond which components are cut: far behind the last level
 
 
@@ -57,16 +56,14 @@ class ComponentQuantizer(Calibrated, Quantizer):
         widths: see `Widths`. `equal`: each head of a token has a string; else the heads of a token share one.
         deviation: see `Deviation`.
         unshrunk: decoded components are scaled by (1 - D)^(-1/2), D the mean squared error at their width: a centroid
-            is shorter than what it stands for. `chosen`: a calibration decides, by the model's loss on windows that it
-            holds out.
+            is shorter than what it stands for.
 
     Stores `string` (uint8 `[..., heads or 1, tokens, bytes]`): a token's bits, padded to a byte.
 
-    Tables: `widths` `[components]` in uint8, and `weights` `[components]` in fp32: what the noise of a component costs;
-    under `chosen` also `unshrunk` `[1]` in uint8: whether they are.
+    Tables: `widths` `[components]` in uint8, and `weights` `[components]` in fp32: what the noise of a component costs.
 
     Raises:
-        ConfigError: an unknown name, or a choice with equal widths, which no calibration has.
+        ConfigError: an unknown name.
         Unsupported: other bits.
     """
 
@@ -77,7 +74,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
         bits: float | int,
         widths: Widths | str = Widths.equal,
         deviation: Deviation | str = Deviation.one,
-        unshrunk: bool | Literal["chosen"] = False,
+        unshrunk: bool = False,
     ) -> None:
         self.widths = choice(Widths, widths, "widths")
         self.deviation = choice(Deviation, deviation, "deviation")
@@ -87,9 +84,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
             raise Unsupported(f"bits={bits}: {type(self).__name__} with widths={self.widths.name} takes {numbers}")
         if not equal and self.deviation is not Deviation.one:
             raise ConfigError(f"deviation={self.deviation.name}: with widths=equal; a transform gives deviations of 1")
-        require(unshrunk in (True, False, CHOSEN), "unshrunk", unshrunk, f"true, false or {CHOSEN}")
-        if equal and unshrunk == CHOSEN:
-            raise ConfigError(f"unshrunk={CHOSEN}: with widths of their own; equal widths are not calibrated")
+        require(unshrunk in (True, False), "unshrunk", unshrunk, "true or false")
         self.bits, self.unshrunk = bits, unshrunk
         self._layouts: dict[int, Layout] = {}
 
@@ -108,15 +103,9 @@ class ComponentQuantizer(Calibrated, Quantizer):
     def errors(self) -> tuple[float, ...]:
         """Mean squared error on N(0, 1) at 0, 1, ... bits."""
 
-    @property
-    def chooses(self) -> bool:
-        """Whether a calibration decides if components are unshrunk."""
-        return self.unshrunk == CHOSEN
-
     def shared_out(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
-        """The tables, once the bits are shared out; shrunk until that is decided."""
-        tables = {"widths": widths, "weights": spectrum.float()}
-        return tables | ({"unshrunk": torch.zeros(1, dtype=torch.uint8)} if self.chooses else {})
+        """The tables, once the bits are shared out."""
+        return {"widths": widths, "weights": spectrum.float()}
 
     def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> Calibrated:
         other = super().bound(tables, heads, head_dim)
@@ -155,8 +144,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
         like = torch.empty(shape[-3], 0, shape[-1], dtype=dtype, device=strings.device)
         layout = self._layout(like)
         flat = self.levels(strings.flatten(0, -2), layout, dtype)
-        unshrunk = bool(self.tables["unshrunk"]) if self.chooses else bool(self.unshrunk)
-        factors = _factors(layout, self.errors, self._scale(shape[-1]), unshrunk)
+        factors = _factors(layout, self.errors, self._scale(shape[-1]), bool(self.unshrunk))
         if factors is not None:
             flat = flat * factors.to(flat.device, dtype)
         if self.widths is Widths.equal:
@@ -181,58 +169,22 @@ class ScalarQuantizer(ComponentQuantizer):
 
     Args:
         bits, widths, deviation, unshrunk: as `ComponentQuantizer`.
-        fitted: levels are fitted to the calibration text, to all components of a width together; else they are the
-            Lloyd-Max levels of N(0, 1). Widths, and what `unshrunk` scales by, are those of N(0, 1).
-
-    Table, where fitted: `levels` `[sum of 2^width over the widths that occur]` in fp32, the narrowest first.
 
     Raises:
-        ConfigError: as `ComponentQuantizer`, or fitted levels with equal widths, which no calibration has.
-        Unsupported: other bits.
+        ConfigError, Unsupported: as `ComponentQuantizer`.
 
     Source: Max 1960, Table I.
     """
 
     version: ClassVar[int] = 1
 
-    def __init__(
-        self,
-        bits: float | int,
-        widths: Widths | str = Widths.equal,
-        deviation: Deviation | str = Deviation.one,
-        unshrunk: bool | Literal["chosen"] = False,
-        fitted: bool = False,
-    ) -> None:
-        super().__init__(bits, widths, deviation, unshrunk)
-        if fitted and self.widths is Widths.equal:
-            raise ConfigError("fitted=true: with widths of their own; equal widths are not calibrated")
-        self.fitted = fitted
-
     @property
     def errors(self) -> tuple[float, ...]:
         return scalar_errors()
 
-    def shared_out(self, spectrum: Float[Tensor, " components"], widths: UInt8[Tensor, " components"]) -> Tables:
-        """The tables, once the bits are shared out; levels of N(0, 1) until they are fitted."""
-        tables = super().shared_out(spectrum, widths)
-        if self.fitted:
-            tables["levels"] = torch.cat([normal_levels(width) for width in used(widths)] or [torch.zeros(0)]).float()
-        return tables
-
-    def _books(self, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "widths levels"]:
-        """Levels of each width, rows filled up with zeros."""
-        if not self.fitted:
-            return _books(dtype, device)
-        if (key := ("books", dtype, device)) not in self._cast:
-            widths, out = used(self.tables["widths"]), torch.zeros(WIDEST, 2**WIDEST)
-            for width, own in zip(widths, self.tables["levels"].split([2**width for width in widths]), strict=True):
-                out[width - 1, : len(own)] = own
-            self._cast[key] = out.to(device, dtype)
-        return self._cast[key]
-
     def strings(self, x: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-        widths, books = torch.tensor(layout.widths, device=x.device), self._books(x.dtype, x.device)
+        widths, books = torch.tensor(layout.widths, device=x.device), _books(x.dtype, x.device)
         for width in sorted(set(layout.widths) - {0}):
             places = (widths == width).nonzero()[:, 0]
             levels = books[width - 1, : 2**width]
@@ -241,12 +193,7 @@ class ScalarQuantizer(ComponentQuantizer):
         return write(codes, layout)
 
     def levels(self, strings: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-        return values_of(strings, layout, layout.widths, self._books(dtype, strings.device))
-
-
-def used(widths: UInt8[Tensor, " components"]) -> list[int]:
-    """The widths that occur, ascending, without 0."""
-    return [width for width in widths.unique().tolist() if width]
+        return values_of(strings, layout, layout.widths, _books(dtype, strings.device))
 
 
 class TrellisQuantizer(ComponentQuantizer):
@@ -272,7 +219,7 @@ class TrellisQuantizer(ComponentQuantizer):
         memory: int = 8,
         widths: Widths | str = Widths.equal,
         deviation: Deviation | str = Deviation.one,
-        unshrunk: bool | Literal["chosen"] = False,
+        unshrunk: bool = False,
     ) -> None:
         within("memory", memory, trellis.LEAST_MEMORY, trellis.MOST_MEMORY)
         self.memory = memory

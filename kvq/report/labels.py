@@ -75,6 +75,11 @@ def is_variant(record: Record) -> bool:
     return not plain or bool(method_departures(record))
 
 
+def keeps_first(record: Record) -> bool:
+    """Whether a run departs from its preset in that it keeps the first token in full precision, and in nothing else."""
+    return method_departures(record) == ["sink tokens 1"]
+
+
 def method_departures(record: Record) -> list[str]:
     """The settings that differ from the preset of the record's method, in words, and a calibration on the test text."""
     return [*from_presets(record).method, *([ON_TEST_TEXT] if is_on_test_text(record) else [])]

@@ -7,6 +7,7 @@ A part, `accuracy[length=512]`, is the quantity before the bracket.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -106,3 +107,51 @@ def units_of(names: Iterable[str], more: Mapping[str, str] | None = None) -> dic
 
 def _whole(name: str) -> str:
     return name.partition("[")[0].removesuffix("_se")
+
+
+IN_FLIGHT = {"1K": 2**10, "8K": 2**13, "32K": 2**15, "128K": 2**17, "1M": 2**20}
+"""Tokens in flight, those of all sequences together, at which tables are counted with what tokens store."""
+SMALL = 0.01
+"""Bits per element of 32K tokens, below which tables are not worth a word."""
+
+
+def table_bits(metrics: Mapping[str, float], tokens: float) -> float | None:
+    """Bits of a run's calibrated tables per element of so many tokens in flight; None: the record does not say.
+
+    All sequences share the tables: 8 sequences of 4K tokens are 32K tokens in flight. Without tables 0.
+    """
+    share = metrics.get("calibration_bits_32k", None if metrics.get("calibration_bytes") else 0.0)
+    return None if share is None else share * IN_FLIGHT["32K"] / tokens
+
+
+def total_bits(metrics: Mapping[str, float], tokens: float) -> float | None:
+    """Bits per element of a run's packed tokens, its tables counted over so many tokens in flight."""
+    bits, tables = metrics.get("bits_per_element"), table_bits(metrics, tokens)
+    return None if bits is None or tables is None else bits + tables
+
+
+def pays_from(metrics: Mapping[str, float], others: Iterable[Mapping[str, float]]) -> tuple[float, int | None] | None:
+    """Tokens in flight from which a run takes fewer bits in all than the smallest of `others` that loses no more.
+
+    Returns:
+        The tokens (infinite: never) and the place of that other run; 0 and None where all others lose more. None: the
+        run has no tables worth a word.
+
+    Args:
+        others: metrics of runs of the same protocol; those with tables do not count.
+    """
+    tables, bits, loss = table_bits(metrics, 1), metrics.get("bits_per_element"), metrics.get("delta_nll")
+    least = SMALL * IN_FLIGHT["32K"]
+    if tables is None or bits is None or loss is None or tables < least:
+        return None
+    no_worse = [
+        (other["bits_per_element"], place)
+        for place, other in enumerate(others)
+        if {"bits_per_element", "delta_nll"} <= other.keys()
+        and other["delta_nll"] <= loss
+        and ((own := table_bits(other, 1)) is not None and own < least)
+    ]
+    if not no_worse:
+        return 0.0, None
+    size, place = min(no_worse)
+    return (tables / (size - bits) if size > bits else math.inf), place

@@ -22,6 +22,7 @@ from kvq.report.labels import BY_ENGINE
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store
+from kvq.results.presets import part_of
 from kvq.results.statistics import fewest_to_differ
 from kvq.tasks.memory import check_shapes_suffice, rows_of
 from kvq_lab.leaderboard import is_of_decoding
@@ -29,6 +30,7 @@ from kvq_lab.words import answered, given_words, number
 
 MOST = 3
 """Choices that are printed."""
+_OWN = "measured on this model"
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _USAGE = """Which cache format to take, from the records of this folder.
 
@@ -60,10 +62,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A recommended format, its bytes at the question's context and batch, and the records that its loss is from."""
+    """A recommended format, its bytes at the question's context and batch, and the records that its loss is from.
+
+    `tables`: of the bytes, those of a calibration's tables.
+    """
 
     row: Row
     bytes: float
+    tables: float
     line: str
     evidence: str
 
@@ -139,7 +145,13 @@ class Advisor:
         found = self._ranked([row.record for row in rows.values() if self._fits(row.record)])
         chosen = found[:MOST] if self.question.loss is not None else found[: -MOST - 1 : -1]
         return [
-            Recommendation(rows[one.key], self._bytes_of(one) or 0.0, self._line(one), self._rests_on(one))
+            Recommendation(
+                rows[one.key],
+                self._bytes_of(one) or 0.0,
+                self.tables_of(one) or 0.0,
+                self._line(one),
+                self._rests_on(one),
+            )
             for one in chosen
         ]
 
@@ -194,8 +206,20 @@ class Advisor:
         return min(found, key=nearness)
 
     def _bytes_of(self, record: Record) -> float | None:
-        size = bytes_of(self.shape, record.method, record.bits, self.question.context)
-        return None if size is None else size * self.question.batch
+        """Of all sequences, with the tables of a calibration, which they share."""
+        size, tables = bytes_of(self.shape, record.method, record.bits, self.question.context), self.tables_of(record)
+        if size is None and "bits_per_element" in record.metrics:  # bits that no closed form has, as measured
+            size = elements_of(self.shape) * self.question.context * record.metrics["bits_per_element"] / 8
+        return None if size is None or tables is None else size * self.question.batch + tables
+
+    def tables_of(self, record: Record) -> float | None:
+        """Bytes of a run's tables at the shape of the question's model; None: they cannot be told."""
+        if not record.metrics.get("calibration_bytes"):
+            return 0.0
+        try:
+            return tables_at(record, cache_shape(composed((f"model={record.model}",)).model), self.shape)
+        except COMPOSE_ERRORS:
+            return None
 
     def _line(self, record: Record) -> str:
         bits = [f"bits={record.bits}"] if record.bits else []
@@ -206,7 +230,7 @@ class Advisor:
         engine = record.provenance.engine
         how = "in the engine itself" if engine else "by preset, in transformers"
         if record.model == self.model.name:
-            return f"measured on this model, {how}"
+            return f"{_OWN}, {how}"
         if family(record.model) == family(self.model.name):
             return f"measured on another model of this family ({record.model}), {how}"
         return f"measured on {record.model} only: a small model; measure yours, {how}"
@@ -229,6 +253,30 @@ def bytes_of(shape: CacheShape, name: str, bits: str, context: int) -> float | N
         return None
 
 
+def elements_of(shape: CacheShape) -> int:
+    """Numbers of keys and values that a token has in all layers."""
+    return sum(kind.count * kind.heads * (kind.dim("key") + kind.dim("value")) for kind in shape.layers)
+
+
+def tables_at(record: Record, own: CacheShape, other: CacheShape) -> float:
+    """Bytes of a run's calibrated tables at the shape of another model, counted from those at its `own`.
+
+    Codebooks grow with the channels of all layers. Matrices, which stages have, grow also with the channels that they
+    join: those of `heads_together` heads, or of all of a layer (`layers: all`: of all layers).
+    """
+    size, method = record.metrics["calibration_bytes"], part_of(record.config, "method")
+    stages = [stage for side in ("key", "value") for stage in part_of(part_of(method, side), "stages").values()]
+    joined = [stage for stage in stages if stage is not None and "left_out" in stage]
+
+    def joins(shape: CacheShape) -> float:
+        if any(stage.get("layers") == "all" for stage in joined):
+            return elements_of(shape)
+        heads = next((stage["heads_together"] for stage in joined if stage.get("heads_together")), None)
+        return max(kind.head_dim * min(heads or kind.heads, kind.heads) for kind in shape.layers)
+
+    return size * elements_of(other) / elements_of(own) * (joins(other) / joins(own) if joined else 1.0)
+
+
 def full_bytes(shape: CacheShape, context: int, batch: int) -> float:
     """Bytes of the cache of `batch` sequences of `context` tokens in fp16."""
     return (bytes_of(shape, "fp16", "", context) or 0.0) * batch
@@ -242,10 +290,13 @@ def shown(choice: Recommendation, place: int, full: float) -> str:
     tail = f", KL of one token in a thousand at least {metrics['kl_p999']:.2f}" if "kl_p999" in metrics else ""
     noise = "; within noise of full precision" if choice.row.within_noise else ""
     name = f"{choice.row.name} {record.bits}".strip()
+    tables = f", tables of {readable(choice.tables)} once for all sequences included" if choice.tables else ""
+    own = choice.row.pays is not None and choice.evidence.startswith(_OWN)
+    pays = f"; tables pay from tokens in flight: {choice.row.pays_text}" if own else ""
     return "\n".join(
         (
             f"{place}. {name}: {choice.line}",
-            f"   {readable(choice.bytes)}, {full / choice.bytes:.1f} times less than fp16",
+            f"   {readable(choice.bytes)}, {full / choice.bytes:.1f} times less than fp16{tables}{pays}",
             f"   loss {loss} nats per token{tail}{noise}",
             f"   {choice.evidence}; {record.dataset}, {metrics.get('windows', 0):.0f} windows",
         )

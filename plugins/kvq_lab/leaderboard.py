@@ -21,6 +21,7 @@ from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row, Table
 from kvq.results import Record, Store
 from kvq.results.files import place, write_file
+from kvq.results.metrics import IN_FLIGHT, total_bits
 from kvq_lab.words import answered, given_words
 
 BUDGETS = (1.25, 2.25, 3.25, 4.25, 8.0)
@@ -37,6 +38,8 @@ _USAGE = """A page of methods by model and budget of measured bits, from records
 class Entry:
     """A line of the leaderboard; what is not on record is None.
 
+    `totals`: bits per element with tables counted, at the tokens in flight of `IN_FLIGHT`; `pays`: of a method with
+    tables, from how many tokens in flight they pay, and against which method (`kvq.results.metrics.pays_from`).
     `noise`: within noise of full precision. `frontier`: no method of its table is better at equal or fewer bits beyond
     noise. `engine`: an engine's format, by preset or measured in the engine itself.
     """
@@ -45,6 +48,8 @@ class Entry:
     budget: float
     method: str
     bits: float
+    totals: tuple[float | None, ...]
+    pays: str
     loss: float
     error: float | None
     tail: float | None
@@ -131,6 +136,8 @@ def _entry(row: Row, budget: float, others: _SamePreset) -> Entry:
         budget=budget,
         method=f"{row.name} {record.bits}".strip(),
         bits=metrics["bits_per_element"],
+        totals=tuple(total_bits(metrics, tokens) for tokens in IN_FLIGHT.values()),
+        pays=row.pays_text,
         loss=metrics["delta_nll"],
         error=metrics.get("delta_nll_se"),
         tail=metrics.get("kl_p999"),
@@ -147,11 +154,11 @@ def _entry(row: Row, budget: float, others: _SamePreset) -> Entry:
 
 
 def _bytes_at_context(metrics: Mapping[str, float]) -> float | None:
-    """Bytes of `CONTEXT` packed tokens of one sequence at measured bits; None where the run sized no cache."""
+    """Bytes of `CONTEXT` packed tokens of one sequence with the tables; None where the run sized no cache."""
     if not {"total_bytes", "cached_tokens", "effective_bits"} <= metrics.keys() or not metrics["effective_bits"]:
         return None
     per_token = metrics["total_bytes"] / metrics["cached_tokens"] / metrics["effective_bits"]
-    return CONTEXT * per_token * metrics["bits_per_element"]
+    return CONTEXT * per_token * metrics["bits_per_element"] + metrics.get("calibration_bytes", 0.0)
 
 
 def is_of_decoding(table: Table) -> bool:
@@ -168,7 +175,7 @@ def page(found: Sequence[Entry]) -> str:
     for entry in found:
         groups.setdefault((entry.model, entry.budget), []).append(asdict(entry))
     models = list(dict.fromkeys(entry.model for entry in found))
-    given = {"groups": groups, "models": models, "budgets": BUDGETS, "context": CONTEXT}
+    given = {"groups": groups, "models": models, "budgets": BUDGETS, "context": CONTEXT, "lengths": IN_FLIGHT}
     return environment.from_string(source).render(**given)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,9 @@ import pandas as pd
 
 from kvq.report.figures.drawing import below, dress, handle, panels, powers_of_two, register_figure, rows_named
 from kvq.report.figures.error import labelled_rows
-from kvq.report.figures.style import Line, colour, cut, lines_of
-from kvq.report.labels import label, named
+from kvq.report.figures.style import Line, colour, lines_of
+from kvq.report.labels import named
 from kvq.results import Record, Store
-from kvq.results.metrics import metric_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,8 +22,6 @@ PAPERS = (("nsn, 3 bits", 5.09), ("OScaR, 2 bits", 5.3))
 """Published compression against 16 bits: nsn's README (2,048 tokens), OScaR's abstract (128K tokens)."""
 REFERENCES = {"dynamic": "full precision", "preallocated": "full precision, one buffer"}
 _GIB = 2**30
-_OTHER_SIZE = 0.25
-_MULTIPLICATIONS = "decode_multiplications"
 _RATES = {"peak_bytes": "peak memory above the weights (GiB)", "tokens_per_second": "tokens per second"}
 _PEAKS = ("prefill_peak_bytes", "decode_peak_bytes")
 
@@ -150,55 +146,4 @@ def _bars(table: pd.DataFrame) -> Figure:
         axis.barh(range(len(looks)), [values[name] for name in looks], color=[look.color for look in looks.values()])
         dress(axis, f"{words}, {table['batch'].iloc[0]} requests at once", grid="x")
     rows_named(axes[0], list(looks))
-    return made
-
-
-def tables_table(records: Sequence[Record], store: Store) -> pd.DataFrame:
-    """Runs of calibrated methods: loss, bytes of their tables, and bits per element of 32K tokens with the tables.
-
-    Also the multiplications of decoding an element, where records have them: older ones do not, nor have tables that
-    are no matrices. Of a method's presets only those whose tables are smaller or larger by `_OTHER_SIZE` at the same
-    bits; empty where there are none.
-    """
-    wanted = ("delta_nll", "delta_nll_se", "calibration_bytes", "effective_bits", "calibration_bits_32k")
-    known = [r for r in records if r.metrics.get("calibration_bytes") and all(name in r.metrics for name in wanted)]
-    sizes = {(label(record), record.bits): record.metrics["calibration_bytes"] for record in known}
-    lines, others = [], 0
-    for record in sorted(known, key=lambda record: (label(record), record.metrics["effective_bits"])):
-        own, base = label(record), sizes.get((record.method.partition("/")[0], record.bits))
-        if own != record.method.partition("/")[0] and base is not None:
-            if abs(record.metrics["calibration_bytes"] / base - 1) < _OTHER_SIZE:
-                continue
-            others += 1
-        found = {name: record.metrics[name] for name in wanted}
-        found["bits_with_tables_32k"] = found["effective_bits"] + found["calibration_bits_32k"]
-        if _MULTIPLICATIONS in record.metrics:
-            found[_MULTIPLICATIONS] = record.metrics[_MULTIPLICATIONS]
-        lines.append({"method": own, "bits": record.bits, **found})
-    return pd.DataFrame(lines if others else [])
-
-
-@register_figure("tables", "Tables of calibrations: {where}", tables_table, task="ppl")
-def tables_figure(table: pd.DataFrame) -> Figure:
-    """Loss by bytes of a calibration's tables, by all bits of a sequence of 32K tokens, and by multiplications.
-
-    The last is left out where no run has them.
-    """
-    columns = {
-        "calibration_bytes": ("tables (MB)", 1e-6),
-        "bits_with_tables_32k": ("bits per element of 32K tokens,\ntables included", 1),
-        _MULTIPLICATIONS: ("multiplications per\ndecoded element", 1),
-    }
-    columns = {name: drawn for name, drawn in columns.items() if name in table}
-    looks = lines_of(list(dict.fromkeys(table["method"])))
-    made, axes = panels(2, 2.6 + 0.16 * math.ceil(len(looks) / 3), 1, len(columns), sharey=True)
-    for method, look in looks.items():
-        for axis, (column, (_, scale)) in zip(axes, columns.items(), strict=True):
-            part = table[table["method"] == method].dropna(subset=column)
-            axis.plot(part[column] * scale, part["delta_nll"], **look._asdict(), markersize=4, label=cut(method, 26))
-    axes[0].set_yscale("log")
-    for axis, (words, _) in zip(axes, columns.values(), strict=True):
-        axis.set_xlim(left=0)
-        dress(axis, words, metric_of("delta_nll").title if axis is axes[0] else "", "both")
-    below(made, axes[0], 3)
     return made

@@ -30,11 +30,12 @@ from kvq.report.comparisons import (
     samples_of,
     widths,
 )
-from kvq.report.labels import by_bits, is_variant, label, model_name, protocol_departures
+from kvq.report.labels import by_bits, is_variant, keeps_first, label, model_name, protocol_departures
 from kvq.report.labels import protocol as protocol_of
 from kvq.report.tables.layout import LISTED, Continuation, Row, Table, Tables, Texts
 from kvq.report.tables.notes import notes_of
 from kvq.results import Broken, Record, Store, run_key, staleness
+from kvq.results.metrics import pays_from
 from kvq.results.presets import PROTOCOL, cache_dtype, flatten, joined, said, settings_of
 from kvq.results.statistics import holm
 
@@ -171,7 +172,14 @@ def _rows(
     for record in done:
         by_name[names[record.key]].append(record)
     verdicts = Verdicts(methods, comparisons, (pair for runs in by_name.values() for pair in widths(runs)))
+    rivals = [record for record in done if record.key not in variants or keeps_first(record)]
+    paying = {record.key: pays_from(record.metrics, [one.metrics for one in rivals]) for record in done}
     best, best_measured = (frontier(methods, verdicts, bits) for bits in (effective_bits, measured_bits))
+
+    def shown(place: int | None) -> str:
+        """The name and bits of a method."""
+        return "" if place is None else f"{names[rivals[place].key]} {rivals[place].bits}".strip()
+
     ordered = sorted(records, key=lambda r: (r.key not in baselines, names[r.key], by_bits(r.bits), r.key))
     rows: list[Row] = []
     footnotes = 0
@@ -192,6 +200,7 @@ def _rows(
                 p_value=corrected.get(record.key),
                 variant=record.key in variants,
                 unquantized=not baseline and is_unquantized(record, known),
+                pays=None if (own := paying.get(record.key)) is None else (own[0], shown(own[1])),
             )
         )
     return tuple(rows), verdicts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import yaml
 
 from kvq.config import plugins
 from kvq.results import Broken, Record
-from kvq.results.metrics import AT_LENGTH, METRICS, Metric, length_of, metric_of
+from kvq.results.metrics import AT_LENGTH, IN_FLIGHT, METRICS, Metric, length_of, metric_of, total_bits
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Row:
     `unquantized`: every item was shorter than the residual; `best`: on the frontier of effective bits,
     `best_measured`: on that of measured bits. `p_value` is that of its paired difference to full
     precision, corrected for all rows of the table (Holm). `tokens`: the length that a line of `task=memory` is of.
+    `pays`: of a run with tables, `pays_from` which tokens in flight, and the name of the run that it then undercuts.
     """
 
     record: Record
@@ -40,6 +42,15 @@ class Row:
     unquantized: bool = False
     tokens: int | None = None
     above_limit: float | None = None
+    pays: tuple[float, str] | None = None
+
+    @property
+    def pays_text(self) -> str:
+        """From where its tables pay, and against what."""
+        if self.pays is None:
+            return DASH
+        tokens, rival = self.pays
+        return "any" if not rival else f"never ({rival})" if math.isinf(tokens) else f"{tokens:,.0f} ({rival})"
 
 
 @dataclass(frozen=True)
@@ -220,6 +231,18 @@ def _above(row: Row) -> Cell:
 
 
 _ABOVE = Column("Bits above the limit at equal loss", "Above", _above)
+_AT_32K = IN_FLIGHT["32K"]
+
+
+def _total(row: Row) -> Cell:
+    bits = total_bits(row.record.metrics, _AT_32K)
+    return Cell(DASH if bits is None or row.baseline else fixed(bits, 3))
+
+
+_WITH_TABLES = (
+    Column("Total bits/element at 32K tokens in flight, tables counted", "At 32K", _total),
+    Column("Tables pay from (tokens in flight; against)", "Pays from", lambda row: Cell(row.pays_text)),
+)
 _TOKENS = Column("Tokens", "Tokens", lambda row: Cell(DASH if row.tokens is None else f"{row.tokens:,}"))
 
 
@@ -301,7 +324,8 @@ def columns_of(table: Table) -> tuple[Column, ...]:
         off = Column("Preset's NLL − engine's ± SE", "Off ± SE", _difference(METRICS["preset_off"]))
         compared = [off, *known("agreement")] if "preset_off" in names else []
         tails = known("tails_of_files" if task == "kld" else "tails")
-        return (*COLUMNS, *tails, *([_ABOVE] if table.limit else []), *compared)
+        counted = _WITH_TABLES if any(row.pays is not None for row in table.rows) else ()
+        return (*COLUMNS, *tails, *counted, *([_ABOVE] if table.limit else []), *compared)
     main = "accuracy" if "accuracy" in names else "score"
     columns = (
         _column(main, _with_footnote(_metric(METRICS[main]))),

@@ -14,12 +14,18 @@ from kvq.results.presets import cache_dtype, settings_of
 from kvq.results.statistics import ALPHA, fewest_to_differ
 
 _MOST_NAMED = 5
-_ALWAYS = ("Short: ", "Too short: ", "[")
+_ALWAYS = ("Short: ", "Too short: ", "Tables: ", "[")
 _DTYPE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
 STALE = (
     "† stale: the version of a part that made this number has been raised since, or the part is gone; the command "
     "measures it again."
+)
+
+TABLES = (
+    "Tables: a calibration's are not in measured bits; all sequences share them. They pay from so many tokens in "
+    "flight on: then the row takes fewer bits in all than the smallest method without tables that loses no more "
+    "(in brackets); any: no method without tables loses as little."
 )
 
 
@@ -31,6 +37,7 @@ def notes_of(rows: Sequence[Row], comparisons: Comparisons, verdicts: Verdicts) 
         *_perplexity(rows, comparisons),
         *_dtypes(rows),
         *_residuals(rows),
+        *([TABLES] if any(row.pays is not None for row in rows) else []),
         *_decode_mode(rows),
         *_bit_widths(rows, comparisons, verdicts),
         *_baselines(rows),

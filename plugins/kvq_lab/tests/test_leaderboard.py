@@ -65,6 +65,21 @@ def test_lines_by_budget_and_loss(store: Store) -> None:
     assert all((store.root / one.record).is_file() for one in found)
 
 
+def test_tables_count_in_all_and_say_from_where_they_pay(store: Store) -> None:
+    """OScaR with tables of 0.5 bits at 32K tokens undercuts llama.cpp's 4.5 bits, which loses less, from 12K on."""
+    runs = {(one.method, one.bits): one for one in store.scan()[0]}
+    oscar = runs["oscar", "2"]
+    more = {"calibration_bytes": 1000.0, "calibration_bits_32k": 0.5}
+    store.put(oscar.model_copy(update={"metrics": oscar.metrics | more}), store.samples_of(oscar))
+    found = {one.method: one for one in entries(store)}
+    assert found["oscar 2"].totals == pytest.approx([3.125 + 0.5 * 32 / k for k in (1, 8, 32, 128, 1024)])
+    assert found["kivi 2"].totals == (3.0,) * 5
+    assert found["oscar 2"].pays == "11,916 (engine/llamacpp_q4_0)"
+    assert found["kivi 2"].pays == "–"
+    assert found["oscar 2"].bytes == pytest.approx(leaderboard.CONTEXT * 400 / 6.25 * 3.125 + 1000)
+    assert "11,916 (engine/llamacpp_q4_0)" in page(list(found.values()))
+
+
 def test_needles_and_speed_stand_beside(store: Store) -> None:
     for record in (
         made.record("kivi", "2", task="niah", metrics={"accuracy": 0.25, "items": 4.0}, settings={"a": 1}),

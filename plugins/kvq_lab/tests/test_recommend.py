@@ -9,6 +9,7 @@ import pytest
 from kvq.config import compose, resolve
 from kvq.config.identity import by_names
 from kvq.errors import ConfigError, RecordError
+from kvq.models.shapes import CacheShape, LayerKind
 from kvq.results import Record, Store, run_key
 from kvq.results.versions import versions_of
 from kvq_lab import advisor as recommend
@@ -63,6 +64,24 @@ def test_bounds_of_loss_and_memory(store: Store) -> None:
     assert [answer.partition(" ")[0] for answer in answers(store, f"memory={least / 2**20:.6f}MiB")] == cheapest
     assert answers(store, "memory=1KiB") == []
     assert answers(store, f"memory={least / 2**20:.6f}MiB", "batch=2") == []
+
+
+def test_tables_are_counted_once_for_all_sequences(store: Store) -> None:
+    """Waterfill at 1 bit, with tables of 4 MB, is the smallest of many sequences; one is smaller in another format."""
+    full = next(run for run in store.scan()[0] if run.method == "fp16")
+    run = put(store, "waterfill", "1", 0.15, 0.001, full)
+    more = {"calibration_bytes": 4e6, "calibration_bits_32k": 0.5, "bits_per_element": 1.0}
+    store.put(run.model_copy(update={"metrics": run.metrics | more}), store.samples(run.key))
+    assert "waterfill 1" not in answers(store, "loss=0.18")
+    assert answers(store, "loss=0.18", "batch=64")[0] == "waterfill 1"
+    advisor = recommend.Advisor(recommend.question_of(["model=tiny", "context=2048", f"results={store.root}"]))
+    assert advisor.tables_of(run.model_copy(update={"metrics": run.metrics | more})) == 4e6
+    shape = CacheShape((LayerKind(2 * advisor.shape.count, 8, 64),), None)
+    (kind,) = advisor.shape.layers
+    grown = 4e6 * 2 * (8 * 64 / (kind.heads * kind.head_dim)) ** 2
+    found = store.scan()[0]
+    on_record = next(one for one in found if one.method == "waterfill")
+    assert recommend.tables_at(on_record, advisor.shape, shape) == pytest.approx(grown)
 
 
 def test_an_engine_alone(store: Store) -> None:

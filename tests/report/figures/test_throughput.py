@@ -6,16 +6,13 @@ import itertools
 from pathlib import Path
 
 import pandas as pd
-import pytest
 
 from kvq.config import compose, resolve
 from kvq.config.identity import canonical
-from kvq.report.figures import cost
 from kvq.report.figures.cost import throughput_figure
 from kvq.report.figures.every import drawings
 from kvq.report.figures.style import image_of
 from kvq.results import Store
-from tests.report import sweeps
 from tests.results import made
 
 
@@ -84,32 +81,3 @@ def test_one_batch_is_drawn_as_bars() -> None:
     assert [text.get_text() for text in memory.get_yticklabels()] == ["full precision", "kivi 2", "nsn 2"]
     assert memory.get_xlabel() == "peak memory above the weights (GiB), 4 requests at once"
     assert image_of(made)
-
-
-def test_tables_of_calibrations_are_drawn_where_a_preset_has_others(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    full = sweeps.put_run(store, "fp16", "", sweeps.losses(0.0, 0.0, 0), None, 16.0)
-
-    def put(name: str, loss: float, size: float) -> None:
-        run = sweeps.put_run(store, name, "2", sweeps.losses(loss, 0.01, 1), full, 2.0)
-        sweeps.put_more(store, run, {"calibration_bytes": size, "calibration_bits_32k": size / 1e6, "delta_nll": loss})
-
-    put("waterfill", 0.1, 4e5)
-    put("waterfill/ridge", 0.12, 4.2e5)  # tables of nearly the same size
-    assert cost.tables_table([record for record in store.scan()[0] if record.baseline_key], store).empty
-    put("waterfill/fp16_tables", 0.11, 2e5)
-    table = cost.tables_table([record for record in store.scan()[0] if record.baseline_key], store)
-    assert table["method"].tolist() == ["waterfill", "waterfill/fp16_tables"]
-    assert table["bits_with_tables_32k"].tolist() == pytest.approx([2.4, 2.2])
-    left, right = cost.tables_figure(table, "title").axes
-    assert left.lines[0].get_xdata().tolist() == pytest.approx([0.4])
-    assert right.lines[1].get_ydata().tolist() == pytest.approx([0.11])
-    assert "decode_multiplications" not in table
-    run = sweeps.put_run(store, "waterfill/pairs", "2", sweeps.losses(0.15, 0.01, 1), full, 2.0)
-    more = {"calibration_bytes": 1e5, "calibration_bits_32k": 0.1, "delta_nll": 0.15, "decode_multiplications": 64.0}
-    sweeps.put_more(store, run, more)
-    table = cost.tables_table([record for record in store.scan()[0] if record.baseline_key], store)
-    *_, last = cost.tables_figure(table, "title").axes
-    assert {line.get_label(): line.get_xdata().tolist() for line in last.lines} == {
-        "waterfill": [], "waterfill/fp16_tables": [], "waterfill/pairs": [64.0],
-    }  # fmt: skip
