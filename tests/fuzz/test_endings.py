@@ -38,7 +38,7 @@ HANGS_SECONDS = 600.0
 PROCESS = 12
 """One of so many is a process of its own."""
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tests.conftest", "kvq.runs", "kvq.sweep", "kvq.cli", "kvq.papers.figures"])
+_server.set_forkserver_preload(["conftest", "kvq.runs", "kvq.sweep", "kvq.cli", "kvq.papers.figures"])
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
