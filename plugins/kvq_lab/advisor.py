@@ -7,6 +7,7 @@ and the tail of its KL, and what that rests on. A format within noise of a cheap
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from kvq.config import Config, compose, resolve
 from kvq.config.explain import COMPOSE_ERRORS, choices, composed
+from kvq.config.limits import EMBEDDED
 from kvq.errors import ConfigError, RecordError, printable
 from kvq.methods.build import method_of
 from kvq.models.shapes import CacheShape, cache_shape
@@ -22,7 +24,7 @@ from kvq.report.labels import BY_ENGINE
 from kvq.report.tables.build import build_tables
 from kvq.report.tables.layout import Row
 from kvq.results import Record, Store
-from kvq.results.presets import part_of
+from kvq.results.presets import model_path, part_of
 from kvq.results.statistics import fewest_to_differ
 from kvq.tasks.memory import check_shapes_suffice, rows_of
 from kvq_lab.leaderboard import is_of_decoding
@@ -62,9 +64,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A recommended format, its bytes at the question's context and batch, and the records that its loss is from.
+    """A recommended format, its bytes at the question's context and batch, and what its loss rests on.
 
-    `tables`: of the bytes, those of a calibration's tables.
+    `tables`: of the bytes, those of a calibration's tables. `elsewhere`: what the tables of other real models say of
+    it, where the question's model has none.
     """
 
     row: Row
@@ -72,6 +75,7 @@ class Recommendation:
     tables: float
     line: str
     evidence: str
+    elsewhere: tuple[str, ...] = ()
 
 
 def question_of(words: Sequence[str]) -> Question:
@@ -141,8 +145,10 @@ class Advisor:
         Raises:
             RecordError: no run of a format that may be chosen is on record.
         """
-        rows = {row.record.key: row for row in self._evidence()}
-        found = self._ranked([row.record for row in rows.values() if self._fits(row.record)])
+        nearest, *others = [[row for row in rows if self._fits(row.record)] for rows in self._evidence()]
+        rows = {row.record.key: row for row in nearest}
+        found = self._ranked([row.record for row in nearest])
+        elsewhere = [self._ranked([row.record for row in table]) for table in others]
         chosen = found[:MOST] if self.question.loss is not None else found[: -MOST - 1 : -1]
         return [
             Recommendation(
@@ -151,6 +157,7 @@ class Advisor:
                 self.tables_of(one) or 0.0,
                 self._line(one),
                 self._rests_on(one),
+                tuple(map(self._compare, itertools.repeat(one), others, elsewhere)),
             )
             for one in chosen
         ]
@@ -183,8 +190,10 @@ class Advisor:
         losses = self._comparisons.losses(row.record)
         return losses is not None and len(losses.windows) >= fewest_to_differ()
 
-    def _evidence(self) -> list[Row]:
-        """Formats of the nearest table of decoding: of this model, its family, the real model, any other.
+    def _evidence(self) -> list[list[Row]]:
+        """Formats of the nearest table of decoding: of this model, its family, a real model, any other.
+
+        Where none is of this model or its family, the largest table of each other real model comes after it.
 
         Raises:
             RecordError: none has losses of as many windows as a verdict needs.
@@ -192,7 +201,7 @@ class Advisor:
 
         def nearness(rows: list[Row]) -> tuple[int, int]:
             model = rows[0].record.model
-            ranks = (model == self.model.name, family(model) == family(self.model.name), model == "smollm2_135m")
+            ranks = (model == self.model.name, family(model) == family(self.model.name), _is_real(rows))
             return ranks.index(True) if any(ranks) else len(ranks), -len(rows)
 
         tables = [table.rows for table in build_tables(self.store).tables if is_of_decoding(table)]
@@ -203,7 +212,26 @@ class Advisor:
             asked = "a method" if engine is None else f"a format of {engine}"
             run = f"python run.py -m {' '.join(self.question.model)} method={','.join(names)} task.context=1024"
             raise RecordError(f"no run of {asked} is on record; measure some: {run}")
-        return min(found, key=nearness)
+        by_model = {rows[0].record.model: rows for rows in sorted(found, key=nearness, reverse=True)}
+        nearest = min(by_model.values(), key=nearness)
+        if nearness(nearest)[0] < 2:
+            return [nearest]
+        return [nearest, *(rows for rows in by_model.values() if rows is not nearest and _is_real(rows))]
+
+    def _compare(self, record: Record, table: Sequence[Row], ranked: Sequence[Record]) -> str:
+        """What another model's table says of a choice: its loss there, and what is better there at no more bytes."""
+        if not table:
+            return "nothing that fits is measured on the other real model"
+        same = next((row for row in table if _name(row.record) == _name(record)), None)
+        model, size = table[0].record.model, self._bytes_of(record) or 0.0
+        if same is None:
+            return f"not measured on {model}"
+        words = f"on {model} it loses {same.record.metrics['delta_nll']:+.4f}"
+        better = [one for one in ranked if (self._bytes_of(one) or 0.0) <= size and _name(one) != _name(record)]
+        if not better or any(_name(one) == _name(record) for one in ranked):
+            return words
+        best = better[-1]
+        return f"{words}, {' '.join(_name(best)).strip()} {best.metrics['delta_nll']:+.4f} in at most its bytes"
 
     def _bytes_of(self, record: Record) -> float | None:
         """Of all sequences, with the tables of a calibration, which they share."""
@@ -234,6 +262,14 @@ class Advisor:
         if family(record.model) == family(self.model.name):
             return f"measured on another model of this family ({record.model}), {how}"
         return f"measured on {record.model} only: a small model; measure yours, {how}"
+
+
+def _is_real(rows: Sequence[Row]) -> bool:
+    return not model_path(rows[0].record.model).startswith(EMBEDDED)
+
+
+def _name(record: Record) -> tuple[str, str]:
+    return record.method, record.bits
 
 
 @functools.lru_cache(maxsize=512)
@@ -283,7 +319,7 @@ def full_bytes(shape: CacheShape, context: int, batch: int) -> float:
 
 
 def shown(choice: Recommendation, place: int, full: float) -> str:
-    """The text of a recommendation, in four lines."""
+    """The text of a recommendation, in four lines and one for each other real model."""
     metrics, record = choice.row.record.metrics, choice.row.record
     error = metrics.get("delta_nll_se")
     loss = f"{metrics['delta_nll']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
@@ -299,6 +335,7 @@ def shown(choice: Recommendation, place: int, full: float) -> str:
             f"   {readable(choice.bytes)}, {full / choice.bytes:.1f} times less than fp16{tables}{pays}",
             f"   loss {loss} nats per token{tail}{noise}",
             f"   {choice.evidence}; {record.dataset}, {metrics.get('windows', 0):.0f} windows",
+            *(f"   {words}" for words in choice.elsewhere),
         )
     )
 
@@ -323,6 +360,10 @@ def _answer(words: list[str]) -> int:
     print(about)
     for place, choice in enumerate(found, 1):
         print(printable(shown(choice, place, full)))
+    if any(choice.elsewhere for choice in found):
+        yours = " ".join(question.model)
+        print(f"Orders differ between models. On yours: kvq choose {yours}, or half a minute a method of its states:")
+        print(f"python run.py -m task=error task.context=1024 task.windows=2 {yours} method=kivi,oscar,nsnquant bits=2")
     return 0
 
 

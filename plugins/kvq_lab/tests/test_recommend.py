@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,18 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def put(store: Store, name: str, bits: str, loss: float, noise: float, full: Record | None) -> Record:
+def put(
+    store: Store, name: str, bits: str, loss: float, noise: float, full: Record | None, model: str = "tiny"
+) -> Record:
     """A run on record as a run of these settings would be."""
-    config = resolve(compose([f"method={name}", *([f"bits={bits}"] if bits else [])]))
+    config = resolve(compose([f"model={model}", f"method={name}", *([f"bits={bits}"] if bits else [])]))
     settings = by_names(config)
-    known = {"config": settings, "key": run_key(settings), "versions": versions_of(settings, type(config.task))}
+    known = {
+        "model": model,
+        "config": settings,
+        "key": run_key(settings),
+        "versions": versions_of(settings, type(config.task)),
+    }
     return sweeps.put_run(store, name, bits, sweeps.losses(loss, noise, len(name + bits)), full, 3.0, **known)
 
 
@@ -99,6 +107,26 @@ def test_what_it_rests_on(store: Store, capsys: pytest.CaptureFixture[str]) -> N
     assert "another model of this family (tiny)" in capsys.readouterr().out
     assert recommend.main(["model=llama_3_1_8b", "context=8192", f"results={store.root}"]) == 0
     assert "measured on tiny only" in capsys.readouterr().out
+
+
+def test_a_third_model_rests_on_both_real_ones(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """OScaR leads nsn at 2 bits on one of them and not on the other; TurboQuant is measured on one alone."""
+    losses = {
+        "smollm2_135m": {"oscar 2": 0.1, "nsn 2": 0.3, "turboquant 2": 0.4},
+        "gemma3_270m": {"oscar 2": 0.3, "nsn 2": 0.1},
+    }
+    for model, found in losses.items():
+        full = put(store, "fp16", "", 0.0, 0.0, None, model)
+        for name, loss in found.items():
+            put(store, *name.split(), loss, 0.01, full, model)
+    assert recommend.main(["model=llama_3_1_8b", "context=8192", f"results={store.root}"]) == 0
+    out = capsys.readouterr().out
+    assert "measured on smollm2_135m only" in out
+    assert re.search(r"on gemma3_270m it loses \+0\.30\d+, nsn 2 \+0\.\d+ in at most its bytes", out)
+    assert "not measured on gemma3_270m" in out
+    assert "kvq choose model=llama_3_1_8b" in out
+    assert recommend.main(["model=gemma3_270m", "context=8192", f"results={store.root}"]) == 0
+    assert "smollm2" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
