@@ -11,6 +11,9 @@ its own settings of the method.
 `{{stand-in smollm2_135m tiny_sinks generation rho}}` is a column of the figure `stand-ins`, of a real model, an
 embedded one and a scoring, and `{{texts tiny_hard rho}}` one of the order of methods by loss and by texts;
 `{{search smollm2_135m tpe 0}}` is the hypervolume that a search with a seed ended at, `mean` that of all its seeds.
+`{{predicted smollm2_135m both_output_error parallel}}` is Spearman's ρ of an error of states with losses, `{{states
+smollm2_135m key_kurtosis_raw}}` the mean over layers of a statistic, `{{rotated gemma3_270m 5}}` what rotating keys
+does to the noise of a layer's logits.
 Lines of their own, which the page does not have:
 
     <!-- alias: outliers = model=tiny_outliers -->
@@ -32,6 +35,7 @@ from typing import Any
 import pandas as pd
 from kvq_lab.figures import searches
 
+from experiments.docs import predictions
 from kvq.report.comparisons import mark_within_noise
 from kvq.report.figures.over_models import stand_in_table, text_order_table
 from kvq.report.labels import method_departures, protocol_departures
@@ -52,6 +56,7 @@ _SAID = ("metric", "as", "else")
 STAND_IN = "stand-in "
 TEXTS = "texts "
 SEARCH = "search "
+STATES = ("predicted ", "states ", "rotated ")
 Words = dict[str, str]
 
 
@@ -101,7 +106,7 @@ class Findings:
             return first["else"]
 
     def _shown(self, place: str) -> str:
-        if place.startswith((STAND_IN, TEXTS, SEARCH)):
+        if place.startswith((STAND_IN, TEXTS, SEARCH, *STATES)):
             words, _, form = place.partition(" as=")
             return f"{self.value(words):{form or '.2f'}}"
         first, join, second = self._parts(place)
@@ -116,6 +121,8 @@ class Findings:
         """The number of a place, without its format."""
         if place.startswith(STAND_IN):
             return self._stand_in(*place.split()[1:])
+        if place.startswith(STATES):
+            return self._of_states(*place.split())
         if place.startswith(SEARCH):
             return self._hypervolume(*place.split()[1:])
         if place.startswith(TEXTS):
@@ -138,6 +145,13 @@ class Findings:
         if found.empty:
             raise NotMeasured(f"{STAND_IN} {real} {model} {scoring}: no pairs of methods")
         return float(found.iloc[0][column])
+
+    def _of_states(self, kind: str, model: str, name: str, scoring: str = "") -> float:
+        if kind == "predicted":
+            return predictions.predicted(self._records, model, name, scoring)[0]
+        if kind == "rotated":
+            return predictions.rotation_noise(model)[0][int(name)]
+        return predictions.mean_over_layers(model, name)
 
     def _hypervolume(self, model: str, sampler: str, seed: str) -> float:
         ends = [

@@ -180,14 +180,15 @@ def _said(part: pd.DataFrame) -> str:
 def stand_in_table(records: Sequence[Record]) -> pd.DataFrame:
     """Losses of each method (with its bits) on a real model and on an embedded one, one line per pair and scoring.
 
-    Of a model and scoring, the protocol with most runs counts. Columns `rho`, `low`, `high`, `methods`: Spearman's rank
-    correlation of the two models' losses over methods and its 95% interval, by bootstrap over methods (percentiles).
+    Two real models are a pair too, once. Of a model and scoring, the protocol with most runs counts. Columns `rho`,
+    `low`, `high`, `methods`: Spearman's rank correlation of the two models' losses over methods and its 95% interval, by
+    bootstrap over methods (percentiles).
     """
     losses = _losses(records)
     if losses.empty:
         return losses
-    joined = losses[losses["real"]].merge(losses[~losses["real"]], on=["scoring", "method"], suffixes=("", "_stand_in"))
-    return _correlations(joined)
+    joined = losses[losses["real"]].merge(losses, on=["scoring", "method"], suffixes=("", "_stand_in"))
+    return _correlations(joined[~joined["real_stand_in"] | (joined["model"] < joined["model_stand_in"])])
 
 
 def text_order_table(records: Sequence[Record]) -> pd.DataFrame:
@@ -266,12 +267,12 @@ def _correlated(pairs: pd.DataFrame) -> pd.DataFrame:
 
 @register_figure(
     "stand-ins",
-    "Losses on real models and on the embedded ones: one mark per method and bits",
+    "Losses on real models and on others: one mark per method and bits",
     lambda records, _: stand_in_table(records),
     of="records",
 )
 def stand_in_figure(table: pd.DataFrame) -> Figure:
-    """Loss on a real model over loss on each embedded one, a row of panels for each real model and scoring.
+    """Loss on a real model over loss on each other one, a row of panels for each real model and scoring.
 
     The farthest methods are named.
     """
@@ -297,7 +298,7 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
             said = f"ρ {first['rho']:.2f} [{first['low']:.2f}, {first['high']:.2f}], {first['methods']} methods"
             above = f"{first['model_stand_in']}\n" if row == next(iter(rows)) else ""
             axis.set_title(above + said, fontsize=6)
-    made.supxlabel("ΔNLL on the embedded model (nats/token)", fontsize=8)
+    made.supxlabel("ΔNLL on the other model (nats/token)", fontsize=8)
     return made
 
 

@@ -44,6 +44,7 @@ from kvq.report.figures.over_models import (
     scatter_figure,
     scatters,
     stand_in_figure,
+    stand_in_table,
 )
 from kvq.report.figures.perplexity import valley_table
 from kvq.results import Store
@@ -346,3 +347,19 @@ def test_each_real_model_has_its_own_row_of_panels() -> None:
     assert [axis.get_ylabel() for axis in axes] == ["first,\ndecoding", "second,\ndecoding"]
     assert [{float(line.get_ydata()[0]) for line in axis.lines} for axis in axes] == [{0.2}, {0.3}]
     assert [len(axis.lines) for axis in axes] == [2, 1]
+
+
+def test_two_real_models_are_a_pair_once() -> None:
+    records = [
+        made.record("kivi", str(bits), settings=settings, model=model, metrics={"delta_nll": loss / bits})
+        for model, loss in (("smollm2_135m", 1.0), ("gemma3_270m", 2.0), ("tiny", 3.0))
+        for bits in range(1, 9)
+        for settings in [made.config("kivi", str(bits), {**made.TASK, "scoring": "generation"}, model={"name": model})]
+    ]
+    table = stand_in_table(records)
+    assert {tuple(pair) for pair in table[["model", "model_stand_in"]].drop_duplicates().to_numpy()} == {
+        ("gemma3_270m", "smollm2_135m"),
+        ("gemma3_270m", "tiny"),
+        ("smollm2_135m", "tiny"),
+    }
+    assert table["rho"].tolist() == pytest.approx([1.0] * len(table))
