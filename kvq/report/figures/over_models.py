@@ -181,8 +181,8 @@ def stand_in_table(records: Sequence[Record]) -> pd.DataFrame:
     """Losses of each method (with its bits) on a real model and on an embedded one, one line per pair and scoring.
 
     Two real models are a pair too, once. Of a model and scoring, the protocol with most runs counts. Columns `rho`,
-    `low`, `high`, `methods`: Spearman's rank correlation of the two models' losses over methods and its 95% interval, by
-    bootstrap over methods (percentiles).
+    `low`, `high`, `methods`: Spearman's rank correlation of the two models' losses over methods and its 95% interval,
+    by bootstrap over methods (percentiles).
     """
     losses = _losses(records)
     if losses.empty:
