@@ -295,7 +295,7 @@ def stand_in_figure(table: pd.DataFrame) -> Figure:
         axis.grid(linewidth=0.3)
         if len(part):
             first = part.iloc[0]
-            said = f"ρ {first['rho']:.2f} [{first['low']:.2f}, {first['high']:.2f}], {first['methods']} methods"
+            said = f"ρ {first['rho']:.2f} [{first['low']:.2f}, {first['high']:.2f}], n = {first['methods']}"
             above = f"{first['model_stand_in']}\n" if row == next(iter(rows)) else ""
             axis.set_title(above + said, fontsize=6)
     made.supxlabel("ΔNLL on the other model (nats/token)", fontsize=8)
