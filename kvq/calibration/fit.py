@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ def calibrate(
     sharing = _places(method, len(head_dims), lambda codec: joint_parts(codec) is not None)
     shared, earlier_moments = fit_components(loaded, sharing, windows, settings, method.joins_sides)
     tensors |= _named(shared)
+    apart: dict[str, Tensor] = {}
     parts = [part for side in _fitted(method) for part in calibrated_parts(_codecs(method)[side]).values()]
     grouped = _places(method, len(head_dims), lambda codec: grouped_parts(codec) is not None)
     if grouped and getattr(loaded.text_config, "kv_lora_rank", None):
@@ -141,8 +143,10 @@ def calibrate(
     heads = [layer.key.shape[0] for layer in states.values()]
     for index, layer in tqdm(states.items(), desc="fitting", unit="layer", leave=False, disable=None):
         fit = functools.partial(_fit, method, layer, index, len(head_dims), settings.seed, loaded.device)
-        tensors |= fit() if done is None else done.fitted(index, fit)
-    tensors |= _grouped(grouped, states, windows, settings)
+        apart |= fit() if done is None else done.fitted(index, fit)
+    apart |= _grouped(grouped, states, windows, settings)
+    _check_tokens(apart, states, windows)
+    tensors |= apart
     return Calibration(
         {name: tensors[name] for name in sorted(tensors)},
         method.name,
@@ -190,6 +194,26 @@ def _grouped(
         return own[0] if len(own) == 1 else torch.cat(own, 1)
 
     return _named(fit_groups(codecs, rows))
+
+
+FEW = 4
+"""Observed numbers per fitted one, below which a method may lose far more on other texts."""
+
+
+def _check_tokens(tables: Mapping[str, Tensor], states: Mapping[int, LayerStates], windows: Tensor) -> None:
+    """Warn of tables with nearly as many numbers as the states that they are fitted to. Raises: DataError: with more.
+
+    Tables of codecs that share bits over components have a check of their own, before they are fitted.
+    """
+    numbers = sum(table.numel() for table in tables.values() if table.is_floating_point())
+    sides = {name.partition(".")[0] for name in tables}
+    seen = sum(getattr(layer, side).numel() for layer in states.values() for side in sides)
+    given = f"calibration.samples={len(windows)}, length={windows.shape[1]}"
+    said = f"{given}: {numbers:,} numbers of tables from {seen:,} of states"
+    if numbers > seen:
+        raise DataError(f"{said}; more tokens are needed")
+    if numbers * FEW > seen:
+        warnings.warn(f"{said}; with fewer than {FEW} times as many, a method loses far more", stacklevel=2)
 
 
 _kept: Kept[dict[int, LayerStates]] = {}

@@ -40,6 +40,17 @@ def test_few_tokens_for_the_channels_of_a_transform(tokens: int, said: str | Non
             fitted(loaded, kvq.build_method("waterfill/scalar", bits=2, head_dim=DIM), windows)
 
 
+@pytest.mark.parametrize(("name", "few", "some"), [("cq/4c9b", 500, 600), ("cq/8c10b", 1000, 1100)])
+def test_tables_of_more_numbers_than_states(name: str, few: int, some: int) -> None:
+    """Codebooks of 512 and of 1,024 entries for each channel: refused, then warned of."""
+    loaded = LoadedModel(llama(layers=1, head_dim=DIM), torch.device("cpu"))
+    method = kvq.build_method(name, head_dim=DIM)
+    with pytest.raises(DataError, match="of states; more tokens are needed"):
+        fitted(loaded, method, token_ids(few))
+    with pytest.warns(UserWarning, match="of states; with fewer than 4 times as many"):
+        fitted(loaded, method, token_ids(some))
+
+
 @pytest.mark.parametrize(("name", "channels"), [("waterfill", 64), ("waterfill_kv", 128)])
 def test_components_without_variance_get_no_bits(name: str, channels: int) -> None:
     """Keys before RoPE and values are linear in 48 hidden channels; a budget of 8 bits is spent on those alone."""
