@@ -105,7 +105,8 @@ def test_a_fitted_layer_is_read_again_unless_its_file_is_damaged(tmp_path: Path)
 @pytest.mark.long
 def test_killed_and_repeated(given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies while it fits leaves no calibration, but the layers that it had fitted, which resume."""
-    run = [*given, "method=cq", "method.key.quantizer.iterations=2", "method.value.quantizer.iterations=2"]
+    small = [f"method.{side}.quantizer.{name}" for side in ("key", "value") for name in ("iterations=2", "code_bits=4")]
+    run = [*given, "method=cq", *small]
     whole, killed = (f"results_dir={tmp_path / name}" for name in ("whole", "killed"))
     assert main([*run, whole]) == 0
     dying = (
