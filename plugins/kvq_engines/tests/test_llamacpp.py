@@ -1,5 +1,6 @@
 """llama.cpp on models in memory: its logits and its stored cache against PyTorch's."""
 
+import contextlib
 import itertools
 import re
 
@@ -8,8 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq.cache import KVCache
+from kvq.config import compose, resolve
+from kvq.config.carried import carried_gguf
 from kvq.errors import ConfigError, DataError, Unsupported
-from kvq.methods.build import build_method
+from kvq.methods.build import build_method, method_of
+from kvq.models.shapes import cache_shape
+from kvq.tasks.memory import rows_of
 from kvq.tasks.scoring import parallel_method
 from kvq_engines import llamacpp
 from kvq_engines.agreement import engine_attention, unstaged
@@ -205,3 +210,35 @@ def test_models_that_have_no_gguf_here(tmp_path):
     model.config.model_type = "gpt2"
     with pytest.raises(Unsupported, match="model_type=gpt2, only of llama, mistral"):
         write_gguf(model, tmp_path / "model.gguf")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "method"), [("f16", "fp16"), ("q8_0", "engine/llamacpp_q8_0")])
+def test_a_windowed_layer_of_gemma_takes_its_window_and_a_batch(kind, method, monkeypatch):
+    """Layers without a window take what `task=memory` counts; the 15 others a window of 512 cells and a batch of 512.
+
+    The C functions give windowed layers the whole context unless `swa_full` is off, as llama-server has it.
+    """
+    config = resolve(compose(["model=gemma3_270m", "task=memory", f"method={method}"]))
+    try:
+        file = carried_gguf("model.path", config.model.path)
+    except DataError:
+        pytest.skip("make real MODELS=gemma3_270m")
+    shape, tokens, said, quiet = cache_shape(config.model), 8192, [], llamacpp._quiet
+
+    @contextlib.contextmanager
+    def heard(ffi, lib):
+        with quiet(ffi, lib) as messages:
+            yield messages
+        said.extend(messages)
+
+    monkeypatch.setattr(llamacpp, "_quiet", heard)
+    LlamaCpp(file, tokens, kind, kind).close()
+    cells = [int(found) for line in said for found in re.findall(r"KV cache, size = (\d+) cells", line)]
+    sizes = [float(found) * 2**20 for line in said for found in re.findall(r"KV buffer size = +([\d.]+) MiB", line)]
+    total = sum(row["total"] for row in rows_of(shape, method_of(config, *shape.head_dims), tokens, measured=False))
+    per_token = total / (3 * tokens + 15 * 512)
+    assert cells[0] == tokens
+    assert sizes[0] == pytest.approx(3 * tokens * per_token, rel=1e-3)
+    assert sizes[1] == pytest.approx(15 * cells[1] * per_token, rel=1e-3)
+    assert cells[1] in (512 + 512, tokens)
