@@ -34,7 +34,6 @@ FORMS = {
     "groups_of_4": ("waterfill", (f"{TOGETHER}=4",)),
     "groups_of_2": ("waterfill", (f"{TOGETHER}=2",)),
     "apart": ("waterfill", (f"{TOGETHER}=1",)),
-    "two_stages": ("waterfill/two_stages", ()),
     KEYS_WITH_VALUES: ("waterfill_kv", ()),
 }
 """Of a layer's values, or of its keys, which are turned by RoPE, with them as further heads."""

@@ -117,18 +117,32 @@ def fit_sharing(codecs: Mapping[Place, Codec], moments: Mapping[Place, JointMome
         name, stage, quantizer = parts
         names[place], found[place] = name, stage.fit_joint(moments[place])
         demands[place] = demand_of(quantizer, found[place]["spectrum"][0])
-    widths: dict[Place, Tensor] = {}
-    pooled = [place for place, codec in codecs.items() if _quantizer(codec).widths is Widths.pooled]
-    if pooled:
-        widths |= dict(zip(pooled, shared_out([demands[place] for place in pooled]), strict=True))
-    widths |= {place: shared_out([demands[place]])[0] for place in codecs if place not in widths}
+    widths = _widths(codecs, demands)
+    rounding = {place: stage for place in codecs if (stage := _transform(codecs[place])).rounds}
+    for place, stage in rounding.items():  # whose components are others than those of exact matrices
+        found[place] = stage.rounded(found[place], moments[place], widths[place])
+        demands[place] = demand_of(_quantizer(codecs[place]), found[place]["spectrum"][0])
+    widths = _widths(codecs, demands) if rounding else widths
     out: dict[Place, Tables] = {}
     for place, codec in codecs.items():
-        own = FisherTransform.trimmed(found[place], int((widths[place] > 0).sum()))
+        own = _transform(codec).trimmed(found[place], int((widths[place] > 0).sum()))
         tables = _quantizer(codec).shared_out(own.pop("spectrum")[0], widths[place])
         out[place] = {f"{names[place]}.{name}": table for name, table in own.items()}
         out[place] |= {f"quantizer.{name}": table for name, table in tables.items()}
     return out
+
+
+def _widths(codecs: Mapping[Place, Codec], demands: Mapping[Place, Demand]) -> dict[Place, Tensor]:
+    """The widths of all components, those of pooled codecs shared out together."""
+    pooled = [place for place, codec in codecs.items() if _quantizer(codec).widths is Widths.pooled]
+    widths = dict(zip(pooled, shared_out([demands[place] for place in pooled]), strict=True)) if pooled else {}
+    return widths | {place: shared_out([demands[place]])[0] for place in codecs if place not in widths}
+
+
+def _transform(codec: Codec) -> FisherTransform:
+    stage = codec.stages[-1][1]
+    assert isinstance(stage, FisherTransform)
+    return stage
 
 
 def _quantizer(codec: Codec) -> ComponentQuantizer:

@@ -13,7 +13,7 @@ from kvq.calibration.collect import Kept, Place
 from kvq.calibration.moments import moments_of
 from kvq.codecs import Codec, JointMoments, Tables
 from kvq.config.method import CalibrationConfig
-from kvq.errors import ConfigError, DataError
+from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import LoadedModel
 
 _kept: Kept[dict[Place, JointMoments]] = {}
@@ -41,6 +41,9 @@ def fit_components(
     left_out = {found[1].left_out for codec in codecs.values() if (found := joint_parts(codec)) is not None}
     if len(left_out) > 1:
         raise ConfigError(f"left_out: keys and values leave out {sorted(left_out)} first tokens; the same number")
+    folded = any(found[1].folded for codec in codecs.values() if (found := joint_parts(codec)) is not None)
+    if folded and (norms := [name for name, _ in loaded.model.named_modules() if name.endswith("k_norm")]):
+        raise Unsupported(f"folded=true: {norms[0]} stands between W_K and the keys; the components need matrices")
     how = (left_out.pop(), any(codec.uses_rope for codec in codecs.values()), both)
     moments, earlier = moments_of(loaded, windows, settings, how, _kept)
     moments = {("key", at): one for (_, at), one in moments.items()} if both else moments
@@ -63,7 +66,7 @@ def _check_tokens(
     for place, codec in codecs.items():
         parts, own = joint_parts(codec), moments[place]
         assert parts is not None
-        together = min(parts[1].heads_together or own.heads, own.heads)
+        together = min((parts[1].heads_together or own.heads) * (2 if parts[1].with_values else 1), own.heads)
         channels, tokens = max(channels, len(own.mean) // own.heads * together), own.tokens
     given = f"calibration.samples={len(windows)}, length={windows.shape[1]}"
     given += "" if settings.tokens is None else f", tokens={settings.tokens}"

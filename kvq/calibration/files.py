@@ -24,6 +24,7 @@ import kvq.codecs
 from kvq.calibration.text import fingerprint_of
 from kvq.codecs import Codec, bind_codec, calibrated_parts
 from kvq.codecs.quantizers import under
+from kvq.codecs.second_moments import FOLDED
 from kvq.config import plugins
 from kvq.config.identity import canonical
 from kvq.errors import DataError, RecordError, Unsupported
@@ -58,8 +59,8 @@ class Calibration:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tables."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of all tables, but for those that are part of the model's weights."""
+        return sum(tensor.nbytes for name, tensor in self.tensors.items() if f".{FOLDED}" not in name)
 
     def metrics(self, measured: Mapping[str, float], method: Method) -> dict[str, float]:
         """Size of the tables and cost of the calibration as metrics, separate from the bits stored per token.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Integer, UInt8
+from jaxtyping import Float, Int, Integer, UInt8
 from numpy.typing import NDArray
 from scipy import optimize
 from torch import Tensor
@@ -211,3 +211,47 @@ def _sums(index: Tensor, rows: Tensor, count: int) -> Tensor:
     ends = torch.searchsorted(index[order], torch.arange(count + 1, device=index.device))
     running = torch.nn.functional.pad(rows[order].double().cumsum(0), (0, 0, 1, 0))
     return (running[ends[1:]] - running[ends[:-1]]).to(rows.dtype)
+
+
+_TINY = 1e-30
+_CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+"""Of a row's largest magnitude, those that are tried as the end of its levels."""
+
+
+def row_steps(rows: Float[Tensor, "m n"], bits: Int[Tensor, " m"]) -> Float[Tensor, "m 1"]:
+    """The step of each row's `2^bits` levels, which lie about 0: that of the clips whose squared error is least."""
+    half, largest = 2.0 ** (bits[:, None] - 1), rows.abs().amax(1, keepdim=True).clamp_min(_TINY)
+    steps, least = largest / half, torch.full_like(largest, torch.inf)
+    for clip in _CLIPS:
+        tried = (clip * largest / half).float().double()
+        error = (levels_at(row_codes(rows, tried, half), tried, half) - rows).square().sum(1, keepdim=True)
+        steps, least = torch.where(error < least, tried, steps), torch.minimum(error, least)
+    return steps
+
+
+def row_codes(rows: Tensor, steps: Tensor, half: Tensor) -> Tensor:
+    """The nearest level of each number, counted from the lowest."""
+    return (rows / steps + half - 0.5).round().clamp_min(0).minimum(2 * half - 1)
+
+
+def levels_at(codes: Tensor, steps: Tensor, half: Tensor) -> Tensor:
+    """What codes stand for."""
+    return (codes + 0.5 - half) * steps
+
+
+def pack_rows(codes: Float[Tensor, "m n"], bits: Sequence[int]) -> UInt8[Tensor, " nbytes"]:
+    """Codes row after row, each row's in its own number of bits; rows without bits are not stored."""
+    fields = [
+        (row[:, None] >> np.arange(own - 1, -1, -1) & 1).ravel()
+        for row, own in zip(codes.numpy().astype(np.int64), bits, strict=True)
+    ]
+    return torch.from_numpy(np.packbits(np.concatenate(fields).astype(np.uint8)))
+
+
+def unpack_rows(packed: UInt8[Tensor, " nbytes"], bits: Sequence[int], columns: int) -> Float[Tensor, "m n"]:
+    """As `pack_rows` was given them, zeros where a row has no bits."""
+    flat, out, start = np.unpackbits(packed.numpy()), np.zeros((len(bits), columns)), 0
+    for row, own in enumerate(bits):
+        field = flat[start : start + own * columns].reshape(columns, own)
+        out[row], start = field @ 2 ** np.arange(own - 1, -1, -1), start + own * columns
+    return torch.from_numpy(out)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import enum
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kvq.codecs.calibrated import JointTransform, Tables
+from kvq.codecs.levels import levels_at, pack_rows, row_codes, row_steps, unpack_rows
 from kvq.codecs.quantizers import choice, to_stored
 from kvq.codecs.rotations import eigenvectors, per_block
 from kvq.errors import at_least, require
 
 _LEAST = 1e-12  # of the largest eigenvalue: components below it have no variance
 _NOTHING = 1e-30  # an eigenvalue of a metric that is 0
+FOLDED = "folded_"
+"""Begins the names of tables that are part of the model's weights, and are not counted."""
 
 
 class Metric(enum.Enum):
@@ -97,6 +101,21 @@ def metric_basis(
     return spectrum * varies, root @ turn / deviation, deviation[:, None] * (turn.mT @ back)
 
 
+def adapted(
+    rows: Float[Tensor, "m n"], metric: Float[Tensor, "n n"], covariance: Float[Tensor, "n n"]
+) -> tuple[Float[Tensor, "n m"], Float[Tensor, " m"], Float[Tensor, " m"]]:
+    """The encoder that loses least with these rows as decoder, deviations of its components, and their costs λ.
+
+    x is coded as z = x A, decoded as z B; A = M Bᵀ (B M Bᵀ)^-1 projects in the metric M, so that an error of the rows
+    costs nothing but what lies outside of them. Noise of relative size d in component i costs λ_i d / 2.
+    """
+    within = rows @ metric @ rows.mT
+    within += _LEAST * within.diagonal().mean() * torch.eye(len(rows), dtype=rows.dtype)
+    forward = torch.linalg.solve(within, rows @ metric).mT
+    sizes = ((covariance @ forward) * forward).sum(0).clamp_min(0).sqrt()
+    return forward, sizes, sizes.square() * within.diagonal()
+
+
 class FisherTransform(JointTransform):
     """`(x - mean) T`, T = F^(1/2) U, of all heads of a token, scaled to deviations of 1.
 
@@ -104,31 +123,32 @@ class FisherTransform(JointTransform):
     information of the loss at them. Noise of relative size d in component i costs λ_i d / 2 nats per token. Components
     come in the order of λ, descending, and those without bits are not computed.
 
-    With `across`, T has two stages: A, the transforms of each group of heads, from its own blocks of S and F; then P,
-    the same for the first components of each head, from their covariance AᵀSA and what noise in them costs,
-    A⁻¹FA⁻ᵀ. The other components stay. Noise in a component costs (T⁻¹FT⁻ᵀ)_ii = λ_i: exactly, with either stage.
-    Components turned by P are also uncorrelated, and their costs add up. All others are correlated across heads; that
-    errors of two of them cost something together is neglected, as it is between groups without `across`.
+    With `tables` of integers only the inverse is rounded, row by row: the bits are then shared out anew over the
+    components of the encoder that is best for the rounded rows (`adapted`). `width+c` gives a row c bits more than its
+    component has: as rows are as long as their components' deviations, all then have about the same absolute error.
 
     Args:
         metric: see `Metric`.
-        heads_together: neighbouring KV heads that are transformed together (None: all of a layer, with `across` each
-            apart; 1: each apart). The heads that are left over, where their number is no multiple of it, are a smaller
-            last group.
+        heads_together: neighbouring KV heads that are transformed together (None: all of a layer, 1: each apart). The
+            heads that are left over, where their number is no multiple of it, are a smaller last group.
         ridge: added to the diagonal of F, as a share of its mean; `ledoit_wolf`: F is shrunk towards the mean of its
             diagonal by what `ledoit_wolf` says, all heads together, and nothing is added.
         mixing: share of the covariance that is replaced by its diagonal (0: none), for small calibrations;
             `ledoit_wolf`: by the mean of its diagonal, the share as `ledoit_wolf` says, all heads together.
         left_out: first tokens of each calibration text that do not count, because they stay in full precision.
-        tables: dtype in which matrices are kept.
-        across: share of the components of each head, those of the largest λ, that the second stage joins across groups
-            of heads, at least one (0: there is no second stage).
+        tables: dtype in which matrices are kept: float32, float16, or of the inverse int2 to int8 or width+0 to
+            width+8, with a step for each row.
+        with_values: the heads are keys and, behind them, the values of the same heads, and a group of `heads_together`
+            heads has both of them.
+        folded: the forward matrices are part of the model's weights, which make components of hidden states: they take
+            the place of W_K and W_V and have their size. Kept here all the same, for the cache is given states, but not
+            counted as tables.
 
-    Tables: `mean` `[1, n]`; `forward` `[groups, channels, m]` and `inverse` `[groups, m, channels]` of the groups of
-    equal size, m the components of the one that uses most; `last_forward` and `last_inverse` of a smaller last group,
-    with an m of its own; `across_forward` `[1, joined, k]` and `across_inverse` `[1, k, joined]` of the second stage, k
-    the components of it that are used; `order` `[1, used]`: which of the components is which, those of the second
-    stage first, then of one group after the other what it does not join. The quantizer behind keeps λ as its weights.
+    Tables: `mean` `[1, n]`; `forward` `[groups, channels, m]` (`folded_forward` where they are) and `inverse` `[groups,
+    m, channels]` of the groups of equal size, m the components of the one that uses most; `last_forward` and
+    `last_inverse` of a smaller last group, with an m of its own; `order` `[1, used]`: which of the components is which,
+    of one group after the other. The quantizer behind keeps λ as its weights. Integers: `codes`, in the place of
+    `inverse`, rows after each other, `steps` `[groups, m, 1]` in fp32, `row_bits` `[groups, m]` in uint8.
 
     Raises:
         ConfigError: an unknown metric or dtype, a number out of range.
@@ -137,6 +157,7 @@ class FisherTransform(JointTransform):
     # 1 also since the signs of eigenvectors are fixed: they are a free choice, which LAPACK's rounding made before.
     # Records from then are as valid as any other draw of signs: quantizers see components of the same distribution.
     version: ClassVar[int] = 1
+    _matrices_cast: dict[tuple[str, torch.dtype, torch.device], list[Tensor]]
 
     def __init__(
         self,
@@ -145,8 +166,9 @@ class FisherTransform(JointTransform):
         ridge: float | int | Literal["ledoit_wolf"] = 0.01,
         mixing: float | int | Literal["ledoit_wolf"] = 0.0,
         left_out: int = 1,
-        tables: Literal["float32", "float16"] = "float32",
-        across: float | int = 0.0,
+        tables: str = "float32",
+        with_values: bool = False,
+        folded: bool = False,
     ) -> None:
         self.metric = choice(Metric, metric, "metric")
         if heads_together is not None:
@@ -155,37 +177,74 @@ class FisherTransform(JointTransform):
         for name, share, said in (("ridge", ridge, "above 0"), ("mixing", mixing, "a share, 0 to 1")):
             number = not isinstance(share, str) and (share > 0 if name == "ridge" else 0 <= share <= 1)
             require(number or share == LEDOIT_WOLF, name, share, f"{said}, or {LEDOIT_WOLF}")
-        require(tables in ("float32", "float16"), "tables", tables, "float32 or float16")
-        require(0 <= across <= 1, "across", across, "a share, 0 to 1")
-        self.heads_together = 1 if heads_together is None and across else heads_together
-        self.ridge, self.mixing, self.left_out, self.across = ridge, mixing, left_out, across
-        self.dtype = getattr(torch, tables)
+        known = re.fullmatch(r"float32|float16|int[2-8]|width\+[0-8]", tables)
+        require(known is not None, "tables", tables, "float32, float16, int2 to int8, or width+0 to width+8")
+        self.heads_together, self.ridge, self.mixing, self.left_out = heads_together, ridge, mixing, left_out
+        self.tables_as, self.with_values, self.folded = tables, with_values, folded
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the inverse is kept as integers."""
+        return not self.tables_as.startswith("float")
+
+    def _row_bits(self, widths: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
+        given = int(re.sub(r"\D", "", self.tables_as))
+        return torch.full_like(widths, given) if self.tables_as.startswith("int") else widths + given
 
     def fit_joint(self, moments: JointMoments) -> Tables:
         """The tables with all components, and `spectrum` `[1, n]`: λ."""
-        heads, n = moments.heads, len(moments.mean)
-        together = heads if self.heads_together is None else min(self.heads_together, heads)
-        size = n // heads * together
-        groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
-        covariance, fisher = self._covariance(moments), self._fisher(moments)
-        found = [metric_basis(covariance[group, group], fisher[group, group]) for group in groups]
-        spectra, alike = [own for own, _, _ in found], n // size
-        parts = {"": found[:alike], "last_": found[alike:]}
-        if self.across:
-            least = max(round(self.across * n / heads), 1)
-            firsts = [len(own) * heads // n * least for own in spectra]
-            parts["across_"] = [_carried(covariance, fisher, found, firsts)]
-            rest = [own[first:] for own, first in zip(spectra, firsts, strict=True)]
-            spectra = [parts["across_"][0][0], *rest]
+        found = [metric_basis(covariance, fisher) for covariance, fisher in self._blocks(moments)]
+        spectra, forward, inverse = zip(*found, strict=True)
         tables = {"mean": moments.mean.float()[None]}
-        for prefix, part in parts.items():
-            if part:
-                _, forward, inverse = zip(*part, strict=True)
-                tables[f"{prefix}forward"] = to_stored(torch.stack(forward), self.dtype)
-                tables[f"{prefix}inverse"] = to_stored(torch.stack(inverse), self.dtype)
-        spectrum = torch.cat(spectra)
+        return self._assembled(tables, spectra, {"forward": forward, "inverse": inverse})
+
+    def rounded(self, tables: Tables, moments: JointMoments, widths: UInt8[Tensor, " n"]) -> Tables:
+        """The tables of `fit_joint`, with the rows of components that have bits as they will be stored."""
+        own = torch.zeros(len(widths), dtype=torch.long)
+        own[tables["order"][0].long()] = widths.long()
+        made: dict[str, list[Tensor]] = {"forward": [], "inverse": [], "steps": [], "row_bits": []}
+        spectra, start = [], 0
+        for (covariance, fisher), rows in zip(self._blocks(moments), self._rows(tables, "inverse"), strict=True):
+            size = len(fisher)
+            width, start = own[start : start + size], start + size
+            kept = width > 0 if bool(width.any()) else torch.arange(size) < 1
+            bits = self._row_bits(width[kept])
+            half, exact = 2.0 ** (bits[:, None] - 1), rows.double()[:size][kept]
+            steps = row_steps(exact, bits)
+            forward, sizes, costs = adapted(levels_at(row_codes(exact, steps, half), steps, half), fisher, covariance)
+            at = costs.argsort(descending=True)
+            steps, half, exact = steps[at], half[at], exact[at]
+            found = levels_at(row_codes(exact, steps, half), steps, half) * sizes[at, None]
+            more = (0, size - len(at))
+            spectra.append(torch.nn.functional.pad(costs[at], more))
+            parts = (forward[:, at] / sizes[at]).mT, found, steps * sizes[at, None], bits[at, None]
+            for name, part in zip(made, parts, strict=True):
+                made[name].append(torch.nn.functional.pad(part, (0, 0, *more)))
+        made["forward"] = [part.mT for part in made["forward"]]
+        return self._assembled({"mean": tables["mean"]}, spectra, made)
+
+    def _assembled(self, tables: Tables, spectra: Sequence[Tensor], made: Mapping[str, Sequence[Tensor]]) -> Tables:
+        """The tables, with parts of each group stacked, those of a smaller last group apart, and the order of all λ."""
+        alike = sum(len(own) == len(spectra[0]) for own in spectra)
+        for name, parts in made.items():
+            for prefix, some in (("", parts[:alike]), ("last_", parts[alike:])):
+                if some:
+                    half = self.tables_as == "float16" and name != "steps"
+                    tables[prefix + name] = to_stored(torch.stack([*some]), torch.float16 if half else torch.float32)
+        spectrum = torch.cat([*spectra])
         order = spectrum.argsort(descending=True, stable=True)
         return tables | {"order": order.int()[None], "spectrum": spectrum[order].float()[None]}
+
+    def _blocks(self, moments: JointMoments) -> list[tuple[Tensor, Tensor]]:
+        """Covariance and Fisher information of each group."""
+        heads, n = moments.heads, len(moments.mean)
+        unit = 2 if self.with_values else 1
+        together = heads if self.heads_together is None else min(self.heads_together * unit, heads)
+        size = n // heads * together
+        order = self._ordered(n, heads)
+        covariance, fisher = (part[order][:, order] for part in (self._covariance(moments), self._fisher(moments)))
+        groups = [slice(start, min(start + size, n)) for start in range(0, n, size)]
+        return [(covariance[group, group], fisher[group, group]) for group in groups]
 
     def _covariance(self, moments: JointMoments) -> Float[Tensor, "n n"]:
         if self.mixing == LEDOIT_WOLF:
@@ -203,59 +262,94 @@ class FisherTransform(JointTransform):
         kept = fisher if self.metric is Metric.full else fisher.diagonal().diag()
         return kept if shrunk else kept + float(self.ridge) * mean
 
-    @staticmethod
-    def trimmed(tables: Tables, used: int) -> Tables:
-        """The tables of the first `used` components, at least one."""
+    def trimmed(self, tables: Tables, used: int) -> Tables:
+        """The tables of the first `used` components, at least one, as they are stored."""
         order = tables["order"][0, : max(used, 1)].long()
         kept, out = torch.empty_like(order), dict(tables)
         before = after = 0
-        for prefix in [*(["across_"] if "across_forward" in tables else []), *_prefixes(tables)]:
-            forward, inverse = tables[f"{prefix}forward"], tables[f"{prefix}inverse"]
-            groups, channels, count = forward.shape
-            first = 0 if prefix == "across_" else _joined(tables, channels)
-            count -= first
-            own = (order >= before) & (order < before + groups * count)
+        for prefix in _prefixes(tables):
+            groups, channels, _ = tables[f"{prefix}forward"].shape
+            own = (order >= before) & (order < before + groups * channels)
             inside = order[own] - before
-            most = max((inside % max(count, 1) + 1).tolist(), default=0 if first else 1)
-            kept[own] = inside // max(count, 1) * most + inside % max(count, 1) + after
-            out[f"{prefix}forward"] = forward[..., : first + most].contiguous()
-            out[f"{prefix}inverse"] = inverse[:, : first + most].contiguous()
-            before, after = before + groups * count, after + groups * most
+            most = max((inside % channels + 1).tolist(), default=1)
+            kept[own] = inside // channels * most + inside % channels + after
+            used_rows = torch.zeros(groups, most, dtype=torch.bool)
+            used_rows[inside // channels, inside % channels] = True
+            for name, along in (("forward", 2), ("inverse", 1), ("steps", 1), ("row_bits", 1)):
+                if f"{prefix}{name}" in tables:
+                    out[f"{prefix}{name}"] = tables[f"{prefix}{name}"].narrow(along, 0, most).contiguous()
+            if self.rounds:
+                bits = (out.pop(f"{prefix}row_bits")[..., 0] * used_rows).to(torch.uint8)
+                rows, steps = out.pop(f"{prefix}inverse").flatten(0, 1), out[f"{prefix}steps"].flatten(0, 1)
+                codes = row_codes(rows, steps.clamp_min(_NOTHING), 2.0 ** (bits.flatten()[:, None].float() - 1))
+                out[f"{prefix}row_bits"] = bits
+                out[f"{prefix}codes"] = pack_rows(codes, bits.flatten().tolist())
+            before, after = before + groups * channels, after + groups * most
+        if self.folded:
+            out = {FOLDED + name if name.endswith("forward") else name: table for name, table in out.items()}
         return out | {"order": kept.int()[None]}
 
     @property
     def multiplications(self) -> int:
-        return sum(table.numel() for name, table in self.tables.items() if name.endswith("inverse"))
+        return sum(own.numel() for own in self._rows(self.tables, "inverse"))
+
+    def _rows(self, tables: Mapping[str, Tensor], name: str) -> list[Float[Tensor, "rows columns"]]:
+        """Matrices of all groups, the first heads' first."""
+        found = []
+        for prefix in _prefixes(tables):
+            own = tables.get(f"{prefix}{name}", tables.get(f"{FOLDED}{prefix}{name}"))
+            found += [*(self._whole(tables, prefix) if own is None else own)]
+        return found
+
+    @staticmethod
+    def _whole(tables: Mapping[str, Tensor], prefix: str) -> Float[Tensor, "groups m channels"]:
+        """The inverse that integers stand for."""
+        bits, steps = tables[f"{prefix}row_bits"].cpu()[..., None], tables[f"{prefix}steps"].cpu()
+        columns = tables.get(f"{prefix}forward", tables.get(f"{FOLDED}{prefix}forward")).shape[1]  # type: ignore[union-attr]
+        codes = unpack_rows(tables[f"{prefix}codes"].cpu(), bits.flatten().tolist(), columns)
+        found = levels_at(codes.unflatten(0, (len(bits), -1)), steps.double(), 2.0 ** (bits.double() - 1))
+        return (found * (bits > 0)).float()
 
     def _matrices(self, name: str, like: Tensor) -> list[Float[Tensor, "rows columns"]]:
-        """Those of all groups, the first heads' first."""
-        return [own for prefix in _prefixes(self.tables) for own in self.table(prefix + name, like)]
+        """As `_rows`, in the dtype and on the device of `like`."""
+        self.table("mean", like)  # whose shape is checked
+        key = (name, like.dtype, like.device)
+        if key not in self._matrices_cast:
+            self._matrices_cast[key] = [own.to(like.device, like.dtype) for own in self._rows(self.tables, name)]
+        return self._matrices_cast[key]
+
+    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> FisherTransform:
+        other = super().bound(tables, heads, head_dim)
+        assert isinstance(other, FisherTransform)
+        other._matrices_cast = {}
+        return other
+
+    def _ordered(self, n: int, heads: int) -> Int[Tensor, " n"]:
+        """Channels in the order of the groups: each head's values behind its keys, where groups have both."""
+        places = torch.arange(n)
+        return places.view(2, heads // 2, -1).transpose(0, 1).flatten() if self.with_values else places
 
     def _components(self, rows: Float[Tensor, "*lead tokens n"], like: Tensor) -> Float[Tensor, "*lead tokens m"]:
         order, matrices = self.table("order", like)[0].long(), self._matrices("forward", like)
+        if self.with_values:
+            rows = rows.index_select(-1, self._ordered(rows.shape[-1], like.shape[-3]).to(like.device))
         parts = rows.split([len(own) for own in matrices], -1)
         found = [per_block(*pair) for pair in zip(parts, matrices, strict=True)]
-        if "across_forward" in self.tables:
-            cut = [
-                part.tensor_split([_joined(self.tables, len(own))], -1)
-                for part, own in zip(found, matrices, strict=True)
-            ]
-            first, rest = zip(*cut, strict=True)
-            found = [per_block(torch.cat(first, -1), self.table("across_forward", like)[0]), *rest]
         return torch.cat(found, -1).index_select(-1, order)
 
     def _states(
         self, components: Float[Tensor, "*lead tokens n"], like: Tensor, some: slice
     ) -> Float[Tensor, "*lead tokens channels"]:
+        if self.with_values:  # of a group's rows some are keys and some are values
+            places = self._ordered(components.shape[-1], like.shape[-3]).argsort()[some].to(like.device)
+            return self._of_groups(components, like, slice(0, components.shape[-1])).index_select(-1, places)
+        return self._of_groups(components, like, some)
+
+    def _of_groups(self, components: Tensor, like: Tensor, some: slice) -> Tensor:
+        """As `_states`, of channels in the order of the groups."""
         order, matrices = self.table("order", like)[0].long(), self._matrices("inverse", like)
         flat, counts = components[..., : len(order)], [len(own) for own in matrices]
-        turns = [*self.table("across_inverse", like)] if "across_inverse" in self.tables else []
-        firsts = [_joined(self.tables, own.shape[1]) for own in matrices]
-        lengths = [*map(len, turns), *(count - first for count, first in zip(counts, firsts, strict=True))]
-        rows = flat.new_zeros(*flat.shape[:-1], sum(lengths)).index_copy_(-1, order, flat).split(lengths, -1)
-        if turns:
-            first = per_block(rows[0], turns[0]).split(firsts, -1)
-            rows = tuple(torch.cat(pair, -1) for pair in zip(first, rows[1:], strict=True))
+        rows = flat.new_zeros(*flat.shape[:-1], sum(counts)).index_copy_(-1, order, flat).split(counts, -1)
         starts = itertools.accumulate((own.shape[1] for own in matrices), initial=0)
         parts = [
             per_block(own, matrix[:, max(some.start - start, 0) : some.stop - start])
@@ -267,33 +361,4 @@ class FisherTransform(JointTransform):
 
 def _prefixes(tables: Mapping[str, Tensor]) -> list[str]:
     """Of the names of a `FisherTransform`'s matrices: those of groups of equal size, and of a smaller last one."""
-    return ["", "last_"] if "last_forward" in tables else [""]
-
-
-def _joined(tables: Mapping[str, Tensor], channels: int) -> int:
-    """Components of a group of so many channels that the second stage joins."""
-    return tables["across_forward"].shape[1] * channels // tables["mean"].shape[1] if "across_forward" in tables else 0
-
-
-def _carried(
-    covariance: Float[Tensor, "n n"],
-    fisher: Float[Tensor, "n n"],
-    found: Sequence[tuple[Tensor, Tensor, Tensor]],
-    firsts: Sequence[int],
-) -> tuple[Float[Tensor, " joined"], Float[Tensor, "joined joined"], Float[Tensor, "joined joined"]]:
-    """`metric_basis` of the first components of each group, from the moments carried into them.
-
-    The metric is that of components before they are scaled to deviations of 1, whose own blocks are the identity.
-    """
-    sizes = torch.cat([own[:first].sqrt() for (own, _, _), first in zip(found, firsts, strict=True)])
-    sizes = sizes.masked_fill(sizes == 0, 1)
-    forward, inverse = (
-        torch.block_diag(*parts)
-        for parts in (
-            [forward[:, :first] for (_, forward, _), first in zip(found, firsts, strict=True)],
-            [inverse[:first] for (_, _, inverse), first in zip(found, firsts, strict=True)],
-        )
-    )
-    forward, inverse = forward * sizes, inverse / sizes[:, None]
-    spectrum, turn, back = metric_basis(forward.mT @ covariance @ forward, inverse @ fisher @ inverse.mT)
-    return spectrum, sizes[:, None] * turn, back / sizes
+    return ["", "last_"] if any(name.endswith("last_forward") for name in tables) else [""]

@@ -125,7 +125,7 @@ def test_residuals(residual, whole, monkeypatch):
     [
         pytest.param("waterfill", 20, marks=pytest.mark.long),
         *((name, 20) for name in ("kvtc", "waterfill/scalar", "waterfill/heads_apart", "kivi/sink", "rtn/intactkv")),
-        pytest.param("waterfill/two_stages", 20, marks=pytest.mark.long),
+        pytest.param("waterfill/kv_small", 20, marks=pytest.mark.long),
         ("waterfill_kv", 20),
         ("waterfill/scalar", 1),
         ("waterfill_kv", 1),

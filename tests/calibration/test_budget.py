@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 
 import hypothesis
-import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from hypothesis import strategies as st
 
 import kvq
-from kvq.calibration.budget import Demand, demand_of, joint_parts, predicted, shared_out
+from kvq.calibration.budget import Demand, demand_of, fit_sharing, joint_parts, predicted, shared_out
 from kvq.calibration.collect import collect
+from kvq.calibration.files import bind
+from kvq.calibration.fit import calibrate
 from kvq.calibration.moments import collect_joint
 from kvq.codecs import Codec, FisherTransform, JointMoments, ScalarQuantizer, Stage, TokenNorm, bind_codec
 from kvq.codecs.components import scalar_errors
+from kvq.codecs.levels import pack_rows, unpack_rows
 from kvq.codecs.second_moments import metric_basis
+from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import LoadedModel
+from kvq.models.weights import weights_name
 from tests.calibrated import build, joint_moments, random_states
 from tests.properties import examples
 from tests.random_models import llama, token_ids
@@ -104,7 +106,7 @@ def test_components_are_uncorrelated_and_their_noise_adds_up(metric: str, togeth
 
 def test_components_without_bits_are_not_kept() -> None:
     x = torch.randn(1, 2, 500, 16, generator=torch.Generator().manual_seed(0))
-    for name in ("waterfill/scalar", "waterfill/heads_apart", "waterfill/two_stages", "waterfill"):
+    for name in ("waterfill/scalar", "waterfill/heads_apart", "waterfill"):
         codec = build(name, x, 0.5).value
         assert codec is not None
         own = codec.stages[-1][1].tables  # type: ignore[attr-defined]
@@ -137,7 +139,7 @@ def test_heads_that_are_left_over_are_a_smaller_group(data: st.DataObject) -> No
     tables = stage.fit_joint(moments)
     ordered = torch.stack([own[0] for own in found])
     torch.testing.assert_close(tables["spectrum"][0].double(), ordered, rtol=1e-5, atol=0)
-    tables = FisherTransform.trimmed(tables, used)
+    tables = stage.trimmed(tables, used)
     bound = stage.bound(tables, heads, dim)
     assert isinstance(bound, FisherTransform)
     centred = x.transpose(0, 1).flatten(1) - tables["mean"].double()
@@ -171,99 +173,117 @@ def moments_of_heads(heads: int, dim: int, seed: int) -> JointMoments:
     return JointMoments(mean, drawn(), drawn(), heads, 1000)
 
 
-def in_double_precision(stage: FisherTransform, moments: JointMoments, used: int) -> FisherTransform:
-    stage.dtype = torch.float64
-    tables = FisherTransform.trimmed(stage.fit_joint(moments), used)
-    bound = stage.bound(tables, moments.heads, len(moments.mean) // moments.heads)
-    assert isinstance(bound, FisherTransform)
-    return bound
+def bound_to(stage: FisherTransform, moments: JointMoments, bits: float) -> tuple[FisherTransform, torch.Tensor]:
+    """The transform of a codec with this budget, and the widths of its components."""
+    codec = Codec({"transform": stage}, ["transform"], ScalarQuantizer(bits, widths="pooled"))
+    heads, dim = moments.heads, len(moments.mean) // moments.heads
+    found = bind_codec(codec, fit_sharing({("key", 0): codec}, {("key", 0): moments})["key", 0], heads, dim)
+    transform, quantizer = found.stages[0][1], found.quantizer
+    assert isinstance(transform, FisherTransform)
+    assert isinstance(quantizer, ScalarQuantizer)
+    return transform, quantizer.tables["widths"]
 
 
-def composed(moments: JointMoments, together: int, joined: int, ridge: float) -> tuple[torch.Tensor, ...]:
-    """The two stages as one dense matrix, by other means (an eigenproblem of S F): T, T^-1, and what noise costs."""
-    n = len(moments.mean)
-    dim = n // moments.heads
-    fisher = moments.fisher + ridge * moments.fisher.diagonal().mean() * torch.eye(n)
-
-    def turned(covariance: np.ndarray, metric: np.ndarray) -> np.ndarray:
-        """Columns v of S v = λ M^-1 v, by λ descending, of variance 1."""
-        vectors = scipy.linalg.eigh(covariance, np.linalg.inv(metric))[1][:, ::-1]
-        return vectors / np.sqrt(np.sum(vectors * (covariance @ vectors), 0))
-
-    covariance, metric = moments.covariance.numpy(), fisher.numpy()
-    groups = np.split(np.arange(n), range(dim * together, n, dim * together))
-    first = scipy.linalg.block_diag(*(turned(covariance[np.ix_(g, g)], metric[np.ix_(g, g)]) for g in groups))
-    chosen = np.concatenate([g[: joined * len(g) // dim] for g in groups])
-    back = np.linalg.inv(first)
-    carried = np.ix_(chosen, chosen)
-    second = np.eye(n)
-    second[carried] = turned((first.T @ covariance @ first)[carried], (back @ metric @ back.T)[carried])
-    whole = first @ second
-    back = np.linalg.inv(whole)
-    return tuple(map(torch.from_numpy, (whole, back, np.sum((back @ metric) * back, 1))))
+@hypothesis.settings(max_examples=examples(20), deadline=None)
+@hypothesis.given(rows=st.lists(st.integers(0, 12), min_size=1, max_size=6), columns=st.integers(1, 17))
+def test_rows_of_integers_come_back(rows: list[int], columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    top = torch.tensor(rows)[:, None]
+    codes = (torch.rand(len(rows), columns, generator=generator, dtype=torch.float64) * 2.0**top).floor()
+    packed = pack_rows(codes, rows)
+    assert len(packed) == -(-sum(rows) * columns // 8)
+    assert torch.equal(unpack_rows(packed, rows, columns), codes * (top > 0))
 
 
-@hypothesis.settings(max_examples=examples(20))
-@hypothesis.given(st.data())
-def test_two_stages_are_one_dense_matrix(data: st.DataObject) -> None:
-    """In fp64: components and states are those of the composed matrix, whatever is trimmed; signs are free.
-
-    Two ways to eigenvectors differ by rounding over the gap between eigenvalues.
-    """
-    heads, dim = data.draw(st.sampled_from([(3, 4), (4, 6), (5, 4), (2, 8)]))
-    together = data.draw(st.sampled_from([1, 2, 3]))
-    joined = data.draw(st.integers(1, dim))
-    moments = moments_of_heads(heads, dim, data.draw(st.integers(0, 9)))
-    n = heads * dim
-    used = data.draw(st.integers(1, n))
-    stage = FisherTransform(heads_together=together, left_out=0, across=joined / dim)
-    forward, back, costs = composed(moments, min(together, heads), joined, 0.01)
-    order = costs.argsort(descending=True)[:used]
-    spectrum = stage.fit_joint(moments)["spectrum"][0].double()
-    torch.testing.assert_close(spectrum[:used], costs[order], rtol=1e-6, atol=0)
-    bound = in_double_precision(stage, moments, used)
-    x = torch.randn(2, 40, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    y, side = bound.forward(x.unflatten(-1, (heads, dim)).transpose(1, 2))
-    rows = y.transpose(1, 2).flatten(2)
-    expected = (x - moments.mean) @ forward[:, order]
-    signs = (rows[..., :used] * expected).sum((0, 1)).sign()
-    torch.testing.assert_close(rows[..., :used], expected * signs, rtol=1e-6, atol=1e-6)
-    assert not rows[..., used:].any()
-    found = bound.inverse(y, side).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(found, expected @ back[order] + moments.mean, rtol=1e-6, atol=1e-6)
-    if used == n:
-        torch.testing.assert_close(found, x, rtol=1e-8, atol=1e-8)
-    matrices = [table.shape for name, table in bound.tables.items() if name.endswith("inverse")]
-    assert bound.multiplications == sum(math.prod(shape) for shape in matrices)
-    if used == n and heads % together == 0:
-        assert bound.multiplications == dim * dim * heads * together + (heads * joined) ** 2
+@pytest.mark.parametrize(("heads", "together"), [(2, None), (3, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize("tables", ["width+2", "int4"])
+def test_the_encoder_is_the_best_for_rounded_rows(heads: int, together: int | None, tables: str) -> None:
+    """No other encoder has less error in the metric; stored bytes are those of the rows' bits; groups stay apart."""
+    moments = moments_of_heads(heads, 6, 3)
+    stage = FisherTransform(heads_together=together, left_out=0, tables=tables)
+    bound, widths = bound_to(stage, moments, 2)
+    x = torch.randn(heads, 40, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y, side = bound.forward(x)
+    found = (bound.inverse(y, side) - x).transpose(0, 1).flatten(1)
+    metric = moments.fisher + 0.01 * moments.fisher.diagonal().mean() * torch.eye(6 * heads)
+    for start, matrix in zip(
+        range(0, 6 * heads, 6 * (together or heads)), bound._rows(bound.tables, "inverse"), strict=True
+    ):
+        own = slice(start, start + matrix.shape[1])
+        rows = matrix[matrix.abs().sum(1) > 0].double()
+        least = rows @ metric[own, own] @ found[:, own].mT  # the error is orthogonal to what the rows span
+        size = (rows @ metric[own, own] * rows).sum(1).sqrt()[:, None] * found.std()
+        assert float((least / size).abs().max()) < 1e-4
+    stored = sum(table.nbytes for name, table in bound.tables.items() if name.endswith("codes"))
+    bits = sum(int(t.long().sum()) * (6 * (together or heads) if not n.startswith("last") else 6)
+               for n, t in bound.tables.items() if n.endswith("row_bits"))  # fmt: skip
+    assert 0 <= 8 * stored - bits < 16
+    assert int((widths > 0).sum()) == bound.tables["order"].shape[1]
 
 
-@pytest.mark.parametrize("heads", [2, 3])
-def test_all_components_across_are_the_full_transform(heads: int) -> None:
-    """The second stage then undoes what the first took apart; fewer lie between that and heads apart."""
-    moments = moments_of_heads(heads, 6, 4)
-    spectra = {
-        across: FisherTransform(across=across, left_out=0).fit_joint(moments)["spectrum"][0].double()
-        for across in (1 / 6, 0.5, 1.0)
-    }
-    whole, apart = (FisherTransform(heads_together=t, left_out=0).fit_joint(moments)["spectrum"][0] for t in (None, 1))
-    torch.testing.assert_close(spectra[1.0], whole.double(), rtol=1e-5, atol=0)
-    logs = [float(own.log().sum()) for own in (apart.double(), *spectra.values())]
-    assert all(more > less for more, less in itertools.pairwise(logs))  # of log λ, which bits go by
+def test_more_bits_of_rows_lose_less() -> None:
+    """Predicted loss of the rounded forms falls to that of exact matrices."""
+    moments = moments_of_heads(3, 8, 5)
+    errors = ScalarQuantizer(2, widths="pooled").errors
+    losses = []
+    for tables in ("width+0", "width+2", "width+4", "width+8", "float32"):
+        codec = Codec({"t": FisherTransform(tables=tables)}, ["t"], ScalarQuantizer(2, widths="pooled"))
+        own = fit_sharing({("key", 0): codec}, {("key", 0): moments})["key", 0]
+        weights, widths = own["quantizer.weights"].double(), own["quantizer.widths"].long()
+        losses.append(float((weights * torch.tensor(errors)[widths] * (widths > 0)).sum() / 2))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-2] == pytest.approx(losses[-1], rel=0.02)
+    assert losses[0] > 1.2 * losses[-1]
 
 
-def test_noise_in_components_of_two_stages_costs_what_they_weigh() -> None:
-    """(1/2) tr(F E[e eᵀ]) of noise that is drawn for each component alone: half of Σ λ d."""
-    moments = moments_of_heads(3, 4, 2)
-    stage = FisherTransform(ridge=1e-9, left_out=0, across=0.5)
-    bound = in_double_precision(stage, moments, 12)
-    sizes = torch.linspace(0.1, 2, 12, dtype=torch.float64)
-    noise = torch.randn(400_000, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * sizes.sqrt()
-    moved = bound.inverse(noise.unflatten(1, (3, 4)).transpose(0, 1), {}).transpose(0, 1).flatten(1) - moments.mean
-    cost = float(((moved @ moments.fisher) * moved).sum(1).mean() / 2)
-    spectrum = stage.fit_joint(moments)["spectrum"][0].double()
-    assert cost == pytest.approx(float((spectrum * sizes).sum() / 2), rel=0.01)
+def test_groups_of_keys_with_their_values() -> None:
+    """Heads 0 and 1 are keys, 2 and 3 their values: a change of head 0 moves head 2 as well, and no other."""
+    moments = moments_of_heads(4, 6, 7)
+    stage = FisherTransform(heads_together=1, left_out=0, with_values=True)
+    bound, _ = bound_to(stage, moments, 0.5)
+    x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
+    other = x.clone()
+    other[0] += 1
+    moved = [bound.inverse(*bound.forward(own)) for own in (x, other)]
+    changed = (moved[0] - moved[1]).abs().amax((1, 2)) > 1e-4
+    assert changed.tolist() == [True, False, True, False]
+    y, side = bound.forward(x)
+    for heads in (slice(0, 2), slice(1, 3), slice(2, 4)):
+        torch.testing.assert_close(bound.inverse(y, side, heads), bound.inverse(y, side)[heads])
+
+
+def test_forward_matrices_are_folded_into_the_weights() -> None:
+    """Components of hidden states by W_K A and W_V A are those of keys before RoPE and values by A; not counted."""
+    loaded = LoadedModel(llama(head_dim=32).double(), torch.device("cpu"))
+    overrides = ["key.stages.transform.folded=true", "key.stages.transform.with_values=true"]
+    method = kvq.build_method("waterfill_kv", bits=2, head_dim=32, overrides=[f"+{one}" for one in overrides])
+    windows = token_ids(160, batch=2)
+    found = calibrate(loaded, method, windows, CalibrationConfig(samples=2, length=160))
+    forward = {name: table for name, table in found.tensors.items() if name.endswith("forward")}
+    assert set(forward) == {f"key.{layer}.transform.folded_forward" for layer in range(2)}
+    counted = sum(table.nbytes for table in found.tensors.values()) - sum(table.nbytes for table in forward.values())
+    assert found.nbytes == counted
+    bound = bind(method, found, weights_name(loaded.model), found.head_dims)
+    kept = collect(loaded, windows[:1], None, False, 0)
+    hidden: dict[int, torch.Tensor] = {}
+    for layer, block in enumerate(loaded.model.model.layers):  # type: ignore[union-attr, arg-type]
+        block.input_layernorm.register_forward_hook(lambda _, __, out, at=layer: hidden.update({at: out[0]}))
+    with torch.no_grad():
+        loaded.model(windows[:1])
+    for layer, states in kept.items():
+        codec = bound.bound["key"][layer]
+        assert codec is not None
+        transform = codec.stages[-1][1]
+        assert states.rope is not None
+        x = torch.cat([states.rope.rotate(states.key, back=True), states.value])
+        attention = loaded.model.model.layers[layer].self_attn  # type: ignore[union-attr, index]
+        weights = torch.cat([attention.k_proj.weight, attention.v_proj.weight]).detach()  # type: ignore[union-attr]
+        order = transform._ordered(len(weights), x.shape[0])
+        matrix = transform.tables["folded_forward"][0].double()[:, transform.tables["order"][0].long()]
+        folded = weights.mT[:, order] @ matrix
+        expected = transform.forward(x)[0].transpose(0, 1).flatten(1)[:, : matrix.shape[1]]
+        shift = transform.tables["mean"][0].double()[order] @ matrix
+        torch.testing.assert_close(hidden[layer] @ folded - shift, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_moments_are_those_of_kept_states() -> None:
@@ -331,8 +351,7 @@ def test_chains_that_share_no_bits_are_refused() -> None:
     for given, told in (
         ({"ridge": 0}, "ridge=0: above 0"),
         ({"mixing": 2}, "mixing=2"),
-        ({"across": 1.5}, "across=1.5: a share, 0 to 1"),
-        ({"tables": "int8"}, "tables=int8"),
+        ({"tables": "int9"}, "tables=int9: float32, float16, int2 to int8"),
     ):
         with pytest.raises(ConfigError, match=told):
             FisherTransform(**given)  # type: ignore[arg-type]

@@ -172,16 +172,15 @@ def test_watched_steps_give_the_same(name):
 @settings(max_examples=examples(12))
 @given(st.data())
 def test_any_transform_of_all_heads(data):
-    """Widths of each component; heads together, in groups, the last of which may be smaller, and apart, with some of
-    their components joined; the past in parts that no piece divides."""
+    """Widths of each component; heads together, in groups, the last of which may be smaller, and apart, with rows of
+    integers and not; the past in parts that no piece divides."""
     heads = data.draw(st.sampled_from([3, 4]))
     dim, batch = data.draw(st.sampled_from([8, 12])), data.draw(st.integers(1, 2))
     name = data.draw(st.sampled_from(["waterfill/scalar", "waterfill", "waterfill/unshrunk", "kvtc"]))
     together = data.draw(st.sampled_from([1, 2, 3, None])) if name != "kvtc" else None
-    joined = data.draw(st.sampled_from([0, 0.25, 1]))
     transforms = [f"{side}.stages.transform" for side in ("key", "value")]
     sides = [f"{path}.heads_together={together or 'null'}" for path in transforms]
-    sides += [f"+{path}.across={joined}" for path in transforms if joined]
+    sides += [f"{path}.tables=width+2" for path in transforms if data.draw(st.booleans())]
     bits = data.draw(st.sampled_from([0.75, 1.25, 2.25, 5]))
     method = build(name, torch.randn(1, heads, 256, dim), bits, [] if name == "kvtc" else sides)
     total = data.draw(st.integers(1, 200))
@@ -206,19 +205,19 @@ def test_any_transform_of_all_heads(data):
 @settings(max_examples=examples(8))
 @given(
     together=st.sampled_from([None, 1, 3, 4]),
-    joined=st.sampled_from([0, 0.25]),
+    paired=st.booleans(),
     bits=st.sampled_from([0.75, 2.25, 5]),
     heads=st.integers(1, 3),
     batch=st.integers(1, 2),
     total=st.integers(1, 120),
     data=st.data(),
 )
-def test_keys_and_values_in_the_same_components(together, joined, bits, heads, batch, total, data):
+def test_keys_and_values_in_the_same_components(together, paired, bits, heads, batch, total, data):
     """Of one store, keys are read of the first heads and values of the others, whatever heads are transformed
     together."""
     sides = [
         f"key.stages.transform.heads_together={together or 'null'}",
-        *([f"+key.stages.transform.across={joined}"] if joined else []),
+        *(["+key.stages.transform.with_values=true"] if paired else []),
     ]
     method = build("waterfill_kv", torch.randn(1, 2 * heads, 256, 8), bits, sides)
     packed = data.draw(st.integers(0, total))
