@@ -104,10 +104,9 @@ def metric_basis(
 def adapted(
     rows: Float[Tensor, "m n"], metric: Float[Tensor, "n n"], covariance: Float[Tensor, "n n"]
 ) -> tuple[Float[Tensor, "n m"], Float[Tensor, " m"], Float[Tensor, " m"]]:
-    """The encoder that loses least with these rows as decoder, deviations of its components, and their costs λ.
+    """The encoder that loses least with rows B as decoder, deviations of its components, and their costs λ.
 
-    x is coded as z = x A, decoded as z B; A = M Bᵀ (B M Bᵀ)^-1 projects in the metric M, so that an error of the rows
-    costs nothing but what lies outside of them. Noise of relative size d in component i costs λ_i d / 2.
+    A = M Bᵀ (B M Bᵀ)^-1 projects in the metric M: an error of the rows costs nothing but what lies outside of them.
     """
     within = rows @ metric @ rows.mT
     within += _LEAST * within.diagonal().mean() * torch.eye(len(rows), dtype=rows.dtype)
@@ -157,7 +156,6 @@ class FisherTransform(JointTransform):
     # 1 also since the signs of eigenvectors are fixed: they are a free choice, which LAPACK's rounding made before.
     # Records from then are as valid as any other draw of signs: quantizers see components of the same distribution.
     version: ClassVar[int] = 1
-    _matrices_cast: dict[tuple[str, torch.dtype, torch.device], list[Tensor]]
 
     def __init__(
         self,
@@ -314,15 +312,10 @@ class FisherTransform(JointTransform):
         """As `_rows`, in the dtype and on the device of `like`."""
         self.table("mean", like)  # whose shape is checked
         key = (name, like.dtype, like.device)
-        if key not in self._matrices_cast:
-            self._matrices_cast[key] = [own.to(like.device, like.dtype) for own in self._rows(self.tables, name)]
-        return self._matrices_cast[key]
-
-    def bound(self, tables: Mapping[str, Tensor] | None, heads: int, head_dim: int) -> FisherTransform:
-        other = super().bound(tables, heads, head_dim)
-        assert isinstance(other, FisherTransform)
-        other._matrices_cast = {}
-        return other
+        if key not in self._cast:
+            found = [own.to(like.device, like.dtype) for own in self._rows(self.tables, name)]
+            self._cast[key] = found  # type: ignore[assignment]
+        return self._cast[key]  # type: ignore[return-value]
 
     def _ordered(self, n: int, heads: int) -> Int[Tensor, " n"]:
         """Channels in the order of the groups: each head's values behind its keys, where groups have both."""

@@ -231,11 +231,10 @@ def _above(row: Row) -> Cell:
 
 
 _ABOVE = Column("Bits above the limit at equal loss", "Above", _above)
-_AT_32K = IN_FLIGHT["32K"]
 
 
 def _total(row: Row) -> Cell:
-    bits = total_bits(row.record.metrics, _AT_32K)
+    bits = total_bits(row.record.metrics, IN_FLIGHT["32K"])
     return Cell(DASH if bits is None or row.baseline else fixed(bits, 3))
 
 
