@@ -30,6 +30,7 @@ _DRAWN = (
     "turboquant",
     "waterfill",
     "waterfill_kv",
+    "waterfill/kv_small",
     "kvtc",
     "nova_kv",
     "cq/4c9b",
