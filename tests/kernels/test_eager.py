@@ -89,6 +89,7 @@ REFUSED |= {
 }
 REFUSED |= {f"kvquant_plus_plus/attention{kind}": "codes of TokenSplit" for kind in ("", "_mse")}
 REFUSED |= {"kvquant_plus_plus/tiers": "codes of TokenTiers", "waterfill_kv": "values that are stored with keys"}
+REFUSED |= {"waterfill/kv_small": REFUSED["waterfill_kv"]}
 REFUSED |= {name: FAMILIES[family] for name in NAMES if (family := name.partition("/")[0]) in FAMILIES}
 NAMES = [name for name in NAMES if name not in BITS]  # other libraries' caches have no codecs
 
