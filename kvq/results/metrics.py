@@ -140,7 +140,7 @@ def pays_from(metrics: Mapping[str, float], others: Iterable[Mapping[str, float]
     Args:
         others: metrics of runs of the same protocol; those with tables do not count.
     """
-    tables, bits, loss = table_bits(metrics, 1), metrics.get("bits_per_element"), metrics.get("delta_nll")
+    tables, bits, loss = table_bits(metrics, 1.0), metrics.get("bits_per_element"), metrics.get("delta_nll")
     least = SMALL * IN_FLIGHT["32K"]
     if tables is None or bits is None or loss is None or tables < least:
         return None
@@ -149,7 +149,7 @@ def pays_from(metrics: Mapping[str, float], others: Iterable[Mapping[str, float]
         for place, other in enumerate(others)
         if {"bits_per_element", "delta_nll"} <= other.keys()
         and other["delta_nll"] <= loss
-        and ((own := table_bits(other, 1)) is not None and own < least)
+        and ((own := table_bits(other, 1.0)) is not None and own < least)
     ]
     if not no_worse:
         return 0.0, None

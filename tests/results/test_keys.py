@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,17 @@ def own_tables(record: Record) -> list[str]:
     ]
 
 
+WORDS = ("~method.", "+method.policies.", "method.key.stages.transform.heads_together=")
+
+
+def own_words(record: Record) -> list[str]:
+    """Overrides of the method as the command gives them, and the first tokens kept, of which it may list several."""
+    command = shlex.split(record.provenance.command)
+    kept = any(word.startswith("method.sink_tokens=") for word in command)
+    own = [f"method.sink_tokens={record.config['method'].get('sink_tokens') or 0}"] if kept else []
+    return own + [word for word in command if word.startswith(WORDS)]
+
+
 def before_rope(record: Record) -> list[str]:
     """Overrides of `oscar/rope`, which puts a stage in front of those of the preset."""
     key = record.config["method"].get("key") or {}
@@ -119,7 +131,7 @@ def key_of(record: Record) -> str:
     given += [f"{name}={quoted(value)}" for name, value in task] + own_settings(record)
     given += [f"cache.attention={record.config['attention']}"] if "attention" in record.config else []
     given += own_calibration(record) + own_tables(record)
-    given += re.findall(r"\bmethod\.sink_tokens=\d+(?!\S)", record.provenance.command)
+    given += own_words(record)
     given += ["method.merge_rotation=true"] * bool(record.config["method"].get("merge_rotation"))
     if rounded := record.config["model"].get("round_weights"):
         given.append(f"model.round_weights={rounded}")
