@@ -115,7 +115,10 @@ def test_committed_runs_are_their_presets() -> None:
         "calibrated on text",
         "calibrated on pydocs+text",
         "calibration samples",
+        "transform tables",
         "tables float16",
+        "heads together",
+        "− key.hadamard",
         "full precision layers",
     )
     assert {found for found in shown if not any(word in found for word in words)} == set()

@@ -31,6 +31,8 @@ def one_per_protocol() -> list[Record]:
     return [*protocols.values(), *{record.method: record for record in records()}.values()]
 
 
+WORDS = ("~method.", "+method.policies.", "method.key.stages.transform.heads_together=")
+"""How overrides begin that a command gives as they stand."""
 SETTINGS = (
     "oscar/",
     *(f"nsnquant/{name}" for name in ("figure4", "figure8", "table15", "table20", "table21", "table3", "table7")),
@@ -42,6 +44,7 @@ SETTINGS = (
     "method.bits_by_layer",
     "method.sink_tokens=",
     "stages.transform.tables=",
+    *WORDS,
     "hydra/sweeper=kvq_search",
 )
 """Experiments that give a method's residual, eviction, groups or clip themselves; all others have the preset's. Last:
@@ -87,9 +90,6 @@ def own_tables(record: Record) -> list[str]:
         f"method.{side}.stages.transform.tables={record.config['method'][side]['stages']['transform']['tables']}"
         for side in sides
     ]
-
-
-WORDS = ("~method.", "+method.policies.", "method.key.stages.transform.heads_together=")
 
 
 def own_words(record: Record) -> list[str]:
