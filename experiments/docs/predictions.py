@@ -7,11 +7,13 @@ the newest tokens kept as in generation, from results/bench/state_statistics.jso
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.models.state_statistics import mean_of
 from kvq.report.figures.style import COLUMN, colour, figure, image_of, style
 from kvq.results import Record, Store
 from kvq.results.statistics import spearman
@@ -71,6 +73,7 @@ def predicted(records: Sequence[Record], model: str, metric: str, scoring: str) 
     return spearman([found[name] for name in both], [lost[name] for name in both]).rho, len(both)
 
 
+@functools.cache
 def statistics(model: str) -> dict[str, Any]:
     """`layers`: statistics of a model's states by layer; `kinds` of layers, None where they do not differ."""
     found: dict[str, Any] = json.loads(STATISTICS.read_text(encoding="utf-8"))[model]
@@ -79,8 +82,7 @@ def statistics(model: str) -> dict[str, Any]:
 
 def mean_over_layers(model: str, name: str) -> float:
     """The mean over layers of a statistic of a model's states."""
-    layers = statistics(model)["layers"]
-    return float(sum(layer[name] for layer in layers) / len(layers))
+    return mean_of(statistics(model)["layers"], name)
 
 
 def rotation_noise(model: str) -> tuple[list[float], list[str]]:
