@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvq.calibration.budget import fit_groups, fit_sharing, grouped_parts, joined, joint_parts
+from kvq.calibration.budget import fit_sharing, joint_parts
+from kvq.calibration.collect import LayerStates
 from kvq.codecs import (
     Codec,
     CoupledQuantizer,
     JointMoments,
     LearnedRotation,
+    SharingQuantizer,
     bind_codec,
     calibrated_parts,
     fit_codec,
@@ -35,9 +37,12 @@ def fitted(codec: Codec, x: Tensor) -> Codec:
     if joint_parts(codec) is not None:
         place = ("key", 0)
         return bind_codec(codec, fit_sharing({place: codec}, {place: joint_moments(codec, flat)})[place], heads, dim)
-    if grouped_parts(codec) is not None:
-        rows = joined(codec, flat, rope_table(tokens, dim))
-        return bind_codec(codec, fit_groups({("key", 0): codec}, lambda place: rows)["key", 0], heads, dim)
+    if isinstance(codec.quantizer, SharingQuantizer):
+        place, states = ("key", 0), LayerStates(flat, flat, rope=rope_table(tokens, dim))
+        after_sinks = torch.full((tokens,), 1000)
+        return bind_codec(
+            codec, codec.quantizer.fit_layers({place: codec}, {0: states}, after_sinks)[place], heads, dim
+        )
     if any(isinstance(part, LearnedRotation) for part in parts.values()):
         tables = {f"{name}.rotation": part.begin(dim).float() for name, part in parts.items()}  # type: ignore[attr-defined]
     else:

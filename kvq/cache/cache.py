@@ -131,6 +131,7 @@ class KVCache(PaddableCache, WatchfulCache):
         self._windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
         self._columns: dict[int | None, SourceColumns | None] = {}
         super().__init__(layers=placed(held, own, self._states))
+        self._own[0].link(self._own)
         self.wants_hidden = any(side.wants_hidden for side in self._sides())
         self.follow(module, stacks)
         self.expands = mla is Mla.expanded

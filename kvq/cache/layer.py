@@ -156,7 +156,7 @@ class Layer(CacheLayerMixin):
         """Raise `Unsupported` where layers of a cache, itself the first, cannot have the rotations they were given."""
 
     def link(self, layers: Sequence[Layer]) -> None:
-        """Receive all layers of a cache, itself the first, after each was forked."""
+        """Receive all layers of a cache, itself the first, when it is made and after each was forked."""
 
 
 class KVCacheLayer(Layer):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvq.calibration import files
-from kvq.calibration.budget import fit_groups, grouped_parts, joined, joint_parts
+from kvq.calibration.budget import joint_parts
 from kvq.calibration.collect import (
     Kept,
     LayerStates,
@@ -30,7 +30,7 @@ from kvq.calibration.collect import (
 from kvq.calibration.components import fit_components
 from kvq.calibration.files import Calibration, bind
 from kvq.calibration.text import text_of
-from kvq.codecs import Codec, LearnedRotation, Tables, calibrated_parts, cayley_step, fit_codec
+from kvq.codecs import Codec, LearnedRotation, SharingQuantizer, Tables, calibrated_parts, cayley_step, fit_codec
 from kvq.codecs.torch_state import isolated
 from kvq.config.method import CalibrationConfig
 from kvq.data.text import encode
@@ -134,17 +134,17 @@ def calibrate(
     tensors |= _named(shared)
     apart: dict[str, Tensor] = {}
     parts = [part for side in _fitted(method) for part in calibrated_parts(_codecs(method)[side]).values()]
-    grouped = _places(method, len(head_dims), lambda codec: grouped_parts(codec) is not None)
-    if grouped and getattr(loaded.text_config, "kv_lora_rank", None):
-        raise Unsupported("model: caches latents; principal components are of keys and values of heads")
-    shown = windows if _fitted(method) or grouped else windows[:1]  # else for the number of heads alone
+    at_once = _places(method, len(head_dims), lambda codec: isinstance(codec.quantizer, SharingQuantizer))
+    if at_once and getattr(loaded.text_config, "kv_lora_rank", None):
+        raise Unsupported("model: caches latents; bits are shared over keys and values of heads")
+    shown = windows if _fitted(method) or at_once else windows[:1]  # else for the number of heads alone
     gradients, queries = any(part.wants_gradients for part in parts), any(part.wants_moments for part in parts)
     states, earlier = _states(loaded, shown, settings, gradients, queries)
     heads = [layer.key.shape[0] for layer in states.values()]
     for index, layer in tqdm(states.items(), desc="fitting", unit="layer", leave=False, disable=None):
         fit = functools.partial(_fit, method, layer, index, len(head_dims), settings.seed, loaded.device)
         apart |= fit() if done is None else done.fitted(index, fit)
-    apart |= _grouped(grouped, states, windows, settings)
+    apart |= _fit_at_once(at_once, states, windows, settings)
     _check_tokens(apart, states, windows)
     tensors |= apart
     return Calibration(
@@ -172,28 +172,20 @@ def _named(tables: Mapping[Place, Tables]) -> dict[str, Tensor]:
     return {f"{side}.{at}.{name}": table for (side, at), own in tables.items() for name, table in own.items()}
 
 
-def _grouped(
+def _fit_at_once(
     codecs: Mapping[Place, Codec], states: Mapping[int, LayerStates], windows: Tensor, settings: CalibrationConfig
 ) -> dict[str, Tensor]:
-    """Tables of codecs whose groups are chosen with all layers at once; of a basis of all layers, under the first."""
-    codecs = {place: codec for place, codec in codecs.items() if not (codec.joins_layers and place[1])}
+    """Tables of codecs that their quantizers fit with all layers at once."""
     if not codecs:
         return {}
     positions = torch.cat([own for _, own in drawn_positions(windows, settings.tokens, settings.seed)])
-
-    def rows(place: Place) -> Tensor:
-        codec, found = codecs[place], grouped_parts(codecs[place])
-        assert found is not None
-        seen = (positions >= found[1].left_out).nonzero()[:, 0]
-        if not len(seen):
-            raise DataError(f"calibration: all of {windows.shape[1]} tokens of a window are left out")
-        own = []
-        for layer in states.values() if codec.joins_layers else [states[place[1]]]:
-            x = getattr(layer, place[0])
-            own.append(joined(codec, x if x.dtype == torch.float64 else x.float(), layer.rope)[seen])
-        return own[0] if len(own) == 1 else torch.cat(own, 1)
-
-    return _named(fit_groups(codecs, rows))
+    found: dict[Place, Tables] = {}
+    for kind in {type(codec.quantizer): None for codec in codecs.values()}:
+        assert issubclass(kind, SharingQuantizer)
+        found |= kind.fit_layers(
+            {place: codec for place, codec in codecs.items() if type(codec.quantizer) is kind}, states, positions
+        )
+    return _named(found)
 
 
 FEW = 4
@@ -241,7 +233,9 @@ def _fitted(method: Method) -> list[str]:
     return [
         side
         for side, codec in _codecs(method).items()
-        if learned_rotation(codec) is None and joint_parts(codec) is None and grouped_parts(codec) is None
+        if learned_rotation(codec) is None
+        and joint_parts(codec) is None
+        and not isinstance(codec.quantizer, SharingQuantizer)
     ]
 
 

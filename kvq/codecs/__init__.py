@@ -12,6 +12,7 @@ from kvq.codecs.calibrated import (
     Calibrated,
     JointTransform,
     LayerScale,
+    SharingQuantizer,
     Tables,
     bind_codec,
     calibrated_parts,
@@ -26,7 +27,6 @@ from kvq.codecs.calibrated_rotations import (
 )
 from kvq.codecs.channel_groups import CalibratedChannelSplit, ChannelSplit
 from kvq.codecs.codec import Codec, StoredWithKeys, gain_factor
-from kvq.codecs.coefficients import Budget, CoefficientQuantizer, Groups, PrincipalComponents
 from kvq.codecs.components import ComponentQuantizer, Deviation, ScalarQuantizer, TrellisQuantizer, Widths
 from kvq.codecs.delta import DeltaQuantizer
 from kvq.codecs.geometric import PolarQuantizer, angle_levels

@@ -63,6 +63,7 @@ class BlockFloatQuantizer(CodeQuantizer):
     version: ClassVar[int] = 2
     token_group = 1
     bits = 4
+    attended_as = "states"
 
     def __init__(
         self,

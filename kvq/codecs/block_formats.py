@@ -58,6 +58,7 @@ class SignedMaxQuantizer(CodeQuantizer):
 
     version: ClassVar[int] = 2
     token_group = 1
+    attended_as = "states"
 
     def __init__(self, bits: int, group_size: int | None = None) -> None:
         if not 2 <= bits <= MAX_BITS:
@@ -187,6 +188,7 @@ class Float8Quantizer(Quantizer):
     """
 
     version: ClassVar[int] = 1
+    attended_as = "states"
 
     def __init__(
         self,
@@ -253,6 +255,7 @@ class LevelsQuantizer(CodeQuantizer):
 
     version: ClassVar[int] = 2
     token_group = 1
+    attended_as = "states"
 
     def __init__(
         self, levels: Sequence[float], group_size: int | None = None, refit: bool = True, least: float = 1e-15

@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvq.codecs.codec import Codec
@@ -34,7 +34,7 @@ class Calibrated:
         wants_pairs: of the moments, `fit` reads the energies of RoPE pairs alone, so a stage that turns these may
             precede the part; no other stage may precede one that takes moments.
         wants_joint: the tables are of all heads of a token, and fitted with those of all layers
-            (`kvq.calibration.budget`, `kvq.calibration.budget`).
+            (`kvq.calibration.budget`, `SharingQuantizer`).
         learned: the tables are learned against the model's loss (`kvq.calibration`), not fitted to states.
     """
 
@@ -194,6 +194,23 @@ class JointTransform(Calibrated, Stage):
         some = slice(first * y.shape[-1], end * y.shape[-1])
         found = self._states(y.transpose(-3, -2).flatten(-2), y, some) + self.table("mean", y)[:, some]
         return found.unflatten(-1, (-1, y.shape[-1])).transpose(-3, -2).contiguous()
+
+
+class SharingQuantizer(Calibrated, Quantizer):
+    """A quantizer with a rule of its own to fit the codecs of all layers at once, their stages included."""
+
+    @classmethod
+    @abc.abstractmethod
+    def fit_layers(
+        cls, codecs: Mapping[tuple[str, int], Codec], states: Mapping[int, Any], positions: Int[Tensor, " tokens"]
+    ) -> Mapping[tuple[str, int], Tables]:
+        """Tables of codecs with such a quantizer, `<part>.<table>`, by side and layer.
+
+        Args:
+            codecs: by side and layer.
+            states: of each layer, as `kvq.calibration.collect.LayerStates`.
+            positions: of the states' tokens in their texts.
+        """
 
 
 class LayerScale(Calibrated, Stage):

@@ -68,6 +68,7 @@ class ComponentQuantizer(Calibrated, Quantizer):
     """
 
     token_group = 1
+    attended_as = "components"
 
     def __init__(
         self,

@@ -226,6 +226,7 @@ class LloydMaxQuantizer(CodebookQuantizer):
     """
 
     version: ClassVar[int] = 1
+    attended_as = "states"
 
     def __init__(
         self,
@@ -316,6 +317,7 @@ class StartingCodebook(CodebookQuantizer):
     """
 
     version: ClassVar[int] = 1
+    attended_as = "states"
 
     def __init__(
         self, bits: int, start: Start | str, gain: Gain | str = Gain.none, steps: int = 0, seed: int = 5

@@ -7,7 +7,7 @@ import copy
 import enum
 import math
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -83,11 +83,14 @@ class Quantizer(abc.ABC):
     Attributes:
         token_group: tokens that share statistics; 1: each token on its own, None: the whole block.
         variable_rows: the number of rows of some part depends on the block, so that blocks are stored one by one.
+        attended_as: what attention on packed codes decodes pieces of: `states` of a head, or `components` that a
+            `JointTransform` made of all heads, with a row of each part for a token; None: it cannot.
     """
 
     gain: Gain = Gain.none
     token_group: int | None = None
     variable_rows = False
+    attended_as: Literal["states", "components"] | None = None
 
     @property
     def indices(self) -> dict[str, int]:
@@ -140,6 +143,7 @@ class Passthrough(Quantizer):
 
     version: ClassVar[int] = 1
     token_group = 1
+    attended_as = "states"
 
     def encode(self, x: Tensor, dtype: torch.dtype) -> Parts:
         return {"values": x.to(dtype, copy=True)}  # copies: stored values must not change when a caller's tensor does

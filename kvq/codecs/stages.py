@@ -30,7 +30,8 @@ class Stage(abc.ABC):
         takes_gain: the step's side information can absorb one factor per head and token.
         uses_rope: `forward` and `inverse` also take `rope`, the rotations of the block's tokens.
         token_group: tokens that share side information; 1: each token has its own, None: the whole block.
-        joins_layers: it takes the heads of all layers of a model together.
+        joins_layers: it takes the heads of all layers of a model together, and its tables stand under the first.
+        policy: a `kvq.methods.policies.Policy` that its method then has; None: none.
     """
 
     orthogonal = False
@@ -38,6 +39,7 @@ class Stage(abc.ABC):
     uses_rope = False
     token_group: int | None = None
     joins_layers = False
+    policy: Any = None
 
     def check(self, head_dim: int) -> None:  # noqa: B027 - most stages work on any head dim
         """Raise `Unsupported` when the stage cannot work on `head_dim` channels."""

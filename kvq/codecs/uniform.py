@@ -155,6 +155,7 @@ class UniformQuantizer(CodeQuantizer):
     """
 
     version: ClassVar[int] = 1
+    attended_as = "states"
 
     def __init__(
         self,
@@ -368,6 +369,7 @@ class ClippedQuantizer(UniformQuantizer):
     """
 
     version: ClassVar[int] = 1
+    attended_as = None  # type: ignore[assignment]
 
     def __init__(
         self,

@@ -260,6 +260,7 @@ class VectorQuantizer(Quantizer):
 
     version: ClassVar[int] = 1
     token_group = 1
+    attended_as = "states"
 
     def __init__(self, bits: int, codebook: str = "finetuned", gain: Gain | str = Gain.parallel) -> None:
         check_choice("codebook", codebook, CODEBOOKS)

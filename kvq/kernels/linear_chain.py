@@ -29,50 +29,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvq.codecs import (
-    BlockFloatQuantizer,
     Codec,
-    CoefficientQuantizer,
-    ComponentQuantizer,
-    Float8Quantizer,
-    HalfAwayQuantizer,
     HeadsCodec,
     JointTransform,
-    LevelsQuantizer,
-    LloydMaxQuantizer,
     Packed,
-    Passthrough,
     Rope,
     SignedMaxQuantizer,
     StoredWithKeys,
     TokenNorm,
-    TurboMindQuantizer,
     UniformQuantizer,
     VectorQuantizer,
 )
-from kvq.codecs.lloyd_max import StartingCodebook
 from kvq.codecs.packed import BlockRun
 from kvq.codecs.quantizers import Axis, Quantizer
 from kvq.codecs.rope import ApplyRope, UndoRope
 from kvq.codecs.stages import ChannelShift, Stage, restored
 from kvq.errors import Unsupported
-
-QUANTIZERS = (
-    UniformQuantizer,
-    HalfAwayQuantizer,
-    TurboMindQuantizer,
-    LloydMaxQuantizer,
-    StartingCodebook,
-    VectorQuantizer,
-    SignedMaxQuantizer,
-    LevelsQuantizer,
-    BlockFloatQuantizer,
-    Float8Quantizer,
-    Passthrough,
-)
-"""Affine grids are folded into the query and the weights (`folds`); the others are decoded one piece at a time."""
-
-JOINT = (ComponentQuantizer, CoefficientQuantizer)
-"""Behind a transform of all heads of a token; a token has a row in each of their parts."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +187,6 @@ def linear_chain_of(codec: Codec) -> LinearChain:
         raise Unsupported("cache.attention=packed: values that are stored with keys are read with them")
     if codec.stores_lists:
         raise Unsupported(f"cache.attention=packed: {type(codec).__name__} stores lists, which need decoded tokens")
-    if codec.joins_layers:
-        raise Unsupported("cache.attention=packed: codes of all layers together need decoded tokens")
     if (joint := joint_of(codec)) is not None:
         return LinearChain(codec, (), {}, (), joint)
     rotations: list[Stage] = []
@@ -239,14 +209,14 @@ def linear_chain_of(codec: Codec) -> LinearChain:
     if isinstance(codec, HeadsCodec):
         raise Unsupported("cache.attention=packed: heads with bits of their own need decoded tokens")
     quantizer = codec.quantizer
-    if type(quantizer) not in QUANTIZERS or (not folds(quantizer) and quantizer.token_group != 1):
+    if quantizer.attended_as != "states" or (not folds(quantizer) and quantizer.token_group != 1):
         raise Unsupported(f"cache.attention=packed: codes of {type(quantizer).__name__} cannot be scored as they are")
     return LinearChain(codec, tuple(rotations), norms, tuple(shifts))
 
 
 def joint_of(codec: Codec) -> JointTransform | None:
     """The transform of all heads of a token that ends a codec's stages, behind none but RoPE; None: there is none."""
-    if not codec.stages or codec.token_group != 1 or not isinstance(codec.quantizer, JOINT):
+    if not codec.stages or codec.token_group != 1 or codec.quantizer.attended_as != "components":
         return None
     *before, last = (stage for _, stage in codec.stages)
     alone = all(isinstance(stage, UndoRope) for stage in before) and len(before) < 2

@@ -114,6 +114,7 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     policies = (
         *(_part(method.name, f"method.{kind.setting}", getattr(method, kind.setting), kind) for kind in _KINDS),
         *(_part(method.name, f"method.policies.{name}", one, Policy) for name, one in method.policies.items()),
+        *_policies_of(codecs),
         *(_kept_keys(method, codecs["key"]), _first_layers(method, head_dim), _gqa(method, codecs), merged),
     )
     built = Method(
@@ -136,6 +137,12 @@ def instantiate_method(method: MethodConfig, residual: ResidualConfig, bits: Any
     if method.calibration.dataset is not None and not built.is_calibrated:
         raise ConfigError(f"method.calibration.dataset={method.calibration.dataset}: {method.name} calibrates nothing")
     return built
+
+
+def _policies_of(codecs: Mapping[str, Codec | None]) -> list[Policy]:
+    """The policies that stages of the codecs bring, each setting once."""
+    stages = [stage for codec in codecs.values() if codec is not None for _, stage in codec.stages]
+    return list({one.setting: one for stage in stages if (one := stage.policy) is not None}.values())
 
 
 def _by_layer(method: MethodConfig, residual: ResidualConfig, bits: Any, head_dim: int) -> tuple[Method, ...]:

@@ -22,7 +22,6 @@ from kvq.config.residual import Residual, ResidualSide
 from kvq.config.run import Mla, WindowLayers
 from kvq.errors import ConfigError, Unsupported
 from kvq.kernels import linear_chain_of
-from kvq.methods.all_layers import JoinedSide, joined_layers
 from kvq.methods.kept_keys import numbered, packed_side_of, side_of
 from kvq.methods.merged import MergedRotation
 from kvq.methods.policies import Capability, Policy, check_needs, check_pairs
@@ -234,16 +233,6 @@ class Method:
         return any(codec is not None and codec.fits_first_tokens for codec in (self.key, self.value))
 
     @property
-    def joins_layers(self) -> bool:
-        """Some codec encodes the states of all layers together."""
-        return any(codec is not None and codec.joins_layers for codec in (self.key, self.value))
-
-    def _check_layers_joined(self, held: Sequence[KvLayer]) -> None:
-        dims = {(one.head_dim, one.value_dim) for one in held}
-        if len(dims) > 1 or (self.window_layers is WindowLayers.keep and any(one.window for one in held)):
-            raise Unsupported(f"model: {self.name} encodes all layers together, which are alike and all quantized")
-
-    @property
     def is_full_precision(self) -> bool:
         """Neither keys nor values are quantized, and none are evicted."""
         return self.key is None and self.value is None and self.backend is None and self.policy("eviction") is None
@@ -301,9 +290,6 @@ class Method:
         # Policies that choose tokens go by all of them; a model's own mask then hides those outside of its window.
         if not self.has("own_window"):
             held = [replace(one, window=None) for one in held]
-        if self.joins_layers:
-            self._check_layers_joined(held)
-            return joined_layers([self._sides(place, held, keep_decoded) for place in range(len(held))])
         made = self._of_both if self.joins_sides else self._apart
         layers = [made(place, held, keep_decoded, quantized_prefill) for place in range(len(held))]
         if packed:
@@ -361,8 +347,6 @@ class Method:
         if held[place].window is not None:
             codec, own = self.in_window(codec, residual)
         label = f"layer {held[place].index} {side}s"
-        if codec is not None and codec.joins_layers:
-            return JoinedSide(codec, residual, label, keep_decoded, self.sink_tokens)
         like = side_of(codec, residual, label, keep_decoded, self.sink_tokens)
         for policy in self.policies if codec is not None else ():
             if (wrapped := policy.wrap_side(like, side, place, count)) is not like:

@@ -35,18 +35,11 @@ _BY_POSITION = Trait("a codec", "undoes rotary embeddings", frozenset({"any_posi
 _SINKS = Trait("sink_tokens", "keeps the first tokens in full precision", frozenset({"all_tokens", "own_tokens"}))
 _AT_ONCE = Trait("residual=none", "quantizes all tokens at once", frozenset({"no_prompt", "chunked_prompt"}))
 _SIDES_DIFFER = Trait("residual or bits", "differ for keys and values", frozenset({"sides_alike"}))
-_ONE_CODEC: Capabilities = frozenset({"codecs_alone", "same_stages", "one_width", "all_layers"})
-_JOINS_LAYERS = Trait(
-    "a codec",
-    "encodes all layers together",
-    frozenset({"codecs_alone", "two_codecs", "packed_attention", "all_at_once", "quantized_prefill", "sides_apart"}),
-    _ONE_CODEC,
-)
 _JOINS_SIDES = Trait(
     "value",
     "is stored with the keys",
     frozenset({"codecs_alone", "two_codecs", "expanded_latent", "sides_apart"}),
-    _ONE_CODEC | {"sides_alike"},
+    frozenset({"codecs_alone", "same_stages", "one_width", "all_layers", "sides_alike"}),
 )
 
 
@@ -62,7 +55,6 @@ def traits_of(method: Any) -> Iterator[Policy]:
         _BY_LAYER: bool(method.by_layer),
         _WHOLE_LAYERS: any(method.full_precision_layers.values()),
         _SINKS: method.sink_tokens > 0,
-        _JOINS_LAYERS: method.joins_layers,
         joined: method.joins_sides,
         _CALIBRATED: method.is_calibrated,
         _FITTED_FIRST: method.fits_first_tokens,

@@ -278,7 +278,7 @@ def room(cache: KVCache, most: int) -> int:
     ):
         return 1
     if any(side.residual.policy is Policy.sliding for side in quantized):
-        return min(most, *(sliding_chunk(side.codec, side.residual) for side in quantized))
+        return min(most, *(sliding_chunk(cache.method, side.residual) for side in quantized))
     # Up to where a block is flushed: within a forward, its tokens would be stored twice.
     return 1 + bisect.bisect(range(2, most + 1), 0, key=lambda count: any(s.moves(count).queries for s in quantized))
 

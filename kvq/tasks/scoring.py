@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.cache.side import CacheSide
-from kvq.codecs import Codec
 from kvq.config.residual import Policy, PrefillBlock, Residual, ResidualSide
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
@@ -41,12 +40,13 @@ def log_probabilities(logits: Float[Tensor, "*lead vocab"]) -> Float[Tensor, "*l
     return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
 
 
-def sliding_chunk(codec: Codec, residual: ResidualSide) -> int:
+def sliding_chunk(method: Method, residual: ResidualSide) -> int:
     """Tokens of a forward under a sliding residual, which releases one at a time, so that no cut avoids copies.
 
-    Where all layers are encoded together, no more than it keeps: a token that leaves has come in an earlier forward.
+    Where none is read decoded in the forward that it came in, no more than the residual keeps.
     """
-    return min(FULL_PRECISION_CHUNK, residual.size) if codec.joins_layers else FULL_PRECISION_CHUNK
+    whole = method.has("decoded_at_once")
+    return FULL_PRECISION_CHUNK if whole else min(FULL_PRECISION_CHUNK, residual.size)
 
 
 def generation_bounds(method: Method, length: int, chunk: int | None = None) -> list[tuple[int, int]]:
@@ -67,10 +67,10 @@ def generation_bounds(method: Method, length: int, chunk: int | None = None) -> 
     for codec, side in ((method.key, method.residual.key), (method.value, method.residual.value)):
         if codec is None:
             continue
-        sizes.append(sliding_chunk(codec, side) if side.policy is Policy.sliding else max(side.size, 1))
+        sizes.append(sliding_chunk(method, side) if side.policy is Policy.sliding else max(side.size, 1))
     cuts = {0, length}
     for size in sizes or [FULL_PRECISION_CHUNK]:
-        cuts |= set(range(method.sink_tokens if method.joins_layers else 0, length, size))
+        cuts |= set(range(0 if method.has("decoded_at_once") else method.sink_tokens, length, size))
     if chunk is not None:
         starts = sorted(cuts)
         cuts |= {cut for start, end in itertools.pairwise(starts) for cut in range(start, end, chunk)}

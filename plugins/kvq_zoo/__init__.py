@@ -7,6 +7,7 @@ _MOVED = {
     "channel_groups": ("PairWidths",),
     "covariance": ("CovarianceRotation", "RankClip"),
     "deflate": ("DeflateCodec",),
+    "kvtc": ("CoefficientQuantizer", "PrincipalComponents"),
     "octave": ("LeadingChannels", "RmsLevelsQuantizer"),
     "query_moments": ("QueryTransform", "SubspaceQuantizer"),
     "rotations": ("BlockRotation",),

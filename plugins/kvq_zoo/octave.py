@@ -67,6 +67,7 @@ class RmsLevelsQuantizer(LevelsQuantizer):
     """
 
     version: ClassVar[int] = 1
+    attended_as = None  # type: ignore[assignment]
 
     def __init__(
         self, levels: Sequence[float], per_rms: float, one: float = 64.0, group_size: int | None = None

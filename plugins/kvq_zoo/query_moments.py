@@ -86,6 +86,7 @@ class SubspaceQuantizer(Calibrated, UniformQuantizer):
 
     version: ClassVar[int] = 1
     wants_moments = True
+    attended_as = None  # type: ignore[assignment]
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvq_zoo.kvtc import CoefficientQuantizer
 from kvq_zoo.spectral import SpectralQuantizer
 from kvq_zoo.triplets import LatticeQuantizer, OctahedralQuantizer
 
@@ -19,7 +20,6 @@ from kvq.codecs import (
     CalibratedChannelSplit,
     ChannelSplit,
     CodedBlocks,
-    CoefficientQuantizer,
     ComponentQuantizer,
     Float8Quantizer,
     LloydMaxQuantizer,

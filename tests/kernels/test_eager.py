@@ -31,7 +31,6 @@ REFUSED = {
     "nsnquant/trellis": "codes of TrellisQuantizer",
     "kvquant_plus_plus": "codes of InnerProductQuantizer",
     "kvquant_plus_plus/huffman": "HuffmanCodec stores lists",
-    "kvtc/all_layers": "codes of all layers together",
     "kvtc/all_layers_deflate": "DeflateCodec stores lists",
     "kvtc/deflate": "DeflateCodec stores lists",
     "kvquant_plus_plus/low_rank": "codes of LowRankCorrection",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from kvq_zoo.tests import kvtc_oracle
 from kvq_zoo.tests.test_covariance import clipped, moment_of, rotation_of, stored
 from kvq_zoo.triplets import norm_levels, square_levels
 from scipy import stats
@@ -14,7 +15,7 @@ from torch import Tensor
 import kvq
 from kvq.codecs import RandomRotation, bind_codec, fit_codec, rope_table, trellis
 from tests.calibrated import build
-from tests.codecs import kvtc_oracle, rival_oracles, triplet_oracles
+from tests.codecs import rival_oracles, triplet_oracles
 from tests.codecs.oracles import hadamard
 from tests.codecs.test_rope import turned
 from tests.methods.held import DIM, HEADS, TOKENS, states

@@ -42,7 +42,7 @@ LACKS = {
     "spinquant": TABLES,
     "waterfill_kv": f"{TABLES} any_position codecs_alone all_tokens own_tokens sides_apart",
     "kvtc/all_layers": f"{TABLES} any_position codecs_alone all_tokens own_tokens packed_attention all_at_once "
-    "quantized_prefill sides_apart",
+    "quantized_prefill decoded_at_once own_window sides_apart",
 }
 
 

@@ -10,23 +10,20 @@ import torch
 
 import kvq
 from kvq.calibration import fit
-from kvq.calibration.budget import Errors, fit_groups, grouped_parts, measured, planned
 from kvq.calibration.collect import collect
 from kvq.codecs import (
     Codec,
-    CoefficientQuantizer,
-    Groups,
-    PrincipalComponents,
     ScalarQuantizer,
     TokenNorm,
     bind_codec,
 )
-from kvq.codecs.coefficients import KINDS, cost
 from kvq.config.method import CalibrationConfig
 from kvq.errors import ConfigError, DataError, Unsupported
 from kvq.models import LoadedModel
+from kvq_zoo.coefficient_groups import KINDS, Errors, Groups, cost, measured, planned
+from kvq_zoo.kvtc import CoefficientQuantizer, PrincipalComponents, fit_groups, grouped_parts
+from kvq_zoo.tests import kvtc_oracle as oracle
 from tests.calibrated import build
-from tests.codecs import kvtc_oracle as oracle
 from tests.random_models import llama, token_ids
 
 SIZES = (1, 2, 3)
@@ -121,7 +118,7 @@ def test_few_tokens_have_the_components_of_singular_vectors() -> None:
     np.testing.assert_allclose(tables["basis"][:, :8], basis[:, :8], atol=1e-6)
     whole = PrincipalComponents.fit_rows(many)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvq.codecs.coefficients._TOGETHER", 12 * 7)
+        patched.setattr("kvq_zoo.kvtc._TOGETHER", 12 * 7)
         for name, table in PrincipalComponents.fit_rows(many).items():
             torch.testing.assert_close(table, whole[name], atol=1e-6, rtol=0)
 
@@ -175,7 +172,7 @@ def test_latents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kv_lora_rank", "qk_rope_head_dim"):
         monkeypatch.setattr(loaded.text_config, name, 16, raising=False)
     method = kvq.build_method("kvtc", bits=2, head_dim=loaded.model.config.head_dim)
-    with pytest.raises(Unsupported, match="model: caches latents; principal components"):
+    with pytest.raises(Unsupported, match="model: caches latents; bits are shared"):
         fit.calibrate(loaded, method, token_ids(8, batch=2), CalibrationConfig(samples=2, length=8))
 
 

@@ -28,8 +28,8 @@ from kvq.tasks.scoring import (
     holding_method,
     score_continuation,
 )
+from kvq_zoo.tests import kvtc_oracle as oracle
 from tests.cache.test_saved import filled, goes_on, method_of, same
-from tests.codecs import kvtc_oracle as oracle
 from tests.families import family
 from tests.random_models import llama, token_ids
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -23,10 +23,42 @@ from kvq.cache.store import BlockStore
 from kvq.codecs import Codec, Packed
 from kvq.codecs.rope import Rope
 from kvq.config.residual import ResidualSide
+from kvq.config.run import WindowLayers
 from kvq.errors import Unsupported
 from kvq.methods.kept_keys import SinkSide
+from kvq.methods.policies import Capabilities, Policy
+from kvq.models.layers import kv_layers_of
 
 States = Float[Tensor, "batch heads _tokens head_dim"]
+
+
+_JOINED: Capabilities = frozenset({"codecs_alone", "two_codecs", "sides_apart", "own_window"})
+_LATE: Capabilities = frozenset({"all_at_once", "quantized_prefill", "decoded_at_once", "packed_attention"})
+
+
+class AllLayers(Policy):
+    """Sides whose codec takes all layers at once are encoded so; a stage brings the policy (`Stage.policy`)."""
+
+    setting = "a codec"
+    does = "encodes all layers together"
+    needs = frozenset({"codecs_alone", "same_stages", "one_width", "all_layers"})
+    excludes = _JOINED | _LATE
+
+    def for_model(self, method: Any, config: Any) -> Any:
+        """The method. Raises: Unsupported: a model whose layers differ, or some of which stay in full precision."""
+        held = kv_layers_of(config, method.mla)
+        keeps = method.window_layers is WindowLayers.keep and any(one.window for one in held)
+        if keeps or len({(one.head_dim, one.value_dim) for one in held}) > 1:
+            raise Unsupported(f"model: {method.name} encodes all layers together, which are alike and all quantized")
+        return method
+
+    def wrap_side(self, like: CacheSide, side: str, layer: int, layers: int) -> CacheSide:
+        if like.codec is None or not like.codec.joins_layers:
+            return like
+        return JoinedSide(like.codec, like.residual, like.label, like.keep_decoded, getattr(like, "most_sinks", 0))
+
+    def wrap_layer(self, like: KVCacheLayer, layer: int, config: Any) -> KVCacheLayer:
+        return LayerOfAll(like.key, like.value)
 
 
 class JoinedStates:
@@ -170,7 +202,7 @@ class LayerShare(BlockStore):
 class JoinedSide(SinkSide):
     """Keys or values of one layer whose packed tokens are encoded with those of all layers.
 
-    Its version is that of the stage that asks for it (`Stage.joins_layers`).
+    Its version is that of the stage that asks for it (`AllLayers`).
 
     Raises:
         Unsupported: a residual that encodes tokens as they come.
@@ -235,24 +267,13 @@ class LayerOfAll(KVCacheLayer):
     no_padding_reason = "encodes all layers together"
 
     def link(self, layers: Sequence[Layer]) -> None:
-        _link(layers)
+        for sides in ([layer.key for layer in layers], [layer.value for layer in layers]):
+            if isinstance(sides[0], JoinedSide):
+                before = sides[0].joined
+                JoinedStates(sides, None if before is None or before.store is None else before.store.fork())
 
     def check_rotations(self, layers: Sequence[Layer]) -> None:
         for side in (self.key, self.value):
             joined = side.joined if isinstance(side, JoinedSide) and side.uses_rope else None
             if joined is not None and any(one.rope is not side.rope for one in joined.sides):
                 raise Unsupported(f"model: {side.label} and those of other layers have different rotary embeddings")
-
-
-def _link(layers: Sequence[Layer]) -> None:
-    for sides in ([layer.key for layer in layers], [layer.value for layer in layers]):
-        if isinstance(sides[0], JoinedSide):
-            before = sides[0].joined
-            JoinedStates(sides, None if before is None or before.store is None else before.store.fork())
-
-
-def joined_layers(sides: Sequence[tuple[CacheSide, CacheSide]]) -> list[Layer]:
-    """Layers of these keys and values, which are encoded together."""
-    layers = [cast(Layer, LayerOfAll(*own)) for own in sides]
-    _link(layers)
-    return layers

@@ -1,34 +1,33 @@
 """KVTC's transform and quantizer: principal components of all KV heads of a token, in groups that share a scale.
 
-Both are fitted with all layers at once, because the bits of a side are shared out over them (`kvq.calibration.budget`).
+Both are fitted with all layers at once, because the bits of a side are shared out over them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, cast
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Int
 from torch import Size, Tensor
 
-from kvq.codecs.calibrated import Calibrated, JointTransform, Tables
-from kvq.codecs.quantizers import Parts, Quantizer, choice, to_stored
+from kvq.calibration.budget import last_stage
+from kvq.calibration.collect import LayerStates, Place
+from kvq.codecs.calibrated import Calibrated, JointTransform, SharingQuantizer, Tables
+from kvq.codecs.codec import Codec
+from kvq.codecs.quantizers import Parts, choice
+from kvq.codecs.rope import Rope
 from kvq.codecs.rotations import eigenvectors, per_block, signed
-from kvq.codecs.trellis import Layout, read, write
-from kvq.errors import ConfigError, Unsupported, at_least
+from kvq.codecs.trellis import read, write
+from kvq.errors import ConfigError, DataError, Unsupported, at_least
+from kvq_zoo.all_layers import AllLayers
+from kvq_zoo.coefficient_groups import Errors, Groups, coded, measured, planned, values_of
 
-KINDS = (2, 4, 8)
-"""Bits of a coefficient that is stored: whole numbers of 2 and 4 bits, and e4m3."""
-SIDE_BITS = 32
-"""Of a group: a scale and a shift, each in fp16."""
 _TOGETHER = 2**26
 """Numbers that are in fp64 at once while moments are summed up."""
-_E4M3 = torch.float8_e4m3fn
-_E4M3_MOST = 448.0
 
 
 class Budget(enum.Enum):
@@ -72,6 +71,10 @@ class PrincipalComponents(JointTransform):
         return self.layers is Layers.all
 
     @property
+    def policy(self) -> AllLayers | None:
+        return AllLayers() if self.joins_layers else None
+
+    @property
     def multiplications(self) -> int:
         return self.tables["basis"].numel()
 
@@ -100,87 +103,7 @@ class PrincipalComponents(JointTransform):
         return per_block(components[..., : basis.shape[1]], basis[some].mT)
 
 
-def coded(
-    x: Float[Tensor, "*lead size"], kind: int
-) -> tuple[Integer[Tensor, "*lead size"], Float[Tensor, "*lead 1"], Float[Tensor, "*lead 1"]]:
-    """Codes of groups, and their scale and shift in fp16.
-
-    2 and 4 bits: the shift is the least value, the scale the range over 2^kind - 1, halves go to the even code. 8 bits:
-    e4m3 of what lies about the middle of the range, scaled to its largest number.
-    """
-    low, high = torch.aminmax(x, dim=-1, keepdim=True)
-    if kind == 8:
-        shift, scale = (low + high) / 2, (high - low) / (2 * _E4M3_MOST)
-    else:
-        shift, scale = low, (high - low) / (2**kind - 1)
-    steps = (x - shift) / scale.masked_fill(scale == 0, 1)
-    if kind == 8:
-        codes = steps.float().clamp(-_E4M3_MOST, _E4M3_MOST).to(_E4M3).view(torch.uint8)
-    else:
-        codes = steps.round().clamp(0, 2**kind - 1).to(torch.uint8)
-    return codes, to_stored(scale, torch.float16), to_stored(shift, torch.float16)
-
-
-def values_of(codes: Integer[Tensor, "*lead size"], kind: int, dtype: torch.dtype) -> Float[Tensor, "*lead size"]:
-    """What codes stand for, before scale and shift."""
-    return (codes.view(_E4M3) if kind == 8 else codes).to(dtype)
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Consecutive groups of coefficients: `sizes`, and `kinds` in bits of a coefficient, 0 where none is stored."""
-
-    sizes: tuple[int, ...]
-    kinds: tuple[int, ...]
-
-    @property
-    def used(self) -> int:
-        """Coefficients up to the end of the last group."""
-        return sum(self.sizes)
-
-    @property
-    def cost(self) -> int:
-        """Bits of a token, scales and shifts included."""
-        return sum(cost(size, kind) for size, kind in zip(self.sizes, self.kinds, strict=True))
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The fields of a token's string."""
-        pairs = zip(self.sizes, self.kinds, strict=True)
-        return Layout(tuple(kind for size, kind in pairs for _ in range(size)))
-
-    @cached_property
-    def alike(self) -> tuple[tuple[int, Tensor, Tensor], ...]:
-        """Of all groups of one size and kind: the kind, their coefficients `[groups, size]`, their place among scales.
-
-        Groups that are not stored have no scale.
-        """
-        found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        start = place = 0
-        for size, kind in zip(self.sizes, self.kinds, strict=True):
-            if kind:
-                starts, places = found.setdefault((size, kind), ([], []))
-                starts.append(start)
-                places.append(place)
-                place += 1
-            start += size
-        return tuple(
-            (kind, torch.tensor(starts)[:, None] + torch.arange(size), torch.tensor(places))
-            for (size, kind), (starts, places) in found.items()
-        )
-
-    @property
-    def scales(self) -> int:
-        """Groups that are stored."""
-        return sum(kind > 0 for kind in self.kinds)
-
-
-def cost(size: int, kind: int) -> int:
-    """Bits of a group of a token: its coefficients, a scale and a shift."""
-    return size * kind + SIDE_BITS if kind else 0
-
-
-class CoefficientQuantizer(Calibrated, Quantizer):
+class CoefficientQuantizer(SharingQuantizer):
     """Coefficients of a token in consecutive groups of 0, 2, 4 or 8 bits, each with a scale and a shift of the token.
 
     Args:
@@ -204,6 +127,7 @@ class CoefficientQuantizer(Calibrated, Quantizer):
 
     version: ClassVar[int] = 1
     token_group = 1
+    attended_as = "components"
 
     def __init__(
         self,
@@ -231,6 +155,32 @@ class CoefficientQuantizer(Calibrated, Quantizer):
         assert isinstance(other, CoefficientQuantizer)
         other._groups = None
         return other
+
+    @classmethod
+    def fit_layers(
+        cls, codecs: Mapping[Place, Codec], states: Mapping[int, LayerStates], positions: Int[Tensor, " tokens"]
+    ) -> dict[Place, Tables]:
+        """As `SharingQuantizer`; tables of a basis of all layers stand under the first layer.
+
+        Raises:
+            ConfigError: as `grouped_parts`.
+            DataError: all tokens are left out (`PrincipalComponents.left_out`).
+        """
+        codecs = {place: codec for place, codec in codecs.items() if not (codec.joins_layers and place[1])}
+
+        def rows(place: Place) -> Tensor:
+            codec, found = codecs[place], grouped_parts(codecs[place])
+            assert found is not None
+            seen = (positions >= found[1].left_out).nonzero()[:, 0]
+            if not len(seen):
+                raise DataError(f"calibration: all of {int(positions.max()) + 1} tokens of a window are left out")
+            own = []
+            for layer in states.values() if codec.joins_layers else [states[place[1]]]:
+                x = getattr(layer, place[0])
+                own.append(joined(codec, x if x.dtype == torch.float64 else x.float(), layer.rope)[seen])
+            return own[0] if len(own) == 1 else torch.cat(own, 1)
+
+        return fit_groups(codecs, rows)
 
     def groups(self, like: Tensor) -> Groups:
         """The groups of the layer. Raises: Unsupported: not bound, or to a layer of another shape."""
@@ -269,3 +219,58 @@ class CoefficientQuantizer(Calibrated, Quantizer):
 def _on(groups: Groups, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
     for kind, chosen, places in groups.alike:
         yield kind, chosen.to(device), places.to(device)
+
+
+def grouped_parts(codec: Codec | None) -> tuple[str, PrincipalComponents, CoefficientQuantizer] | None:
+    """Name and object of the principal components, and the quantizer that codes them; None: the codec has neither.
+
+    Raises:
+        ConfigError: as `last_stage`.
+    """
+    quantizer = None if codec is None else codec.quantizer
+    said = (
+        "PrincipalComponents stand last of their stages, behind none but those of RoPE, and before a "
+        "CoefficientQuantizer"
+    )
+    found = last_stage(codec, PrincipalComponents, isinstance(quantizer, CoefficientQuantizer), said)
+    return None if found is None else (*found, cast(CoefficientQuantizer, quantizer))
+
+
+def joined(codec: Codec, x: Float[Tensor, "heads tokens dim"], rope: Rope | None) -> Float[Tensor, "tokens n"]:
+    """States of a layer as the transform sees them, the channels of all heads of a token in a row."""
+    for _, stage in codec.stages[:-1]:
+        x = stage.forward(x, rope=rope)[0]  # type: ignore[call-arg]
+    return x.transpose(0, 1).flatten(1)
+
+
+def fit_groups(
+    codecs: Mapping[Place, Codec], rows: Callable[[Place], Float[Tensor, "tokens n"]]
+) -> dict[Place, Tables]:
+    """Tables of all codecs, `<part>.<table>`; layers of a side share their bits as their quantizers have it.
+
+    Args:
+        rows: states of a place, as `joined` gives them, asked for once.
+
+    Raises:
+        ConfigError: as `grouped_parts`.
+    """
+    parts = {place: found for place, codec in codecs.items() if (found := grouped_parts(codec)) is not None}
+    tables: dict[Place, Tables] = {}
+    errors: dict[Place, Errors] = {}
+    for place, (_, stage, quantizer) in parts.items():
+        own = rows(place)
+        tables[place] = stage.fit_rows(own)
+        seen = own[:: max(1, len(own) // quantizer.tokens)][: quantizer.tokens].float()
+        errors[place] = measured((seen - tables[place]["mean"]) @ tables[place]["basis"], quantizer.sizes)
+    shared: dict[object, list[Place]] = {}
+    for place, (_, _, quantizer) in parts.items():
+        shared.setdefault(place[0] if quantizer.budget is Budget.side else place, []).append(place)
+    out: dict[Place, Tables] = {}
+    for places in shared.values():
+        bits = sum(parts[place][2].bits * tables[place]["mean"].shape[1] for place in places)
+        for place, groups in zip(places, planned([errors[place] for place in places], math.floor(bits)), strict=True):
+            name, _, quantizer = parts[place]
+            basis = tables[place]["basis"][:, : max(groups.used, 1)].contiguous()
+            out[place] = {f"{name}.mean": tables[place]["mean"], f"{name}.basis": basis}
+            out[place] |= {f"quantizer.{table}": found for table, found in quantizer.planned(groups).items()}
+    return out
