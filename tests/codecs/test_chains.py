@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 import kvq
 from tests.codecs import oracles
@@ -23,15 +22,6 @@ def states(heads=2, tokens=TOKENS, dim=DIM, seed=0):
     return x, x[0].numpy()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_kivi(bits):
-    x, x64 = states()
-    keys = oracles.quantize(x64, Grid(bits, "per_channel", 32)).values
-    values = oracles.quantize(x64, Grid(bits, "per_token", 32)).values
-    np.testing.assert_allclose(reconstructed("kivi", "key", x, bits), keys, atol=1e-12)
-    np.testing.assert_allclose(reconstructed("kivi", "value", x, bits), values, atol=1e-12)
-
-
 def test_kivi_in_nsnquants_setting():
     x, x64 = states(tokens=80, dim=256)
     keys = oracles.quantize(x64, Grid(2, "per_channel", 64)).values
@@ -46,39 +36,6 @@ def test_kivi_had():
     values = oracles.rotated(x64, Grid(3, "per_token", 32))
     np.testing.assert_allclose(reconstructed("kivi_had", "key", x, 3), keys, atol=1e-9)
     np.testing.assert_allclose(reconstructed("kivi_had", "value", x, 3), values, atol=1e-9)
-
-
-@pytest.mark.parametrize("side", ["key", "value"])
-@pytest.mark.parametrize("bits", [2, 4])
-def test_quarot(side, bits):
-    x, x64 = states(dim=128, tokens=16)
-    expected = oracles.rotated(x64, Grid(bits, "per_token", 128, zero_point="integer", clip=0.95))
-    np.testing.assert_allclose(reconstructed("quarot", side, x, bits), expected, atol=1e-9)
-
-
-@pytest.mark.parametrize("side", ["key", "value"])
-def test_rtn(side):
-    x, x64 = states()
-    expected = oracles.quantize(x64, Grid(3, "per_token")).values
-    np.testing.assert_allclose(reconstructed("rtn", side, x, 3), expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("side", ["key", "value"])
-@pytest.mark.parametrize("bits", [2, 3, 8])
-def test_nsn(side, bits):
-    """The norm and the re-normalisation are one fp16 number: one rounding apart from the definition."""
-    x, x64 = states()
-    expected = oracles.nsn(x64, bits)
-    np.testing.assert_allclose(reconstructed("nsn", side, x, bits), expected, rtol=1.01 * FP16, atol=1e-9)
-
-
-def test_nsn_blocks_have_their_own_statistics():
-    x, x64 = states(tokens=80)
-    codec = kvq.build_method("nsn", bits=3, head_dim=DIM).key
-    out = codec.decode(codec.encode(x, 32))[0].numpy()
-    for start in range(0, 80, 32):
-        expected = oracles.nsn(x64[:, start : start + 32], 3)
-        np.testing.assert_allclose(out[:, start : start + 32], expected, rtol=1.01 * FP16, atol=1e-9)
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
@@ -121,14 +78,3 @@ def test_oscars_ablations():
     plain = oracles.quantize(x64, Grid(3, "per_token", 32)).values
     for name in ("ots_only", "values_without_hadamard"):
         np.testing.assert_allclose(reconstructed(f"oscar/{name}", "value", x, 3), plain, atol=1e-12)
-
-
-def test_channel_outliers_separate_the_arms():
-    """What per-channel statistics are for: with a few huge channels, per-token quantization loses the small ones."""
-    x, _ = states(tokens=128, dim=128)
-    x[..., :3] *= 50
-    errors = {}
-    for name in ("kivi", "rtn", "nsn"):
-        out = torch.from_numpy(reconstructed(name, "key", x, 3))
-        errors[name] = float((out - x[0])[..., 3:].square().mean())
-    assert max(errors["kivi"], errors["nsn"]) < errors["rtn"] / 10

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvq.codecs import ClippedQuantizer, unpack
-from kvq.errors import ConfigError
 from tests.codecs.oracles import Grid, block, quantize, stored
 
 
@@ -60,11 +59,3 @@ def test_a_constant_token_stays_near_itself(value: float) -> None:
         quantizer = ClippedQuantizer(bits, clip_at_2=1.0, zero_point="integer", step="squared_bits")
         out = quantizer.decode(quantizer.encode(x, x.dtype), x.shape, x.dtype)
         assert torch.allclose(out, x, rtol=2e-3, atol=2.0**-24)
-
-
-def test_refusals_name_the_setting() -> None:
-    for bits, zero_point in ((5, "integer"), (2, "float")):
-        with pytest.raises(ConfigError, match=f"step=squared_bits: .*given bits={bits}, zero_point={zero_point}"):
-            ClippedQuantizer(bits, zero_point=zero_point, step="squared_bits")
-    with pytest.raises(ConfigError, match="step=bits: one of levels, squared_bits"):
-        ClippedQuantizer(2, step="bits")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvq.codecs import Codec, RandomRotation, ScalarQuantizer, TokenNorm, TrellisQuantizer, trellis
 from kvq.codecs.trellis import Layout, read, write
-from kvq.errors import ConfigError, Unsupported
 
 ROOT = Path(__file__).parents[2]
 BOTH = (ScalarQuantizer, TrellisQuantizer)
@@ -111,25 +110,3 @@ def test_unshrunk_tokens_have_the_energy_of_what_they_stand_for(
     energy = [float(codec.decode(codec.encode(x)).square().mean()) for codec in (plain, grown)]
     assert energy[0] == pytest.approx(1 - kind(1).errors[1], rel=0.01)
     assert energy[1] == pytest.approx(1, rel=0.01)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_refused(kind: type[ScalarQuantizer] | type[TrellisQuantizer]) -> None:
-    for bits in (0, 9, 2.5):
-        with pytest.raises(Unsupported, match=f"bits={bits}: {kind.__name__} with widths=equal takes a whole number"):
-            kind(bits)
-    with pytest.raises(Unsupported, match=r"bits=0.4: .*takes 0.5 to 8"):
-        kind(0.4, widths="pooled")
-    with pytest.raises(ConfigError, match="deviation=unit_norm: with widths=equal"):
-        kind(2, widths="pooled", deviation="unit_norm")
-    with pytest.raises(ConfigError, match="widths=pooled_: one of equal, pooled, own"):
-        kind(2, widths="pooled_")
-    with pytest.raises(Unsupported, match="has no tables: calibrate first"):
-        kind(2, widths="own").encode(normal(1, 4, 8), torch.float32)
-
-
-def test_memory_out_of_range() -> None:
-    with pytest.raises(ConfigError, match="memory=5: at least 6"):
-        TrellisQuantizer(2, memory=5)
-    with pytest.raises(Unsupported, match=r"bits=7: .*1 to 6"):
-        TrellisQuantizer(7, memory=6)

@@ -4,15 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import kvq
 from kvq.codecs import (
     Codec,
     DeltaQuantizer,
-    Gain,
-    HuffmanCodec,
     InnerProductQuantizer,
     LloydMaxQuantizer,
     Passthrough,
@@ -20,14 +15,10 @@ from kvq.codecs import (
     RandomRotation,
     SketchQuantizer,
     TokenNorm,
-    UndoRope,
-    UniformQuantizer,
-    Zero,
     optimal_levels,
 )
 from kvq.codecs.lloyd_max import relative_mse
-from kvq.errors import ConfigError, Unsupported
-from tests.properties import examples
+from kvq.errors import Unsupported
 
 DIM = 64
 
@@ -192,58 +183,3 @@ def test_bits():
     assert adaptive.bits_per_element == pytest.approx(plain + mask + 3 * 16 / 256)
     assert [run.rows["far.anchors"] for run in adaptive.runs] == [2, 4]
     assert chain().encode(x.float(), 128).bits_per_element == plain + 16 / 128
-
-
-@settings(max_examples=examples(20))
-@given(data=st.data())
-def test_a_block_is_on_its_own_and_what_follows_does_not_matter(data):
-    tokens, block = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 17))
-    every = data.draw(st.one_of(st.none(), st.integers(1, 9)))
-    threshold = data.draw(st.sampled_from([0, 0.3, 1.0]))
-    quantizer = data.draw(st.sampled_from([LloydMaxQuantizer(3), UniformQuantizer(2, "per_token", gain=Gain.norm)]))
-    jumps = data.draw(st.lists(st.integers(0, 39), max_size=5))
-    x = drifting(tokens, jumps, seed=data.draw(st.integers(1000, 1099)), batch=2, dtype=torch.float32)
-    codec = chain(quantizer, anchor_every=every, anchor_threshold=threshold)
-    packed = codec.encode(x, block)
-    out = codec.decode(packed)
-    for start in range(0, tokens, block):
-        piece = codec.encode(x[:, :, start : start + block])
-        assert torch.equal(codec.decode(piece), out[:, :, start : start + block])
-        assert torch.equal(out[:, :, start], x[:, :, start])
-        front = x[:, :, start : start + max(block // 2, 1)]
-        torch.testing.assert_close(codec.decode(codec.encode(front)), out[:, :, start : start + front.shape[2]])
-    assert packed.nbytes == sum(
-        codec.encode(x[:, :, start : start + block]).nbytes for start in range(0, tokens, block)
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (lambda: chain(anchor_every=0), ConfigError, "anchor_every=0: at least 1$"),
-        (lambda: chain(anchor_threshold=-1), ConfigError, "anchor_threshold=-1: at least 0$"),
-        (lambda: chain(UniformQuantizer(2, "per_channel")), Unsupported, "a block's tokens share statistics"),
-        (lambda: chain(UniformQuantizer(2, "per_channel", 32)), Unsupported, "codec: 32 tokens share statistics"),
-        (
-            lambda: DeltaQuantizer(Codec({"undo": UndoRope()}, ["undo"], Passthrough())),
-            Unsupported,
-            "put undo_rope and apply_rope around the delta$",
-        ),
-        (
-            lambda: DeltaQuantizer(HuffmanCodec({}, [], LloydMaxQuantizer(3))),
-            Unsupported,
-            "a delta takes a kvq.codecs.Codec, not a HuffmanCodec",
-        ),
-        (lambda: DeltaQuantizer(LloydMaxQuantizer(3)), ConfigError, "codec=.*: a mapping whose _target_"),
-        (lambda: chain(Zero()).check(DIM), Unsupported, "deltas diverge: .* error is 1.00 at head_dim=64"),
-        (lambda: chain(UniformQuantizer(1, "per_token")).check(128), Unsupported, r"deltas diverge: .* is 3\.\d\d"),
-        (
-            lambda: kvq.build_method("kvquant_plus_plus/delta", bits=1),
-            Unsupported,
-            "bits=1: kvquant_plus_plus/delta does 2 to 8 bits",
-        ),
-    ],
-)
-def test_what_it_refuses(make, kind, message):
-    with pytest.raises(kind, match=message):
-        make()

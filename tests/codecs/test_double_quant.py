@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvq.codecs import DoubleQuant
-from kvq.errors import ConfigError, Unsupported
 from tests.codecs.oracles import stored
 
 
@@ -67,16 +66,3 @@ def test_a_small_scale_never_becomes_zero():
     assert out[0] == pytest.approx(100, rel=1e-3)
     assert out[1] == pytest.approx(100 / 15, rel=1e-3)
     assert out[2] == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind", "message"),
-    [
-        ({"bits": 1, "axis": "per_token"}, Unsupported, "double_quant.bits=1: 2 to 16"),
-        ({"bits": 4, "axis": "per_tokn"}, ConfigError, "double_quant.axis=per_tokn: one of.*Did you mean 'per_token'"),
-        ({"bits": 4, "axis": "per_token", "group_size": 0}, ConfigError, "double_quant.group_size=0: at least 1"),
-    ],
-)
-def test_what_it_refuses(settings, kind, message):
-    with pytest.raises(kind, match=message):
-        DoubleQuant(**settings)

@@ -6,7 +6,6 @@ from kvq_zoo.octave import RmsLevelsQuantizer
 
 from kvq.codecs import BlockFloatQuantizer, unpack
 from kvq.methods.build import build_method
-from tests.calibrated import build
 from tests.codecs.test_engines import DIM, states
 
 
@@ -68,12 +67,3 @@ def test_ultraquant_sends_ties_to_the_lower_number_and_may_clip_the_largest():
     parts = quantizer.encode(x, x.dtype)  # .156 * 7 is next to 1
     assert parts["scale"].flatten().tolist() == [127]
     assert quantizer.decode(parts, x.shape, x.dtype).flatten().tolist() == [6, 0, -0.5, 2, -3, 4, -6, 0]
-
-
-def test_sglangs_nvfp4_is_vllms():
-    x = states(8)
-    for side in ("key", "value"):
-        ours, other = (
-            getattr(build(name, x), side).encode(x).parts for name in ("engine/sglang_nvfp4", "engine/vllm_nvfp4")
-        )
-        assert all(torch.equal(ours[name].view(torch.uint8), other[name].view(torch.uint8)) for name in other)

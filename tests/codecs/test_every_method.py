@@ -24,6 +24,7 @@ from kvq.codecs import (
     Float8Quantizer,
     LloydMaxQuantizer,
     LowRankCorrection,
+    PackedStore,
     Passthrough,
     UniformQuantizer,
     plane_widths,
@@ -182,9 +183,9 @@ def test_decode_is_finite_and_of_the_right_kind(name, data):
 @pytest.mark.parametrize("size", [3, 16])
 @pytest.mark.parametrize("name", CODED)
 def test_a_block_is_on_its_own(name, size):
-    """Bit for bit: encoded and decoded alone or among others, which is what makes chunked scoring exact.
+    """Bit for bit, which makes chunked scoring exact: encoded and decoded alone, among others, or appended to a store.
 
-    Where tables are fitted to the first tokens, given these.
+    A fork keeps its tokens, and chosen sequences are theirs. Where tables are fitted to the first tokens, given these.
     """
     dim = head_dim_of(name)
     x, rope = states((2, 2, 50, dim), 1, torch.float32), rope_table(50, dim)
@@ -192,11 +193,21 @@ def test_a_block_is_on_its_own(name, size):
     for side in SIDES:
         codec = getattr(method, side)
         packed = codec.encode(x, size, rope)
-        whole, codec = codec.decode(packed, rope), codec.for_later_tokens(packed)
+        whole, later = codec.decode(packed, rope), codec.for_later_tokens(packed)
+        store = PackedStore(codec.encode(x[:, :, :size], rope=rope.narrow(0, size)))
+        fork, appended = store.fork(), codec.for_later_tokens(store.packed)
         for start in range(0, 50, size):
             length = min(size, 50 - start)
             piece, own = x[:, :, start : start + length], rope.narrow(start, length)
-            assert torch.equal(codec.decode(codec.encode(piece, rope=own), own), whole[:, :, start : start + length])
+            assert torch.equal(later.decode(later.encode(piece, rope=own), own), whole[:, :, start : start + length])
+            if start:
+                store.append(appended.encode(piece, rope=own))
+        if appended is codec:
+            assert store.packed.nbytes == packed.nbytes or isinstance(codec, CodedBlocks)  # words fill bytes
+            assert torch.equal(codec.decode(store.packed, rope), whole)
+        assert fork.packed.tokens == size
+        order = torch.tensor([1, 0, 1])
+        assert torch.equal(codec.decode(store.select(order).packed, rope), codec.decode(store.packed, rope)[order])
 
 
 @pytest.mark.thin(6)

@@ -14,9 +14,7 @@ from kvq.codecs import (
     Codec,
     HuffmanCodec,
     LloydMaxQuantizer,
-    NonUniformQuantizer,
     PackedStore,
-    Passthrough,
     RandomizedHadamard,
     TokenNorm,
     UniformQuantizer,
@@ -24,11 +22,8 @@ from kvq.codecs import (
 )
 from kvq.codecs.lloyd_max import cell_probabilities, optimal_levels
 from kvq.codecs.variable_length import entropy
-from kvq.errors import Unsupported
-from kvq.kernels import linear_chain_of
 from kvq.results.metrics import METRICS
 from kvq.tasks.measurement import STORED, storage_metrics
-from kvq.tasks.memory import layout
 from tests.codecs.oracles import merged
 from tests.properties import examples
 from tests.random_models import llama, token_ids
@@ -156,29 +151,3 @@ def test_codes_take_no_place_in_a_single_token_store():
     """Tokens that leave a sliding residual one by one would each have a code: the blocks of the residual have."""
     method = kvq.build_method("kvquant_plus_plus/huffman", 4, overrides=["residual.policy=sliding", "residual.size=32"])
     assert method.residual.key.schedule(method.key.token_group) == (32, 32)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: HuffmanCodec({}, [], Passthrough()), "Passthrough stores no indices"),
-        (lambda: HuffmanCodec({}, [], NonUniformQuantizer(2, "per_token")), "NonUniformQuantizer stores no indices"),
-        (lambda: HuffmanCodec({}, [], UniformQuantizer(9, "per_token")), "'codes' has 9 bits; indices of 1 to 8"),
-        (lambda: HuffmanCodec({}, [], VectorQuantizer(2)), "'codes' has 16 bits"),
-        (
-            lambda: ChannelSplit(1, HuffmanCodec({}, [], LloydMaxQuantizer(2)), Codec({}, [], LloydMaxQuantizer(2))),
-            "a split takes a kvq.codecs.Codec, not a HuffmanCodec",
-        ),
-        (
-            lambda: linear_chain_of(HuffmanCodec({}, [], LloydMaxQuantizer(2))),
-            "cache.attention=packed: HuffmanCodec stores",
-        ),
-        (
-            lambda: layout(HuffmanCodec({}, [], LloydMaxQuantizer(2)), 64, 1, 64, torch.float16, 32),
-            "its bytes follow the values",
-        ),
-    ],
-)
-def test_what_it_refuses(make, message):
-    with pytest.raises(Unsupported, match=message):
-        make()

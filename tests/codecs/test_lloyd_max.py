@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from scipy import integrate
 
 from kvq.codecs import Codec, LloydMaxQuantizer, RandomRotation, TokenNorm, optimal_levels
-from kvq.codecs.lloyd_max import cell_probabilities, density, partial_mean, relative_mse, tail
-from kvq.errors import Unsupported
-from tests.codecs.oracles import block, merged
+from kvq.codecs.lloyd_max import density, partial_mean, relative_mse, tail
+from tests.codecs.oracles import block
 from tests.properties import examples
 
 MSE_128 = {1: 0.3609, 2: 0.1160, 3: 0.03397, 4: 0.009315, 5: 0.002451, 6: 0.000630, 7: 0.0001598, 8: 0.0000402}
@@ -58,19 +57,6 @@ def test_tails():
         assert mean == pytest.approx(integrate.quad(lambda v, f=f: v * f(v), *t)[0])
 
 
-def test_entropy_of_the_codes():
-    """4 bits at 128 channels: 3.774 bits by Shannon, 3.82 by Huffman."""
-    p = cell_probabilities(optimal_levels(4, 128), 128)
-    assert p.sum() == pytest.approx(1)
-    assert -(p * np.log2(p)).sum() == pytest.approx(3.774, abs=0.0005)
-    assert huffman(p) == pytest.approx(3.82, abs=0.005)
-
-
-def huffman(p):
-    """Mean code length: the sum of the weights of all joins."""
-    return merged([float(v) for v in p])
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
 def test_codes_are_the_nearest_levels(bits):
     codec = LloydMaxQuantizer(bits)
@@ -89,11 +75,3 @@ def test_measured_error_of_rotated_tokens(bits):
     x = block(8, 256, 128)
     error = (codec.decode(codec.encode(x)) - x).square().sum(-1) / x.square().sum(-1)
     assert float(error.mean()) == pytest.approx(MSE_128[bits], rel=0.02)
-
-
-def test_what_it_refuses():
-    for bits, extra in ((0, 0), (9, 0), (8, 1)):
-        with pytest.raises(Unsupported, match="a Lloyd-Max codebook has 1 to 8 bits"):
-            LloydMaxQuantizer(bits, extra)
-    with pytest.raises(Unsupported, match="head_dim=2: a Lloyd-Max codebook of the sphere needs at least 3 channels"):
-        LloydMaxQuantizer(4).check(2)

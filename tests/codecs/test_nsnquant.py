@@ -19,13 +19,10 @@ from kvq.codecs import (
     Rope,
     TokenNorm,
     UndoRope,
-    codebook_for,
     rope_table,
 )
 from kvq.codecs.stages import geometric_median
-from kvq.config import compose, resolve
-from kvq.errors import Unsupported
-from tests.codecs.oracles import FP16, block, hadamard, stored
+from tests.codecs.oracles import block, hadamard, stored
 from tests.codecs.test_codebooks import codewords
 from tests.codecs.test_double_quant import naive
 from tests.codecs.test_rope import turned
@@ -132,15 +129,6 @@ def test_nsn_is_undone_exactly(seed, tokens, pairs, interleaved, quantized, cent
     torch.testing.assert_close(y, x, rtol=1e-9, atol=1e-9)
 
 
-def test_tokens_behind_nsn_are_centered_and_of_one_length():
-    x = block(2, 64, 32)
-    first, _ = TokenNorm(rms=True).forward(x)
-    torch.testing.assert_close(first.square().mean(-1), torch.ones(1, 2, 64, dtype=x.dtype))
-    centered, side = ChannelShift().forward(first)
-    torch.testing.assert_close(side["offset"], first.mean(-2, keepdim=True))
-    assert float(centered.mean(-2).abs().max()) < 1e-12
-
-
 def divergence(x):
     """Mean KL from N(0, 1) per channel of `[tokens, dim]`: 100 bins of width 0.1 on [-5, 5], against the CDF."""
     edges = np.linspace(-5, 5, 101)
@@ -196,113 +184,6 @@ def measured(name, bits, chunk):
     method = kvq.build_method(name, bits=bits, head_dim=128)
     x, rope = torch.randn(1, 8, 2 * chunk, 128, generator=torch.Generator().manual_seed(0)), rope_table(2 * chunk, 128)
     return [codec.encode(x, chunk, rope).bits_per_element for codec in (method.key, method.value)]
-
-
-@pytest.mark.parametrize(("chunk", "extra", "printed"), [(32, 0.30, 0.30), (64, 0.23, 0.23), (128, 0.19, 0.19)])
-@pytest.mark.parametrize("bits", [1, 2])
-def test_bits_by_residual(bits, chunk, extra, printed):
-    """Table 7: 2.30, 2.23, 2.19 and 1.30, 1.23, 1.19. s1: 4 bits a token and a step; o: 4 bits a channel, 4 steps."""
-    exact = bits + 4 / 128 + 16 / (128 * chunk) + 4 / chunk + 4 * 16 / (128 * chunk) + 16 / 128
-    assert measured("nsnquant", bits, chunk) == [exact, exact]
-    assert round(exact - bits, 2) == extra == printed
-
-
-@pytest.mark.parametrize(
-    ("name", "exact", "printed"),
-    [
-        ("no_dq", 2 + 2 * 16 / 128 + 16 / 64, 2.5),
-        ("dq_codebook", 2 + 2 * 16 / 128 + 16 / 64, 2.5),
-        ("dq_mean", 2 + 2 * 16 / 128 + 4 / 64 + 4 * 16 / (128 * 64), 2.32),
-        ("channel_scale", 2.228515625 + 16 / 64, 2.48),
-    ],
-)
-def test_bits_of_table_11(name, exact, printed):
-    """Its third row prints 2.33; the arithmetic that gives all the others gives 2.32."""
-    assert measured(f"nsnquant/{name}", 2, 64) == [exact, exact]
-    assert round(exact, 2) == printed
-
-
-@pytest.mark.parametrize(
-    "name", ["no_hadamard", "rht", "kmeans", "e8p", "post_rope", "weiszfeld", "no_norm2", "no_gain"]
-)
-def test_ablations_that_cost_no_bits(name):
-    assert measured(f"nsnquant/{name}", 2, 64) == measured("nsnquant", 2, 64)
-
-
-CHANGES = {
-    "no_norm1": {"norm1"},
-    "no_shift": {"shift"},
-    "no_norm2": {"norm2"},
-    "no_hadamard": {"hadamard"},
-    "post_rope": {"undo_rope", "apply_rope"},
-}
-
-
-@pytest.mark.parametrize(("name", "dropped"), CHANGES.items())
-def test_presets_drop_what_they_say(name, dropped):
-    full, ablated = (resolve(compose([f"method={m}", "bits=2"])).method for m in ("nsnquant", f"nsnquant/{name}"))
-    for side in ("key", "value"):
-        stages = {
-            method.name: {stage for stage, given in getattr(method, side)["stages"].items() if given is not None}
-            for method in (full, ablated)
-        }
-        assert stages["nsnquant"] - stages[f"nsnquant/{name}"] == dropped & stages["nsnquant"]
-        assert getattr(full, side)["quantizer"] == getattr(ablated, side)["quantizer"]
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "values"),
-    [
-        ("no_gain", "none", "none"),
-        ("key_gain_l2", "l2", "none"),
-        ("key_gain_norm", "norm", "none"),
-        ("key_gain_parallel", "parallel", "none"),
-        ("value_gain_l2", "none", "l2"),
-        ("value_gain_norm", "none", "norm"),
-        ("value_gain_parallel", "none", "parallel"),
-    ],
-)
-def test_gains_of_table_8(name, keys, values):
-    method = kvq.build_method(f"nsnquant/{name}", bits=2)
-    assert (method.key.quantizer.gain.name, method.value.quantizer.gain.name) == (keys, values)
-
-
-def test_a_whole_chunk_keeps_its_parallel_part():
-    """Strategy 3: what is read back, less the restored mean, has the token's own part along it."""
-    codec = kvq.build_method("nsnquant/no_dq", bits=2, head_dim=64).value
-    x = block(2, 32, 64)
-    y, sides = x, []
-    for _, stage in codec.stages:
-        y, side = stage.forward(y)
-        sides.append(side)
-    plain = Codec(dict(codec.stages), [name for name, _ in codec.stages], Passthrough())
-    error = codec.decode(codec.encode(x)) - plain.decode(plain.encode(x))
-    feature = x - sides[1]["scale"] * (sides[2]["offset"] @ Hadamard().matrix(64, x))
-    along = (error * feature).sum(-1) / feature.square().sum(-1)
-    assert float(along.abs().max()) < 3 * FP16
-
-
-def test_each_step_helps_on_outlying_tokens_and_channels():
-    """What the steps are for: tokens of different lengths and channels with offsets (Table 5's setting, made)."""
-    x, rope = block(4, 256, 128, dtype=torch.float32), rope_table(256, 128)
-    x = x + 6 * torch.randn(1, 4, 1, 128, generator=torch.Generator().manual_seed(1)) * (torch.arange(128) < 4)
-    x = x * torch.exp(0.5 * torch.randn(1, 4, 256, 1, generator=torch.Generator().manual_seed(2)))
-
-    def error(name):
-        codec = kvq.build_method(name, bits=2, head_dim=128).value
-        return float(((codec.decode(codec.encode(x, 64, rope), rope) - x).square().sum(-1) / x.square().sum(-1)).mean())
-
-    full = error("nsnquant")
-    for name in ("no_norm1", "no_shift", "no_hadamard"):
-        assert error(f"nsnquant/{name}") > 1.02 * full, name
-
-
-def test_heads_it_cannot_split():
-    with pytest.raises(Unsupported, match="key of nsnquant: head_dim=72: no Hadamard"):
-        kvq.build_method("nsnquant", bits=2, head_dim=72)
-    with pytest.raises(Unsupported, match="bits=3: nsnquant does 1 to 2 bits"):
-        kvq.build_method("nsnquant", bits=3)
-    assert codebook_for("e8p", 2, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

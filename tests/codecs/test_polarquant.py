@@ -7,19 +7,11 @@ import pytest
 import torch
 from scipy import integrate
 
-import kvq
 from kvq.codecs import PolarQuantizer, angle_levels
-from kvq.errors import ConfigError, Unsupported
 
 
 def gaussian(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_bits_are_3_875():
-    method = kvq.build_method("polarquant", head_dim=128)
-    for codec in (method.key, method.value):
-        assert codec.encode(gaussian(1, 2, 256, 128).half(), 128).bits_per_element == 3.875
 
 
 @pytest.mark.parametrize(
@@ -64,20 +56,3 @@ def test_angles_of_gaussians_fall_into_cells_as_often_as_the_density_says():
             found = (angle < math.pi / 8).double().mean()
             assert float(found) == pytest.approx(shares / whole, abs=4 * math.sqrt(0.25 / angle.numel()))
         radius = torch.hypot(first, second)
-
-
-def test_the_error_is_that_of_the_angles():
-    """Of Gaussian vectors; the value was computed once by this codec and is close to its expectation."""
-    method = kvq.build_method("polarquant", head_dim=128)
-    x = gaussian(1, 4, 1024, 128)
-    out = method.key.decode(method.key.encode(x))
-    assert float(((out - x) ** 2).sum() / (x**2).sum()) == pytest.approx(0.0320, abs=5e-4)
-
-
-def test_bad_settings_are_named():
-    with pytest.raises(ConfigError, match=r"angle_bits=\[4, 9\]"):
-        PolarQuantizer([4, 9])
-    with pytest.raises(ConfigError, match="angle_bits"):
-        PolarQuantizer([])
-    with pytest.raises(Unsupported, match="head_dim=24: 4 levels take 16 channels"):
-        kvq.build_method("polarquant", head_dim=24)

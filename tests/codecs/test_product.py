@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 import kvq
 from kvq.cache.side import CacheSide
 from kvq.codecs import (
-    ChannelRoot,
     Codec,
-    HuffmanCodec,
     LloydMaxQuantizer,
     PackedStore,
     PrefillCodec,
@@ -19,7 +17,6 @@ from kvq.codecs import (
     TokenNorm,
 )
 from kvq.config.residual import Policy, PrefillBlock, ResidualSide
-from kvq.errors import ConfigError, Unsupported
 from tests.properties import examples
 
 
@@ -49,20 +46,6 @@ def test_held_out_error_of_independent_channels(rows, least, most):
     print(f"product M=16 b=8, fitted to {rows} vectors: held-out relative MSE {found:.4f}; scalar {other:.4f}")
     assert least < found < most
     assert other == pytest.approx(0.1145, abs=0.002)
-
-
-def test_dependent_channels_pay():
-    """Channels that move together within a group: what the scalar codebook cannot use."""
-    mixed = states(4, 4, seed=9) / 3
-    x = torch.cat([states(1, 2, 1024, 64), states(1, 2, 512, 64, seed=502)], 2)
-    x = torch.einsum("bhtgc,cd->bhtgd", x.unflatten(-1, (16, 4)) * torch.tensor([4.0, 0.5, 0.2, 0.1]), mixed).flatten(
-        -2
-    )
-    plain = PrefillCodec({}, [], ProductQuantizer(channels=4))
-    scalar = Codec({"norm": TokenNorm()}, ["norm"], LloydMaxQuantizer(2))
-    later = x[:, :, 1024:]
-    other = float((scalar.decode(scalar.encode(later)) - later).square().sum() / later.square().sum())
-    assert held_out(plain, x[:, :, :1024], later) < other / 2
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -145,33 +128,3 @@ def test_bytes_belong_to_the_sequence():
     packed = method.key.encode(states(1, 2, 2048, 128), 128)
     assert packed.parts["codebook"].numel() * 2 == 64 * 1024
     assert packed.bits_per_element == 2 + 1
-
-
-def test_what_it_refuses():
-    cases = [
-        (lambda: ProductQuantizer(channels=0), ConfigError, "channels=0: at least 1"),
-        (lambda: ProductQuantizer(code_bits=17), Unsupported, "code_bits=17: an index of coupled channels"),
-        (lambda: ProductQuantizer(rows=0), ConfigError, "rows=0: at least 1"),
-        (lambda: chain().check(30), Unsupported, "head_dim=30"),
-        (
-            lambda: PrefillCodec({}, [], LloydMaxQuantizer(2)),
-            ConfigError,
-            "quantizer=LloydMaxQuantizer: a kvq.codecs.P",
-        ),
-        (
-            lambda: PrefillCodec({"c": ChannelRoot()}, ["c"], ProductQuantizer()),
-            Unsupported,
-            "stage 'c'.*several tokens",
-        ),
-        (
-            lambda: Codec({}, [], ProductQuantizer()).encode(states(1, 1, 8, 8)),
-            Unsupported,
-            "use kvq.codecs.PrefillCodec",
-        ),
-        (lambda: HuffmanCodec({}, [], ProductQuantizer()), Unsupported, "stores no indices"),
-        (lambda: side(chain(), policy=Policy.none), Unsupported, "layer 0 keys: PrefillCodec is fitted to the first"),
-        (lambda: side(chain(), size=0), Unsupported, "residual.size of at least 1"),
-    ]
-    for make, kind, message in cases:
-        with pytest.raises(kind, match=message):
-            make()

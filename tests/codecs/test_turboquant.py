@@ -12,14 +12,11 @@ from kvq.codecs import (
     InnerProductQuantizer,
     LloydMaxQuantizer,
     Passthrough,
-    RandomizedHadamard,
     RandomRotation,
     Sketch,
     TokenNorm,
-    UndoRope,
 )
 from kvq.codecs.sketches import sketch_constant, sketch_matrix
-from kvq.errors import ConfigError, Unsupported
 from tests.codecs.oracles import block
 
 MSE = {1: 0.3609, 2: 0.1160, 3: 0.03397}
@@ -120,17 +117,6 @@ def test_a_split_is_two_codecs_side_by_side():
             torch.testing.assert_close(out[:, head : head + 1][..., picked], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_split_may_be_rotated_by_hadamard_matrices():
-    """32 and 96 channels: an order of its own for each."""
-    stages = {"norm": TokenNorm(), "rotation": RandomizedHadamard(0)}
-    high, low = (Codec(stages, ["norm", "rotation"], LloydMaxQuantizer(bits)) for bits in (3, 2))
-    codec = Codec({}, [], ChannelSplit(32, high, low))
-    codec.check(128)
-    x = torch.randn(1, 2, 64, 128, generator=torch.Generator().manual_seed(0))
-    error = float((codec.decode(codec.encode(x)) - x).square().sum() / x.square().sum())
-    assert error == pytest.approx(0.09, abs=0.015)
-
-
 def test_each_block_chooses_its_own_channels():
     x = torch.zeros(1, 1, 8, 16)
     x[..., :4, 5], x[..., 4:, 11] = 1, 1
@@ -142,38 +128,6 @@ def test_each_block_chooses_its_own_channels():
     assert codec.token_group is None
 
 
-def measured(name, bits, tokens=256, block=128):
-    method = kvq.build_method(name, bits=bits, head_dim=128)
-    x = torch.randn(1, 4, tokens, 128, generator=torch.Generator().manual_seed(0))
-    return [codec.encode(x, block).bits_per_element for codec in (method.key, method.value)]
-
-
-@pytest.mark.parametrize("bits", [2, 3])
-def test_bits(bits):
-    for name in ("turboquant", "turboquant/norm", "turboquant/parallel", "turboquant/hadamard", "turboquant_plus"):
-        assert measured(name, bits) == [bits + 16 / 128] * 2
-    for name in ("turboquant/prod", "turboquant/prod_orthogonal"):
-        assert measured(name, bits) == [bits + 32 / 128] * 2
-    assert measured("turboquant/prod_keys", bits) == [bits + 32 / 128, bits + 16 / 128]
-
-
-def test_two_and_a_half_bits_are_two_and_a_quarter():
-    """32 channels at 3 bits and 96 at 2, beside two norms per token and the mask of a block of 128."""
-    assert measured("turboquant/outliers", 2) == [2.25 + 2 * 16 / 128 + 1 / 128] * 2
-    assert measured("turboquant/outliers", 3) == [3.25 + 2 * 16 / 128 + 1 / 128] * 2
-
-
-def test_outlier_channels_help_where_there_are_some():
-    x = block(4, 256, 128, dtype=torch.float32)
-    x[..., ::4] *= 12
-
-    def error(name, bits):
-        codec = kvq.build_method(name, bits=bits, head_dim=128).key
-        return float((codec.decode(codec.encode(x, 128)) - x)[..., 1::2].square().mean())
-
-    assert error("turboquant/outliers", 2) < error("turboquant", 3) / 2
-
-
 @pytest.mark.parametrize(("gain", "mse"), [("norm", 0.119), ("parallel", 0.131)])
 def test_gains_cost_error_and_no_bits(gain, mse):
     codec = kvq.build_method(f"turboquant/{gain}", bits=2).key
@@ -182,31 +136,3 @@ def test_gains_cost_error_and_no_bits(gain, mse):
     assert float((out - x).square().sum() / x.square().sum()) == pytest.approx(mse, abs=0.002)
     kept = {"norm": out.norm(dim=-1) / x.norm(dim=-1), "parallel": (out * x).sum(-1) / x.square().sum(-1)}[gain]
     torch.testing.assert_close(kept, torch.ones_like(kept), rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (lambda: InnerProductQuantizer(1), Unsupported, "bits=1: the inner-product form has 2 to 8 bits"),
-        (lambda: InnerProductQuantizer(2, "gausian"), ConfigError, "sketch=gausian.*Did you mean 'gaussian'"),
-        (lambda: ChannelSplit(0, instance(2, 0), instance(2, 0)), ConfigError, "outliers=0: at least 1$"),
-        (
-            lambda: ChannelSplit(1, Codec({"u": UndoRope()}, ["u"], Passthrough()), instance(2, 0)),
-            Unsupported,
-            "put undo_rope and apply_rope around the split",
-        ),
-        (
-            lambda: kvq.build_method("turboquant/outliers", bits=2, head_dim=32),
-            Unsupported,
-            "outliers=32: head_dim=32 leaves no other channels",
-        ),
-        (
-            lambda: kvq.build_method("turboquant/outliers", 2, 34),
-            Unsupported,
-            r"low \(2 of 34 channels\): head_dim=2: a Lloyd-Max codebook",
-        ),
-    ],
-)
-def test_what_it_refuses(make, kind, message):
-    with pytest.raises(kind, match=message):
-        make()
