@@ -25,8 +25,8 @@ from kvq.methods.kept_keys import KeptKeys
 from kvq.methods.method import Method
 from kvq.models import LoadedModel
 from kvq.tasks.scoring import generation_bounds, parallel_method
-from tests.cache.states import nearest_bits, states
-from tests.random_models import llama, random_llama, token_ids
+from tests.cache.states import nearest_bits
+from tests.random_models import llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
 DTYPES = [torch.float16, *(pytest.param(dtype, marks=pytest.mark.long) for dtype in (torch.bfloat16, torch.float32))]
@@ -145,21 +145,6 @@ def test_every_policy_keeps_16_bits(given: str) -> None:
     assert 2 * half == sum(side.residual_bytes for layer in wide.layers for side in (layer.key, layer.value))
 
 
-@pytest.mark.parametrize("given", ["kivi", pytest.param("nsn residual.policy=sliding", marks=pytest.mark.long)])
-@torch.no_grad()
-def test_prompt_lookup_takes_tokens_back(given: str) -> None:
-    loaded = rounding(llama().double(), torch.float16)
-    name, *more = given.split()
-    chosen = build_method(name, bits=nearest_bits(name), head_dim=128, overrides=["residual.size=6", *more])
-    tokens = torch.cat([token_ids(20), token_ids(20)[:, 3:12]], 1)
-    caches = [KVCache(loaded.model, chosen, dtype=torch.float16) for _ in range(2)]
-    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    greedy = loaded.model.generate(tokens, past_key_values=caches[0], **asked)
-    lookup = loaded.model.generate(tokens, past_key_values=caches[1], prompt_lookup_num_tokens=5, **asked)
-    assert torch.equal(greedy, lookup)
-    assert caches[0].nbytes == caches[1].nbytes
-
-
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "name", ["nsn", *(pytest.param(name, marks=pytest.mark.long) for name in ("kivi", "nsnquant"))]
@@ -236,16 +221,6 @@ def test_refusals_are_one_line(given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         resolve(compose(given.split()))
     assert "\n" not in str(caught.value)
-
-
-def test_states_of_one_layer_outside_the_range_are_named() -> None:
-    loaded = random_llama()
-    chosen = build_method("kivi", bits=2, head_dim=32, overrides=["residual.size=4"])
-    cache = KVCache(loaded.model, chosen, dtype=torch.float16)
-    with pytest.raises(
-        Exception, match="layer 0 keys: NaN or infinite values; check the model's weights and the dtypes"
-    ):
-        cache._update(states(8) * 1e5, states(8), 0)
 
 
 def test_a_loaded_model_gives_its_caches_their_dtype() -> None:

@@ -83,14 +83,19 @@ def same(model: Any, first: KVCache, second: KVCache, batch: int = 1) -> None:
 
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("name", one_of_each(OWN))
-def test_a_loaded_cache_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_loaded_forked_and_decoded_caches_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """A fork, whatever another one has written; and a cache that keeps decoded copies, in as many bytes."""
     model, method = method_of(name)
     cache = filled(model, method)
     cache.save(tmp_path / "one")
     loaded = KVCache.load(tmp_path / "one", model, method)
     loaded.save(tmp_path / "two")
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    same(model, cache, loaded)
+    goes_on(model, cache.fork())
+    same(model, cache.fork(), loaded)
+    same(model, cache, filled(model, method, keep_decoded=True))
+    cache.reset()
+    assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
 
 
 @pytest.mark.parametrize("name", sorted(BITS))

@@ -63,64 +63,6 @@ def test_reads_and_bytes_are_the_naive_ones(name, policy, size, whole, keep, qua
         assert real.residual_tokens == len(naive.waiting)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", METHODS)
-def test_streaming_is_one_shot_encoding_where_blocks_coincide(name, dtype):
-    x = states(61, dim=64).to(dtype)
-    bounds = {
-        "one shot": [0, 61],
-        "token by token": list(range(62)),
-        "uneven": [0, 3, 4, 8, 30, 59, 61],
-        "blocks": [*range(0, 61, 8), 61],
-    }
-    pasts = {}
-    for how, cuts in bounds.items():
-        one = CacheSide(codec(name, dim=64), residual(size=8), "keys")
-        for start, end in itertools.pairwise(cuts):
-            one.append(x[:, :, start:end])
-        pasts[how] = one.append(x[:, :, :1])[:, :, :56]
-    for past in pasts.values():
-        assert torch.equal(past, pasts["one shot"])
-    assert torch.equal(pasts["one shot"], codec(name, dim=64).decode(codec(name, dim=64).encode(x[:, :, :56], 8)))
-
-
-def test_a_block_is_full_precision_until_it_is_full_and_has_been_seen():
-    x = states(9)
-    one = side(size=4)
-    for token in range(4):
-        assert torch.equal(one.append(x[:, :, token : token + 1]), x[:, :, : token + 1])
-    assert (one.packed_tokens, one.residual_tokens) == (4, 0)
-    read = one.append(x[:, :, 4:5])
-    assert not torch.equal(read[:, :, :4], x[:, :, :4])
-    assert torch.equal(read[:, :, 4:], x[:, :, 4:5])
-
-
-def test_prefill_attends_at_full_precision_unless_told_otherwise():
-    x = states(19)
-    assert torch.equal(side().append(x), x)
-    read = side().append(x, quantized_prefill=True)
-    assert torch.equal(read[:, :, 16:], x[:, :, 16:])
-    assert torch.equal(read[:, :, :16], codec().decode(codec().encode(x[:, :, :16], 8)))
-
-
-def test_whole_prefill_is_one_block_and_later_ones_have_the_size():
-    x = states(40)
-    one, _ = fed("nsn", x, [0, 21, 40], whole=True)
-    expected = [codec().decode(codec().encode(x[:, :, a:b])) for a, b in ((0, 21), (21, 29), (29, 37))]
-    read = one.append(x[:, :, :1])
-    assert torch.equal(read[:, :, :37], torch.cat(expected, 2))
-    assert (one.packed_tokens, one.residual_tokens) == (37, 4)
-
-
-def test_a_prefill_below_the_size_waits_even_when_whole():
-    x = states(12)
-    one, read = fed("nsn", x, [0, 7], whole=True)
-    assert torch.equal(read, x[:, :, :7])
-    assert one.packed_tokens == 0
-    one.append(x[:, :, 7:9])
-    assert (one.packed_tokens, one.residual_tokens) == (8, 1)
-
-
 @pytest.mark.parametrize("policy", ["none", "block"])
 def test_size_zero_means_everything_not_nothing(policy):
     """A residual of no tokens: each update is encoded as it comes, and attention reads only decoded states."""

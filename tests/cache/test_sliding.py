@@ -58,15 +58,6 @@ def test_reads_are_the_naive_ones(name, whole, keep, quantized, chunks):
         assert real.residual_bytes == naive.residual_bytes
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_a_decoded_copy_changes_nothing(name):
-    x = states(90)
-    packed, kept = side(name), side(name, keep_decoded=True)
-    for start, end in itertools.pairwise([0, 3, 4, 5, 6, 30, 31, 69, 70, 71, 90]):
-        assert torch.equal(packed.append(x[:, :, start:end]), kept.append(x[:, :, start:end]))
-        assert (packed.packed_bytes, packed.residual_bytes) == (kept.packed_bytes, kept.residual_bytes)
-
-
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("tokens", [1, 5, 31, 32, 33, 64, 100])

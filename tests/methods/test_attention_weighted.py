@@ -8,11 +8,9 @@ import torch
 import kvq
 from kvq.cache import KVCache
 from kvq.codecs import unpack
-from kvq.config import compose, resolve
 from kvq.diagnostics import weighted_mse
 from kvq.errors import ConfigError
 from kvq.methods.mixed_precision import Saliency
-from kvq.models import load_model, load_tokenizer
 from kvq.tasks.scoring import generation_bounds
 from tests.random_models import in_double_precision, llama, random_llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
@@ -122,43 +120,3 @@ def test_the_ranking_query_gains_and_another_loses(name):
     middle = {NAMES[0]: 0.70, NAMES[1]: 0.845}[name]
     assert sum(other) / len(other) == pytest.approx(middle, abs=0.25)
     assert max(other) > 0.86
-
-
-def test_a_query_that_attends_to_all_gains_nothing():
-    """Equal weights: the mean of .0093 and .1160 against .0340."""
-    keys, _ = draw(620)
-    _, weights = draw(621)
-    uniform = torch.full((1, keys.shape[2]), 1 / keys.shape[2])
-    (found,) = change(NAMES[1], keys, uniform, weights[0])
-    assert found == pytest.approx((0.009315 + 0.1160) / 2 / 0.03397 - 1, abs=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_on_the_embedded_model(name):
-    """The query that closes a block of 128 ranks its keys; the next 32 queries read them too."""
-    config = resolve(compose(["model=tiny"])).model
-    model, tokenizer = load_model(config, "cpu").model, load_tokenizer(config)
-    text = "A block of keys is ranked by the query that closes it, and read by every query behind it. " * 3
-    text += "def rank(keys, query):\n    return sorted(keys, key=lambda key: -dot(key, query))\n" * 5
-    tokens = torch.tensor([tokenizer(text)["input_ids"][:160]])
-    assert tokens.shape[1] == 160
-    cache, plain = KVCache(model, method(name, 128, 128)), method(PLAIN[name], 128, 128).key
-    seen = [[] for _ in cache.layers]
-    for layer, own in zip(cache.layers, seen, strict=True):
-        layer.observe = spied(layer, own)
-    for chunk in tokens.split(128, 1):
-        model(chunk, past_key_values=cache)
-    changes = {"ranking": [], "next": []}
-    for layer, ((query, keys), (later, _)) in zip(cache.layers, seen, strict=True):
-        ranked, equal = layer.key._visible()[:, :, :128], plain.decode(plain.encode(keys))
-        for label, asked in (("ranking", query[:, :, -1:]), ("next", later)):
-            shared = asked.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-            weights = torch.softmax(shared @ keys.mT / math.sqrt(128), -1).mean(2)
-            ratio = weighted_mse(keys, ranked, weights) / weighted_mse(keys, equal, weights)
-            changes[label] += (ratio - 1).tolist()
-    for label, found in changes.items():
-        print(f"{name} on tiny, {label}: {min(found):+.0%} to {max(found):+.0%} over layers and KV heads")
-    means = {label: sum(found) / len(found) for label, found in changes.items()}
-    assert means["ranking"] < -0.3
-    assert means["next"] > means["ranking"] + 0.1

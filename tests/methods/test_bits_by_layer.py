@@ -57,16 +57,6 @@ def test_each_layer_is_that_of_the_method_at_its_bits(name):
     assert mixed.packed_bytes == stored
 
 
-def test_measured_bits_follow():
-    """RTN stores b + 32/D bits: means over layers of b + 0.25."""
-    cache = KVCache(llama(layers=3), build_method("rtn", bits=2, overrides=BOTH))
-    keys, values = states(256)
-    for layer in cache.layers:
-        layer.update(keys, values)
-    assert cache.side_bits("key") == sum(KEYS) / 3 + 0.25
-    assert cache.side_bits("value") == pytest.approx(sum(VALUES) / 3 + 0.25, abs=1e-12)
-
-
 def test_a_side_without_bits_of_its_own_has_those_of_the_run():
     method = build_method("kivi", bits="k8v2", overrides=[f"bits_by_layer.key={KEYS}"])
     assert [method.codec_of("key", layer).quantizer.bits for layer in range(3)] == KEYS

@@ -59,18 +59,6 @@ def test_a_budget_that_holds_everything_changes_nothing(model):
         assert cache.nbytes == plain.nbytes
 
 
-def test_streaming_keeps_sinks_and_the_newest(model):
-    tokens = token_ids(50)
-    cache = KVCache(model, method("streamingllm"))
-    model(tokens, past_key_values=cache)
-    kept = torch.tensor([*range(4), *range(30, 50)]).expand(1, 2, -1)
-    for (key, value), (found_key, found_value) in zip(states(model, tokens), held(cache), strict=True):
-        assert torch.equal(found_key, rows(key, kept))
-        assert torch.equal(found_value, rows(value, kept))
-    assert cache.get_seq_length() == 50
-    assert cache.layers[0].get_mask_sizes(3) == (27, 26)
-
-
 def test_h2o_keeps_heavy_hitters_and_the_newest(model):
     tokens = token_ids(50)
     cache = KVCache(model, method("h2o"))

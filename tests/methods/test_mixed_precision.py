@@ -33,29 +33,6 @@ def full_states(model, tokens):
     return [(layer.key._full.view, layer.value._full.view) for layer in cache.layers]
 
 
-def test_the_pool_competes_with_each_block(model):
-    """Word by word, with lists of tokens per head."""
-    tokens, method = token_ids(50), ott()
-    cache = KVCache(model, method)
-    model(tokens, past_key_values=cache)
-    for (key, value), layer in zip(full_states(model, tokens), cache.layers, strict=True):
-        for head in range(2):
-            pool, blocks = [], []
-            for start in range(0, 48, 16):
-                both = pool + list(range(start, start + 16))
-                pool = sorted(both, key=lambda t, k=key, h=head: float(k[0, h, t].abs().sum()))[:3]
-                blocks.append([token for token in both if token not in pool])
-            assert [len(block) for block in blocks] == [13, 16, 16]
-            for side, codec, found in ((key, method.key, layer.key), (value, method.value, layer.value)):
-                out = [codec.decode(codec.encode(side[:, head : head + 1, block])) for block in blocks]
-                expected = torch.cat([*out, side[:, head : head + 1, pool], side[:, head : head + 1, 48:]], 2)
-                got = found._visible()[:, head : head + 1]
-                torch.testing.assert_close(got.sort(2).values, expected.sort(2).values)
-                assert torch.equal(got[:, :, :45], torch.cat(out, 2))
-    assert cache.get_seq_length() == 50
-    assert cache.layers[0].key.packed_tokens == 45
-
-
 @pytest.mark.parametrize("length", [1, 5, 16, 17, 40])
 def test_blocks_are_those_of_token_by_token(model, length):
     tokens = token_ids(50)
@@ -98,47 +75,6 @@ def test_probes_are_the_last_queries_and_some_at_random():
     assert torch.equal(probes, policy.probes(300, 100))
     assert not torch.equal(probes, policy.probes(400, 100))
     assert policy.probes(0, 3).tolist() == [2]
-
-
-def attention_by_hand(model, tokens):
-    model.set_attn_implementation("eager")
-    out = model(tokens, output_attentions=True).attentions
-    model.set_attn_implementation("sdpa")
-    return out
-
-
-def test_saliency_is_the_attention_received_from_probes(model):
-    tokens, method = token_ids(60), zipcache()
-    cache = KVCache(model, method)
-    model(tokens, past_key_values=cache)
-    probes = method.policy("token_policy").probes(0, 60)
-    for weights, layer in zip(attention_by_hand(model, tokens), cache.layers, strict=True):
-        rows = weights[0, :, probes].mean(0)
-        seen_by = (probes[:, None] >= torch.arange(60)).sum(0)
-        salient = (rows.sum(0) / seen_by).topk(36).indices
-        for side in (layer.key, layer.value):
-            mask = kvq.codecs.unpack([side._store._store.packed.parts["mask"]], 1, 60)[0, 0, :, 0]
-            assert set(mask.nonzero().flatten().tolist()) == set(salient.tolist())
-
-
-def test_released_saliency_is_chosen_per_head(model):
-    """Weights from the probes, of all query heads of a KV head, over the number of positions from a token on."""
-    tokens, method = token_ids(60), zipcache(name="zipcache/released")
-    cache = KVCache(model, method)
-    model(tokens, past_key_values=cache)
-    for number, (weights, layer) in enumerate(zip(attention_by_hand(model, tokens), cache.layers, strict=True)):
-        masks = kvq.codecs.unpack([layer.key._store._store.packed.parts["mask"]], 1, 60)[0, :, :, 0]
-        heads, probes = weights.shape[1] // masks.shape[0], method.policy("token_policy").probes(0, 60).tolist()
-        for head, mask in enumerate(masks.bool()):
-            received = [0.0] * 60
-            for query_head in range(head * heads, (head + 1) * heads):
-                for probe in probes:
-                    for token in range(probe + 1):
-                        received[token] += float(weights[0, query_head, probe, token])
-            scores = [sum_ / (60 - token) for token, sum_ in enumerate(received)]
-            wanted = sorted(range(60), key=lambda token, scores=scores: -scores[token])[:36]
-            assert mask.nonzero().flatten().tolist() == sorted(wanted), (number, head)
-        assert not torch.equal(masks[0], masks[1])
 
 
 def test_behind_the_prompt_the_last_query_alone_is_asked():
@@ -199,21 +135,6 @@ def test_a_window_that_a_pool_would_not_keep_is_refused():
     loaded.model(token_ids(20), past_key_values=cache)
     with pytest.raises(Unsupported, match="sees 24 tokens back"):
         loaded.model(token_ids(6), past_key_values=cache)
-
-
-@pytest.mark.parametrize("make", [ott, zipcache])
-def test_forks_go_their_own_way_and_reset_forgets(model, make):
-    cache = KVCache(model, make(size=8))
-    model(token_ids(20), past_key_values=cache)
-    fork, more = cache.fork(), token_ids(15, seed=3)
-    expected = [model(token, past_key_values=fork).logits for token in more.split(1, 1)]
-    model(token_ids(9, seed=8), past_key_values=cache.fork())
-    for token, logits in zip(more.split(1, 1), expected, strict=True):
-        assert torch.equal(model(token, past_key_values=cache).logits, logits)
-    cache.batch_repeat_interleave(2)
-    assert model(token_ids(1, batch=2), past_key_values=cache).logits.shape[0] == 2
-    cache.reset()
-    assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
 
 
 def test_what_cannot_be_is_refused(model):

@@ -198,30 +198,6 @@ def test_the_record_has_what_recompression_lost(model):
     assert not {"recompressed_tokens", "recompression_error"} & set(storage_metrics(plain, 1))
 
 
-def test_keeping_the_decoded_copy_changes_nothing(model):
-    tokens, caches = token_ids(70, batch=2), [KVCache(model, tiers(), keep_decoded=keep) for keep in (False, True)]
-    for piece in (tokens[:, :40], *tokens[:, 40:].split(1, 1)):
-        one, other = (model(piece, past_key_values=cache).logits for cache in caches)
-        assert torch.equal(one, other)
-    assert caches[0].nbytes == caches[1].nbytes < caches[1].nbytes_allocated
-
-
-def test_forks_go_their_own_way_and_sequences_are_selected(model):
-    cache = KVCache(model, tiers(size=8))
-    model(token_ids(20, batch=2), past_key_values=cache)
-    fork, more = cache.fork(), token_ids(15, seed=3, batch=2)
-    expected = [model(token, past_key_values=fork).logits for token in more.split(1, 1)]
-    model(token_ids(9, seed=8, batch=2), past_key_values=cache.fork())
-    turned = cache.fork()
-    turned.reorder_cache(torch.tensor([1, 0, 1]))
-    for token, logits in zip(more.split(1, 1), expected, strict=True):
-        assert torch.equal(model(token, past_key_values=cache).logits, logits)
-        other = model(token[[1, 0, 1]], past_key_values=turned).logits
-        torch.testing.assert_close(other, logits[[1, 0, 1]], rtol=1e-4, atol=1e-4)
-    cache.reset()
-    assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
-
-
 @pytest.mark.parametrize("name", ["mistral", "qwen3", "gemma3", "gpt2"])
 def test_generate_on_families(name):
     loaded = family(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from kvq.tasks.scoring import (
     score_continuation,
 )
 from kvq_zoo.tests import kvtc_oracle as oracle
-from tests.cache.test_saved import filled, goes_on, method_of, same
 from tests.families import family
 from tests.random_models import llama, token_ids
 
@@ -196,31 +194,6 @@ def test_a_prompt_is_read_in_full_precision_and_then_packed_in_every_layer() -> 
     rows = list(score_continuation(loaded(), empty, method.residual, ids, 60))
     assert rows[0].targets.shape == (1, 40)
     assert {layer.value.packed_tokens for layer in empty.kv_layers} == {55}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", [NAME, CODED])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_forks_orders_and_files_go_on(name: str, batch: int, tmp_path: Path) -> None:
-    model, method = method_of(name, "residual.size=32")
-    cache = filled(model, method, batch)
-    whole = goes_on(model, cache.fork(), batch)
-    forks = cache.fork(), cache.fork()
-    first = goes_on(model, forks[0], batch)
-    forks[1].batch_select_indices(torch.arange(batch).flip(0))
-    forks[1].batch_select_indices(torch.arange(batch).flip(0))
-    for one, other, again in zip(whole, first, goes_on(model, forks[1], batch), strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, again)
-    assert cache.get_seq_length() == 152
-    cache.save(tmp_path / "one")
-    read = KVCache.load(tmp_path / "one", model, method)
-    read.save(tmp_path / "two")
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    same(model, cache, read, batch)
-    kept = filled(model, method, batch, keep_decoded=True)
-    for one, other in zip(whole, goes_on(model, kept, batch), strict=True):
-        assert torch.equal(one, other)
 
 
 @torch.no_grad()
