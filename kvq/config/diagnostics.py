@@ -54,35 +54,6 @@ class TniConfig(CaptureConfig):
     positions: Annotated[int, least(16)] = 64
 
 
-LimitHeads = enum.StrEnum("LimitHeads", "joint apart both")
-"""What of a token is coded together: keys or values of all KV heads, those of each head, or keys with values."""
-
-
-@dataclass
-class LimitConfig(CaptureConfig):
-    """The limit of per-token Gaussian coding in the loss's metric.
-
-    Attributes:
-        heads: see `LimitHeads`.
-        ridge: added to the diagonal of the Fisher information, as a share of its mean.
-        left_out: first tokens of each window that do not count.
-        rates: bits at which the loss is a metric.
-    """
-
-    name: str = "limit"
-    windows: Count = 8
-    heads: LimitHeads = LimitHeads.joint
-    ridge: Positive = 0.01
-    left_out: int = 1
-    rates: list[float] = field(default_factory=lambda: [0.75, 1.25, 2.25, 3.0])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within("task.left_out", self.left_out, 0, self.context - 1)
-        if any(not 0 < rate <= 16 for rate in self.rates):
-            raise ConfigError(f"task.rates={self.rates}: bits, above 0 and up to 16")
-
-
 @dataclass
 class ModalityConfig(DiagnosticConfig):
     """Token norms of text and of images in prompts with an image each.
@@ -263,7 +234,7 @@ SCHEMAS = {
     kind.name: kind
     for kind in (
         *(TniConfig, ModalityConfig, DistributionConfig, ErrorConfig, MemoryConfig, SyntheticConfig),
-        *(RandomStatesConfig, ModelStatesConfig, LimitConfig),
+        *(RandomStatesConfig, ModelStatesConfig),
     )
 }
 

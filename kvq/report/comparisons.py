@@ -1,7 +1,7 @@
 """Which runs of a store differ by more than noise, tested on the windows and items that they share.
 
-At the end: bits that a run has above the limit of per-token Gaussian coding at equal loss (`task=limit`). A limit is of
-all keys and values of a text quantized at once, so it is compared with runs that are scored so.
+At the end: bits that a run has above a limit, the least loss possible at given bits, at equal loss. A plugin measures
+limits (extension point `limits`) on all keys and values of a text quantized at once, so runs scored so are compared.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvq.config.plugins import import_modules
 from kvq.errors import RecordError
 from kvq.report.labels import by_bits, labelled
 from kvq.results import Broken, Record, Store
@@ -288,13 +289,7 @@ def _scores(samples: list[dict[str, Any]]) -> dict[Any, float]:
 
 Curve = tuple[tuple[float, float], ...]
 """(bits per element, loss in nats per token), from few bits to many."""
-Limits = Mapping["Conditions", Curve]
-
-
-NOTE = (
-    "Bits above the limit: measured bits minus those at which per-token Gaussian coding of all heads together would "
-    "lose as much (`task=limit`, spectra of this text itself). Second order, so least sure where the loss is large."
-)
+Limits = Mapping["Conditions", "Limit"]
 
 
 class Conditions(NamedTuple):
@@ -305,6 +300,13 @@ class Conditions(NamedTuple):
     context: int
 
 
+class Limit(NamedTuple):
+    """The least loss at each number of bits, and the note of a table that compares its runs with it."""
+
+    curve: Curve
+    note: str
+
+
 def conditions_of(record: Record) -> Conditions:
     """The conditions of a run or of a limit. Settings of the model that change no weight are left out."""
     model = {name: value for name, value in record.config["model"].items() if not name.endswith("dtype")}
@@ -312,33 +314,23 @@ def conditions_of(record: Record) -> Conditions:
     return Conditions(json.dumps(model, sort_keys=True), text, int(record.config["task"]["context"]))
 
 
-def limits_of(records: Sequence[Record], samples: Callable[[Record], list[dict[str, Any]]]) -> dict[Conditions, Curve]:
-    """The curve of limits under each `Conditions`, from records of `task=limit`; of several, that of most windows.
-
-    A record whose samples cannot be read gives none.
-    """
-    found: dict[Conditions, Curve] = {}
-    for record in sorted(records, key=lambda one: (one.metrics.get("windows", 0.0), one.key)):
-        task = record.config.get("task") or {}
-        if record.task != "limit" or record.status != "done" or task.get("heads") != "joint":
-            continue
-        try:
-            rows = [row for row in samples(record) if row.get("kind") == "curve"]
-            found[conditions_of(record)] = tuple(sorted((float(row["bits"]), float(row["loss"])) for row in rows))
-        except (RecordError, KeyError, TypeError, ValueError):
-            continue
+def limits_of(records: Sequence[Record], samples: Callable[[Record], list[dict[str, Any]]]) -> dict[Conditions, Limit]:
+    """The limit under each `Conditions` that plugins find in records: the `limits_of` of their modules."""
+    found: dict[Conditions, Limit] = {}
+    for module in import_modules("limits"):
+        found |= module.limits_of(records, samples)
     return found
 
 
-def limit_of(record: Record, limits: Limits) -> Curve:
-    """The limit that a run is measured against; empty where there is none or the run quantizes token by token."""
+def limit_of(record: Record, limits: Limits) -> Limit | None:
+    """The limit that a run is measured against; None where there is none or the run quantizes token by token."""
     task = record.config.get("task") or {}
     if not limits or record.task != "ppl" or task.get("scoring") != "parallel":
-        return ()
+        return None
     try:
-        return limits.get(conditions_of(record), ())
+        return limits.get(conditions_of(record))
     except (KeyError, TypeError, ValueError):
-        return ()
+        return None
 
 
 def bits_above(record: Record, curve: Curve) -> float | None:

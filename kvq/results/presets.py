@@ -20,10 +20,12 @@ from omegaconf import OmegaConf
 
 from kvq.config import Config, MethodConfig, Scoring, compose, compose_part, plugins
 from kvq.config.bits import Bits, first_width
-from kvq.config.diagnostics import SCHEMAS as DIAGNOSTICS
+from kvq.config.diagnostics import DiagnosticConfig
 from kvq.config.explain import COMPOSE_ERRORS, choices
 from kvq.config.identity import by_names
 from kvq.config.method import RENAMED
+from kvq.config.tasks import SCHEMAS
+from kvq.errors import ConfigError
 from kvq.results.record import FromPresets, Record, canonical
 
 
@@ -370,9 +372,18 @@ def _by_model(run: Record) -> list[str]:
     if weights := part_of(run.config, "model").get("weights"):
         words.append(f"weights in {weights}")
     stored = cache_dtype(run)
-    if run.task not in DIAGNOSTICS and stored != (known.get("cache_dtype") or run.provenance.dtype):
+    if not _is_diagnostic(run.task) and stored != (known.get("cache_dtype") or run.provenance.dtype):
         words.append(_CACHES.get(stored, f"cache in {stored}"))
     return words
+
+
+@functools.cache
+def _is_diagnostic(task: str) -> bool:
+    """Whether a task, of a plugin too, takes the model's own dtype for states."""
+    try:
+        return issubclass(SCHEMAS.get(task) or plugins.settings_of_task(task), DiagnosticConfig)
+    except ConfigError:
+        return False
 
 
 def _leaves(settings: Mapping[str, Any], wanted: Sequence[str] | None) -> dict[str, str | None]:

@@ -13,10 +13,11 @@ PLUGIN = Plugin(
         "leaderboard": "kvq_lab.leaderboard",
         "recommend": "kvq_lab.advisor",
     },
-    modules={"figures": ["kvq_lab.figures", "kvq_lab.totals"]},
+    modules={"figures": ["kvq_lab.figures", "kvq_lab.totals"], "limits": ["kvq_lab.limit_curves"]},
     tasks={
         "conversation": "kvq_lab.conversation",
         "drift": "kvq_lab.trajectory",
+        "limit": "kvq_lab.limit",
         "reuse": "kvq_lab.reuse",
         "sensitivity": "kvq_lab.sensitivity",
         "speculate": "kvq_lab.speculate",

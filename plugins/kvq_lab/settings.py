@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
+from kvq.config.diagnostics import CaptureConfig
 from kvq.config.limits import Count, Natural, PathName, Positive, Seed, Several, between
 from kvq.config.task import ReadingConfig, TaskConfig
 from kvq.config.tasks import ItemsConfig, Scoring
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, within
 
 
 @dataclass
@@ -48,6 +49,36 @@ class ConversationConfig(ReadingConfig):
     def context(self) -> int:
         """Tokens of a conversation."""
         return self.turns * self.turn
+
+
+LimitHeads = enum.StrEnum("LimitHeads", "joint apart both")
+"""What of a token is coded together: keys or values of all KV heads, those of each head, or keys with values."""
+
+
+@dataclass
+class LimitConfig(CaptureConfig):
+    """The limit of per-token Gaussian coding in the loss's metric.
+
+    Attributes:
+        heads: see `LimitHeads`.
+        ridge: added to the diagonal of the Fisher information, as a share of its mean.
+        left_out: first tokens of each window that do not count.
+        rates: bits at which the loss is a metric.
+    """
+
+    name: str = "limit"
+    version: ClassVar[int] = 1
+    windows: Count = 8
+    heads: LimitHeads = LimitHeads.joint
+    ridge: Positive = 0.01
+    left_out: int = 1
+    rates: list[float] = field(default_factory=lambda: [0.75, 1.25, 2.25, 3.0])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("task.left_out", self.left_out, 0, self.context - 1)
+        if any(not 0 < rate <= 16 for rate in self.rates):
+            raise ConfigError(f"task.rates={self.rates}: bits, above 0 and up to 16")
 
 
 @dataclass
@@ -225,6 +256,7 @@ SCHEMAS: dict[str, type[TaskConfig]] = {
     for kind in (
         ConversationConfig,
         DriftConfig,
+        LimitConfig,
         ReuseConfig,
         SensitivityConfig,
         SpeculateConfig,

@@ -53,7 +53,7 @@ MEASURED = Size("bits_per_element", _WORDS, measured_bits, len(_USUAL), lambda r
 
 RULES = f"{FRONTIER_RULE} {NOISE_RULE}"
 LIMIT = "limit of Gaussian coding"
-"""The method's name of the lines that are points of the limit's curve (`task=limit`)."""
+"""The method's name of the lines that are points of the limit's curve."""
 
 
 def pareto_table(table: Table, size: Size = EFFECTIVE) -> pd.DataFrame:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.errors import RecordError, printable
 from kvq.report.comparisons import (
-    NOTE,
     Comparisons,
     Limits,
     Verdicts,
@@ -120,11 +119,13 @@ def _titled(name: str, words: str) -> str:
 
 def _against(table: Table, limits: Limits) -> Table:
     """The table with the limit of its model and text, and each row's bits above it."""
-    curve = next((curve for row in table.rows if (curve := limit_of(row.record, limits))), ())
-    if not curve:
+    limit = next((limit for row in table.rows if (limit := limit_of(row.record, limits))), None)
+    if limit is None or not limit.curve:
         return table
-    rows = [row if row.baseline else replace(row, above_limit=bits_above(row.record, curve)) for row in table.rows]
-    return replace(table, rows=tuple(rows), limit=curve, notes=(*table.notes, NOTE))
+    rows = [
+        row if row.baseline else replace(row, above_limit=bits_above(row.record, limit.curve)) for row in table.rows
+    ]
+    return replace(table, rows=tuple(rows), limit=limit.curve, notes=(*table.notes, limit.note))
 
 
 def _protocol(run: Record) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq.report.comparisons import Conditions, bits_above, conditions_of, limit_of, limits_of
+from kvq.report.comparisons import Conditions, Limit, bits_above, conditions_of, limit_of, limits_of
 from kvq.results import Record, Store
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CURVE = tuple((bits / 4, 0.5 * 4.0 ** (-bits / 4)) for bits in range(1, 33))
 
 
@@ -52,7 +52,9 @@ def test_a_limit_is_that_of_the_runs_weights_text_and_context(found: tuple[Store
     limits = limits_of(list(known.values()), store.samples_of)
     assert len(limits) >= 5
     real = _run(known, model="smollm2_135m", method="kivi", scoring="parallel")
-    curve = limit_of(real, limits)
+    limit = limit_of(real, limits)
+    assert limit is not None
+    curve = limit.curve
     rates, losses = np.array(curve).T
     assert rates[0] == 0.25
     assert rates[-1] == 8
@@ -63,11 +65,11 @@ def test_a_limit_is_that_of_the_runs_weights_text_and_context(found: tuple[Store
         if r.task == "limit" and r.model == "smollm2_135m" and r.config["task"]["heads"] == "joint"
     )
     assert losses[list(rates).index(2.25)] == pytest.approx(joint.metrics["limit_loss_2.25"])
-    assert limit_of(_run(known, model="smollm2_135m", method="kivi", scoring="generation"), limits) == ()
+    assert limit_of(_run(known, model="smollm2_135m", method="kivi", scoring="generation"), limits) is None
     place = conditions_of(real)
     for other in (place._replace(context=5), place._replace(text=""), place._replace(model="")):
-        assert limit_of(real, {other: curve}) == ()
-    assert limit_of(real, {Conditions(*place): curve}) == curve
+        assert limit_of(real, {other: limit}) is None
+    assert limit_of(real, {Conditions(*place): Limit(curve, "")}) == (curve, "")
 
 
 def test_a_limit_without_samples_is_left_out(found: tuple[Store, dict[str, Record]]) -> None:

@@ -12,7 +12,7 @@ from kvq.calibration.budget import demand_of, fit_sharing, joint_parts, predicte
 from kvq.cli import main
 from kvq.codecs import Codec, ComponentQuantizer, FisherTransform, ScalarQuantizer, TrellisQuantizer, bind_codec
 from kvq.results import Store
-from kvq.tasks.limit import level_of_rate, loss_at, losses_at, rate_at, spectrum_of
+from kvq_lab.limit import level_of_rate, loss_at, losses_at, rate_at, spectrum_of
 from tests.calibrated import joint_moments, random_states
 from tests.sweeps import records, small_run
 

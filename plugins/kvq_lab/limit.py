@@ -23,7 +23,6 @@ from kvq.calibration.budget import joint_parts, predicted
 from kvq.calibration.collect import Kept
 from kvq.calibration.moments import BOTH, moments_of
 from kvq.codecs import FisherTransform, JointMoments
-from kvq.config.diagnostics import LimitConfig, LimitHeads
 from kvq.config.method import CalibrationConfig
 from kvq.errors import Unsupported
 from kvq.methods.method import Method
@@ -31,6 +30,7 @@ from kvq.models.inputs import Inputs
 from kvq.results.files import Journal
 from kvq.tasks.capture import windows_of
 from kvq.tasks.measurement import Baseline, Measurement, Task, units_like
+from kvq_lab.settings import LimitConfig, LimitHeads
 
 SIDES = ("key", "value")
 Place = tuple[str, int]
