@@ -13,10 +13,8 @@ from kvq.methods.build import build_method
 from kvq.methods.kept_keys import KeptKeys, KeptSide
 from kvq.methods.method import Method
 from kvq.models import load_tokenizer
-from kvq.tasks.scoring import generation_bounds
 from tests.calibrated import bound, random_states
-from tests.random_models import in_double_precision, random_llama, token_ids
-from tests.tasks.test_scoring import chunked, token_by_token
+from tests.random_models import random_llama, token_ids
 
 IDS = (3, 17, 40, 41, 42)
 
@@ -25,19 +23,6 @@ def keeping(name: str, *overrides: str, layers: tuple[int, ...] = (0,)) -> Metho
     method = build_method(name, bits=2, head_dim=32, overrides=["residual.size=16", *overrides])
     method = bound(method, random_states(2, 32), 2) if method.is_calibrated else method
     return method.with_policies(KeptKeys((), layers, IDS))
-
-
-@pytest.mark.parametrize("residual", [[], ["residual.policy=sliding"]])
-@pytest.mark.parametrize("name", ["kivi", "nsnquant", "rtn", "cq"])
-def test_generation_is_token_by_token_in_fp64(name, residual, monkeypatch):
-    loaded = in_double_precision(random_llama(), monkeypatch)
-    tokens = token_ids(51)
-    method = keeping(name, *residual, layers=(0, -1))
-    assert torch.isin(tokens, torch.tensor(IDS)).any()
-    expected = token_by_token(loaded, method, tokens)
-    for chunk in (None, 7):
-        got = chunked(loaded, method, tokens, generation_bounds(method, 50, chunk))
-        assert (got - expected).abs().max() < 1e-9, chunk
 
 
 @torch.no_grad()

@@ -7,10 +7,8 @@ import kvq
 from kvq.cache import KVCache
 from kvq.errors import Unsupported
 from kvq.methods.mixed_precision import Saliency
-from kvq.tasks.scoring import generation_bounds
 from tests.families import family, generates_greedily
-from tests.random_models import in_double_precision, llama, random_llama, token_ids
-from tests.tasks.test_scoring import chunked, token_by_token
+from tests.random_models import llama, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +41,6 @@ def test_blocks_are_those_of_token_by_token(model, length):
             cache.layers[0].update(*(part[:, :, at : at + size] for part in given))
     for side in ("key", "value"):
         assert torch.equal(getattr(one.layers[0], side)._visible(), getattr(pieces.layers[0], side)._visible())
-
-
-@pytest.mark.parametrize("name", ["ott", "zipcache", pytest.param("zipcache/released", marks=pytest.mark.long)])
-@pytest.mark.parametrize("length", [43, 49])
-def test_generation_is_token_by_token_in_fp64(name, length, monkeypatch):
-    """Behind several blocks: three tokens of the next one, and its first."""
-    loaded = in_double_precision(random_llama(), monkeypatch)
-    method = ott(size=10) if name == "ott" else zipcache(name=name, size=8)
-    tokens = token_ids(length)
-    expected = token_by_token(loaded, method, tokens)
-    for chunk in (None, 7):
-        got = chunked(loaded, method, tokens, generation_bounds(method, length - 1, chunk))
-        assert (got - expected).abs().max() < 1e-9, chunk
-    plain = kvq.build_method("ott/no_pool", bits=2, head_dim=32, overrides=["residual.size=8"])
-    assert (token_by_token(loaded, plain, tokens) - expected).abs().max() > 1e-3
 
 
 def test_exempt_layers_have_no_pool(model):

@@ -16,11 +16,9 @@ from kvq.errors import ConfigError, Unsupported
 from kvq.methods.tiers import AdaptiveTiers, TierStore
 from kvq.results.metrics import units_of
 from kvq.tasks.measurement import storage_metrics
-from kvq.tasks.scoring import generation_bounds
 from tests.families import family, generates_greedily
 from tests.properties import examples
-from tests.random_models import in_double_precision, llama, random_llama, token_ids
-from tests.tasks.test_scoring import chunked, token_by_token
+from tests.random_models import llama, token_ids
 
 DIM = 32
 
@@ -109,16 +107,6 @@ def test_tokens_move_as_their_definition_says(model):
         expected = torch.stack([torch.stack(hand.states[at]) for hand in hands])
         torch.testing.assert_close(side._visible()[0], expected, rtol=1e-9, atol=1e-9)
     assert sum(side.recompression.moves for side in (layer.key, layer.value)) == sum(hand.moves for hand in hands) > 0
-
-
-@pytest.mark.parametrize("length", [43, 49])
-def test_generation_is_token_by_token_in_fp64(length, monkeypatch):
-    loaded, method = in_double_precision(random_llama(), monkeypatch), tiers(size=8)
-    tokens = token_ids(length)
-    expected = token_by_token(loaded, method, tokens)
-    for chunk in (None, 7):
-        got = chunked(loaded, method, tokens, generation_bounds(method, length - 1, chunk))
-        assert (got - expected).abs().max() < 1e-9, chunk
 
 
 def test_recompression_loses_and_promotion_does_not_restore():

@@ -13,24 +13,10 @@ from tests.calibrated import bound, random_states
 from tests.random_models import in_double_precision, random_llama, token_ids
 from tests.tasks.test_scoring import chunked, token_by_token
 
-CALIBRATED = ["kvquant", "kvquant/sink", "cq", "spinquant", "rotatekv", "block_gtq"]
-VARIANTS = ["kvquant/dense", "kvquant/qnorm", "cq/8c10b", "block_gtq/buffer"]
-
 
 def method_of(name: str, *overrides: str) -> Method:
     method = build_method(name, bits=2, head_dim=32, overrides=overrides)
     return bound(method, random_states(2, 32), 2)
-
-
-@pytest.mark.parametrize("name", [*CALIBRATED, *(pytest.param(name, marks=pytest.mark.long) for name in VARIANTS)])
-def test_generation_is_token_by_token_in_fp64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = in_double_precision(random_llama(), monkeypatch)
-    method = method_of(name, "residual.size=16")
-    tokens = token_ids(51)
-    expected = token_by_token(loaded, method, tokens)
-    for chunk in (None, 7):
-        got = chunked(loaded, method, tokens, generation_bounds(method, 50, chunk))
-        assert (got - expected).abs().max() < 1e-9, chunk
 
 
 @pytest.mark.parametrize(

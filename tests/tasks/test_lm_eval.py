@@ -279,22 +279,6 @@ def test_a_killed_run_goes_on_where_it_was(given: list[str], tmp_path: Path) -> 
         assert answers(tmp_path, method) == answers(whole, method)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_lm_evals_command_line_has_the_model(given: list[str], canaries: Path, tmp_path: Path) -> None:
-    folder = next(word.partition("=")[2] for word in given if word.startswith("task.include_path"))
-    model = next(word.partition("=")[2] for word in given if word.startswith("model.path"))
-    arguments = f"model=hf,model.path={model},model.dtype=float32,method=kivi,bits=2,residual.size=16"
-    command = [sys.executable, "-m", "kvq.tasks.lm_eval", "run", "--model", "kvq", "--model_args", arguments]
-    command += ["--include_path", folder, "--tasks", "colours,say", "--output_path", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(next(tmp_path.rglob("results_*.json")).read_text())["results"]
-    metrics = records(canaries)["kivi 2"].metrics
-    assert results["colours"]["acc,none"] == pytest.approx(metrics["acc[colours]"])
-    assert results["say"]["exact_match,none"] == pytest.approx(metrics["exact_match[say]"])
-
-
 def test_a_continuation_that_merges_into_its_context_is_one_line(given: list[str]) -> None:
     from lm_eval.api.instance import Instance
 

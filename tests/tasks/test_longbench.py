@@ -95,18 +95,6 @@ def test_the_right_answer_is_right_in_every_subset(base: str) -> None:
         assert (subset.answer("\nyes\nno") == "yes") == (base in ("trec", "triviaqa", "samsum"))
 
 
-@pytest.mark.parametrize("base", ANSWERS)
-def test_a_prompt_holds_context_and_question(given: list[str], base: str) -> None:
-    inputs = inputs_of(given, f"task.subsets=[{base}]", "model.context=4000")
-    (document, _) = longbench.documents(inputs)
-    tokens, cut = longbench.prompt_tokens(inputs, document, 4000)
-    text = inputs.tokenizer.decode(tokens)
-    assert cut == 0
-    assert item(base)["context"] in text
-    asks = base in ("qasper", "qmsum", "trec", "triviaqa", "samsum", "repobench-p", "multifieldqa_en", "hotpotqa")
-    assert ("What is it?" in text) or not asks
-
-
 def test_the_middle_is_cut(given: list[str]) -> None:
     inputs = inputs_of(given, "task.subsets=[qasper]", "model.context=4000")
     document = longbench.documents(inputs)[0]
