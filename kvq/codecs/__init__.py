@@ -1,17 +1,14 @@
 """Tensor maths of quantization: packing, stages, quantizers and the chain that joins them. No transformers here."""
 
-from kvq.codecs.block_float import BlockFloatQuantizer
 from kvq.codecs.block_formats import (
     Float8Quantizer,
     HalfAwayQuantizer,
     LevelsQuantizer,
     SignedMaxQuantizer,
-    TurboMindQuantizer,
 )
 from kvq.codecs.calibrated import (
     Calibrated,
     JointTransform,
-    LayerScale,
     SharingQuantizer,
     Tables,
     bind_codec,

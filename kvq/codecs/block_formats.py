@@ -1,4 +1,4 @@
-"""Formats of inference engines: llama.cpp's q4_0, q8_0 and IQ4_NL, TurboMind's integers, 8-bit floats."""
+"""Formats of inference engines: llama.cpp's q4_0, q8_0 and IQ4_NL, 8-bit floats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvq.codecs.levels import looked_up
 from kvq.codecs.packed import MAX_BITS, pack_parts, unpack_parts
 from kvq.codecs.quantizers import Axis, CodeQuantizer, Parts, Quantizer, check_group, choice, to_stored
 from kvq.codecs.uniform import Rounding, ScaleDtype, UniformQuantizer
-from kvq.errors import ConfigError, Unsupported, at_least, require
+from kvq.errors import ConfigError, Unsupported, at_least
 
 
 def in_groups(x: Float[Tensor, "*lead dim"], size: int | None) -> Float[Tensor, "*lead groups size"]:
@@ -104,44 +104,6 @@ class HalfAwayQuantizer(UniformQuantizer):
         super().__init__(bits, Axis.per_token, group_size, symmetric=True, rounding=Rounding.away, reciprocal=True)
 
 
-class TurboMindQuantizer(UniformQuantizer):
-    """A grid per token and head in the 16 bits of the states, as LMDeploy's TurboMind computes it.
-
-    Scale (max - min) / (2^b - 1) and min are rounded to bf16 for bf16 states, else to fp16. Code = round((x - min) (1 /
-    scale)), halves to even, with each step rounded to the same dtype; x̂ = scale code + min. As there, the reciprocal of
-    an fp16 scale below 1/65,504 is infinite: at 8 bits, all values of a token whose range is below .0039 get the
-    largest code, but for the smallest value (infinity times 0), which gets code 0.
-
-    Args:
-        bits: bits per code, 1-8.
-
-    Raises:
-        Unsupported: other bits.
-
-    Source: `warp_stats` and `ConvertKvCache` of LMDeploy's quantization.h.
-    """
-
-    version: ClassVar[int] = 1
-
-    def __init__(self, bits: int) -> None:
-        require(bits <= 8, "bits", bits, "TurboMind's grid has 1 to 8 bits", Unsupported)
-        super().__init__(bits, Axis.per_token)
-
-    @property
-    def is_affine(self) -> bool:
-        """No: the dtype of the scales is not always fp16."""
-        return False
-
-    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
-        """Codes (`codes.<plane>`), `scale` and `zero_point` `[..., heads, tokens, 1]` in the states' 16 bits."""
-        own = dtype if dtype is torch.bfloat16 else torch.float16
-        low, high = torch.aminmax(x, dim=-1, keepdim=True)
-        scale, low = to_stored((high - low) * (1 / self._divisor), own), to_stored(low, own)
-        steps = (to_stored(x, own) - low) * scale.float().reciprocal().to(own)
-        codes = steps.float().nan_to_num_(0).round_().clamp_(0, self._divisor)
-        return pack_parts(codes, self.bits) | {"scale": scale, "zero_point": low}
-
-
 class Float8(enum.Enum):
     """8-bit floats: e4m3 (3 mantissa bits, largest 448, no infinities) and e5m2 (2 mantissa bits, largest 57344)."""
 
@@ -179,7 +141,7 @@ class Float8Quantizer(Quantizer):
         scale_dtype: dtype of stored scales, see `ScaleDtype`. Codes use the unrounded scale.
         reciprocal: multiply by the reciprocal of the scale (vLLM) instead of dividing by the scale.
 
-    A scale that is fixed, per layer or per head is the stage `LayerScale` before this quantizer with `scale: none`.
+    A scale that is fixed, per layer or per head is a stage before this quantizer with `scale: none`.
 
     Raises:
         ConfigError: an unknown name, a negative least scale, a group size below 1 or without `scale: token`.

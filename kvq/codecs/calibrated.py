@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +15,7 @@ from kvq.codecs.codec import Codec
 from kvq.codecs.quantizers import Quantizer, prefixed, under
 from kvq.codecs.rope import Rope
 from kvq.codecs.stages import Side, Stage
-from kvq.errors import ConfigError, Unsupported, require
+from kvq.errors import ConfigError, Unsupported
 
 Tables = dict[str, Tensor]
 States = Float[Tensor, "heads tokens head_dim"]
@@ -211,37 +211,3 @@ class SharingQuantizer(Calibrated, Quantizer):
             states: of each layer, as `kvq.calibration.collect.LayerStates`.
             positions: of the states' tokens in their texts.
         """
-
-
-class LayerScale(Calibrated, Stage):
-    """Divide by (largest magnitude on the calibration text) / `divisor`, as checkpoints with static scales do.
-
-    Args:
-        divisor: 127 (int8), 448 (e4m3), 6 · 448 = 2688 (NVFP4), or 100 and 200 (the run-time estimates of older vLLM).
-        per_head: a number for each KV head instead of one for the layer.
-
-    Table: `scale` `[1 or heads, 1, 1]` in fp32; 1 where all states are 0. Its bytes belong to the model, not to tokens.
-
-    Raises:
-        ConfigError: a divisor that is not positive.
-
-    Source: ModelOpt's `nvfp4_tensor`, vLLM's `quantized_kvcache.md`, TensorRT-LLM's reference on precision.
-    """
-
-    version: ClassVar[int] = 1
-    token_group = 1
-
-    def __init__(self, divisor: float | int, per_head: bool = False) -> None:
-        require(divisor > 0, "divisor", divisor, "above 0")
-        self.divisor, self.per_head = divisor, per_head
-
-    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
-        """`scale` of the states' largest magnitude."""
-        largest = x.abs().amax((1, 2) if self.per_head else (0, 1, 2)).float().view(-1, 1, 1)
-        return {"scale": (largest / self.divisor).masked_fill(largest == 0, 1)}
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
-        return x / self.table("scale", x), {}
-
-    def inverse(self, y: Tensor, side: Side) -> Tensor:
-        return y * self.table("scale", y)

@@ -4,6 +4,7 @@ from kvq.config.plugins import Plugin
 
 _MOVED = {
     "balance": ("VarianceBalance",),
+    "block_float": ("BlockFloatQuantizer",),
     "channel_groups": ("PairWidths",),
     "covariance": ("CovarianceRotation", "RankClip"),
     "deflate": ("DeflateCodec",),
@@ -11,6 +12,7 @@ _MOVED = {
     "octave": ("LeadingChannels", "RmsLevelsQuantizer"),
     "query_moments": ("QueryTransform", "SubspaceQuantizer"),
     "rotations": ("BlockRotation",),
+    "serving": ("LayerScale", "TurboMindQuantizer"),
     "spectral": ("EigenRotation", "SpectralQuantizer"),
     "triplets": ("LatticeQuantizer", "OctahedralQuantizer"),
 }

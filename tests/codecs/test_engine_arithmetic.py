@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 import torch
+from kvq_zoo.serving import TurboMindQuantizer
 
-from kvq.codecs import TurboMindQuantizer
 from kvq.codecs.packed import unpack_parts
 from kvq.config import compose, resolve
 from kvq.methods.build import build_method, method_of

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from kvq_zoo.block_float import BlockFloatQuantizer
 from kvq_zoo.octave import RmsLevelsQuantizer
 
-from kvq.codecs import BlockFloatQuantizer, unpack
+from kvq.codecs import unpack
 from kvq.methods.build import build_method
 from tests.codecs.test_engines import DIM, states
 

@@ -96,7 +96,7 @@ def in_groups(name, group):
 def block_floats(name):
     """Its blocks have a size; null is none."""
     return any(
-        getattr(config(name), side)["quantizer"]["_target_"] == "kvq.codecs.BlockFloatQuantizer"
+        getattr(config(name), side)["quantizer"]["_target_"] == "kvq_zoo.block_float.BlockFloatQuantizer"
         for side in grouped(name)
     )
 

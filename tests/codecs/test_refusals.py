@@ -4,6 +4,7 @@ import pytest
 import torch
 from kvq_zoo.balance import VarianceBalance
 from kvq_zoo.octave import LeadingChannels, RmsLevelsQuantizer
+from kvq_zoo.serving import LayerScale
 
 from kvq.codecs import (
     CalibratedChannelSplit,
@@ -19,7 +20,6 @@ from kvq.codecs import (
     Hadamard,
     HuffmanCodec,
     InnerProductQuantizer,
-    LayerScale,
     LearnedRotation,
     LloydMaxQuantizer,
     LowRankCorrection,

@@ -1,0 +1,88 @@
+"""What serving engines do beside common formats: one scale for a layer, and TurboMind's integers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvq.codecs.calibrated import Calibrated, States, Tables
+from kvq.codecs.packed import pack_parts
+from kvq.codecs.quantizers import Axis, Parts, to_stored
+from kvq.codecs.stages import Side, Stage
+from kvq.codecs.uniform import UniformQuantizer
+from kvq.errors import Unsupported, require
+
+
+class LayerScale(Calibrated, Stage):
+    """Divide by (largest magnitude on the calibration text) / `divisor`, as checkpoints with static scales do.
+
+    Args:
+        divisor: 127 (int8), 448 (e4m3), 6 · 448 = 2688 (NVFP4), or 100 and 200 (the run-time estimates of older vLLM).
+        per_head: a number for each KV head instead of one for the layer.
+
+    Table: `scale` `[1 or heads, 1, 1]` in fp32; 1 where all states are 0. Its bytes belong to the model, not to tokens.
+
+    Raises:
+        ConfigError: a divisor that is not positive.
+
+    Source: ModelOpt's `nvfp4_tensor`, vLLM's `quantized_kvcache.md`, TensorRT-LLM's reference on precision.
+    """
+
+    version: ClassVar[int] = 1
+    token_group = 1
+
+    def __init__(self, divisor: float | int, per_head: bool = False) -> None:
+        require(divisor > 0, "divisor", divisor, "above 0")
+        self.divisor, self.per_head = divisor, per_head
+
+    def fit(self, x: States, gradients: States | None, seed: int) -> Tables:
+        """`scale` of the states' largest magnitude."""
+        largest = x.abs().amax((1, 2) if self.per_head else (0, 1, 2)).float().view(-1, 1, 1)
+        return {"scale": (largest / self.divisor).masked_fill(largest == 0, 1)}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Side]:
+        return x / self.table("scale", x), {}
+
+    def inverse(self, y: Tensor, side: Side) -> Tensor:
+        return y * self.table("scale", y)
+
+
+class TurboMindQuantizer(UniformQuantizer):
+    """A grid per token and head in the 16 bits of the states, as LMDeploy's TurboMind computes it.
+
+    Scale (max - min) / (2^b - 1) and min are rounded to bf16 for bf16 states, else to fp16. Code = round((x - min) (1 /
+    scale)), halves to even, with each step rounded to the same dtype; x̂ = scale code + min. As there, the reciprocal of
+    an fp16 scale below 1/65,504 is infinite: at 8 bits, all values of a token whose range is below .0039 get the
+    largest code, but for the smallest value (infinity times 0), which gets code 0.
+
+    Args:
+        bits: bits per code, 1-8.
+
+    Raises:
+        Unsupported: other bits.
+
+    Source: `warp_stats` and `ConvertKvCache` of LMDeploy's quantization.h.
+    """
+
+    version: ClassVar[int] = 1
+
+    def __init__(self, bits: int) -> None:
+        require(bits <= 8, "bits", bits, "TurboMind's grid has 1 to 8 bits", Unsupported)
+        super().__init__(bits, Axis.per_token)
+
+    @property
+    def is_affine(self) -> bool:
+        """No: the dtype of the scales is not always fp16."""
+        return False
+
+    def encode(self, x: Float[Tensor, "*lead heads tokens dim"], dtype: torch.dtype) -> Parts:
+        """Codes (`codes.<plane>`), `scale` and `zero_point` `[..., heads, tokens, 1]` in the states' 16 bits."""
+        own = dtype if dtype is torch.bfloat16 else torch.float16
+        low, high = torch.aminmax(x, dim=-1, keepdim=True)
+        scale, low = to_stored((high - low) * (1 / self._divisor), own), to_stored(low, own)
+        steps = (to_stored(x, own) - low) * scale.float().reciprocal().to(own)
+        codes = steps.float().nan_to_num_(0).round_().clamp_(0, self._divisor)
+        return pack_parts(codes, self.bits) | {"scale": scale, "zero_point": low}
