@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,16 @@ def test_odd_records_are_skipped_by_tables_and_figures(tmp_path: Path, capsys: p
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "skipped: run " in said
+
+
+@pytest.mark.parametrize("report", [tables, figures, page])
+def test_without_records_each_report_is_one_line(
+    report: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(["--results", str(tmp_path / "nothing")]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no records under" in err
 
 
 def test_settings_without_a_label_are_named_by_every_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,11 +240,6 @@ def test_dispersion_goes_with_failure_over_models(tmp_path: Path) -> None:
     assert not scatters(table[table["model"] != "m0"].iloc[:2])
 
 
-def test_the_command_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert figures_main(["--results", str(tmp_path)]) == 1
-    assert "no records under" in capsys.readouterr().err
-
-
 def test_one_command_draws_everything_and_names_what_it_cannot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 from kvq.report.figures.perplexity import shift_table
 from kvq.results import Record, Store
 from kvq.results.statistics import delta_nll_of_samples
-from tests.report.diagnosed import drawn
 from tests.report.sweeps import losses, put_run
 from tests.results import made
 
@@ -56,14 +55,6 @@ def test_a_shift_is_paired_with_the_same_method_on_the_text_of_the_test(store: S
         assert line.shift == pytest.approx(0.2, abs=0.01)
     assert all(math.isnan(value) for value in table[~table["shifted"]]["shift"])
     assert set(table[table["calibrated_on"] == "none"]["method"]) == {"near"}
-
-
-def test_files_are_written_once_and_the_same(store: Store, tmp_path: Path) -> None:
-    written = [path for path in drawn(store, tmp_path / "figures") if "calibration-shift" in path.name]
-    assert sorted(path.suffix for path in written) == [".csv", ".pdf", ".png"]
-    before = [path.read_bytes() for path in written]
-    drawn(store, tmp_path / "figures")
-    assert [path.read_bytes() for path in written] == before
 
 
 def test_nothing_is_drawn_without_two_texts(tmp_path: Path) -> None:

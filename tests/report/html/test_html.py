@@ -132,11 +132,6 @@ def test_a_broken_record_is_named_and_skipped(store: Store, tmp_path: Path, caps
     assert "not valid JSON" in (store.root / "report.html").read_text(encoding="utf-8")
 
 
-def test_without_records_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--results", str(tmp_path / "nothing")]) == 1
-    assert re.fullmatch(r"error: no records under .*: run a sweep first, .*\n", capsys.readouterr().err)
-
-
 def test_a_page_that_cannot_be_written_is_one_line(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     folder = store.root / "a file"
     folder.write_text("", encoding="utf-8")

@@ -110,12 +110,6 @@ def test_escapes_stay_on_one_line_and_leave_nothing_bare(text: str) -> None:
     assert not re.search(r"[\\{}$&%#_~^<>|]", re.sub(commands, "", tex))
 
 
-def test_names_stay_readable() -> None:
-    assert escape_markdown("nsn/arm_d") == "nsn/arm_d"
-    assert escape_markdown("_x_ __init__") == r"\_x\_ \_\_init\_\_"
-    assert escape_latex("nsn/arm_d") == r"nsn/arm\_d"
-
-
 def test_twice_the_same_bytes(store: Store) -> None:
     runs = sweeps.sweep(store)
     store.put(made.record("nsn", "9", status="failed", reason="why", baseline_key=runs["fp16"].key))

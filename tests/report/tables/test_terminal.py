@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -111,28 +109,6 @@ def test_command_elsewhere(store: Store, tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "out" / "index.md").is_file()
     assert not (store.root / "tables").exists()
     assert "ppl: tiny" not in capsys.readouterr().out
-
-
-def test_command_without_records_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--results", str(tmp_path)]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    assert "no records under" in captured.err
-
-
-def test_module_runs_and_helps(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    sweeps.sweep(store)
-    root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, "-m", "kvq.report", "--results", str(store.root)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    assert "index.md" in done.stdout
-    assert done.stderr == ""
-    with pytest.raises(SystemExit) as left:
-        main(["--help"])
-    captured = capsys.readouterr()
-    assert (left.value.code, captured.err) == (0, "")
-    assert "--results" in captured.out
 
 
 def test_memory_has_a_line_for_each_run_and_length_in_gib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
