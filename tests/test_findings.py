@@ -79,7 +79,7 @@ def test_what_is_said_of_noise_is_claimed() -> None:
         assert " ~ " in claims or "within_noise" in claims or "(`widths`)" in item, item
     store = Store(ROOT / "results")
     scored = [record for record in labelled(store)[0] if record.task == "ppl"]
-    widths = [drawing for drawing in drawings(scored, store, skipped={}) if drawing.stem.startswith("widths")]
+    widths = [drawing for drawing in drawings(scored, store, skipped=[]) if drawing.stem.startswith("widths")]
     assert widths
     assert not any(drawing.table["valley"].any() for drawing in widths)
 

@@ -76,7 +76,7 @@ def published(records: Sequence[Record], _: Store) -> dict[tuple[str, str], pd.D
     return found
 
 
-@register_figure("published-{name}", "{what}", published, of="records", each_alone=False)
+@register_figure("published-{name}", "{what}", published, of="records")
 def published_figure(table: pd.DataFrame) -> Figure:
     """A panel for each model and text: perplexity by method, hollow as it is published, filled as measured here."""
     groups = list(table.groupby(["stand_in", "model", "dataset"], sort=False))

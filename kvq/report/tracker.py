@@ -5,7 +5,6 @@ The view shows bits against quality, each paper and task, figures, and what sets
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import json
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-_LONGEST_GROUP = 100
+_LONGEST_GROUP = 128
 _MULTIRUN = ("-m", "--multirun")
 # What a run's configuration has as the record has it.
 _IN_CONFIG = (
@@ -87,9 +86,7 @@ def sweep_of(command: str) -> str | None:
         return None
     text = " ".join(word for word in words if word not in _MULTIRUN)
     plain = "".join("-" if character in "/\\#?%:" else character for character in text)
-    if len(plain) > _LONGEST_GROUP:
-        plain = f"{plain[:_LONGEST_GROUP]}… {hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return plain or None
+    return plain[:_LONGEST_GROUP] or None
 
 
 def sample_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str], list[list[Any]]]:
@@ -103,8 +100,6 @@ def sample_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str
     return columns, [[plain(row.get(name)) for name in columns] for row in kept]
 
 
-# Seconds until an unreachable server is noticed; the client's defaults take a quarter of an hour.
-_RETRIES = {"x_graphql_retry_max": 2, "x_file_stream_retry_max": 3, "x_file_transfer_retry_max": 3}
 # Nothing of this machine or its checkout is sent besides the record.
 _NOTHING_ELSE = {
     "silent": True,
@@ -191,7 +186,7 @@ class Tracker:
             reinit="create_new",
             allow_val_change=True,
             settings=self._wandb.Settings(
-                init_timeout=known.timeout, x_graphql_timeout_seconds=known.timeout, **_RETRIES, **_NOTHING_ELSE
+                init_timeout=known.timeout, x_graphql_timeout_seconds=known.timeout, **_NOTHING_ELSE
             ),
         )
         try:

@@ -73,7 +73,7 @@ def _send(given: argparse.Namespace) -> int:
     command.say_skipped(broken)
     tracker = Tracker(settings, store)
     finished = [record for record in records if record.status != "failed"]
-    present = set() if given.again else tracker.present()
+    present = tracker.present()
     wanted = [record for record in finished if record.key[:32] not in present]
     for record in tqdm(wanted, desc="wandb", unit="run", disable=None, leave=False):
         tracker.push(record)
@@ -93,6 +93,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--entity", help="account or team (default: the account's own)")
     parser.add_argument("--group", help="group of all runs (default: one for each sweep's command)")
     parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead")
-    parser.add_argument("--again", action="store_true", help="send also what is there already")
     parser.add_argument("--workspace", action="store_true", help="save the view 'kvq' in the project too")
     return parser

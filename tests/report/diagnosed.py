@@ -21,7 +21,7 @@ def measured(folder: Path, task: Any, method: str, bits: int = 2, path: str = "r
 
 def drawn(store: Store, folder: Path) -> list[Path]:
     """Files of every diagnostic figure that the records of a store allow."""
-    return write_drawings(drawings(store.scan()[0], store), folder, {})
+    return write_drawings(drawings(store.scan()[0], store), folder, [])
 
 
 def put(store: Store, folder: Path, task: Any, method: str, dataset: str = "pydocs", path: str = "random") -> Record:

@@ -39,7 +39,7 @@ def test_odd_records_are_skipped_by_tables_and_figures(tmp_path: Path, capsys: p
     assert figures(["--results", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    assert "skipped: run " in said
+    assert "skipped: figure " in said
 
 
 @pytest.mark.parametrize("report", [tables, figures, page])

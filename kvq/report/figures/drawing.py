@@ -49,7 +49,6 @@ class Kind:
     of: Literal["table", "records", "runs", "all", "first", "each"]
     task: str
     note: str
-    each_alone: bool
 
     @property
     def name(self) -> str:
@@ -68,7 +67,6 @@ def register_figure(
     of: Literal["table", "records", "runs", "all", "first", "each"] = "runs",
     task: str = "",
     note: str = "",
-    each_alone: bool = True,
 ) -> Callable[[Draw], Draw]:
     """Make a decorator that registers a kind of figure and makes the function `titled`, which draws the numbers.
 
@@ -82,12 +80,11 @@ def register_figure(
             precision's, the `first` alone, or `each` of a method. The store comes second.
         task: of the runs; of a `table` empty for all tasks.
         note: a sentence below the heading.
-        each_alone: whether numbers of each run alone say which runs can be read; false: all can, or it takes long.
     """
 
     def register(draw: Draw) -> Draw:
         made = titled(draw)
-        KINDS.append(Kind(stem, title, numbers, made, of, task, note, each_alone))
+        KINDS.append(Kind(stem, title, numbers, made, of, task, note))
         return made
 
     return register
@@ -95,7 +92,7 @@ def register_figure(
 
 def register_numbers(stem: str, numbers: Callable[..., Numbers | None]) -> None:
     """Register numbers of all runs that are written as CSV and not drawn."""
-    KINDS.append(Kind(stem, stem, numbers, None, "records", "", "", each_alone=True))
+    KINDS.append(Kind(stem, stem, numbers, None, "records", "", ""))
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ class Drawing:
         return None if self.kind.draw is None else self.kind.draw(self.table, self.title)
 
 
-def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: dict[str, str]) -> list[Path]:
+def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: list[str]) -> list[Path]:
     """Write each drawing as CSV, PDF and PNG, and `index.md`; return their paths.
 
     Args:
@@ -132,7 +129,7 @@ def write_drawings(drawings: Iterable[Drawing], folder: Path, skipped: dict[str,
         except KvqError:
             raise  # of the folder
         except Exception as error:
-            skipped[f"figure {drawing.stem}"] = line(error)
+            skipped.append(f"figure {drawing.stem}: {line(error)}")
     return paths + write_files("figures", folder, {INDEX: _index(drawn)})
 
 

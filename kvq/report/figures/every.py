@@ -1,6 +1,6 @@
 """Every figure that the records of a results folder allow, as modules of this folder and of plugins register them.
 
-A run whose samples or settings a figure cannot read is skipped, with its name in one line; the rest is drawn.
+A figure that cannot be made of its runs is skipped, with its name in one line; the rest is drawn.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from kvq.config import plugins
-from kvq.errors import RecordError, printable
+from kvq.errors import printable
 from kvq.report import command
 from kvq.report.comparisons import read_records
 from kvq.report.figures import cost, distribution, error, loss, needles, norms, over_models, perplexity
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 MODULES = (loss, perplexity, over_models, needles, cost, error, norms, distribution)
 _KNOWN_STATES = ("random_states", "model_states")
-Skipped = dict[str, str]
-"""What was left out -> the reason."""
 
 
 def kinds() -> list[Kind]:
@@ -50,7 +47,7 @@ def stems() -> tuple[str, ...]:
 
 
 def drawings(
-    records: Iterable[Record], store: Store, tables: Sequence[Table] = (), skipped: Skipped | None = None
+    records: Iterable[Record], store: Store, tables: Sequence[Table] = (), skipped: list[str] | None = None
 ) -> Iterator[Drawing]:
     """Every figure of records, and of tables of runs.
 
@@ -58,10 +55,7 @@ def drawings(
         records: what figures of tasks and of all runs are made of.
         store: where their samples are.
         tables: what figures of tables are made of.
-        skipped: takes the runs that cannot be read, with the reason; None raises it.
-
-    Raises:
-        RecordError: a run that cannot be read, where `skipped` is None.
+        skipped: takes the figures that cannot be made, with the reason; None raises it.
     """
     done = [record for record in records if record.status == "done"]
     groups: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
@@ -69,98 +63,50 @@ def drawings(
         groups[record.task][_protocol(record)].append(record)
     for kind in kinds():
         if kind.of == "table":
-            for table in tables:
-                yield from _of_table(kind, table, store, skipped)
+            made: Iterator[Iterator[Drawing]] = (_of_table(kind, table, store) for table in tables)
         elif kind.of == "records":
-            yield from _made(kind, _numbers(kind, done, store, skipped), "", {})
+            made = iter([_of_records(kind, done, store)])
         else:
-            for protocol, group in groups[kind.task].items():
-                end = f"-{group[0].model}-{group[0].dataset}-{protocol[:6]}"
-                yield from _of_group(kind, group, store, skipped, end)
+            made = (_of_group(kind, group, store, _end(group[0], key)) for key, group in groups[kind.task].items())
+        for drawn in made:
+            try:
+                yield from drawn
+            except Exception as error:  # of settings or samples that no run has
+                if skipped is None:
+                    raise
+                skipped.append(f"figure {kind.name}: {command.line(error)}")
 
 
-def _of_table(kind: Kind, table: Table, store: Store, skipped: Skipped | None) -> Iterator[Drawing]:
-    """The figures of a table; where the kind is of a task, and reads samples, of the rows that can be read."""
+def _of_records(kind: Kind, records: Sequence[Record], store: Store) -> Iterator[Drawing]:
+    """The figures of all runs."""
+    yield from _made(kind, kind.numbers(records, store), "", {})
+
+
+def _of_table(kind: Kind, table: Table, store: Store) -> Iterator[Drawing]:
+    """The figures of a table; where the kind is of a task, of the rows of that task that are done."""
     where = table.title.removesuffix(f" ({table.words})").partition(": ")[2]
     words = {"where": "\n".join(filter(None, [where, table.about]))}
     rows = table.rows
     if kind.task:
         rows = tuple(row for row in rows if (row.record.task, row.record.status) == (kind.task, "done"))
-        alone = {row.record.key: replace(table, rows=(row,)) for row in rows}
-        sound = _sound([row.record for row in rows], lambda run: kind.numbers(alone[run.key], store), skipped)
-        rows = tuple(row for row in rows if row.record.key in sound)
     if rows:
-        yield from _made(
-            kind, kind.numbers(replace(table, rows=rows), store), f"-{table.slug.removeprefix(f'{kind.stem}-')}", words
-        )
+        numbers = kind.numbers(replace(table, rows=rows), store)
+        yield from _made(kind, numbers, f"-{table.slug.removeprefix(f'{kind.stem}-')}", words)
 
 
-def _of_group(
-    kind: Kind, group: Sequence[Record], store: Store, skipped: Skipped | None, end: str
-) -> Iterator[Drawing]:
+def _of_group(kind: Kind, group: Sequence[Record], store: Store, end: str) -> Iterator[Drawing]:
     """The figures of runs of one task and protocol."""
     runs = [record for record in group if record.baseline_key is not None]
     if kind.of in ("first", "each"):
         for record in group[:1] if kind.of == "first" else runs:
-            for numbers in _sound([record], lambda run: kind.numbers(run, store), skipped).values():
-                yield from _made(kind, numbers, end, _words(kind, record))
-    else:
-        numbers = _numbers(kind, list(group) if kind.of == "all" else runs, store, skipped)
-        yield from _made(kind, numbers, end, _words(kind, group[0]))
+            yield from _made(kind, kind.numbers(record, store), end, _words(kind, record))
+    elif chosen := group if kind.of == "all" else runs:
+        yield from _made(kind, kind.numbers(list(chosen), store), end, _words(kind, group[0]))
 
 
-def _numbers(kind: Kind, records: Sequence[Record], store: Store, skipped: Skipped | None) -> Any:
-    if not kind.each_alone:
-        return kind.numbers(records, store)
-    sound = _sound(records, lambda record: kind.numbers([record], store), skipped)
-    return kind.numbers([record for record in records if record.key in sound], store) if sound else None
-
-
-def _sound(records: Iterable[Record], read: Callable[[Record], Any], skipped: Skipped | None) -> dict[str, Any]:
-    """Read the numbers of each record by itself; those that can be read, and hold what most others hold, by key."""
-    found: dict[str, tuple[Any, dict[str, str]]] = {}
-    known = {record.key: record for record in records}
-    columns: dict[str, list[str]] = defaultdict(list)
-    for key, record in known.items():
-        try:
-            numbers = read(record)
-            found[key] = numbers, _column_kinds(numbers)
-        except Exception as error:  # of settings or samples that no run has
-            _skip(record, command.line(error), skipped)
-        else:
-            for name, kind in found[key][1].items():
-                columns[name].append(kind)
-    usual = {name: max(held, key=lambda kind: (held.count(kind), kind == "numbers")) for name, held in columns.items()}
-    for key, (_, held) in list(found.items()):
-        odd = next((name for name, kind in held.items() if kind != usual[name]), None)
-        if odd is not None:
-            _skip(known[key], f"{odd}: {held[odd]} where other runs have {usual[odd]}", skipped)
-            del found[key]
-    return {key: numbers for key, (numbers, _) in found.items()}
-
-
-def _column_kinds(numbers: Any) -> dict[str, str]:
-    """What the columns of a table hold: numbers, or a type by its name. Raises: RecordError: several."""
-    found = {}
-    for name, column in numbers.items() if isinstance(numbers, pd.DataFrame) else ():
-        if pd.api.types.is_numeric_dtype(column):
-            found[str(name)] = "numbers"
-            continue
-        held = {_value_kind(value) for value in column.dropna()}
-        if len(held) > 1:
-            raise RecordError(f"{name} holds {' and '.join(sorted(held))}")
-        found |= {str(name): kind for kind in held}
-    return found
-
-
-def _value_kind(value: object) -> str:
-    return "numbers" if isinstance(value, int | float | np.number | np.bool_) else type(value).__name__
-
-
-def _skip(record: Record, reason: str, skipped: Skipped | None) -> None:
-    if skipped is None:
-        raise RecordError(f"run {record.key[:12]}: {reason}")
-    skipped.setdefault(f"run {record.key[:12]}", reason)
+def _end(record: Record, protocol: str) -> str:
+    """How the names of figures of one protocol end."""
+    return f"-{record.model}-{record.dataset}-{protocol[:6]}"
 
 
 def _made(kind: Kind, numbers: Any, end: str, words: Mapping[str, object]) -> Iterator[Drawing]:
@@ -212,19 +158,16 @@ def file_name(stem: str) -> str:
 
 
 def run_figures(record: Record, store: Store) -> list[tuple[str, Figure]]:
-    """Figures of a run that is done, each with a name, for W&B; none where its samples cannot be read."""
-    title = f"{named(record)}: {model_name(record.model)}, {record.dataset}"
-    skipped: Skipped = {}
-    found: list[tuple[str, Figure | None]] = []
-    if record.status == "done" and record.task in _OF_A_RUN:
+    """Figures of a run that is done, each with a name, for W&B."""
+    if record.status != "done":
+        return []
+    if record.task in _OF_A_RUN:
         name, read, draw = _OF_A_RUN[record.task]
-        found = [(name, draw(table, title)) for table in _sound([record], lambda r: read(r, store), skipped).values()]
-    elif record.status == "done":
-        for kind in (kind for kind in kinds() if kind.task == record.task):
-            # Names without the run's label, so that W&B shows the same figure of several runs side by side.
-            name = kind.stem.removesuffix("-{run}")
-            found += [(name, made.figure()) for made in _of_group(kind, [record], store, skipped, "")]
-    return [(name, figure) for name, figure in found if figure is not None]
+        return [(name, draw(read(record, store), f"{named(record)}: {model_name(record.model)}, {record.dataset}"))]
+    # Names without the run's label, so that W&B shows the same figure of several runs side by side.
+    own = [(kind.stem.removesuffix("-{run}"), kind) for kind in kinds() if kind.task == record.task]
+    made = [(name, one.figure()) for name, kind in own for one in _of_group(kind, [record], store, "")]
+    return [(name, figure) for name, figure in made if figure is not None]
 
 
 _OF_A_RUN: dict[str, tuple[str, Callable[[Record, Store], pd.DataFrame], Callable[..., Figure]]] = {
@@ -247,10 +190,10 @@ def _draw(given: argparse.Namespace) -> int:
     command.say_skipped(broken)
     if not records:
         raise command.no_records(store)
-    skipped: Skipped = {}
+    skipped: list[str] = []
     tables = build_tables(store, scanned=scanned).tables
     for path in write_drawings(drawings(records, store, tables, skipped), Path(out), skipped):
         print(path)
-    for name, reason in skipped.items():
-        print(printable(f"skipped: {name}: {reason}"), file=sys.stderr)
+    for reason in skipped:
+        print(printable(f"skipped: {reason}"), file=sys.stderr)
     return 1 if skipped else 0

@@ -12,7 +12,7 @@ import scipy.stats
 
 from kvq.config.limits import DISTRIBUTION, EMBEDDED
 from kvq.report.figures.drawing import dress, handle, multiples, panels, register_figure, register_numbers
-from kvq.report.figures.style import Line, cut, lines_of, marker, symlog
+from kvq.report.figures.style import Line, lines_of, marker, symlog
 from kvq.report.labels import FIRST, begins_otherwise, label, named
 from kvq.results import Record, run_key
 from kvq.results.metrics import METRICS
@@ -309,5 +309,5 @@ def _pairs(axis: Any, part: pd.DataFrame, looks: Mapping[str, Line]) -> None:
         axis.plot(*place, looks[method].marker, color=looks[method].color, alpha=0.8)
         if index in named:
             aside: Any = {"xytext": (-3, 2), "ha": "right"} if place[0] > 0.03 else {"xytext": (3, 2)}
-            note = axis.annotate(cut(method, 18), place, textcoords="offset points", fontsize=5, **aside)
+            note = axis.annotate(method, place, textcoords="offset points", fontsize=5, **aside)
             note.set_in_layout(False)

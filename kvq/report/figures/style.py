@@ -33,7 +33,6 @@ _DASHES: Any = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _DPI = 160
 # No dates and versions, so that the same records give the same bytes.
 _METADATA: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
-_LONGEST_NAME = 60
 
 
 @contextmanager
@@ -131,17 +130,12 @@ def plain_text(text: str) -> str:
 
 
 def drawable(table: pd.DataFrame) -> pd.DataFrame:
-    """Numbers with the names in them as figures show them; those of more than `_LONGEST_NAME` characters are cut."""
+    """Numbers with the names in them as figures show them, at most 60 characters of each."""
 
     def shown(value: Any) -> Any:
-        return plain_text(cut(value, _LONGEST_NAME)) if isinstance(value, str) else value
+        return plain_text(value[:60]) if isinstance(value, str) else value
 
     return table.assign(**{str(name): table[name].map(shown) for name in table.select_dtypes(exclude="number")})
-
-
-def cut(name: str, most: int) -> str:
-    """A name of more than `most` characters by its beginning and end."""
-    return name if len(name) <= most else f"{name[: 2 * most // 3]}…{name[-(most // 3) :]}"
 
 
 def image_of(made: Figure, kind: str = "png") -> bytes:

@@ -79,7 +79,7 @@ def test_every_figure_has_its_numbers_beside_it(store: Store, tmp_path: Path) ->
     assert len(stems) == len(found)
     # One of each function as files; the others, of further methods and texts, are made alone.
     one_each = {drawing.kind.draw: drawing.stem for drawing in found}.values()
-    paths = write_drawings([stems[stem] for stem in one_each], tmp_path, {})
+    paths = write_drawings([stems[stem] for stem in one_each], tmp_path, [])
     for drawing in (stems[stem] for stem in stems.keys() - one_each):
         assert len(drawing.table) > 0
         assert drawing.figure() is not None

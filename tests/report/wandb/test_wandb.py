@@ -111,8 +111,6 @@ def test_sync_sends_what_is_not_there_yet(
     assert offline_runs(store.root).keys() == {record.key[:32] for record in runs.values()}
     assert sync(command) == 0
     assert "0 sent, 2 there already" in capsys.readouterr().out
-    assert sync([*command, "--again"]) == 0
-    assert "2 sent, 0 there already" in capsys.readouterr().out
 
 
 @pytest.mark.slow
